@@ -2,7 +2,7 @@
 
     PYTHONPATH=examples penstock train RECIPE --worker.agents.guesser.function=agent:play
 
-docs/agents.md says how it is trained.
+docs/rollouts/agents.md says how it is trained.
 """
 
 import json

@@ -5,7 +5,8 @@ installed, and needs nothing of Penstock:
     python verifiers_agent.py serve TASKSET --port 9000
 
 TASKSET is what `eval` of verifiers takes: an importable package. The recipe has `[worker.agents.NAME]` with
-`url = "http://127.0.0.1:9000/play"`; a row's column `index` says which task is played. docs/environments.md says more.
+`url = "http://127.0.0.1:9000/play"`; a row's column `index` says which task is played. docs/rollouts/environments.md
+says more.
 """
 
 import argparse
@@ -49,7 +50,7 @@ class Player:
         self._tasks = Tasks(env)
 
     async def handle(self, request: web.Request) -> web.Response:
-        """POST /play, as docs/agents.md describes it."""
+        """POST /play, as docs/rollouts/agents.md describes it."""
         given = await request.json()
         return web.json_response(await self.play(given))
 

@@ -6,7 +6,7 @@ model knows the form of an answer and one sample at temperature 1 is right as of
 has then begun, and reinforcement learning does the rest.
 
 It is no recipe of ``penstock sft`` because it makes the vocabulary and the random weights too, and stops at an accuracy
-where supervised training stops after a number of steps (docs/sft.md).
+where supervised training stops after a number of steps (docs/training/sft.md).
 
     python -m models.pretrain --out models/tiny-qwen3-vl
 """

@@ -1,4 +1,4 @@
-"""Write the table of docs/reward-profiles.md: what each profile says of telling pairs.
+"""Write the table of docs/reward/profiles.md: what each profile says of telling pairs.
 
 python -m tools.profile_table            write it
 python -m tools.profile_table --check    only say whether it is current, by the exit status
@@ -14,7 +14,7 @@ from services.reward.isolation.pool import WorkerPool
 from services.reward.item import Item
 from services.reward.verifier import Scored, Verifier
 
-_PAGE = Path(__file__).parents[1] / "docs" / "reward-profiles.md"
+_PAGE = Path(__file__).parents[1] / "docs" / "reward" / "profiles.md"
 _BEGIN, _END = "<!-- table: python -m tools.profile_table -->\n", "<!-- end of table -->\n"
 _PROFILES = ("math", "geo3k", "mcq", "slime_math", "deepscaler", "dapo", "verl_geo3k", "math_verify", "f1", "gpqa")
 _DEADLINE_S = 20.0

@@ -3,7 +3,7 @@
 python -m tools.run_recipes --rows FOLDER                       all of them
 python -m tools.run_recipes --rows FOLDER rlinf-geo3k-grpo      some
 
-FOLDER holds train.parquet and test.parquet of Geometry3K, in any form that docs/data.md reads; without it they are
+FOLDER holds train.parquet and test.parquet of Geometry3K, in any form of docs/training/data.md; without it they are
 downloaded from the Hugging Face Hub. The model is a small one of the same class with random weights. Of each run: every
 step is there and has a gradient, the weights differ after each, the evaluations are those that the recipe asks for, and
 what judges the policy told its samples apart. Prints a table; the exit status is 1 if a check failed.

@@ -6,7 +6,7 @@ set -eu
 for path in /data /data/jetstream /secrets /secrets/nats-token; do
     if [ -e "$path" ] && [ ! -w "$path" ]; then
         echo "error: $path belongs to user $(stat -c %u "$path"), not to PENSTOCK_UID $(id -u); set PENSTOCK_UID to that" \
-            'one, or chown the volumes (docs/deploy.md, "When something is red")' >&2
+            'one, or chown the volumes (docs/operation/deploy.md, "When something is red")' >&2
         exit 2
     fi
 done

@@ -1,6 +1,6 @@
 """What a person needs to train an agent of their own: what a runner is given, and what it returns.
 
-docs/agents.md is the guide.
+docs/rollouts/agents.md is the guide.
 """
 
 from penstock.agents.runner import AgentResult, AgentSession, Runner

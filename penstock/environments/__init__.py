@@ -1,6 +1,7 @@
 """What a person needs to write an environment: the protocol, and the parts from which tool-using environments are made.
 
-Environments that come with Penstock are in `services.rollout.worker.environments`. docs/environments.md is the guide.
+Environments that come with Penstock are in `services.rollout.worker.environments`. The guide is
+docs/rollouts/environments.md.
 """
 
 from penstock.environments.protocol import (

@@ -103,7 +103,7 @@ def test_a_row_without_an_item_can_never_be_played() -> None:
 
 
 def test_the_example_for_skyrl_gym_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/environments.md has it."""
+    """As docs/rollouts/environments.md has it."""
     monkeypatch.chdir(tmp_path)
     tables = write_example("SkyRL-Gym", tmp_path)["worker"]["environments"]
     environment = SkyRLEnvironment(**tables["guess"]["args"])

@@ -78,7 +78,7 @@ async def current(engine: EngineProcess, reference: Reference) -> Reference:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> SecurityConfig:
-    """An authority and a certificate, made as docs/security.md says."""
+    """An authority and a certificate, made as docs/operation/security.md says."""
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 

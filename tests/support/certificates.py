@@ -1,4 +1,4 @@
-"""Certificates, made by the commands of docs/security.md as they stand there."""
+"""Certificates, made by the commands of docs/operation/security.md as they stand there."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.config import SecurityConfig
 from penstock.runtime.security import Security
 
-PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/operation/security.md").read_text()
 
 
 def make_certificates(folder: Path) -> SecurityConfig:

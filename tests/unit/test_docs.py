@@ -40,7 +40,7 @@ def test_what_a_document_names_exists(document: str) -> None:
     assert [name for name, path in _named(_ROOT / document) if not path.exists()] == []
 
 
-_TABLES = sorted((_ROOT / "docs").glob("coming-from-*.md"))
+_TABLES = sorted((_ROOT / "docs" / "coming-from").glob("*.md"))
 """Tables of other frameworks' switches: the second column has settings of ours."""
 
 _SCRIPT_VARIABLES = ("MODEL_NAME", "DATASET_NAME", "NUM_GPUS", "EXTERNAL_RAY", "TRAIN_BACKEND")
@@ -77,5 +77,5 @@ def test_every_switch_has_an_answer(document: Path) -> None:
 
 def test_every_variable_of_slime_s_script_has_a_row() -> None:
     """Whoever started its example with one finds it by name."""
-    firsts = " ".join(cells[0] for cells in _rows(_ROOT / "docs" / "coming-from-slime.md"))
+    firsts = " ".join(cells[0] for cells in _rows(_ROOT / "docs" / "coming-from" / "slime.md"))
     assert [name for name in _SCRIPT_VARIABLES if f"`SLIME_SCRIPT_{name}`" not in firsts] == []

@@ -36,7 +36,7 @@ def _reads(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def test_only_these_files_read_the_wall_clock() -> None:
-    """docs/bus.md, section Clocks, says what each does with it; everything else reads `time.monotonic`."""
+    """docs/operation/bus.md, section Clocks, says what each does with it; everything else reads `time.monotonic`."""
     found = {
         str(file.relative_to(_ROOT))
         for folder in ("penstock", "services")

@@ -2,7 +2,7 @@
 and reasoning-gym.
 
 Each is a class to name in a recipe under `[worker.environments]`; what it wraps is in its `args`. They need none of
-these libraries. docs/environments.md shows one of each.
+these libraries. docs/rollouts/environments.md shows one of each.
 
 Invariant: what the wrapped code answers reaches the policy as it is, the bytes of its images included; what cannot
 be played ends the episode with an error that names the class, the method, the value and the remedy.

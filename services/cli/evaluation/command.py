@@ -49,7 +49,7 @@ def eval_(
     if not settings.evaluation.sets:
         raise ConfigError(
             "the recipe has no evaluation set; add one, for example [evaluation.sets.test] with split = 'test' "
-            "(docs/evaluation.md)"
+            "(docs/training/evaluation.md)"
         )
     evaluating = import_with_extra("services.cli.evaluation.run", "penstock eval", extra="trainer")
     if model is not None:

@@ -41,7 +41,7 @@ class AlgorithmConfig(Config):
         "slime_geo3k",
         "rlinf_geo3k",
     ] = "tis"
-    """Where every axis starts from (docs/algorithms.md)."""
+    """Where every axis starts from (docs/training/algorithms.md)."""
     anchor: Literal["rollout", "proximal", "log_linear"] = "proximal"
     """What the ratio of the trust region is taken against. rollout: the engine's log-probabilities. proximal: those of
     the trainer's weights before the step. log_linear: an estimate of those one version earlier, from the engine's and

@@ -11,8 +11,8 @@ from penstock.records import Limits
 
 
 class LimitsConfig(Config):
-    """Budgets of each episode. What does not fit ends the episode, and nothing of it is appended; docs/environments.md
-    has the rules."""
+    """Budgets of each episode. What does not fit ends the episode, and nothing of it is appended; the rules are in
+    docs/rollouts/environments.md."""
 
     max_turns: int = pydantic.Field(default=0, ge=0)
     """Most turns of the policy. 0: no limit; the environment ends its episode, or the context is full."""

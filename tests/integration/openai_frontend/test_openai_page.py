@@ -1,4 +1,4 @@
-"""docs/openai.md says what is so: its examples are run as they stand, and its tables hold every setting and refusal."""
+"""docs/rollouts/openai.md says what is so: its examples run as they stand, and no setting or refusal is missing."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from services.router.frontends.openai.schema.requests import ChatRequest, Comple
 from tests.support.router.openai_harness import PNG, Harness
 from tests.support.waiting import promptly
 
-PAGE = (Path(__file__).parents[3] / "docs/openai.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/rollouts/openai.md").read_text()
 
 
 def section(title: str) -> str:
@@ -93,7 +93,7 @@ def test_settings() -> None:
     """Each setting has its row in the table, with its default."""
     for name, field in OpenAIConfig.model_fields.items():
         row = re.search(rf"^\| `{name}` \| (.*?) \| ", section("Settings"), re.MULTILINE)
-        assert row is not None, f"{name} is not in docs/openai.md"
+        assert row is not None, f"{name} is not in docs/rollouts/openai.md"
         assert field.default == "" or row[1] == f"`{field.default}`"
 
 

@@ -25,7 +25,7 @@ async def test_a_pattern_that_backtracks_hangs_nobody(capsys: pytest.CaptureFixt
 
 
 def test_the_table_of_the_profiles_is_current() -> None:
-    """docs/reward-profiles.md says what the profiles say."""
+    """docs/reward/profiles.md says what the profiles say."""
     root = Path(__file__).parents[3]
     command = [sys.executable, "-m", "tools.profile_table", "--check"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)

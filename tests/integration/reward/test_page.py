@@ -1,4 +1,4 @@
-"""docs/reward.md says what is so: its examples are run as they stand."""
+"""docs/reward/service.md says what is so: its examples are run as they stand."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.reward.process import RewardProcess, reward_process
 
-PAGE = (Path(__file__).parents[3] / "docs/reward.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/reward/service.md").read_text()
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
 

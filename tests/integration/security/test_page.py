@@ -1,4 +1,4 @@
-"""docs/security.md says what is so: its commands are run as they stand, by people's programs, at a whole process."""
+"""docs/operation/security.md says what is so: people's programs run its commands as they stand, at a whole process."""
 
 import json
 import re

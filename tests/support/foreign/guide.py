@@ -1,11 +1,11 @@
-"""The examples of docs/environments.md for other libraries' environments."""
+"""The examples of docs/rollouts/environments.md for other libraries' environments."""
 
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[3] / "docs" / "rollouts" / "environments.md"
 
 
 def write_example(heading: str, folder: Path) -> dict[str, Any]:

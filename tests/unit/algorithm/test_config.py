@@ -134,8 +134,8 @@ def test_every_setting_is_explained() -> None:
 
 
 def test_docs_name_every_preset_and_every_kind() -> None:
-    """docs/algorithms.md has a row for each."""
-    text = (ROOT / "docs" / "algorithms.md").read_text()
+    """docs/training/algorithms.md has a row for each."""
+    text = (ROOT / "docs" / "training" / "algorithms.md").read_text()
     kinds = {value for section in reference.sections(File) for value in choices_of(section)}
     assert {"gspo", "k3_plus", "m2po", "soft_overlong"} <= kinds
     assert {kind for kind in kinds if f"`{kind}`" not in text and f'"{kind}"' not in text} == set()

@@ -36,7 +36,7 @@ PICTURE = {"bytes": png(), "path": None}
     ],
 )
 def test_published_names_are_found(row: dict[str, Any], found: Columns) -> None:
-    """Each data set of the table in docs/data.md needs no setting."""
+    """Each data set of the table in docs/training/data.md needs no setting."""
     assert replace(find_columns(row, DataConfig(), name="x"), extra=()) == found
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md for other libraries' environments, as they stand there."""
+"""The examples of docs/rollouts/environments.md for other libraries' environments, as they stand there."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The environment of docs/environments.md, as it stands there."""
+"""The environment of docs/rollouts/environments.md, as it stands there."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from penstock.model.chat_template import Renderer
 from tests.support.worker.scripted_episodes import END, ScriptedPolicy, make_player, make_prompt, play
 from tests.support.worker.verifiers import Boxes
 
-PAGE = Path(__file__).parents[4] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[4] / "docs" / "rollouts" / "environments.md"
 
 
 @pytest.fixture

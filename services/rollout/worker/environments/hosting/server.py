@@ -28,7 +28,7 @@ log = structlog.get_logger()
 MAX_EPISODES: int = EnvironmentServerConfig().max_episodes
 MAX_IDLE_S = 3600.0
 """Longer than a turn may wait for a replica and be played: an episode's own time stands still meanwhile."""
-_DESCRIPTION = "Environments for Penstock's rollout workers. docs/environments.md describes the messages."
+_DESCRIPTION = "Environments for Penstock's rollout workers. docs/rollouts/environments.md describes the messages."
 
 
 @contextlib.asynccontextmanager
