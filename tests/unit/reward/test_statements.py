@@ -1,7 +1,5 @@
 """Answers that a response says in words: where they are found, which of several counts, and what states none."""
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -243,6 +241,7 @@ def test_any_text_is_taken(response: str) -> None:
     assert answer is None or (answer and answer == answer.strip())
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "unit",
     [
@@ -261,18 +260,9 @@ def test_any_text_is_taken(response: str) -> None:
     ],
 )
 def test_statements_are_found_in_linear_time(unit: str) -> None:
-    """A text of nothing but a troublesome piece takes about 16 times as long at 16 times the length."""
-
-    def seconds(length: int) -> float:
-        text = (unit * length)[:length]
-        best = float("inf")
-        for _ in range(5):
-            started = time.process_time()
-            extract_answer(text, max_chars=length, forms=Forms.WORDS)
-            best = min(best, time.process_time() - started)
-        return best
-
-    assert seconds(128_000) < 4 * 16 * seconds(8_000) + 0.01
+    """A text of nothing but a troublesome piece takes less than a second; in quadratic time, many minutes."""
+    text = (unit * 500_000)[:500_000]
+    extract_answer(text, max_chars=len(text), forms=Forms.WORDS)
 
 
 @pytest.mark.timeout(60)
