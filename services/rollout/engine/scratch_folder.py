@@ -1,6 +1,7 @@
 """A folder for the temporary files of this process and its children, removed with it, also after kill -9.
 
-SGLang makes a file for each of its sockets and removes none of them. The path of a socket has at most 107 characters,
+SGLang makes a file for each of its sockets and removes none of them, nor its segments of shared memory, since it ends
+its processes by SIGKILL; those are noted in the folder and go with it. The path of a socket has at most 107 characters,
 so the folder is in /tmp where TMPDIR leaves too few. Invariant: a folder whose process has ended is removed by the next
 process that makes one in the same place; a folder in use never is, nor one that was not made here.
 """
@@ -20,6 +21,11 @@ _MAX_PARENT_CHARS = 107 - len(f"/{_PREFIX}xxxxxxxx") - len("/tmpxxxxxxxxxxx")
 _SHORT_PARENT = Path("/tmp")
 _LOCK = ".penstock-engine.lock"
 """The file in a folder that its process has locked. A folder without it is somebody else's, whatever its name."""
+_SEGMENTS = ".shared-memory"
+"""The file in a folder that names segments of shared memory."""
+_SHARED_MEMORY = Path("/dev/shm")
+_OF_SGLANG = ("sgl_shm_", "sglang_loads_")
+"""How the names of SGLang's segments begin."""
 
 
 @contextmanager
@@ -43,8 +49,27 @@ def scratch_folder() -> Iterator[Path]:
         else:
             os.environ["TMPDIR"] = before[0]
         tempfile.tempdir = before[1]
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         os.close(lock)
+
+
+def note_segments(folder: Path) -> None:
+    """Have SGLang's segments of shared memory removed with the folder: those that this process and its children map."""
+    names = set[str]()
+    for pid in _family(os.getpid()):
+        with contextlib.suppress(OSError):
+            mapped = (line.split(maxsplit=5)[5:] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+            names.update(Path(path).name for [path] in filter(None, mapped) if path.startswith(f"{_SHARED_MEMORY}/"))
+    (folder / _SEGMENTS).write_text("\n".join(sorted(name for name in names if name.startswith(_OF_SGLANG))))
+
+
+def _family(pid: int) -> Iterator[int]:
+    """The process and all that descend from it."""
+    yield pid
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield from _family(int(child))
 
 
 def _make(parent: Path) -> tuple[Path, int]:
@@ -60,8 +85,17 @@ def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
         lock = _lock(folder, os.O_RDWR)
         if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        noted = (folder / _SEGMENTS).read_text().splitlines() if folder.stat().st_uid == os.getuid() else []
+        for name in noted:
+            if name.startswith(_OF_SGLANG) and "/" not in name:
+                (_SHARED_MEMORY / name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock(folder: Path, flags: int) -> int | None:

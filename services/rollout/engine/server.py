@@ -29,7 +29,7 @@ from services.rollout.engine.generate_service import GenerateServicer
 from services.rollout.engine.image_source import ImageSource
 from services.rollout.engine.replica_view import ReplicaView
 from services.rollout.engine.rollout_service import RolloutServicer
-from services.rollout.engine.scratch_folder import scratch_folder
+from services.rollout.engine.scratch_folder import note_segments, scratch_folder
 from services.rollout.engine.sglang_engine import SglangEngine
 from services.rollout.engine.weight_sync.sglang_weights import SglangWeights
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
@@ -78,8 +78,9 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
         group_timeout_s=settings.group_timeout_s,
         security=security,
     )
-    with scratch_folder():
+    with scratch_folder() as folder:
         async with starting as server:
+            note_segments(folder)
             async with connect(settings.bus, run=settings.run.name, security=security) as bus:
                 server.images.attach(ImageStore(bus))
                 bucket = await bus.bucket("replicas", ttl_s=settings.bus.lease_ttl_s)

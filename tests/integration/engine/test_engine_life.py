@@ -62,6 +62,14 @@ def _children(pid: int) -> list[int]:
     return pids
 
 
+def _segments(*pids: int) -> set[Path]:
+    """What processes have in shared memory by name."""
+    paths = {Path(mapped.path) for pid in pids for mapped in psutil.Process(pid).memory_maps()}
+    found = {path for path in paths if path.parent == Path("/dev/shm") and path.exists()}
+    assert found
+    return found
+
+
 async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
     """The lease tells of the engine. On SIGTERM requests may finish, new ones are refused, what lasts longer than
     grace_s is handed over, and nothing is left."""
@@ -79,6 +87,7 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         assert (leased.replica_id, leased.address) == (replica.replica_id, replica.address)
         assert (leased.state, leased.role) == (common_pb2.REPLICA_STATE_READY, common_pb2.REPLICA_ROLE_UNIFIED)
         children = _children(engine.process.pid)
+        segments = _segments(engine.process.pid, *children)
         turns = [ResumableTurn(_endless_request()) for _ in range(8)]
         plays = [asyncio.create_task(_play(client, each)) for each in turns]
         await until(lambda: all(each.num_tokens > 0 for each in turns))
@@ -96,6 +105,7 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         assert await promptly(engine.process.wait()) == 0
         assert not any(_runs(pid) for pid in children)
         assert not list(engine.scratch.iterdir())  # nor the files of SGLang's sockets
+        assert not any(path.exists() for path in segments)
         assert not watch.values
 
 

@@ -1,18 +1,20 @@
 """The temporary files of an engine go with it."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from penstock.runtime.parent_death import dying_with_parent
-from services.rollout.engine.scratch_folder import scratch_folder
+from services.rollout.engine.scratch_folder import note_segments, scratch_folder
 
 _HOLD = """
 import tempfile, time
@@ -20,6 +22,25 @@ from services.rollout.engine.scratch_folder import scratch_folder
 with scratch_folder() as folder:
     tempfile.NamedTemporaryFile(delete=False)
     print(folder, flush=True)
+    time.sleep(600)
+"""
+
+_SHARE = """
+import mmap, os, subprocess, sys, time
+from services.rollout.engine.scratch_folder import note_segments, scratch_folder
+def share(name):
+    with open("/dev/shm/" + name, "wb+") as file:
+        file.truncate(4096)
+        return mmap.mmap(file.fileno(), 4096)
+with scratch_folder() as folder:
+    mapped = [share(name) for name in sys.argv[1:3]]
+    if os.fork() == 0:
+        mapped.append(share(sys.argv[3]))
+        print(flush=True)
+        time.sleep(600)
+    sys.stdin.readline()
+    note_segments(folder)
+    print(flush=True)
     time.sleep(600)
 """
 
@@ -84,3 +105,41 @@ async def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_tha
     finally:
         living.kill()
         await living.wait()
+
+
+async def test_segments_of_shared_memory_go_with_the_folder(parent: Path) -> None:
+    """SGLang's own, of children too, when the next engine starts; others' and those that were not mapped stay."""
+    mark = uuid.uuid4().hex[:12]
+    loads, queue, other, unmapped = (f"{kind}_{mark}" for kind in ("sglang_loads", "sgl_shm_mq", "psm", "sgl_shm_mm"))
+    segments = {name: Path("/dev/shm", name) for name in (loads, queue, other, unmapped)}
+    segments[unmapped].touch()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _SHARE, loads, other, queue, stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE, preexec_fn=dying_with_parent(), start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        await process.stdout.readline()  # of the child
+        process.stdin.write(b"\n")
+        await process.stdout.readline()
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        assert all(path.exists() for path in segments.values())
+        with scratch_folder():
+            assert {name for name, path in segments.items() if path.exists()} == {other, unmapped}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for path in segments.values():
+            path.unlink(missing_ok=True)
+
+
+def test_only_names_of_sglang_s_segments_are_removed(parent: Path, tmp_path: Path) -> None:
+    """Whatever stands in the note of a folder."""
+    precious = tmp_path / "precious"
+    precious.touch()
+    with scratch_folder() as folder:
+        note_segments(folder)
+        (folder / ".shared-memory").write_text(f"../..{precious}\nsgl_shm_/../../..{precious}\n{precious}")
+    assert precious.exists()
