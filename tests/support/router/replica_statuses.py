@@ -1,6 +1,7 @@
 """Replicas as the router's balancers see them, made up."""
 
 import dataclasses
+import time
 import types
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -138,10 +139,10 @@ def chosen(balancer: Balancer, fleet: Fleet, query: Query | None = None) -> str 
 
 
 class Clock:
-    """A clock that a test moves."""
+    """A clock that a test moves, from the present on: deadlines that a test takes from the real one are still ahead."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now = time.monotonic()
 
     def __call__(self) -> float:
         return self.now
