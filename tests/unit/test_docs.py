@@ -1,5 +1,6 @@
 """What the documents name exists: links, paths into the tree, and settings."""
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ _PATH = re.compile(r"`((?:penstock|services|proto|tests|bench|recipes|deploy|doc
 _CODE = re.compile(r"`([^`]+)`")
 _SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_<>]+)+)`")
 _GIVEN = re.compile(r"--([a-z_]+\.[\w.]+)=")
+_EVENT = re.compile(r"log\.\w+\(\s*'?\"([a-z_.]+)\"")
 _DOCUMENTS = sorted(
     path.relative_to(_ROOT).as_posix()
     for path in (_ROOT / "README.md", _ROOT / "CHANGELOG.md", *(_ROOT / "docs").rglob("*.md"))
@@ -53,19 +55,50 @@ def _rows(document: Path) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
+@functools.cache
+def _settings() -> frozenset[str]:
+    return frozenset(f"{section.key}.{setting.name}" for section in sections(Recipe) for setting in section.settings)
+
+
+@functools.cache
+def _sections() -> frozenset[str]:
+    return frozenset(key for each in sections(Recipe) for key in (each.key, each.key.removesuffix(".<name>")))
+
+
+def _is_known(name: str) -> bool:
+    """Whether it is a section, a setting (with any name for a `<name>`), or an entry of a setting that is a table."""
+    parts = name.split(".")
+    generic = {".".join([*parts[:number], "<name>", *parts[number + 1 :]]) for number in range(1, len(parts))}
+    names = {name, *generic}
+    return not names.isdisjoint(_settings() | _sections()) or ".".join(parts[:-1]) in _settings()
+
+
+@pytest.mark.parametrize("document", [name for name in _DOCUMENTS if name != "CHANGELOG.md"])
+def test_the_settings_that_a_document_names_exist(document: str) -> None:
+    """In its sentences and in the commands that it shows; only the changelog names those that are gone."""
+    text = (_ROOT / document).read_text()
+    if _ROOT / document in _TABLES:  # the first column has the switches of others
+        text = "\n".join(["|".join(cells[1:]) for cells in _rows(_ROOT / document)])
+    tops = {name.partition(".")[0] for name in _settings()}
+    named = {name for name in _SETTING.findall(text) if name.partition(".")[0] in tops} | {*_GIVEN.findall(text)}
+    named = {name for name in named if not name.endswith(".json")} - {"section.key", *_events()}
+    assert sorted(name for name in named if not _is_known(name)) == []
+
+
+@functools.cache
+def _events() -> frozenset[str]:
+    """The events that processes log, some of which begin as sections do."""
+    files = (path for room in ("penstock", "services") for path in (_ROOT / room).rglob("*.py"))
+    return frozenset(name for path in files for name in _EVENT.findall(path.read_text()))
+
+
 @pytest.mark.parametrize("document", _TABLES, ids=lambda path: path.name)
 def test_the_settings_of_a_switch_exist(document: Path) -> None:
-    """In the tables, and in the commands that a page shows."""
-    known = {f"{section.key}.{setting.name}" for section in sections(Recipe) for setting in section.settings}
-    known |= {section.key.removesuffix(".<name>") for section in sections(Recipe) if section.key.endswith(".<name>")}
+    """The second column of a table of switches has nothing but settings, in code."""
     rows = list(_rows(document))
     assert all(len(cells) == 3 for cells in rows), [cells for cells in rows if len(cells) != 3]
-    named = {name for cells in rows for name in _CODE.findall(cells[1])} | {*_GIVEN.findall(document.read_text())}
-    tops = {name.partition(".")[0] for name in known}
-    for cells in rows:  # the third column explains, and may name settings too
-        named |= {name for name in _SETTING.findall(cells[2]) if name.partition(".")[0] in tops}
-    named = {name.replace("sets.test.", "sets.<name>.") for name in named} - {"section.key"}
-    assert sorted(named - known) == []
+    named = {name for cells in rows for name in _CODE.findall(cells[1])}
+    assert sorted(name for name in named if not _is_known(name)) == []
     assert len(named) > 30
 
 

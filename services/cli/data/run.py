@@ -93,7 +93,7 @@ def _survey(
 def _lines(source: Source, found: Survey, limit: PromptLimit | None) -> Iterator[str]:
     read = "" if found.num_read == found.num_rows else f", {found.num_read} of them read"
     yield f"rows       {found.num_rows}{read}, in {_counted(len(source.tables), 'file')}"
-    columns = source.tables[0].columns(source.tables[0].table[0], source.config)
+    columns = source.first_columns
     images = f", images {', '.join(columns.images)}" if columns.images else ""
     extra = f"; extra {', '.join(columns.extra)}" if columns.extra else ""
     answer = f", answer {columns.gold}" if columns.gold else ""

@@ -127,6 +127,15 @@ async def test_token_ids_and_logprobs_come_when_asked(harness: Harness, is_strea
     assert content[-1].token == "<|im_end|>"
 
 
+async def test_an_image_of_no_named_type_is_taken_as_published_data_sets_write_it(harness: Harness) -> None:
+    """Columns of Geometry3K have URLs of the type image/None."""
+    await harness.chat(
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(PNG, "None")}}]}]
+    )
+    [request] = harness.requests
+    assert [image.data for image in request.images] == [PNG]
+
+
 async def test_images_arrive_as_the_files_they_are(harness: Harness) -> None:
     """One placeholder each, in their order."""
     other = PNG[::-1]

@@ -92,6 +92,16 @@ def test_wrong_rows_are_listed_and_fail(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["data", str(tmp_path / "r.toml"), "--data.wrong_rows=drop"]) == 0
 
 
+def test_a_first_row_that_cannot_be_read_is_a_wrong_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report tells the columns by the first row that can be read."""
+    (tmp_path / "a.jsonl").write_text('{"problem": "What is\n{"problem": "What is 2 + 3?", "answer": "5"}\n')
+    (tmp_path / "r.toml").write_text(f'[run]\nname = "try"\n[data]\npath = "{tmp_path}/a.jsonl"\nwrong_rows = "drop"\n')
+    assert main(["data", str(tmp_path / "r.toml")]) == 0
+    out = capsys.readouterr().out
+    assert "columns    text problem, answer answer" in out
+    assert "a.jsonl', row 0: it is not a JSON object" in out
+
+
 def test_demonstrations_are_counted_as_they_are_learned(
     tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

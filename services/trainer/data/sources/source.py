@@ -82,8 +82,9 @@ class Source:
             raise DataError(f"{name} holds no rows")
         self.name = name
         self.config = config
-        for each in self.tables:
-            each.columns(_readable(each), config)
+        found = [each.columns(_readable(each), config) for each in self.tables]
+        self.first_columns = found[0]
+        """Of the first table's first readable row."""
         self._ends = list(accumulate(len(each.table) for each in self.tables))
 
     def __len__(self) -> int:

@@ -9,7 +9,8 @@ import re
 
 from services.router.frontends.openai.errors import ParameterError
 
-_DATA_URL = re.compile(r"data:(image/(?:png|jpeg|jpg|webp|gif))?((?:;[^;,]*)*),", re.IGNORECASE)
+_DATA_URL = re.compile(r"data:(?:image/(?:png|jpeg|jpg|webp|gif|None))?((?:;[^;,]*)*),", re.IGNORECASE)
+"""Published data sets have URLs of the type `image/None`; the engine looks at the file itself in any case."""
 
 
 def read_image(url: str, *, param: str, max_bytes: int) -> bytes:
@@ -23,7 +24,7 @@ def read_image(url: str, *, param: str, max_bytes: int) -> bytes:
             param, f"{param} = {url[:40]!r}: images are accepted as data: URLs only; send data:image/png;base64,..."
         )
     head = _DATA_URL.match(url)
-    if head is None or not head[2].lower().endswith(";base64"):
+    if head is None or not head[1].lower().endswith(";base64"):
         raise ParameterError(
             param, f"{param} = {url[:40]!r}...: send data:image/png;base64,..., or jpeg, webp or gif for png"
         )
