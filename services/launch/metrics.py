@@ -120,7 +120,8 @@ def describe_waits(row: StepRow) -> str:
     """How long the trainer computed in a step, and for what it waited instead."""
     training = f"{row.get('train_s', 0):.1f} s training"
     waits = [f"{row[key]:.1f} s for {what}" for key, what in _WAITS if row.get(key, 0) >= _SHORTEST_WAIT_S]
-    return f"{training}, waiting {', '.join(waits)}" if waits else training
+    idle = f"; idle {row['trainer_idle_fraction']:.0%}" if "trainer_idle_fraction" in row else ""
+    return (f"{training}, waiting {', '.join(waits)}" if waits else training) + idle
 
 
 def describe_run(rows: Sequence[StepRow]) -> list[str]:

@@ -232,6 +232,14 @@ class KlConfig(Axis):
     ema_weight: float = pydantic.Field(default=0.6, gt=0, le=1)
     """Share of the policy in a refreshed reference (ema)."""
 
+    @pydantic.model_validator(mode="after")
+    def _refreshes_by_what_is_set(self) -> Self:
+        for name, refreshes in (("refresh_every", ("copy", "ema")), ("ema_weight", ("ema",))):
+            value, needed = getattr(self, name), " or ".join(map(repr, refreshes))
+            if value != type(self).model_fields[name].default and self.refresh not in refreshes:
+                raise ValueError(f"{name} = {value} has no effect with refresh = {self.refresh!r}; it is for {needed}")
+        return self
+
     @pydantic.field_validator("kind", mode="before")
     @classmethod
     def _is_no_k1(cls, kind: Any) -> Any:

@@ -116,6 +116,11 @@ def test_refuses_what_does_not_exist(override: str, message: str) -> None:
         (["trust_region.clip_high=0.3"], r"clip_high = 0\.3 has no effect with kind = 'none'; it is for clip"),
         (["correction.low=0.5"], r"low = 0\.5 has no effect with kind = 'truncate'; it is for mask or clip"),
         (["entropy.target=1.5"], r"target = 1\.5 has no effect with kind = 'none'; it is for target"),
+        (
+            ["kl.kind=k2", "kl.ema_weight=0.5"],
+            r"ema_weight = 0\.5 has no effect with refresh = 'never'; it is for 'ema'",
+        ),
+        (["kl.kind=k2", "kl.refresh_every=2"], r"refresh_every = 2 has no effect with refresh = 'never'"),
         (["kl.refresh=ema"], r"algorithm\.kl: refresh = ema has no effect with kind = 'none'"),
         (["advantage.function=a:b"], r"function = a:b has no effect with kind = 'grpo'; it is for custom"),
     ],

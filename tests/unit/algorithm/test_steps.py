@@ -321,8 +321,10 @@ def test_the_entropy_bonus_stops_above_its_target(tiny_model_path: Path, groups:
 def test_other_frameworks_names_hold_what_a_step_measures(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """Each is the value of a metric that exists; the loop measures times and truncated samples."""
     masked = replace(groups[0], masked=(True,) * 4)
-    of_the_loop = {"wait_s": 1.0, "step_s": 2.0, "push_s": 3.0, "truncated_fraction": 0.5}
-    row = take_step(loaded(tiny_model_path), [[*groups, masked]], VERSION) | of_the_loop
+    of_the_loop = {"wait_s": 1.0, "step_s": 2.0, "push_s": 3.0, "truncated_fraction": 0.5, "train_s": 0.5}
+    of_the_loop |= {"trainer_idle_fraction": 0.75, "checkpoint_write_s": 4.0}
+    rejecting = {"rejection": {"kind": "opsm", "max_drop": 1e3}}
+    row = take_step(loaded(tiny_model_path, **rejecting), [[*groups, masked]], VERSION) | of_the_loop
     assert set(FIELD_NAMES) <= set(row)
     named = field_names(row)
     assert not set(named) & set(row)

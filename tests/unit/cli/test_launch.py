@@ -331,6 +331,7 @@ def test_the_display_says_what_the_trainer_waited_for() -> None:
     row = {"train_s": 1.24, "wait_s": 0.31, "push_wait_s": 0.06, "data_wait_s": 0.0, "checkpoint_wait_s": 0.001}
     assert describe_waits(row) == "1.2 s training, waiting 0.3 s for groups, 0.1 s for pushes"
     assert describe_waits({"train_s": 1.0}) == "1.0 s training"
+    assert describe_waits({"train_s": 1.0, "trainer_idle_fraction": 0.126}) == "1.0 s training; idle 13%"
 
 
 def test_filtered_groups_are_shown_with_the_reward_of_all_that_were_played() -> None:

@@ -13,6 +13,7 @@ from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.filter_tally import Interval
 from services.trainer.telemetry.episode_metrics import describe_episodes
+from services.trainer.telemetry.field_names import FIELD_NAMES
 from services.trainer.telemetry.step_metrics import (
     StepClock,
     describe_batch,
@@ -23,6 +24,9 @@ from services.trainer.telemetry.step_metrics import (
 from services.trainer.weight_sync.push_report import PushReport
 from tests.support.trainer.groups import IMAGES, make_group, picture
 from tests.support.trainer.read_groups import reader_of
+
+_UNGROUPED = {"reward", "solve_none", "solve_all", "frac_reward_zero_std"}
+"""Names of other frameworks without a group."""
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -64,3 +68,16 @@ def test_every_metric_is_explained(tiny_model_path: Path, algorithm: dict[str, o
     row |= describe_groups(GroupCounts(), num_duplicate=0, num_unreadable=0)
     patterns = explained()
     assert [name for name in row if not any(pattern.fullmatch(name) for pattern in patterns)] == []
+
+
+def test_the_names_of_other_frameworks_are_those_that_are_logged() -> None:
+    """Each stands beside the metric whose number it has, and none is promised that nobody logs."""
+    shown: dict[str, set[str]] = {}
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("| `"):
+            ours, *_, others = (re.findall(r"`([\w<>/]+)`", cell) for cell in line.strip("|").split(" | "))
+            for name in (name for name in others if "/" in name or name in _UNGROUPED):
+                shown.setdefault(name, set()).update(ours)
+    logged = {theirs: ours for ours, names in FIELD_NAMES.items() for theirs in names}
+    assert shown.keys() == logged.keys()
+    assert [name for name, ours in logged.items() if ours not in shown[name]] == []
