@@ -17,6 +17,9 @@ from penstock.environments.openai_messages import write_messages
 MODEL: Final = "policy"
 """What agents may send as `model`; sessions take any name."""
 
+SESSION_HEADER: Final = "x-penstock-session"
+"""Names a session to the router at the base URL of all."""
+
 _MAX_ERROR_CHARS = 2000
 
 
@@ -26,6 +29,11 @@ class AgentSession:
 
     base_url: str
     """Of the OpenAI API, for this sample alone: its calls are what is trained."""
+    router_url: str
+    """Of the router, `http(s)://host:port`, for a client with one base URL for all samples, `<router_url>/v1`: its
+    calls belong to this sample if they have its `headers`."""
+    headers: Mapping[str, str]
+    """For calls at `<router_url>/v1/chat/completions`."""
     api_key: str
     """Opens this base URL and nothing else."""
     task: Task
@@ -50,6 +58,8 @@ class AgentSession:
         task = self.task
         return {
             "base_url": self.base_url,
+            "router_url": self.router_url,
+            "headers": dict(self.headers),
             "api_key": self.api_key,
             "model": self.model,
             "timeout_s": self.timeout_s,

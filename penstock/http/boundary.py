@@ -1,7 +1,7 @@
 """Wraps every HTTP application: admission, body limit, errors, cancellation, drain, one log line per request.
 
 Invariants: the body of a request without the token is not read, and every such request gets the same answer; only the
-health page (GET, HEAD) needs no token, and a path that has a key opens to the key too. The application runs with a
+health page (GET, HEAD) needs no token, and a request that has a key opens to the key too. The application runs with a
 complete body, and is cancelled when its client disconnects.
 """
 
@@ -43,7 +43,7 @@ class Boundary:
         max_body_bytes: int,
         make_error_body: ErrorBodyMaker,
         security: Security,
-        name_of_key: Callable[[str], str] = lambda path: "",
+        name_of_key: Callable[[Scope], str] = lambda scope: "",
     ) -> None:
         self.is_serving = True
         self._app = app
@@ -88,7 +88,7 @@ class Boundary:
         if not self._security.token or _asks_for_health(scope):
             return True
         authorization = next((value for key, value in scope["headers"] if key == b"authorization"), b"")
-        return self._security.admits(authorization, key_name=self._name_of_key(scope["path"]))
+        return self._security.admits(authorization, key_name=self._name_of_key(scope))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._admits(scope):

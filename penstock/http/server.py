@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from penstock.errors import SetupError
 from penstock.http.boundary import Boundary
@@ -56,7 +56,7 @@ class HttpServer:
         max_body_bytes: int = 64 * 2**20,
         make_error_body: ErrorBodyMaker = error_body,
         security: Security | None = None,
-        name_of_key: Callable[[str], str] = lambda path: "",
+        name_of_key: Callable[[Scope], str] = lambda scope: "",
     ) -> None:
         """Serve `app` on `host`:`port`; port 0 takes any that is free.
 
@@ -70,7 +70,7 @@ class HttpServer:
             make_error_body: Makes the JSON of errors that the application never sees, such as 401, from status and
                 message.
             security: Token and certificates; None reads them from the environment.
-            name_of_key: The name of the key that opens a path as the token does (`Security.key_of`); empty: none does.
+            name_of_key: Names the key that admits a request as the token does (`Security.key_of`); empty: none does.
 
         Raises:
             ConfigError: TLS is on without a certificate for servers.

@@ -66,6 +66,26 @@ async def test_two_routers_in_turn_continue_a_session_id_for_id(harness: Harness
         assert {request.group_id for request in harness.requests} == {agent.opened.state.group}
 
 
+async def test_a_client_with_one_base_url_names_its_session_in_a_header(harness: Harness) -> None:
+    """Its calls and those at the session's own URL are one conversation."""
+    async with agent_session(harness) as agent:
+        by_header = harness.client.with_options(default_headers={"X-Penstock-Session": str(agent.opened.id)})
+        ids = says_oddly(harness, "first")
+        answer = await by_header.chat.completions.create(model="any", messages=HI, temperature=0)
+        whole = whole_of(harness, ids)
+        ids = says_oddly(harness, "second")
+        await agent.ask([*HI, said(answer), user("more")])
+        assert whole_of(harness, ids)[: len(whole)] == whole
+        assert len(await agent.calls()) == 2
+        await agent.sessions.close(agent.opened)
+        with pytest.raises(openai.APIStatusError) as error:
+            await by_header.chat.completions.create(model="any", messages=HI)
+        assert error.value.status_code == 410
+    stranger = harness.client.with_options(default_headers={"X-Penstock-Session": "no session"})
+    with pytest.raises(openai.NotFoundError, match="no such session"):
+        await stranger.chat.completions.create(model="any", messages=HI)
+
+
 async def test_a_router_that_is_killed_between_calls_is_missed_by_nobody(harness: Harness, nats_url: str) -> None:
     """Another one goes on from the bus, also with what it never saw."""
     async with router_process(nats_url, harness.run, MODEL_PATH, "--bus.lease_ttl_s=60") as dying:

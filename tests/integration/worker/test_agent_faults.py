@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +160,22 @@ async def test_an_agent_plays_over_tls_with_the_key_of_its_session(
     secured = security_of(certificates.model_copy(update={"mutual": mutual}), token=TOKEN)
     seen = list[AgentSession]()
 
-    async def call(session: AgentSession, key: str) -> int:
+    async def call(session: AgentSession, key: str, url: str, headers: Mapping[str, str]) -> int:
         async with httpx.AsyncClient(verify=session.tls or True) as client:
-            headers, body = {"Authorization": f"Bearer {key}"}, {"model": "any", "messages": session.messages}
-            return (await client.post(f"{session.base_url}/chat/completions", headers=headers, json=body)).status_code
+            body = {"model": "any", "messages": session.messages}
+            shown = {"Authorization": f"Bearer {key}", **headers}
+            return (await client.post(url, headers=shown, json=body)).status_code
 
     async def play(session: AgentSession) -> float:
         seen.append(session)
-        assert await call(session, session.api_key) == 200
         others = [each.api_key for each in seen if each is not session]
-        assert [await call(session, key) for key in ("none", *others)] == [401] * (1 + len(others))
+        by_url = f"{session.base_url}/chat/completions", dict[str, str]()
+        by_header = f"{session.router_url}/v1/chat/completions", session.headers
+        for url, headers in (by_url, by_header):
+            assert await call(session, session.api_key, url, headers) == 200
+            assert [await call(session, key, url, headers) for key in ("none", *others)] == [401] * (1 + len(others))
+        for path in ("completions", "tokenize", "models"):
+            assert await call(session, session.api_key, f"{session.router_url}/v1/{path}", session.headers) == 401
         return 1.0
 
     monkeypatch.setattr(agent_runners, "ask_nothing", play)

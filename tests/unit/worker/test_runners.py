@@ -40,6 +40,8 @@ async def no_grade(text: str) -> Verdict:
 
 SESSION = AgentSession(
     base_url="http://router/sessions/x/v1",
+    router_url="http://router",
+    headers={"x-penstock-session": "x"},
     api_key="key",
     timeout_s=7.0,
     task=Task(

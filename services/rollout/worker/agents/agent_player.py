@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import structlog
 
 from penstock.agents import AgentResult, AgentSession
+from penstock.agents.runner import SESSION_HEADER
 from penstock.bus.sessions import OpenedSession, Sessions
 from penstock.errors import DeadlineError, OverloadedError, PenstockError, UnavailableError
 from penstock.model.chat_template import Renderer
@@ -163,6 +164,8 @@ class AgentPlayer:
         ending: Ending = "stop"
         given = AgentSession(
             base_url=f"{self._router_url}/sessions/{session}/v1",
+            router_url=self._router_url,
+            headers={SESSION_HEADER: str(session)},
             api_key=self._security.key_of(str(session)) or "none",
             task=make_task(prompt, item_id, images, grading, clock),
             timeout_s=timeout_s,

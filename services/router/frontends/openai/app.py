@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from penstock.agents.runner import SESSION_HEADER
 from penstock.errors import PenstockError, SessionOverError
 from penstock.http.app import describe, make_app
 from services.router.frontends.openai.chat_api import ChatApi
@@ -18,7 +19,7 @@ from services.router.frontends.openai.schema.constraint import FORMAT_TYPES
 from services.router.frontends.openai.schema.messages import PART_TYPES, TOOL_CHOICE_TAGS
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest
 from services.router.frontends.openai.schema.tokens import DetokenizeRequest, TokenizeRequest
-from services.router.frontends.openai.sessions.routes import add_session_routes
+from services.router.frontends.openai.sessions.routes import CHAT_PATH, add_session_routes
 from services.router.frontends.openai.sessions.session_api import SessionApi
 
 _DESCRIPTION = """
@@ -27,6 +28,9 @@ made which of its tokens, and can be recorded with ids and logprobs to be traine
 """
 
 _Session = Annotated[str, Header(description="Names the session: its calls go to one replica.")]
+_AgentSession = Annotated[
+    str, Header(alias=SESSION_HEADER, description="An agent's session, in place of its base URL /sessions/{id}/v1.")
+]
 _Recorded = Annotated[str, Header(description="Names the session, and records the call under it.")]
 
 
@@ -39,9 +43,16 @@ def make_openai_app(api: ChatApi, sessions: SessionApi) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)
 
-    @app.post("/v1/chat/completions", tags=["policy"], response_class=Response)
-    async def chat(body: ChatRequest, x_session_id: _Session = "", x_penstock_record: _Recorded = "") -> Response:
+    @app.post(CHAT_PATH, tags=["policy"], response_class=Response)
+    async def chat(
+        body: ChatRequest,
+        x_session_id: _Session = "",
+        x_penstock_record: _Recorded = "",
+        agent_session: _AgentSession = "",
+    ) -> Response:
         """Answer a conversation."""
+        if agent_session:
+            return await sessions.answer(agent_session, body)
         return await api.chat(body, session=x_session_id, recorded_session=x_penstock_record)
 
     @app.post("/v1/completions", tags=["policy"], response_class=Response)

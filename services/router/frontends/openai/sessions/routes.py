@@ -1,10 +1,16 @@
-"""The routes of agents' sessions: /sessions/{id}/v1, a base URL for each session."""
+"""The routes of agents' sessions: /sessions/{id}/v1, a base URL for each session.
+
+A client whose base URL is fixed names its session in a header instead, at the chat route of all.
+"""
 
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.responses import Response
+from starlette.types import Scope
 
+from penstock.agents.runner import SESSION_HEADER
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.schema.requests import ChatRequest
 from services.router.frontends.openai.sessions.session_api import SessionApi
@@ -12,8 +18,15 @@ from services.router.frontends.openai.sessions.session_api import SessionApi
 PREFIX = "/sessions/"
 
 
-def session_of(path: str) -> str:
-    """The session that a request's path names; empty if it is no session's."""
+CHAT_PATH = "/v1/chat/completions"
+"""The one route outside of `PREFIX` that reads the header: a session's key opens nothing else."""
+
+
+def session_of(request: Scope) -> str:
+    """Return the session that a request's path or header names; empty if it is no session's."""
+    path: str = request["path"]
+    if path == CHAT_PATH:
+        return Headers(scope=request).get(SESSION_HEADER, "")
     name, slash, _ = path.removeprefix(PREFIX).partition("/")
     return name if path.startswith(PREFIX) and slash else ""
 
