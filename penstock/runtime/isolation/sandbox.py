@@ -126,8 +126,7 @@ def _if_argument(
     then: tuple[int, int, int, int],
     otherwise: tuple[int, int, int, int],
 ) -> list[tuple[int, int, int, int]]:
-    """For call `number`: do `then` if the low half of argument `index` passes `test` for an operand, else
-    `otherwise`."""
+    """For call `number`: `then` if the low half of argument `index` passes `test` for an operand, else `otherwise`."""
     body = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index)]
     for operand in operands:
         body += [(test, 0, 1, operand), then]
