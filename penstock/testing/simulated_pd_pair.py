@@ -129,7 +129,7 @@ class SimulatedPrefill(SimulatedPeer):
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
         """Refuse: a prefill engine has no streams."""
         raise InvalidRequestError("a prefill engine answers Generate only")
-        yield  # makes this a generator, as the engine's own is
+        yield  # type: ignore[unreachable]  # makes this a generator, as the engine's own is
 
     def _pass_of(self, room: int) -> asyncio.Future[dict[str, Any]]:
         return self._passes.setdefault(room, asyncio.get_running_loop().create_future())
