@@ -61,7 +61,7 @@ class Presence:
     """Checks that the server still has something the run needs; call `check` whenever an operation on it has failed."""
 
     def __init__(self, client: Client, *, what: str, url: str, look: Callable[[], Awaitable[object]]) -> None:
-        """`look` asks the server for it, and raises NotFoundError if the server does not have it."""
+        """Prepare the check; `look` asks the server, and raises NotFoundError if the server does not have the thing."""
         self._client = client
         self._what = what
         self._url = url

@@ -23,7 +23,7 @@ class PullRequests:
     """The requests of one process to one durable consumer, one at a time."""
 
     def __init__(self, client: Client, *, stream: str, durable: str) -> None:
-        """`open` it before the first request."""
+        """Prepare the requests; `open` them before the first one."""
         self._client = client
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
         self._inbox = client.new_inbox()

@@ -37,7 +37,7 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # gRPC cancels calls that arrive faster than they are accepted; servers have bounds of their own.
+    # gRPC cancels calls that arrive faster than they are accepted; our servers have their own bounds.
     ("grpc.server.max_pending_requests", _MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
     # It also cancels calls that are not accepted within 30 s, as on an overloaded machine. Only a call's deadline may

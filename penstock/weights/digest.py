@@ -140,7 +140,7 @@ def _multipliers(device: str) -> torch.Tensor:
 
 
 def _mix(number: int) -> int:
-    """Return splitmix64's finaliser (Steele, Lea, Flood 2014) of a number."""
+    """Apply splitmix64's finaliser (Steele, Lea, Flood 2014)."""
     number &= _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK

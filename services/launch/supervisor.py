@@ -49,7 +49,7 @@ class Supervisor:
         first_backoff_s: float = _FIRST_BACKOFF_S,
         failed_run_grace_s: float = _FAILED_RUN_GRACE_S,
     ) -> None:
-        """`report` gets a line for each event of a process; `kill_after_s` is the seconds that each has to stop."""
+        """Supervise `children`; `report` gets a line for each event, `kill_after_s` is the seconds each has to stop."""
         self.children = children
         self._max_restarts = max_restarts
         self._deaths: dict[str, deque[float]] = {}

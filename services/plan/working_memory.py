@@ -193,7 +193,7 @@ def _attention_of_gpus() -> Iterator[None]:
 
 
 def _compute_as_on_gpus(policy: PolicyModel) -> None:
-    """Have modules compute as on GPUs where memory differs there, and without reading values.
+    """Have modules compute as on GPUs if they take other memory there, and without reading values.
 
     Autocast normalises in float32 on GPUs. The choice of experts does not affect sizes.
     """
