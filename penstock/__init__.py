@@ -2,6 +2,6 @@
 
 import os
 
-# Before gRPC is imported. Its fork handlers start threads in a child that is about to execute another program, and one
-# child in a hundred aborts there; nothing here uses gRPC on both sides of a fork.
+# Set before gRPC is imported. Its fork handlers start threads in a child that is about to execute another program, and
+# one child in a hundred aborts there; no process here uses gRPC on both sides of a fork.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -9,19 +9,19 @@
     │   └── SupersededError        another process has taken over what this one held
     ├── InvalidRequestError    this request or message can never succeed
     │   ├── CorruptMessageError    bytes that do not decode to the expected record
-    │   ├── TooManyPixelsError     images that are never decoded, for their size
+    │   ├── TooManyPixelsError     images with too many pixels to be decoded
     │   └── PromptTooLongError     the prompt leaves no room for a token in any replica's context
-    ├── EnvironmentFailedError an environment crashed, or answered what none may
-    ├── PoisonError            it broke everyone who handled it; never try it again
-    ├── MissingImageError      an image that is named by its hash is not stored; store it and try again
+    ├── EnvironmentFailedError an environment crashed, or gave an answer that none may give
+    ├── PoisonError            it broke every process that handled it; never retry it
+    ├── MissingImageError      an image that is named by its hash is not stored; store it and retry
     ├── NotReadyError          the state does not allow it (yet)
     │   └── SessionOverError       an agent's session was closed, or superseded by another one
-    ├── UnavailableError       nobody can do it now; try again
+    ├── UnavailableError       no process can do it now; try again
     ├── OverloadedError        a queue is full; try again later
-    └── DeadlineError          it took longer than was allowed
+    └── DeadlineError          it took longer than allowed
 
-Handlers raise these; `penstock.rpc.status` maps them to gRPC codes and `penstock.bus.work_loop` to what becomes of a
-message. Each message names the field, the value and the remedy.
+Handlers raise these; `penstock.rpc.status` maps them to gRPC codes and `penstock.bus.work_loop` to the outcomes of
+messages. Each error text names the field, the value and the remedy.
 """
 
 
@@ -62,7 +62,7 @@ class CorruptMessageError(InvalidRequestError):
 
 
 class TooManyPixelsError(InvalidRequestError):
-    """Images with more pixels than are ever decoded."""
+    """Images with too many pixels to be decoded."""
 
 
 class PromptTooLongError(InvalidRequestError):
@@ -70,23 +70,23 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class EnvironmentFailedError(PenstockError):
-    """An environment crashed, raised an error in its own process or server, or answered what no environment may."""
+    """An environment crashed, raised an error in its own process or server, or gave an answer that none may give."""
 
 
 class PoisonError(PenstockError):
-    """A request or message that broke everyone who handled it: n replicas, or n workers.
+    """A request or message that broke every process that handled it: n replicas, or n workers.
 
-    Never retried: the next handler would break too. It ends its turn, sample or group, which is counted and buried with
-    this reason.
+    It is never retried, because the next handler would break too. Its turn, sample or group ends, is counted, and is
+    buried with this reason.
     """
 
 
 class MissingImageError(PenstockError):
-    """An image that a request names by its hash is not stored, or no longer. The caller stores it again and retries."""
+    """An image that a request names by its hash is not stored, or not any more. The caller stores it and retries."""
 
 
 class NotReadyError(PenstockError):
-    """The request is sound, but the state does not allow it."""
+    """The request is valid, but the state does not allow it."""
 
 
 class SessionOverError(NotReadyError):
@@ -98,7 +98,7 @@ class SessionOverError(NotReadyError):
 
 
 class UnavailableError(PenstockError):
-    """Nobody can serve the request now; the same request may succeed later."""
+    """No process can serve the request now; the same request may succeed later."""
 
 
 class OverloadedError(PenstockError):
@@ -106,4 +106,4 @@ class OverloadedError(PenstockError):
 
 
 class DeadlineError(PenstockError):
-    """It took longer than the caller allowed."""
+    """The operation took longer than the caller allowed."""

@@ -1,4 +1,4 @@
-"""How a verdict of the reward service was reached, and which verdicts say nothing of the response.
+"""How the reward service reached a verdict, and which verdicts say nothing about the response.
 
 The only definition: the reward service, the records on the bus, the worker and the trainer's metrics all use it. It
 imports nothing, because the reward service's forked workers do.
@@ -21,4 +21,4 @@ class Status(enum.StrEnum):
 
 
 UNJUDGED = frozenset({Status.GOLD_INVALID, Status.TIMEOUT, Status.OUT_OF_MEMORY, Status.FAILED})
-"""Statuses that say nothing of the response: whether it is right is not known, and its score has no meaning."""
+"""Statuses that say nothing about the response: it may be right or wrong, and its score has no meaning."""

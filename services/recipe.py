@@ -1,6 +1,6 @@
-"""The recipe: all settings of a run, in TOML files that its processes share.
+"""The recipe: all settings of a run, in TOML files that all of its processes read.
 
-Imports the services' settings only, so that a mistyped key is reported before anything heavy is loaded.
+Imports only the services' settings, so that a mistyped key is reported before anything heavy is loaded.
 """
 
 from typing import Any, Self

@@ -1,4 +1,4 @@
-"""What a person needs to train an agent of their own: what a runner is given, and what it returns.
+"""Interface for training your own agent: the inputs and results of a runner.
 
 docs/rollouts/agents.md is the guide.
 """

@@ -1,7 +1,7 @@
 """The interface of runners: code that plays one sample by calling the policy over HTTP, as often as it likes.
 
-A runner is given a base URL of its own and speaks the OpenAI API to it. What the policy answers there is recorded with
-its tokens, so a runner never deals in token ids, and returns no more than a reward.
+A runner gets its own base URL and speaks the OpenAI API to it. The policy's answers there are recorded with their
+tokens, so a runner never handles token ids and returns at most a reward.
 """
 
 import dataclasses
@@ -15,46 +15,46 @@ from penstock.environments import Task
 from penstock.environments.openai_messages import write_messages
 
 MODEL: Final = "policy"
-"""What agents may send as `model`; sessions take any name."""
+"""The `model` that agents may send; sessions accept any name."""
 
 SESSION_HEADER: Final = "x-penstock-session"
-"""Names a session to the router at the base URL of all."""
+"""Header that names the session at the base URL shared by all samples."""
 
 _MAX_ERROR_CHARS = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSession:
-    """What a runner is given for one sample."""
+    """A runner's inputs for one sample."""
 
     base_url: str
-    """Of the OpenAI API, for this sample alone: its calls are what is trained."""
+    """Base URL of the OpenAI API, for this sample alone: the calls made there are what is trained."""
     router_url: str
-    """Of the router, `http(s)://host:port`, for a client with one base URL for all samples, `<router_url>/v1`: its
-    calls belong to this sample if they have its `headers`."""
+    """The router, `http(s)://host:port`, for a client with one base URL for all samples, `<router_url>/v1`: calls with
+    this session's `headers` belong to this sample."""
     headers: Mapping[str, str]
-    """For calls at `<router_url>/v1/chat/completions`."""
+    """Headers for calls at `<router_url>/v1/chat/completions`."""
     api_key: str
-    """Opens this base URL and nothing else."""
+    """Key to this base URL and nothing else."""
     task: Task
-    """The row of the data. Its golds are for the reward: an agent that shows them to the policy teaches it nothing."""
+    """The dataset row. Its golds are for the reward: an agent that shows them to the policy teaches it nothing."""
     timeout_s: float
-    """Seconds until the runner is ended and the session closed."""
+    """Seconds until the runner is stopped and the session closed."""
     model: str = MODEL
-    """To send as `model`."""
+    """The value to send as `model`."""
     tls: ssl.SSLContext | None = None
-    """What a client in this process needs for an https `base_url` whose authority is the run's own, the certificate
-    that `security.mutual` asks for included; None: `security` has no TLS."""
+    """TLS context for clients in this process, if `base_url` is https and the run's own authority signed it. It
+    includes the client certificate that `security.mutual` requires. None: `security` has no TLS."""
     tls_ca: str = ""
     """Path of that authority's PEM file, for clients in other processes; empty: the system's authorities."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The row's conversation in OpenAI's form, with its images inside."""
+        """The row's conversation in OpenAI's form, with its images inline."""
         return write_messages(self.task.messages, self.task.images)
 
     def to_json(self) -> dict[str, Any]:
-        """What runners in other processes are given."""
+        """Return the session as plain data for runners in other processes."""
         task = self.task
         return {
             "base_url": self.base_url,
@@ -79,14 +79,14 @@ class AgentSession:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """What a runner returns."""
+    """A runner's result."""
 
     reward: float | None = None
     """None: the reward service judges the text of the policy's last answer."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What else was measured, by name; kept with the sample."""
+    """Other measurements by name; kept with the sample."""
     error: str = ""
-    """Why the sample has no reward; it is then trained on by nobody, but kept with its reason."""
+    """Why the sample has no reward; it is then not trained on, but kept with its reason."""
 
     def __post_init__(self) -> None:
         if self.reward is not None and (not _is_number(self.reward) or not math.isfinite(self.reward)):
@@ -97,10 +97,10 @@ class AgentResult:
 
     @classmethod
     def read(cls, value: object) -> Self:
-        """What a runner returned: a result, its fields as a mapping, a reward, or None.
+        """Return the result that a runner returned as a result, its fields as a mapping, a reward, or None.
 
         Raises:
-            ValueError: it is none of these, or has a field that is unknown or no number.
+            ValueError: it is none of these, or has a field that is unknown or not a number.
         """
         if isinstance(value, cls):
             return value
@@ -122,7 +122,7 @@ class AgentResult:
 
 
 Runner: TypeAlias = Callable[[AgentSession], Awaitable[Any] | Any]
-"""Plays one sample: a coroutine function, or a function that may block. Returns what `AgentResult.read` takes."""
+"""Plays one sample: a coroutine function, or a function that may block. Returns a value for `AgentResult.read`."""
 
 
 def _is_number(value: object) -> bool:

@@ -1,7 +1,7 @@
 """A run's streams and buckets on a NATS server.
 
-A publish is retried until the server has stored it; its message id makes a repetition harmless. What is stored survives
-a kill of any process, the server included. A server that comes back without its store is an error.
+A publish is retried until the server has stored it; its message id makes repetitions harmless. Stored messages survive
+a kill of any process, including the server. A server that comes back without its store is an error.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ log = structlog.get_logger()
 StoredT = TypeVar("StoredT")
 
 CONNECT_TIMEOUT_S = 10.0
-"""Limit of the first connection: a nats-server that is being started listens within a second or two."""
+"""Limit of the first connection: a starting nats-server listens within a second or two."""
 _DUPLICATE_WINDOW_S = 600.0
 _DEAD_LETTER_AGE_S = 30 * 24 * 3600.0
 _DEAD_LETTER_BYTES = 2 * 2**30
-"""Dead letters wait for a person. The oldest are dropped beyond this age, or beyond this size together."""
+"""Dead letters wait for a person. The oldest are dropped beyond this total size, or beyond their age limit."""
 _PUBLISH_TIMEOUT_S = 5.0
 _MAX_RECORD_BYTES = 32 * 2**20
 """JetStream's file store refuses larger records, whatever max_payload says."""
@@ -51,7 +51,7 @@ class Stream:
 
 
 class Bus:
-    """A run's part of a NATS server. Names begin with the run's, so that several runs can share a server."""
+    """A run's part of a NATS server. Names begin with the run's name, so that several runs can share a server."""
 
     def __init__(self, client: Client, config: BusConfig, run: str) -> None:
         """Wrap a connected client; use `connect`."""
@@ -69,20 +69,20 @@ class Bus:
 
     @property
     def client(self) -> Client:
-        """The connection, for what the JetStream context does not offer."""
+        """The connection, for features that the JetStream context lacks."""
         return self._client
 
     @property
     def jetstream(self) -> JetStreamContext:
-        """The JetStream context, for what this class does not offer."""
+        """The JetStream context, for features that this class lacks."""
         return self._js
 
     def presence(self, what: str, look: Callable[[], Awaitable[object]]) -> Presence:
-        """A check that the server still has something; see `Presence`."""
+        """Return a check that the server still has something; see `Presence`."""
         return Presence(self._client, what=what, url=self.config.url, look=look)
 
     async def ensure_streams(self) -> None:
-        """Create the run's streams where they do not exist.
+        """Create the run's streams if they do not exist.
 
         Raises:
             SetupError: a stream exists with other settings, or cannot be created.
@@ -107,7 +107,7 @@ class Bus:
                 ) from None
 
     async def bucket(self, name: str, *, ttl_s: float | None = None) -> KeyValue:
-        """The run's KV bucket `name`; values vanish `ttl_s` after their last write.
+        """Return the run's KV bucket `name`, creating it if needed; values expire `ttl_s` after their last write.
 
         Raises:
             SetupError: it exists with other settings, or cannot be created.
@@ -126,13 +126,13 @@ class Bus:
     async def publish(
         self, stream: Stream, payload: bytes, *, message_id: str, headers: Mapping[str, str] | None = None
     ) -> bool:
-        """Store `payload` once and return whether it was new; false if `message_id` was stored before.
+        """Store `payload` once; return whether it was new: false if `message_id` was stored before.
 
         Raises:
-            InvalidRequestError: the payload is larger than the server takes.
+            InvalidRequestError: the payload is larger than the server accepts.
             SetupError: the server no longer has the stream.
         """
-        # A dead letter fits where its message did: room is kept for its headers.
+        # A dead letter fits if its message did: room is reserved for its headers.
         if stream is not self.dead and len(payload) > self.max_payload_bytes(message_id):
             raise InvalidRequestError(
                 f"message {message_id} of {len(payload)} bytes is over what the NATS server takes (max_payload = "
@@ -146,10 +146,10 @@ class Bus:
         return not ack.duplicate
 
     async def replace(self, stream: Stream, subject: str, payload: bytes) -> None:
-        """Store `payload` under `subject` of `stream`, in place of what a stream of one message per subject had there.
+        """Store `payload` under `subject` of `stream`, replacing what a stream of one message per subject had there.
 
         Raises:
-            InvalidRequestError: the payload is larger than the server takes.
+            InvalidRequestError: the payload is larger than the server accepts.
             SetupError: the server no longer has the stream.
         """
         if len(payload) > self.max_payload_bytes(subject):
@@ -161,7 +161,7 @@ class Bus:
         await self._stored(subject, lambda: self._js.publish(subject, payload), presence)
 
     async def put(self, bucket: KeyValue, key: str, value: bytes) -> None:
-        """Set a value of a bucket, waiting out a server that is away.
+        """Set a value of a bucket, retrying while the server is unreachable.
 
         Raises:
             SetupError: the server no longer has the bucket.
@@ -169,7 +169,7 @@ class Bus:
         await self.retried(f"write of {key}", lambda: bucket.put(key, value), bucket)
 
     async def retried(self, what: str, attempt: Callable[[], Awaitable[StoredT]], bucket: KeyValue) -> StoredT:
-        """Try something with a bucket until the server answers; an attempt must be harmless after one that succeeded.
+        """Retry a bucket operation until the server answers; it must be safe to repeat after it succeeded.
 
         Raises:
             SetupError: the server no longer has the bucket.
@@ -177,7 +177,7 @@ class Bus:
         return await self._stored(what, attempt, self.presence(f"the bucket for the {what}", bucket.status))
 
     async def _stored(self, what: str, attempt: Callable[[], Awaitable[StoredT]], presence: Presence) -> StoredT:
-        """Try until the server confirms; an attempt must be harmless after one whose answer was lost."""
+        """Retry until the server confirms; it must be safe to repeat an attempt whose answer was lost."""
         while True:
             try:
                 return await attempt()
@@ -189,11 +189,11 @@ class Bus:
                 await asyncio.sleep(0.5)
 
     def max_payload_bytes(self, message_id: str) -> int:
-        """The largest payload that `publish` takes; the server also counts headers and JetStream's own fields."""
+        """Return the most bytes that `publish` accepts; the server also counts headers and JetStream's fields."""
         return min(self._client.max_payload, _MAX_RECORD_BYTES) - len(message_id.encode()) - _OVERHEAD_BYTES
 
     async def purge(self, stream: Stream) -> int:
-        """Remove every message of the stream, waiting out a server that is away, and return how many there were.
+        """Remove every message of the stream, retrying while the server is unreachable; return how many there were.
 
         Raises:
             SetupError: the server no longer has the stream.
@@ -208,7 +208,7 @@ class Bus:
         return await self._stored(f"purge of {stream.name}", attempt, presence)
 
     async def delete_run(self) -> None:
-        """Remove the run's streams; for tests and for starting over."""
+        """Remove the run's streams, for tests and for starting over."""
         for stream in (self.prompts, self.groups, self.dead, self.calls, self.images, self.sessions):
             try:
                 await self._js.delete_stream(stream.name)
@@ -220,7 +220,7 @@ class Bus:
 async def connect(
     config: BusConfig, *, run: str, security: Security | None = None, timeout_s: float = CONNECT_TIMEOUT_S
 ) -> AsyncIterator[Bus]:
-    """Connect to the server of `config` during the context; the connection is made again by itself, without end.
+    """Connect to the server of `config` during the context, and reconnect without limit.
 
     Args:
         config: The server.

@@ -1,7 +1,7 @@
-"""Messages of a work queue in this process's hands.
+"""The messages of a work queue that this process holds.
 
-Invariant: from when a message is fetched until it is acked, put back or buried, the server is told that it is being
-worked on; a process that dies stops telling it, and the message is delivered again.
+Invariant: from fetch until ack, put-back or burial, heartbeats tell the server that a message is being worked on. If
+the process dies, the heartbeats stop and the message is delivered again.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ log = structlog.get_logger()
 
 _FETCH_WAIT_S = 1.0
 _FETCH_BYTES = 32 * 2**20
-"""The most that one fetch brings, or one message: far below what the server lets a client have outstanding before it
-cuts the connection (`max_pending`), and nothing that waits unread for long."""
+"""The most bytes of one fetch: far below the outstanding bytes at which the server cuts a client off (`max_pending`),
+and few enough that no message waits unread for long. A single larger message is still fetched."""
 _LOOK_EVERY_S = 3.0
-"""How often the server is asked whether a consumer that brings nothing is still there."""
+"""Seconds between checks that a consumer that delivers nothing still exists."""
 _HEARTBEATS_PER_ACK_WAIT = 3
 _HEARTBEATS_AT_ONCE = 256
-"""After this number of heartbeats other tasks of the process get their turn."""
+"""Heartbeats sent before other tasks of the process get a turn."""
 
 
 class Delivery:
     """One message in hand: ack it, put it back, or bury it."""
 
     def __init__(self, message: Msg, bus: Bus, stream: Stream, in_hand: "dict[int, Delivery]") -> None:
-        """Wrap a JetStream message; `in_hand` are the deliveries that heartbeats are sent for, by sequence number."""
+        """Wrap a JetStream message; `in_hand` holds the deliveries that get heartbeats, by sequence number."""
         self._message = message
         self._bus = bus
         self._stream = stream
@@ -50,7 +50,7 @@ class Delivery:
         in_hand[self._sequence] = self
 
     def renew(self, message: Msg) -> None:
-        """Go on with another delivery of the same message, which came because heartbeats were late."""
+        """Continue with another delivery of the same message, which arrived because heartbeats were late."""
         self._message = message
         self.num_delivered = message.metadata.num_delivered
 
@@ -63,16 +63,16 @@ class Delivery:
         await self._settle(self._message.ack_sync(timeout=5.0))
 
     async def put_back(self, delay_s: float = 0.0) -> None:
-        """Let it be delivered again, to any process, after `delay_s` seconds."""
+        """Let the message be delivered again, to any process, after `delay_s` seconds."""
         await self._settle(self._message.nak(delay=delay_s or None))
 
     async def bury(self, reason: str) -> None:
-        """Move it to the dead letters, with its reason, its queue and its id beside it."""
+        """Move the message to the dead letters, with its reason, its queue and its id."""
         await self.write_dead_letter(reason)
         await self.ack()
 
     async def write_dead_letter(self, reason: str) -> None:
-        """Copy it to the dead letters, and keep it in hand to be acked later."""
+        """Copy the message to the dead letters, and keep it in hand to be acked later."""
         log.error("message.buried", message_id=self.message_id, reason=reason, num_delivered=self.num_delivered)
         await self._bus.publish(
             self._bus.dead,
@@ -86,7 +86,7 @@ class Delivery:
         await self._message.in_progress()
 
     async def _settle(self, pending: Awaitable[object]) -> None:
-        """Send the outcome; if it is lost, the message is delivered again, which every receiver bears."""
+        """Send the outcome; if it is lost, the message is delivered again, which every receiver tolerates."""
         self._in_hand.pop(self._sequence, None)
         try:
             await pending
@@ -95,7 +95,7 @@ class Delivery:
 
 
 class Consumer:
-    """A durable pull consumer: processes that use the same name share the queue."""
+    """A durable pull consumer; processes that use the same name share the queue."""
 
     def __init__(self, bus: Bus, stream: Stream, durable: str, pull: PullRequests) -> None:
         """Use `consuming`."""
@@ -111,9 +111,9 @@ class Consumer:
         self._looked_at = time.monotonic()
 
     async def fetch(self, limit: int) -> list[Delivery]:
-        """At most `limit` messages and 32 MiB, or one message that is larger.
+        """Return at most `limit` messages and 32 MiB, or one message that is larger.
 
-        Empty if none came within a second, or if the server is out of reach for now.
+        Empty if no message came within a second, or if the server is unreachable.
 
         Raises:
             SetupError: the server no longer has the consumer.
@@ -131,7 +131,7 @@ class Consumer:
         return [delivery for message in messages if (delivery := self._take(message)) is not None]
 
     async def _request(self, batch: int, *, wait_s: float = 0.0, max_bytes: int | None = None) -> tuple[list[Msg], str]:
-        """As `PullRequests.request`; no messages and "503" if the server is out of reach."""
+        """Call `PullRequests.request`; return no messages and "503" if the server is unreachable."""
         try:
             return await self._pull.request(batch, wait_s=wait_s, max_bytes=max_bytes)
         except BUS_ERRORS as error:
@@ -139,7 +139,7 @@ class Consumer:
             return [], "503"
 
     def _take(self, message: Msg) -> Delivery | None:
-        """Wrap a message; None if an earlier delivery of it is in hand, which goes on with this one."""
+        """Wrap a message; None if an earlier delivery of it is in hand, which continues with this one."""
         if (known := self._in_hand.get(message.metadata.sequence.stream)) is not None:
             known.renew(message)
             return None
@@ -147,13 +147,13 @@ class Consumer:
 
     @property
     def num_in_hand(self) -> int:
-        """Messages fetched, and neither acked nor put back."""
+        """Messages fetched, but neither acked nor put back."""
         return len(self._in_hand)
 
     async def has_delivered_all(self) -> bool:
-        """Whether all that is stored is in this process's hands; for a consumer that no other process uses.
+        """Return whether this process holds all stored messages; only for a consumer that no other process uses.
 
-        What was lost on its way is counted as missing until it is delivered again. False if the server does not answer.
+        A message lost in transit counts as missing until it is delivered again. False if the server does not answer.
         """
         try:
             info = await self._bus.jetstream.consumer_info(self._stream.name, self._durable)
@@ -165,7 +165,7 @@ class Consumer:
         """Send a heartbeat for every message in hand."""
         for number, (sequence, delivery) in enumerate(list(self._in_hand.items()), start=1):
             if sequence in self._in_hand:
-                with suppress(*BUS_ERRORS):  # the connection is being made again; the next round comes soon
+                with suppress(*BUS_ERRORS):  # reconnecting; the next round comes soon
                     await delivery.heartbeat()
             if number % _HEARTBEATS_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -175,18 +175,19 @@ class Consumer:
 async def consuming(
     bus: Bus, stream: Stream, durable: str, *, ack_wait_s: float, max_ack_pending: int, fresh: bool = False
 ) -> AsyncIterator[Consumer]:
-    """Use the durable consumer `durable` of `stream` during the context; it is made where it does not exist.
+    """Use the durable consumer `durable` of `stream` during the context; create it if it does not exist.
 
     Args:
         bus: The run's bus.
         stream: The queue.
         durable: The consumer's name.
-        ack_wait_s: A message without a heartbeat for this long is delivered again. Three are sent in that time.
+        ack_wait_s: A message without a heartbeat for this long is delivered again. Three heartbeats are sent in that
+            time.
         max_ack_pending: The most messages that may be in hand at once, in all processes together.
-        fresh: Forget what an earlier process had in hand, so that all of it is delivered again at once.
+        fresh: Forget the messages that an earlier process held, so that they are delivered again at once.
 
     Raises:
-        SetupError: the server does not make it.
+        SetupError: the server does not create it.
     """
     js = bus.jetstream
     config = api.ConsumerConfig(

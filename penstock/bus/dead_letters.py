@@ -1,7 +1,7 @@
-"""Messages that were given up, with the reason: to be read, and put back on their queue.
+"""Messages that were given up, kept with the reason: they can be read, and put back on their queue.
 
-A letter is the message as it was, with the reason, its queue and its id in headers. It can be read whatever record it
-holds, also one of another version.
+A dead letter is the unchanged message, with the reason, its queue and its id in headers. It can be read whatever record
+it holds, including one of another version.
 """
 
 import time
@@ -42,14 +42,14 @@ class DeadLetter:
 
 
 def letter_headers(*, reason: str, subject: str, message_id: str) -> dict[str, str]:
-    """The headers of a letter; together less than 3,000 bytes beside the id."""
-    # On one line of ASCII, which is all that nats-py reads back as it was.
+    """Return the headers of a letter; together less than 3,000 bytes, plus the id."""
+    # On one line of ASCII: nats-py does not read back anything else unchanged.
     line = " ".join(reason.split()).encode("ascii", "backslashreplace")[:_MAX_REASON_BYTES].decode()
     return {REASON: line, SUBJECT: subject, MESSAGE_ID: message_id}
 
 
 async def list_letters(bus: Bus, *, after: int = 0, limit: int = 100) -> list[DeadLetter]:
-    """The oldest letters with a higher number than `after`.
+    """Return the oldest letters with a number above `after`.
 
     Raises:
         UnavailableError: the server does not answer.
@@ -68,7 +68,7 @@ async def list_letters(bus: Bus, *, after: int = 0, limit: int = 100) -> list[De
 
 
 async def read_letter(bus: Bus, number: int) -> DeadLetter:
-    """The letter with this number.
+    """Return the letter with this number.
 
     Raises:
         InvalidRequestError: there is none.
@@ -86,7 +86,7 @@ async def requeue_letter(bus: Bus, number: int) -> DeadLetter:
     """Put the letter's message back on its queue, under an id of its own, and remove the letter.
 
     Raises:
-        InvalidRequestError: there is no such letter, or its queue is none of this run's.
+        InvalidRequestError: there is no such letter, or its queue is not one of this run's.
         SetupError: the server no longer has the queue.
         UnavailableError: the server does not answer.
     """
@@ -94,7 +94,7 @@ async def requeue_letter(bus: Bus, number: int) -> DeadLetter:
     queue = next((stream for stream in (bus.prompts, bus.groups) if stream.subject == letter.subject), None)
     if queue is None:
         raise InvalidRequestError(f"dead letter {number} is from {letter.subject!r}, which is no queue of this run")
-    # Its own id would be taken for a repetition of the message that was given up.
+    # Its own id would be taken for a repetition of the given-up message.
     await bus.publish(queue, letter.payload, message_id=f"requeued/{number}/{letter.message_id}", headers={})
     try:
         await bus.jetstream.delete_msg(bus.dead.name, number)
@@ -106,9 +106,9 @@ async def requeue_letter(bus: Bus, number: int) -> DeadLetter:
 
 
 def show_payload(payload: bytes) -> Any:
-    """The payload as plain values for JSON, whatever record it is: long text cut, bytes and arrays as their sizes.
+    """Return the payload as plain values for JSON, whatever record it is: long text cut, bytes and arrays as sizes.
 
-    Bytes that are no msgpack are shown as such.
+    Bytes that are not msgpack are shown as such.
     """
     try:
         return _shown(msgpack.unpackb(payload, strict_map_key=False))

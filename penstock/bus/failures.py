@@ -1,7 +1,7 @@
-"""What an error of NATS means: a server to wait for, or something that a person must fix.
+"""What an error of NATS means: a server to wait for, or a fault that a person must fix.
 
-A server that is away, slow or not ready is waited for without end. Two errors are not waited out: a server that no
-longer has what the run stores in it, which nothing brings back, and whatever goes wrong at the start.
+Penstock waits without limit for a server that is unreachable, slow or not ready. Two kinds of error are not waited out:
+a server that has lost what the run stored in it, which nothing brings back, and any failure at the start.
 """
 
 import time
@@ -15,12 +15,12 @@ from nats.aio.client import Client
 from penstock.errors import DeadlineError, InvalidRequestError, PoisonError, SetupError
 
 BUS_ERRORS = (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError)
-"""Everything nats-py raises if the server refuses, does not answer or is away."""
+"""Everything nats-py raises if the server refuses, does not answer or is unreachable."""
 
 _GONE_AFTER_S = 2.0
-"""A server that is starting may not know yet what it has: only a "not found" that persists this long is believed."""
+"""Seconds that a "not found" must persist to be believed: a starting server may not know yet what it has."""
 _NOT_READY_S = 30.0
-"""How long a connected server may be without JetStream."""
+"""Seconds that a connected server may be without JetStream."""
 
 
 _DEADLINE_DELIVERIES = 2
@@ -28,7 +28,7 @@ _DEADLINE_DELIVERIES = 2
 
 
 def deliveries_allowed(error: BaseException, max_deliveries: int) -> int:
-    """How many deliveries a message gets whose handling failed with `error`; 1: it is never tried again."""
+    """Return how many deliveries a message gets whose handling failed with `error`; 1: it is not retried."""
     match error:
         case InvalidRequestError() | PoisonError():
             return 1
@@ -39,7 +39,7 @@ def deliveries_allowed(error: BaseException, max_deliveries: int) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The error's own message, without the library's prefix."""
+    """Return the error's own message, without the library's prefix."""
     return getattr(error, "description", None) or str(error) or type(error).__name__
 
 
@@ -58,10 +58,10 @@ def setting_up(what: str, url: str, *, passing: type[Exception] | tuple[()] = ()
 
 
 class Presence:
-    """Checks that the server still has something the run needs; call `check` whenever using it has failed."""
+    """Checks that the server still has something the run needs; call `check` whenever an operation on it has failed."""
 
     def __init__(self, client: Client, *, what: str, url: str, look: Callable[[], Awaitable[object]]) -> None:
-        """`look` asks the server for it, and raises NotFoundError if the server does not have it."""
+        """Prepare the check; `look` asks the server, and raises NotFoundError if the server does not have the thing."""
         self._client = client
         self._what = what
         self._url = url

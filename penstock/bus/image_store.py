@@ -1,9 +1,9 @@
-"""Images beside a run's streams: each is stored once per group, under its content hash, and fetched when needed.
+"""Stores images beside a run's streams: once per group, under their content hash, fetched when needed.
 
-A *scope* is the group on whose behalf an image is stored (`penstock.records.GroupId.scope`). The images of a scope are
-removed together, when the trainer has settled the group; what nobody removes expires after `MAX_AGE_S`.
+A *scope* is the group for which an image is stored (`penstock.records.GroupId.scope`). The images of a scope are
+removed together, when the trainer has settled the group; any others expire after `MAX_AGE_S`.
 
-Invariant: what `get` returns has the hash it was asked for.
+Invariant: the image that `get` returns has the requested hash.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from penstock.runtime.backoff import Backoff
 log = structlog.get_logger()
 
 MAX_AGE_S: Final = 7 * 24 * 3600.0
-"""For groups that are never settled: of an abandoned run, or of a worker that stores after the trainer removed."""
+"""For groups that are never settled: those of an abandoned run, or of a worker that stores after the removal."""
 CACHE_BYTES: Final = 256 * 2**20
-"""Encoded images that a process keeps in memory."""
+"""Bytes of encoded images that a process keeps in memory."""
 
 _BACKOFF = Backoff(first_s=0.5, max_s=5.0)
 
@@ -37,7 +37,7 @@ _MAX_SCOPE_CHARS = 200
 
 
 def hash_of(data: bytes) -> str:
-    """The name of an image: SHA-256 of its file, in hex."""
+    """Return the name of an image: SHA-256 of its file, in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -45,7 +45,7 @@ class ImageStore:
     """The images of a run, with a cache bounded in bytes; any process of the run may write and read them."""
 
     def __init__(self, bus: Bus, *, cache_bytes: int = CACHE_BYTES) -> None:
-        """Keep them on `bus`, and the last used ones in memory."""
+        """Store images on `bus`, and cache recently used ones in memory."""
         self._bus = bus
         self._cache = _ByteCache(cache_bytes)
         self._fetching: dict[str, asyncio.Task[bytes]] = {}
@@ -56,7 +56,7 @@ class ImageStore:
         """Create the stream if it does not exist.
 
         Raises:
-            SetupError: it exists with other settings, or the server does not make it.
+            SetupError: it exists with other settings, or the server does not create it.
         """
         stream = self._bus.images
         with setting_up(f"stream {stream.name}", self._bus.config.url):
@@ -73,11 +73,11 @@ class ImageStore:
             )
 
     async def put(self, scope: str, data: bytes) -> str:
-        """Store the image for `scope` and return its hash; storing it again does no harm.
+        """Store the image for `scope` and return its hash; safe to repeat.
 
         Raises:
-            InvalidRequestError: it is larger than the server takes.
-            SetupError: the server has the stream no more.
+            InvalidRequestError: it is larger than the server accepts.
+            SetupError: the server no longer has the stream.
         """
         sha256 = hash_of(data)
         await self._bus.replace(self._bus.images, self._subject(scope, sha256), data)
@@ -85,10 +85,10 @@ class ImageStore:
         return sha256
 
     async def get(self, scope: str, sha256: str) -> bytes:
-        """The image, from memory or from the bus; calls for the same image share one fetch.
+        """Return the image, from memory or from the bus; concurrent calls for the same image share one fetch.
 
         Raises:
-            InvalidRequestError: scope or hash cannot be those of an image.
+            InvalidRequestError: scope or hash cannot belong to an image.
             MissingImageError: it is not stored for this scope.
             UnavailableError: the server does not answer.
         """
@@ -101,12 +101,12 @@ class ImageStore:
         return await asyncio.shield(task)
 
     async def wait_for(self, scope: str, sha256: str) -> bytes:
-        """As `get`, but a server that is away is waited out.
+        """Return the image as `get` does, retrying while the server is unreachable.
 
         Raises:
             InvalidRequestError: as by `get`.
             MissingImageError: as by `get`.
-            SetupError: the server has the stream no more.
+            SetupError: the server no longer has the stream.
         """
         presence, num_failures = self.presence(), 0
         while True:
@@ -114,7 +114,7 @@ class ImageStore:
                 data = await self.get(scope, sha256)
             except UnavailableError as error:
                 num_failures += 1
-                level = log.debug if self._is_away else log.warning  # once for all images that an outage holds up
+                level = log.debug if self._is_away else log.warning  # one warning per outage, not one per image
                 level("image.fetch_retried", reason=str(error))
                 self._is_away = True
                 await presence.check()
@@ -124,12 +124,12 @@ class ImageStore:
                 return data
 
     def presence(self) -> Presence:
-        """A check that the server still has the stream; see `Presence`."""
+        """Return a check that the server still has the stream; see `Presence`."""
         stream = self._bus.images
         return self._bus.presence(f"stream {stream.name}", lambda: self._bus.jetstream.stream_info(stream.name))
 
     async def remove(self, scope: str) -> None:
-        """Remove all images of `scope`; a failure is logged, for age removes them too."""
+        """Remove all images of `scope`; a failure is only logged, because the images expire anyway."""
         stream = self._bus.images
         try:
             await self._bus.jetstream.purge_stream(stream.name, subject=f"{stream.subject}.{_checked(scope)}.*")
@@ -147,7 +147,7 @@ class ImageStore:
         def forget(done: asyncio.Task[bytes]) -> None:
             del self._fetching[subject]
             if not done.cancelled():
-                done.exception()  # its callers may all be gone
+                done.exception()  # all of its callers may be gone
 
         task.add_done_callback(forget)
         return task
@@ -172,7 +172,7 @@ class ImageStore:
 
 
 class _ByteCache:
-    """The last used images, by hash, as long as they fit."""
+    """Recently used images by hash, bounded in bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

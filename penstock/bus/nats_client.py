@@ -18,7 +18,7 @@ from penstock.runtime.security import NATS_TOKEN, TOKEN, Security
 log = structlog.get_logger()
 
 _REFUSED = "Authorization Violation"
-"""What nats-server answers without the right token."""
+"""nats-server's answer to a client without the right token."""
 _REFUSAL = f"token missing or wrong; set {NATS_TOKEN}, or {TOKEN} where both are the same"
 _CLOSE_TIMEOUT_S = 2.0
 _CLIENT_TASKS = ("_reconnection_task", "_reading_task", "_ping_interval_task", "_flusher_task")
@@ -27,7 +27,7 @@ _CLIENT_TASKS = ("_reconnection_task", "_reading_task", "_ping_interval_task", "
 
 @asynccontextmanager
 async def connected_client(config: BusConfig, security: Security, *, timeout_s: float) -> AsyncIterator[Client]:
-    """A client that is connected on entry, and reconnects by itself, without end, until the context ends.
+    """Yield a connected client, which reconnects without limit until the context ends.
 
     Raises:
         AccessError: the server refuses the token.
@@ -90,7 +90,7 @@ async def connected_client(config: BusConfig, security: Security, *, timeout_s: 
 
 
 def _token_for(client: Client, security: Security) -> Callable[[], str] | None:
-    """Called when the client is about to show the token: the last moment to see whether the server speaks TLS."""
+    """Return a callback for nats-py to get the token, which is the last moment to check for TLS."""
     if security.tls is None and not security.nats_token:
         return None
 
@@ -105,12 +105,12 @@ def _token_for(client: Client, security: Security) -> Callable[[], str] | None:
 
 
 class _PlainTextError(nats.errors.Error):
-    """The server speaks plain text; nats-py would go on, and show it the token."""
+    """The server speaks plain text; nats-py would go on and send it the token."""
 
 
 async def _close_quietly(client: Client) -> None:
-    """Close, also if the server is gone; what was not acked is delivered again to others."""
-    # Closing forgets the subscriptions, and without a server it fails before it has ended their tasks.
+    """Close the client, even if the server is gone; unacked messages are delivered again to others."""
+    # `close` forgets the subscriptions, and without a server it fails before it has ended their tasks.
     tasks: list[asyncio.Task[None] | None] = [each._wait_for_msgs_task for each in client._subs.values()]
     try:
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):

@@ -1,6 +1,6 @@
 """Requests to a pull consumer, bounded in messages and in bytes (nats-py's own `fetch` has no bound in bytes).
 
-Invariant: a message that the server has sent is returned by this call or by the next one; none is dropped.
+Invariant: every message that the server has sent is returned by this call or the next one.
 """
 
 import asyncio
@@ -13,17 +13,17 @@ from nats.aio.subscription import Subscription
 
 _LOOK_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 30.0
-"""A request is given up this long after its end, not sooner: while a large message is under way on a slow link, each
-further request would bring one more message."""
+"""Seconds after its end at which a request is given up. Not sooner: while a large message is in transit on a slow link,
+each further request would bring one more message."""
 NO_MESSAGES = ("404", "408")
-"""Status of a request that found fewer messages than it asked for."""
+"""Statuses of a request that found fewer messages than it asked for."""
 
 
 class PullRequests:
     """The requests of one process to one durable consumer, one at a time."""
 
     def __init__(self, client: Client, *, stream: str, durable: str) -> None:
-        """`open` it before the first request."""
+        """Prepare the requests; `open` them before the first one."""
         self._client = client
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
         self._inbox = client.new_inbox()
@@ -32,28 +32,28 @@ class PullRequests:
         self._num_requests = 0
 
     async def open(self) -> None:
-        """Listen for what the consumer sends."""
+        """Start listening for the consumer's messages."""
         self._subscription = await self._client.subscribe(f"{self._inbox}.*", cb=self._arrived.put)
 
     async def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 
     async def request(self, batch: int, *, wait_s: float = 0.0, max_bytes: int | None = None) -> tuple[list[Msg], str]:
-        """Ask for at most `batch` messages, and return them with the status that ended the request.
+        """Request at most `batch` messages; return them with the status that ended the request.
 
         Args:
             batch: The most messages to return.
-            wait_s: How long the server waits for a message if it has none.
-            max_bytes: The most bytes of all messages together; one that is larger alone is not sent.
+            wait_s: Seconds that the server waits for a message if it has none.
+            max_bytes: The most bytes of all messages together; a single larger message is not sent.
 
         Returns:
             The messages, and the server's status: "" if the request was answered in full, "503" if nothing listens
-            there, also if no answer came.
+            there or no answer came.
         """
         taken: list[Msg] = []
-        # What an earlier request brought too late.
+        # Messages that arrived too late for an earlier request.
         while len(taken) < batch and not self._arrived.empty():
             if _status_of(message := self._arrived.get_nowait()) is None:
                 taken.append(message)
@@ -85,6 +85,6 @@ class PullRequests:
 
 
 def _status_of(message: Msg) -> str | None:
-    """The status that the message is; None if it is one of the stream's."""
-    # A message of a stream has a subject to ack it on.
+    """Return the status that the message carries; None if it is one of the stream's messages."""
+    # A message of a stream has a reply subject for its ack.
     return None if message.reply else (message.headers or {}).get("Status", "")

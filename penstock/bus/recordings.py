@@ -1,8 +1,8 @@
-"""Calls of clients, kept by session in a stream of the run, so that they can be trained on.
+"""Keeps clients' calls by session in a stream of the run, for training.
 
-Invariants: a call for which `keep` has returned is stored, in order; it is removed when it is too old or on request,
-never to make room: a full stream rejects new calls. A page that is read is bounded in bytes, because every call repeats
-the images of its conversation.
+Invariants: a call for which `keep` has returned is stored, in order. It is removed when it is too old or on request,
+never to make room: a full stream rejects new calls. A page is bounded in bytes, because every call repeats the images
+of its conversation.
 """
 
 import base64
@@ -21,24 +21,24 @@ _WORDING = Wording(
     when_full="read and delete some, or raise router.openai.recordings_max_mb",
 )
 _MAX_PAGE_BYTES = 16 * 2**20
-"""A page ends before it exceeds this, unless its first call alone does."""
+"""A page ends before it exceeds this many bytes, unless its first call alone does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPage:
-    """Some of a session's calls, in order."""
+    """Consecutive calls of a session."""
 
     calls: Sequence[tuple[int, RecordedCall]]
-    """Each with its number in the stream."""
+    """Each call with its number in the stream."""
     has_more: bool
-    """Whether there may be calls after the last of these."""
+    """Whether there may be further calls."""
 
 
 class Recordings:
-    """The recorded calls of a run; any process of it may write and read them."""
+    """The recorded calls of a run; any of its processes may write and read them."""
 
     def __init__(self, bus: Bus) -> None:
-        """Keep them on `bus`."""
+        """Keep the calls on `bus`."""
         self._stream = KeptStream(bus, bus.calls, _WORDING)
 
     async def ensure(self, *, max_age_s: float, max_bytes: int) -> None:
@@ -63,13 +63,13 @@ class Recordings:
     async def read(
         self, session: str, *, after: int = 0, limit: int = 100, max_bytes: int = _MAX_PAGE_BYTES
     ) -> RecordedPage:
-        """A page of the session's calls; go on with `after` = the last one's number while it `has_more`.
+        """Return a page of the session's calls; while it `has_more`, continue with `after` = its last call's number.
 
         Args:
-            session: Its name.
+            session: The session's name.
             after: Only calls with a higher number.
-            limit: Most calls of the page.
-            max_bytes: Most bytes of the page, as stored; one call is returned however large it is.
+            limit: The most calls in the page.
+            max_bytes: The most bytes in the page, as stored; the first call is returned however large it is.
 
         Raises:
             UnavailableError: the server does not answer.
@@ -97,5 +97,5 @@ class Recordings:
 
 
 def _subject(session: str) -> str:
-    """The session's subject; base64, because names may hold any character."""
+    """Return the session's subject; base64, because names may hold any character."""
     return base64.urlsafe_b64encode(session.encode()).decode().rstrip("=")

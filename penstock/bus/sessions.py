@@ -1,9 +1,9 @@
-"""Sessions of agents: the state of each, and what the policy answered in it.
+"""Agents' sessions: the state of each, and the policy's answers in it.
 
-Every message of a session is in one stream, so any router can go on where another one stopped, and a worker finds all
-that was said. Invariants: an answer for which `keep` has returned was stored while its session was open; `read` after
-`close` returns every such answer, and no other ever joins them. The server itself holds that: it stores an answer only
-if the session's state is still the message that the router saw.
+Every message of a session is in one stream, so any router can continue where another one stopped, and a worker finds
+all answers. Invariants: an answer for which `keep` has returned was stored while its session was open; `read` after
+`close` returns every such answer, and none is added later. The server itself enforces that: it stores an answer only if
+the session's state is still the message that the router saw.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from penstock.records.codec import decode, encode
 log = structlog.get_logger()
 
 MAX_AGE_S: Final = 24 * 3600.0
-"""For sessions of workers that died: longer than any episode. So long a session that is over is told from one that
-never was."""
+"""For sessions of workers that died: longer than any episode. For this long, a session that is over can be told from
+one that never existed."""
 _MAX_BYTES: Final = 2 * 2**30
-"""Room for all sessions that are open, which hold ids and log-probabilities, no images: about 100 million tokens."""
+"""Room for all open sessions, which hold ids and log-probabilities but no images: about 100 million tokens."""
 _WORDING = Wording(
     record="the session's record",
     stream="the sessions",
@@ -36,19 +36,19 @@ _WORDING = Wording(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSession:
-    """A session's state as it is stored."""
+    """A session's stored state."""
 
     id: SessionId
     state: SessionState
     number: int
-    """Of the message that holds the state. An answer is stored only while this is the last one."""
+    """Number of the message that holds the state. An answer is stored only while that message is the last one."""
 
 
 class Sessions:
-    """The sessions of a run; any process of it may write and read them."""
+    """The sessions of a run; any of its processes may write and read them."""
 
     def __init__(self, bus: Bus) -> None:
-        """Keep them on `bus`."""
+        """Keep the sessions on `bus`."""
         self._stream = KeptStream(bus, bus.sessions, _WORDING)
 
     async def ensure(self) -> None:
@@ -60,7 +60,7 @@ class Sessions:
         await self._stream.ensure("*.*", max_age_s=MAX_AGE_S, max_bytes=_MAX_BYTES)
 
     async def open(self, session: SessionId, state: SessionState) -> OpenedSession:
-        """Make `session` the current one of its sample; the one before is superseded, and its answers are removed.
+        """Make `session` the current one of its sample; supersede the one before it and remove that one's answers.
 
         Raises:
             OverloadedError: there is no room for another session.
@@ -73,7 +73,7 @@ class Sessions:
         return OpenedSession(id=session, state=state, number=number)
 
     async def close(self, opened: OpenedSession) -> None:
-        """Let it take no more answers; one that is closed stays so.
+        """Close the session to further answers; a closed session stays closed.
 
         Raises:
             SessionOverError: it was superseded.
@@ -90,7 +90,7 @@ class Sessions:
                     raise
 
     async def find(self, session: SessionId) -> OpenedSession | None:
-        """The session, if it takes answers; None if there never was one.
+        """Return the session if it takes answers; None if it never existed.
 
         Raises:
             SessionOverError: it was closed or superseded.
@@ -133,7 +133,7 @@ class Sessions:
             raise UnavailableError("the session's state is gone from the server; start its sample again") from None
 
     async def read(self, session: SessionId, *, after: int = 0) -> Sequence[tuple[int, SessionCall]]:
-        """The session's answers whose number is higher than `after`, in order, with their numbers.
+        """Return the session's answers numbered above `after`, in order, with their numbers.
 
         Raises:
             UnavailableError: the server does not answer.
@@ -145,7 +145,7 @@ class Sessions:
         return calls
 
     async def forget(self, session: SessionId) -> None:
-        """Remove the session's answers; a failure is logged, for age removes them too."""
+        """Remove the session's answers; a failure is only logged, because the answers expire anyway."""
         try:
             await self._stream.remove(_calls_subject(session))
         except UnavailableError as error:

@@ -1,4 +1,4 @@
-"""What waits on a run's bus: its streams, and the consumers of each."""
+"""Reports a run's streams and their consumers, with what waits in each."""
 
 import time
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class ConsumerReport:
 
     name: str
     num_pending: int
-    """Messages that it has not been given yet."""
+    """Messages not yet delivered to it."""
     num_in_hand: int
-    """Messages given and not acked yet."""
+    """Messages delivered but not yet acked."""
     num_redelivered: int
-    """Of those in hand, how many had been given before."""
+    """Messages in hand that had been delivered before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class StreamReport:
 
 
 async def report_streams(bus: Bus) -> list[StreamReport]:
-    """Every stream of the run that exists.
+    """Return a report of each of the run's streams that exists.
 
     Raises:
         UnavailableError: the server does not answer.

@@ -1,11 +1,11 @@
-"""Handling the messages of a work queue: each is acked, put back, or buried; none is lost.
+"""Handles the messages of a work queue: each is acked, put back, or buried; none is lost.
 
-The one place where Penstock's errors become what happens to a message:
+The one place where Penstock's errors become outcomes of messages:
 
     returned                            ack
     InvalidRequestError, PoisonError    dead letter at once
     DeadlineError                       put back once; then dead letter
-    AccessError, SetupError             put back; no more is taken, and the error is raised
+    AccessError, SetupError             put back; no more messages are taken, and the error is raised
     any other error                     put back with a growing delay; dead letter after `max_deliveries`
     its process died or froze           delivered again; dead letter after `max_deliveries`, unhandled
 """
@@ -38,20 +38,20 @@ async def work(
     give_up: GiveUp | None = None,
     grace_s: float = 5.0,
 ) -> None:
-    """Handle messages, `concurrency` at a time, until `stop`; then running ones get `grace_s` and are put back.
+    """Handle messages, `concurrency` at a time, until `stop`; then running ones get `grace_s` seconds and are put back.
 
     Args:
-        consumer: Where they come from.
-        handle: Its return acks the message; its error is mapped as the module says. It must bear being repeated.
+        consumer: Source of the messages.
+        handle: Its return acks the message; its error is mapped as the module says. It must tolerate repetition.
         stop: Ends the work.
         concurrency: The most messages handled at once.
-        max_deliveries: After this many deliveries a message that still fails is buried.
-        give_up: Called with the reason before a message is buried, so that somebody can be told.
+        max_deliveries: A message that still fails after this many deliveries is buried.
+        give_up: Called with the reason before a message is buried, so that the failure can be reported.
         grace_s: Seconds that running messages get after `stop`.
 
     Raises:
-        AccessError: by `handle`. Another process may have access, so the message is left to it.
-        SetupError: by `handle`. Each delivery would fail until a person has mended it.
+        AccessError: `handle` raised it. The message is left to other processes, which may have access.
+        SetupError: `handle` raised it. Each delivery would fail until a person fixes the cause.
     """
     running: set[asyncio.Task[None]] = set()
     refusals: list[AccessError | SetupError] = []

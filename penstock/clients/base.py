@@ -1,4 +1,4 @@
-"""What every client of a service has: a channel, a deadline for each call, and retries of what may succeed later."""
+"""Base class of service clients: a channel, a deadline for each call, and retries of calls that may succeed later."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -21,7 +21,7 @@ from penstock.runtime.security import Security
 log = structlog.get_logger()
 
 _BACKOFF = wait_random_exponential(multiplier=0.1, max=2.0)
-"""Waits are drawn below a bound that doubles from 0.1 to 2 s: callers that failed together come back apart."""
+"""Random waits below a bound that doubles from 0.1 to 2 s, so that callers that failed together retry apart."""
 _MIN_ATTEMPT_S = 0.05
 
 ResultT = TypeVar("ResultT")
@@ -31,7 +31,7 @@ class Client:
     """A channel to one server; use it as a context manager, or `close` it."""
 
     def __init__(self, address: str, *, security: Security | None = None) -> None:
-        """Prepare a channel to `address` (host:port); it connects at the first call and reconnects by itself.
+        """Prepare a channel to `address` (host:port); it connects at the first call and reconnects automatically.
 
         Args:
             address: The server.
@@ -42,11 +42,11 @@ class Client:
         self._failing = False
 
     async def close(self) -> None:
-        """Close the channel; calls that run are cancelled."""
+        """Close the channel; running calls are cancelled."""
         await self._channel.close(None)
 
     async def __aenter__(self) -> Self:
-        """The client itself."""
+        """Return the client itself."""
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -58,7 +58,7 @@ class Client:
     ) -> ResultT:
         """Call `attempt(number, timeout_s)` until it succeeds, fails for good, or `retry_until` (monotonic) comes.
 
-        What may succeed later is tried again: UnavailableError, OverloadedError and NotReadyError.
+        Retries errors that may pass: UnavailableError, OverloadedError and NotReadyError.
         """
         retrying = AsyncRetrying(
             retry=retry_if_exception_type((UnavailableError, OverloadedError, NotReadyError)),
@@ -77,7 +77,7 @@ class Client:
         raise AssertionError  # the last trial returns or raises
 
     def _log_retry(self, state: RetryCallState) -> None:
-        """One warning when a server stops answering, not one for each of a thousand calls."""
+        """Log one warning when a server stops answering, not one for each of a thousand calls."""
         assert state.outcome is not None
         level = log.debug if self._failing else log.warning
         level("call.retried", address=self.address, reason=str(state.outcome.exception()))

@@ -26,13 +26,13 @@ class GenerateClient(Client):
         Args:
             request: The turn. A retry carries the same request under a request id of its own.
             timeout_s: Deadline of one attempt.
-            retry_until: Time of `time.monotonic()` until which a call that may succeed later is tried again.
+            retry_until: Time of `time.monotonic()` until which a call that may succeed later is retried.
 
         Raises:
             InvalidRequestError: the request can never succeed.
-            UnavailableError: nobody could take it.
+            UnavailableError: no server could take it.
             NotReadyError: the engine is older than the request's min_policy_version.
-            DeadlineError: an attempt ran into its deadline.
+            DeadlineError: an attempt exceeded its deadline.
         """
 
         async def attempt(number: int, remaining_s: float) -> generate_pb2.GenerateResponse:
@@ -48,11 +48,10 @@ class GenerateClient(Client):
     async def stream(
         self, request: generate_pb2.GenerateRequest, *, timeout_s: float
     ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
-        """Play one turn and yield its tokens as they come; the last chunk has a finish reason.
+        """Play one turn and yield its tokens as they arrive; the last chunk has a finish reason.
 
-        Nothing is tried again: chunks that were yielded stay good, and `penstock.clients.resumable` plays what is left.
-        Leaving the iteration early cancels the call: use `contextlib.aclosing` where that should not wait for the
-        garbage collector.
+        There are no retries: yielded chunks stay valid, and `penstock.clients.resumable` plays the rest. Leaving the
+        iteration early cancels the call: use `contextlib.aclosing` if that must not wait for the garbage collector.
 
         Args:
             request: The turn.
@@ -60,10 +59,10 @@ class GenerateClient(Client):
 
         Raises:
             InvalidRequestError: the request can never succeed.
-            UnavailableError: nobody could take it, or whoever did could not bring it to its end.
+            UnavailableError: no server could take it, or the one that did could not finish it.
             NotReadyError: the engine is older than the request's min_policy_version.
             OverloadedError: the queue is full.
-            DeadlineError: the stream ran into its deadline.
+            DeadlineError: the stream exceeded its deadline.
         """
         peer = f"generate at {self.address}"
         is_finished = False

@@ -1,8 +1,8 @@
 """One attempt on a PD pair: a prefill and a decode replica together.
 
-Both get the same request. The prefill replica is done when it has handed its KV cache over; from then on the attempt is
-the decode replica's alone, and all chunks are its own. Invariants: the peer that fails first ends the other's call at
-once, and exactly one of the two is blamed.
+Both get the same request. The prefill replica is done when it has handed its KV cache over; the decode replica then
+continues alone and produces all chunks. Invariants: the peer that fails first ends the other's call at once, and
+exactly one of the two is blamed.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ ChunkT = TypeVar("ChunkT")
 _HEALTH_TIMEOUT_S = 1.0
 """A replica that does not answer a health check within this time counts as dead."""
 _LINGER_S = 2.0
-"""How long a prefill call may still run after the whole answer has come; nobody waits for it."""
+"""Seconds that a prefill call may outlast the complete answer; no caller waits for it."""
 
 
 class PDPeerError(Exception):
-    """A pair failed."""
+    """An attempt on a pair failed."""
 
     def __init__(self, error: PenstockError, *, is_prefill: bool) -> None:
-        """`error` is that of the peer to blame: the prefill replica, or else the decode replica."""
+        """Store the `error` of the peer to blame: the prefill replica if `is_prefill`, else the decode replica."""
         super().__init__(str(error))
         self.error = error
         self.is_prefill = is_prefill
@@ -44,7 +44,7 @@ async def stream_pair(
     is_last: Callable[[ChunkT], bool],
     deadline: float,
 ) -> AsyncGenerator[ChunkT, None]:
-    """Yield the chunks that the decode replica streams. Leaving early cancels both calls.
+    """Yield the decode replica's chunks. Leaving early cancels both calls.
 
     Args:
         prefill: Computes the prompt.
@@ -65,7 +65,7 @@ async def stream_pair(
     chunks = stream_attempt(decode, request, is_last=is_last, deadline=deadline)
     prefilling: asyncio.Task[None] = asyncio.create_task(_prefill(prefill, request, deadline))
     beginning = asyncio.create_task(_first_of(chunks))
-    del request  # it may be large, and the calls last
+    del request  # it may be large, and the calls take long
     is_over = False
     try:
         await asyncio.wait((prefilling, beginning), return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +105,7 @@ async def _prefill(peer: Peer[RequestT, Any], request: RequestT, deadline: float
 
 
 def _let_end(prefilling: asyncio.Task[None]) -> None:
-    """Nothing depends on the call any more."""
+    """Let the prefill call end in the background; nothing depends on it any more."""
     if not prefilling.done():
         asyncio.get_running_loop().call_later(_LINGER_S, prefilling.cancel)
     prefilling.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -118,16 +118,16 @@ async def _first_of(chunks: AsyncGenerator[ChunkT, None]) -> ChunkT | None:
 async def _blame(
     failed: asyncio.Task[Any], *, partner: Peer[Any, Any], partner_call: asyncio.Task[Any], is_prefill: bool
 ) -> PDPeerError:
-    """Whose fault it is that a peer's call failed while its partner's was running or done.
+    """Decide which peer to blame for a call that failed while its partner's was running or done.
 
     A replica that dies or rejects the request makes its partner fail too, and the partner's failure may arrive first.
-    So the partner is asked whether it lives: if it does not, or its own rejection arrives meanwhile, it is to blame.
+    So the partner gets a health check: if it is dead, or its own rejection arrives meanwhile, it is to blame.
 
     Args:
         failed: The call that failed.
         partner: The other peer.
-        partner_call: Its call.
-        is_prefill: Whether the call that failed is the prefill replica's.
+        partner_call: The partner's call.
+        is_prefill: Whether the failed call is the prefill replica's.
     """
     error = failed.exception()
     if not isinstance(error, PenstockError):
@@ -144,7 +144,7 @@ async def _blame(
 
 
 async def _is_alive(peer: Peer[Any, Any]) -> bool:
-    """Whether the replica answers a health check, whatever it says."""
+    """Return whether the replica answers a health check, whatever the answer."""
     check = health_pb2_grpc.HealthStub(peer.channel).Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_S)
     try:
         await check

@@ -1,8 +1,8 @@
-"""One turn over several replicas: what was delivered so far, and the request for the rest.
+"""One turn over several replicas: the tokens delivered so far, and the request for the rest.
 
-The policy needs nothing but its tokens to go on. So when a replica dies, the turn does not start over: another replica
-gets the delivered tokens as part of the prompt. Invariant: over however many attempts and chunks the tokens come, the
-response has the form of an unbroken one.
+To continue, the policy needs only the tokens so far. So when a replica dies, the turn does not start over: another
+replica gets the delivered tokens as part of the prompt. Invariant: the response looks unbroken, over any number of
+attempts and chunks.
 """
 
 from penstock.errors import NotReadyError, PenstockError
@@ -14,7 +14,7 @@ class ResumableTurn:
     `is_finished`; then read the `response()`."""
 
     def __init__(self, request: generate_pb2.GenerateRequest) -> None:
-        """Nothing of `request` was delivered yet; it is not changed."""
+        """Start with nothing delivered; `request` is not modified."""
         self._request = request
         self._response = generate_pb2.GenerateResponse()
         self._num_attempts = 0
@@ -31,8 +31,8 @@ class ResumableTurn:
         return self._response.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
 
     def remaining(self) -> generate_pb2.GenerateRequest:
-        """Begin an attempt: the request for what is left. The first is the turn's own, the n-th after it has `#n`
-        appended to its id.
+        """Begin an attempt: return the request for the rest. The first one is the turn's own; the n-th after it has
+        `#n` appended to its id.
 
         Raises:
             NotReadyError: nothing is left.
@@ -51,7 +51,7 @@ class ResumableTurn:
         return attempt
 
     def make_request(self, bootstrap: generate_pb2.Bootstrap | None) -> generate_pb2.GenerateRequest:
-        """`remaining()` with the bootstrap of a PD pair.
+        """Return `remaining()` with the bootstrap of a PD pair.
 
         Raises:
             PenstockError: as in `require_continuable`.
@@ -63,10 +63,10 @@ class ResumableTurn:
         return attempt
 
     def require_continuable(self) -> None:
-        """Check that another replica can go on from the tokens delivered so far.
+        """Check that another replica can continue from the tokens delivered so far.
 
         Raises:
-            PenstockError: it cannot: its grammar would begin anew.
+            PenstockError: it cannot, because its grammar would start over.
         """
         if self.num_tokens and self._request.sampling.HasField("constraint"):
             raise PenstockError(
@@ -75,14 +75,14 @@ class ResumableTurn:
             )
 
     def is_last(self, chunk: generate_pb2.GenerateChunk) -> bool:
-        """Whether nothing follows this chunk."""
+        """Return whether this is the last chunk."""
         return chunk.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
 
     def add(self, chunk: generate_pb2.GenerateChunk) -> None:
-        """Take what an attempt delivered.
+        """Add the tokens of an attempt's chunk.
 
         Raises:
-            PenstockError: the chunk breaks the contract of GenerateStream; nothing of it was taken.
+            PenstockError: the chunk breaks the contract of GenerateStream; nothing was added.
         """
         self._check(chunk)
         response = self._response
@@ -100,9 +100,9 @@ class ResumableTurn:
         response.usage.num_output_tokens = self.num_tokens
 
     def take(self, chunk: generate_pb2.GenerateChunk) -> generate_pb2.GenerateChunk:
-        """`add` the chunk, and return it changed to what the turn's caller should see.
+        """`add` the chunk, and return it as the turn's caller should see it.
 
-        A later attempt counts what was delivered before as prompt; the caller sees the usage of the turn.
+        A later attempt counts the tokens delivered before it as prompt; the caller sees the usage of the whole turn.
 
         Raises:
             PenstockError: as in `add`.
@@ -116,7 +116,7 @@ class ResumableTurn:
         return chunk
 
     def end_attempt(self) -> bool:
-        """Whether the turn is whole."""
+        """Return whether the turn is complete."""
         return self.is_finished
 
     def cut(self, reason: generate_pb2.FinishReason.ValueType) -> None:
@@ -130,7 +130,7 @@ class ResumableTurn:
         self._response.finish_reason = reason
 
     def response(self) -> generate_pb2.GenerateResponse:
-        """The whole turn. Its usage counts the prompt of the first attempt; its replica is the last attempt's.
+        """Return the complete turn. Its usage counts the first attempt's prompt; its replica is the last attempt's.
 
         Raises:
             NotReadyError: tokens are missing.

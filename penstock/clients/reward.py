@@ -38,16 +38,16 @@ class RewardClient(Client):
     ) -> AsyncGenerator[reward_pb2.VerifyStreamResponse, None]:
         """Verify items as they arrive; verdicts come as they are reached, in any order, each with its item's id.
 
-        An item that is refused (its profile is unknown) is answered with an error, and the stream goes on. `items` is
-        read only as fast as the service takes them. Leaving the iteration early cancels the rest: use
+        A refused item (for example with an unknown profile) is answered with an error, and the stream goes on. `items`
+        is read only as fast as the service takes them. Leaving the iteration early cancels the rest: use
         `contextlib.aclosing` if that must not wait for the garbage collector.
 
         Args:
-            items: The responses to verify, with different item ids.
-            timeout_s: Deadline of the whole stream; None for none.
+            items: The responses to verify, with distinct item ids.
+            timeout_s: Deadline of the whole stream; None: no deadline.
 
         Raises:
-            UnavailableError: nobody answers, or the service is stopping: items without an answer were not verified.
+            UnavailableError: the service does not answer or is stopping; unanswered items were not verified.
             DeadlineError: the stream took longer than `timeout_s`.
         """
         calling: Any = cast(Any, self._stub.VerifyStream)(timeout=timeout_s)  # the stubs want an iterator of requests
@@ -71,7 +71,7 @@ class RewardClient(Client):
             raise error_of(failure, peer=f"reward at {self.address}") from None
         except asyncio.CancelledError:
             if sending.done() and not sending.cancelled():
-                sending.result()  # raises what `items` raised
+                sending.result()  # raises the error of `items`
             raise
         finally:
             calling.cancel()
@@ -91,7 +91,7 @@ class RewardClient(Client):
         Raises:
             InvalidRequestError: there is no such profile.
             OverloadedError: the service's queue is full.
-            UnavailableError: nobody answers.
+            UnavailableError: the service does not answer.
             PenstockError: the verdicts belong to other items.
         """
         request = reward_pb2.VerifyBatchRequest(items=items)
@@ -105,6 +105,6 @@ class RewardClient(Client):
         return verdicts
 
     async def list_profiles(self, *, timeout_s: float = 5.0) -> list[reward_pb2.Profile]:
-        """The service's profiles, sorted by name."""
+        """Return the service's profiles, sorted by name."""
         pending = self._stub.ListProfiles(reward_pb2.ListProfilesRequest(), timeout=timeout_s)
         return list((await call(pending, peer=f"reward at {self.address}")).profiles)

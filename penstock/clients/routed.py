@@ -1,8 +1,8 @@
 """Generation without a hop: the router assigns a slot, and the client calls that replica itself.
 
-Tokens do not pass the router, which saves its CPU and memory; latency stays about the same (docs/benchmarks.md).
-Invariants: a turn looks as if one replica had answered it, as with the router's own Generate; a slot that the router
-gave out is released, whatever happens.
+Tokens bypass the router, which saves its CPU and memory; latency stays about the same (docs/benchmarks.md). Invariants:
+a turn looks as if one replica had answered it, as with the router's own Generate; a slot from the router is always
+released, whatever happens.
 """
 
 import asyncio
@@ -37,19 +37,19 @@ log = structlog.get_logger()
 ResultT = TypeVar("ResultT")
 
 _CHUNK_TOKENS = 64
-"""If the caller wants the whole turn, it comes in chunks of this many tokens: what a replica that dies costs."""
+"""Chunk size in tokens if the caller wants the whole turn: the most that a dying replica costs."""
 _PREFIX_TOKENS = 1024
-"""Ids of the prompt that a prefix-aware router gets."""
+"""Prompt ids that a prefix-aware router gets."""
 _MAX_CHANNELS = 256
 _RELEASE_TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 5.0
 
 
 class RoutedGenerateClient(Client):
-    """Generation by a pool, as `GenerateClient` at its router, but no token passes the router."""
+    """Generation by a pool, like `GenerateClient` at its router, but with tokens that bypass the router."""
 
     def __init__(self, address: str, *, security: Security | None = None) -> None:
-        """Prepare a channel to the router at `address` (host:port); those to replicas are made when needed."""
+        """Prepare a channel to the router at `address` (host:port); channels to replicas are made when needed."""
         super().__init__(address, security=security)
         self._slots = _Slots(router_pb2_grpc.RouterServiceStub(self._channel), f"router at {address}", security)
 
@@ -65,8 +65,8 @@ class RoutedGenerateClient(Client):
 
         Args:
             request: The turn.
-            timeout_s: Deadline of one try; a try goes on from what those before it delivered.
-            retry_until: Time of `time.monotonic()` until which a call that may succeed later is tried again.
+            timeout_s: Deadline of one try; a try continues from the tokens of earlier ones.
+            retry_until: Time of `time.monotonic()` until which a call that may succeed later is retried.
 
         Raises:
             InvalidRequestError: the request can never succeed.
@@ -78,7 +78,7 @@ class RoutedGenerateClient(Client):
         chunked = generate_pb2.GenerateRequest()
         chunked.CopyFrom(request)
         chunked.chunk_tokens = _CHUNK_TOKENS
-        turn, budget = ResumableTurn(chunked), RetryBudget()  # of all attempts
+        turn, budget = ResumableTurn(chunked), RetryBudget()  # shared by all attempts
 
         async def attempt(number: int, remaining_s: float) -> generate_pb2.GenerateResponse:
             if not turn.is_finished:
@@ -92,7 +92,7 @@ class RoutedGenerateClient(Client):
     async def stream(
         self, request: generate_pb2.GenerateRequest, *, timeout_s: float
     ) -> AsyncGenerator[generate_pb2.GenerateChunk, None]:
-        """Generate one turn and yield its chunks. To leave early, close the generator: `contextlib.aclosing`.
+        """Generate one turn and yield its chunks. To leave early, close the generator with `contextlib.aclosing`.
 
         Args:
             request: The turn.
@@ -124,7 +124,7 @@ class _ReplicaPeer:
         self.address = address
         self.channel = connect(address, security)
         self.num_slots = 0
-        """Slots taken there; its channel is kept open while there are any."""
+        """Slots taken there; its channel stays open while there are any."""
         self._stub = generate_pb2_grpc.GenerateServiceStub(self.channel)
 
     def generate(
@@ -139,14 +139,14 @@ class _ReplicaPeer:
 
 
 class _Route:
-    """One slot that the router gave out; `release` it once."""
+    """One slot from the router; `release` it once."""
 
     def __init__(self, route_id: str, replica_id: str, peer: _ReplicaPeer) -> None:
         self.route_id = route_id
         self.replica_id = replica_id
         self.peer = peer
         self.outcome = router_pb2.ROUTE_OUTCOME_UNSPECIFIED
-        """What became of the call, as far as this replica is concerned."""
+        """Outcome of the call, as far as this replica is concerned."""
         peer.num_slots += 1
 
 
@@ -165,7 +165,7 @@ class _RouteSlot:
         self.peer = route.peer
         self.prefill_peer = None if prefill is None else prefill.peer
         self.culprit = route
-        """Whose failure it is if the attempt fails."""
+        """The route to blame if the attempt fails."""
         self._route = route
         self._prefill = prefill
         self._release = release
@@ -216,7 +216,7 @@ class _RouteSource:
             prefix_ids=request.input_ids[:_PREFIX_TOKENS],
         )
         self._too_long: PromptTooLongError | None = None
-        """What the last replica that was too small said."""
+        """The error of the last replica that was too small."""
 
     async def take(self, num_tokens: int) -> _RouteSlot:
         self._routing.ttl_s = seconds_until(self._deadline)
@@ -224,7 +224,7 @@ class _RouteSource:
         try:
             return await self._slots.take(self._routing)
         except PromptTooLongError as error:
-            raise self._too_long or error from None  # the replica counted the images
+            raise self._too_long or error from None  # the replica's error has counted the images
 
     def find_larger(self, slot: _RouteSlot) -> bool:
         self._routing.num_prompt_ids = max(self._routing.num_prompt_ids, slot.max_tokens)
@@ -233,7 +233,7 @@ class _RouteSource:
     def note_failure(self, slot: _RouteSlot, error: PenstockError, *, has_progressed: bool) -> None:
         if isinstance(error, PromptTooLongError):
             self._too_long = error
-        if slot.culprit.outcome == router_pb2.ROUTE_OUTCOME_FAILED:  # the router avoids the others by itself
+        if slot.culprit.outcome == router_pb2.ROUTE_OUTCOME_FAILED:  # the router avoids other failures itself
             failed_id = slot.culprit.replica_id
             log.warning("generate.retried", request=self._request_id, replica=failed_id, error=str(error))
             self._routing.excluded_replica_ids.append(failed_id)
@@ -274,7 +274,7 @@ class _Slots:
         return _RouteSlot(response, route, prefill, self._release)
 
     async def _abandon(self, asking: asyncio.Future[router_pb2.RouteResponse]) -> None:
-        """Release a slot that may be on its way; if the call were cancelled, nobody would."""
+        """Release a slot that the router may still assign; cancelling the call would leave it taken."""
         with contextlib.suppress(PenstockError, TimeoutError):
             response = await asyncio.wait_for(asking, _LEAVE_TIMEOUT_S)
             for route_id in filter(None, (response.prefill.route_id, response.route_id)):
@@ -286,7 +286,7 @@ class _Slots:
         return route
 
     def _release(self, route: _Route) -> asyncio.Future[bool]:
-        """Release the slot in the background, once; the result says whether a push had broken the call off.
+        """Release the slot in the background, once; the result says whether a push had interrupted the call.
 
         If that fails, the router's own time limit ends the slot.
         """
@@ -307,7 +307,7 @@ class _Slots:
             return False
 
     def _peer(self, replica_id: str, address: str) -> _ReplicaPeer:
-        """The replica at this address; the least recently used idle channel closes beyond `_MAX_CHANNELS`."""
+        """Return the replica at this address; beyond `_MAX_CHANNELS`, close the least recently used idle channel."""
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = _ReplicaPeer(replica_id, address, self._security)

@@ -1,4 +1,4 @@
-"""Client of RouterService: the replicas that a router sees, and draining one."""
+"""Client of RouterService: lists the router's replicas and drains one."""
 
 from penstock.clients.base import Client
 from penstock.rpc.channel import call
@@ -7,7 +7,7 @@ from penstock.v1 import router_pb2, router_pb2_grpc
 
 
 class RouterClient(Client):
-    """The router's own side: which replicas it sees, and draining one."""
+    """Lists the replicas that a router sees, and drains one."""
 
     def __init__(self, address: str, *, security: Security | None = None) -> None:
         """Prepare a channel to the router at `address` (host:port)."""
@@ -15,18 +15,18 @@ class RouterClient(Client):
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     async def list_replicas(self, *, timeout_s: float = 5.0) -> router_pb2.ListReplicasResponse:
-        """The pool, and the versions that bound it."""
+        """Return the pool, and the versions that bound it."""
         pending = self._stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=timeout_s)
         return await call(pending, peer=f"router at {self.address}")
 
     async def drain_replica(
         self, replica_id: str, *, grace_s: float, timeout_s: float
     ) -> router_pb2.RouterServiceDrainReplicaResponse:
-        """Let the replica take no new calls, and wait until none runs there any more.
+        """Stop new calls to the replica, and wait until none runs there.
 
         Args:
             replica_id: The replica.
-            grace_s: How long running requests may take to finish before others take them over.
+            grace_s: Seconds that running requests may take to finish before other replicas take them over.
             timeout_s: Deadline of the call; more than `grace_s`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""One attempt on one replica: its stream of chunks, and what its failure is called."""
+"""One attempt on one replica: its stream of chunks, and the error that its failure maps to."""
 
 import contextlib
 import time
@@ -22,7 +22,7 @@ _ending: set[grpc.aio.UnaryStreamCall[Any, Any]] = set()
 
 
 class UnreachableError(UnavailableError):
-    """There is no connection: the replica never had the attempt."""
+    """There is no connection: the replica never received the attempt."""
 
 
 class Peer(Protocol[RequestT_contra, ChunkT]):
@@ -30,7 +30,7 @@ class Peer(Protocol[RequestT_contra, ChunkT]):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class Peer(Protocol[RequestT_contra, ChunkT]):
 
 
 def seconds_until(deadline: float) -> float:
-    """Seconds until that time of `time.monotonic()`; 0 when it has passed."""
+    """Return the seconds until that time of `time.monotonic()`; 0 if it has passed."""
     return max(0.0, deadline - time.monotonic())
 
 
@@ -71,23 +71,23 @@ async def stream_attempt(
 ) -> AsyncGenerator[ChunkT, None]:
     """Yield the chunks that the replica streams. Leaving early cancels the call.
 
-    It ends with the last chunk: the OK status arrives later and adds nothing.
+    The generator ends with the last chunk: the OK status arrives later and adds nothing.
 
     Args:
         peer: The replica.
         request: The GenerateRequest.
-        is_last: Whether nothing follows this chunk; asked after the caller has had it.
+        is_last: Whether this chunk is the last; asked after the caller has received it.
         deadline: Time of `time.monotonic()` at which the attempt is cancelled.
 
     Raises:
         UnreachableError: there is no connection.
         OverloadedError: the replica rejected the attempt; no chunk came before.
-        NotReadyError: it rejected it, or hands the rest of it over.
-        PenstockError: what the replica says, or UnavailableError if it is lost.
+        NotReadyError: the replica rejected the attempt, or hands the rest over.
+        PenstockError: the replica's own error, or UnavailableError if the replica is lost.
     """
     await reach(peer, deadline=deadline)
     stream, has_begun, is_over = peer.generate_stream(request, timeout_s=seconds_until(deadline)), False, False
-    del request  # it may be large, and the call lasts
+    del request  # it may be large, and the call takes long
     try:
         generator = cast("AsyncGenerator[ChunkT, None]", aiter(stream))  # left open, it would be cyclic garbage
         async with contextlib.aclosing(generator) as chunks:
@@ -99,7 +99,7 @@ async def stream_attempt(
                     return
     except grpc.aio.AioRpcError as failure:
         error = error_of(failure, peer=peer.name)
-        if has_begun and isinstance(error, OverloadedError):  # gRPC reports a reset stream so
+        if has_begun and isinstance(error, OverloadedError):  # gRPC's code for a reset stream
             error = UnavailableError(f"{error}, in mid-answer")
         raise error from None
     finally:

@@ -1,4 +1,4 @@
-"""Client of TrainerService: how far a run is."""
+"""Client of TrainerService: the progress of a run."""
 
 from penstock.clients.base import Client
 from penstock.rpc.channel import call
@@ -15,6 +15,6 @@ class TrainerClient(Client):
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
 
     async def get_run(self, *, timeout_s: float = 5.0) -> trainer_pb2.GetRunResponse:
-        """Where the run stands."""
+        """Return the run's progress."""
         pending = self._stub.GetRun(trainer_pb2.GetRunRequest(), timeout=timeout_s)
         return await call(pending, peer=f"trainer at {self.address}")

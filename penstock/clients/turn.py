@@ -1,11 +1,11 @@
-"""One turn, attempt after attempt, until it is whole: the algorithm of the router and of clients that bypass it.
+"""Plays one turn, attempt after attempt, until it is complete, for the router and for clients that bypass it.
 
-    take a slot -> run an attempt there -> whole: done
+    take a slot -> run an attempt there -> complete: done
          ^                |
-         +-- not whole: settle the slot, count the failure, exclude the replica
+         +-- incomplete: settle the slot, count the failure, exclude the replica
 
-Whoever gives out slots (`SlotSource`) and whatever the requests are made of (`TurnProgress`) is the caller's.
-Invariant: a slot that was taken is released exactly when its attempt ends.
+The caller supplies the source of slots (`SlotSource`) and the form of requests (`TurnProgress`). Invariant: each slot
+is released exactly when its attempt ends.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ ChunkT = TypeVar("ChunkT")
 SlotT = TypeVar("SlotT", bound="AttemptSlot[Any, Any]")
 
 MAX_ATTEMPTS = 3
-"""After this many replicas in a row failed a turn without a token, it is given up: it may be what breaks them."""
+"""A turn that this many replicas in a row failed without a token is given up: it may be what breaks them."""
 _MAX_FAILURES_FACTOR = 4
 """A turn is also given up after this many times more failures, even if each replica delivered tokens."""
 
@@ -47,33 +47,33 @@ class AttemptSlot(Protocol[RequestT_contra, ChunkT]):
 
     @property
     def prefill_peer(self) -> Peer[RequestT_contra, ChunkT] | None:
-        """The replica that computes the prompt for `peer`; None: `peer` does it all."""
+        """The replica that computes the prompt for `peer`; None: `peer` computes it."""
         ...
 
     @property
     def bootstrap(self) -> generate_pb2.Bootstrap | None:
-        """How the peers of a pair find each other."""
+        """The data with which the peers of a pair find each other."""
         ...
 
     def begin_answer(self) -> None:
-        """The first chunk came."""
+        """Record that the first chunk arrived."""
         ...
 
     def hand_over(self) -> None:
-        """The prefill peer is done: its part of the slot can be released."""
+        """Record that the prefill peer is done, so that its part of the slot can be released."""
         ...
 
     def succeed(self) -> None:
-        """The turn is whole."""
+        """Record that the turn is complete."""
         ...
 
     async def fail(self, error: PenstockError, *, is_prefill: bool) -> PenstockError:
-        """The attempt failed with `error`, by the fault of the prefill peer or else of `peer`; return what the turn
-        should take the error for, NotReadyError if a push broke the attempt off."""
+        """Record that the attempt failed with `error`, through the prefill peer or else through `peer`; return the
+        error for the turn: NotReadyError if a push interrupted the attempt."""
         ...
 
     def release(self) -> None:
-        """The attempt has ended; no effect the second time."""
+        """Record that the attempt has ended; has no effect the second time."""
         ...
 
 
@@ -81,20 +81,20 @@ class SlotSource(Protocol[SlotT]):
     """Gives out slots for the attempts of one turn."""
 
     async def take(self, num_tokens: int) -> SlotT:
-        """A slot, for a turn of which `num_tokens` were delivered."""
+        """Return a slot for a turn with `num_tokens` delivered."""
         ...
 
     def find_larger(self, slot: SlotT) -> bool:
-        """Whether a turn that is too long for the slot's replica may go on; the next slot is on a larger one."""
+        """Return whether a turn too long for the slot's replica may continue; the next slot is on a larger one."""
         ...
 
     def note_failure(self, slot: SlotT, error: PenstockError, *, has_progressed: bool) -> None:
-        """The attempt in this slot failed, after it delivered tokens or before; the turn goes on elsewhere."""
+        """Record that the attempt in this slot failed, with or without tokens; the turn continues elsewhere."""
         ...
 
 
 class TurnProgress(Protocol[RequestT_co, ChunkT]):
-    """What was delivered of a turn."""
+    """The delivered part of a turn."""
 
     @property
     def num_tokens(self) -> int:
@@ -102,28 +102,28 @@ class TurnProgress(Protocol[RequestT_co, ChunkT]):
         ...
 
     def make_request(self, bootstrap: generate_pb2.Bootstrap | None) -> RequestT_co:
-        """The request of the next attempt."""
+        """Return the request of the next attempt."""
         ...
 
     def is_last(self, chunk: ChunkT) -> bool:
-        """Whether nothing follows this chunk."""
+        """Return whether this is the last chunk."""
         ...
 
     def take(self, chunk: ChunkT) -> ChunkT:
-        """Take a chunk; return it as the turn's caller should see it."""
+        """Add a chunk; return it as the turn's caller should see it."""
         ...
 
     def end_attempt(self) -> bool:
-        """The attempt has ended; return whether the turn is whole.
+        """End the attempt; return whether the turn is complete.
 
         Raises:
-            PenstockError: what the replica sent breaks the contract of GenerateStream.
+            PenstockError: the replica's chunks break the contract of GenerateStream.
         """
         ...
 
 
 class RetryBudget:
-    """How many attempts of one turn may fail."""
+    """Bounds the attempts of one turn that may fail."""
 
     def __init__(self, max_in_a_row: int = MAX_ATTEMPTS) -> None:
         """Allow fewer than `max_in_a_row` failures without a token between them, and a few times as many in total."""
@@ -137,9 +137,9 @@ class RetryBudget:
         return self._num_in_a_row > 0
 
     def count(self, error: PenstockError, *, has_progressed: bool) -> None:
-        """Count an attempt that failed with `error`; return if the turn should go on elsewhere.
+        """Count an attempt that failed with `error`; return if the turn should continue elsewhere.
 
-        If no replica had the attempt, or the replica rejected it, that says nothing against the turn.
+        An attempt that no replica received, or that the replica rejected, does not count against the turn.
 
         Args:
             error: The failure.
@@ -162,11 +162,11 @@ class RetryBudget:
 async def run_turn(
     source: SlotSource[SlotT], turn: TurnProgress[Any, ChunkT], *, budget: RetryBudget, deadline: float
 ) -> AsyncGenerator[ChunkT, None]:
-    """Yield the chunks of what is left of a turn that is not whole, from one replica after another.
+    """Yield the remaining chunks of an incomplete turn, from one replica after another.
 
     Args:
         source: Gives out the slots.
-        turn: What was delivered so far.
+        turn: The part delivered so far.
         budget: How many attempts may fail.
         deadline: Time of `time.monotonic()` at which the turn is cancelled.
 
@@ -183,7 +183,7 @@ async def run_turn(
             return
         except PenstockError as error:
             has_progressed = turn.num_tokens > num_before
-            # Only a replica knows what images come to, so a turn may outgrow it before its first token.
+            # Only a replica knows how many tokens images take, so a turn may outgrow it before its first token.
             if not (isinstance(error, PromptTooLongError) and source.find_larger(slot)):
                 budget.count(error, has_progressed=has_progressed)
             source.note_failure(slot, error, has_progressed=has_progressed)
@@ -192,10 +192,10 @@ async def run_turn(
 async def _run_attempt(
     slot: "AttemptSlot[RequestT, ChunkT]", turn: TurnProgress[RequestT, ChunkT], deadline: float
 ) -> AsyncGenerator[ChunkT, None]:
-    """Yield what the slot's replica or pair delivers, and release the slot.
+    """Yield the chunks of the slot's replica or pair, and release the slot.
 
     Raises:
-        PenstockError: the turn is not whole.
+        PenstockError: the turn is incomplete.
     """
     has_begun = is_prefill = False
     error: PenstockError
@@ -212,10 +212,10 @@ async def _run_attempt(
             error, is_prefill = failure.error, failure.is_prefill
         except PenstockError as failure:
             error = failure
-        if isinstance(error, AccessError):  # between caller and replica, not the turn's fault: it never had the attempt
+        if isinstance(error, AccessError):  # between caller and replica: the turn was never attempted
             error = UnreachableError(str(error))
         is_rejection = not has_begun and isinstance(error, OverloadedError | NotReadyError | UnreachableError)
-        if not is_rejection:  # after the last token, a failure is none
+        if not is_rejection:  # a failure after the last token does not count
             try:
                 if turn.end_attempt():
                     slot.succeed()

@@ -1,7 +1,7 @@
 """Configuration: frozen pydantic models, read from TOML recipes with `--section.key=value` overrides.
 
 All processes of a run read the same recipe, so a mistyped key fails in each of them before anything starts.
-A service's own section is defined beside the service; the sections that several share are in `sections`.
+A service's own section is defined beside the service; shared sections are in `sections`.
 """
 
 from penstock.config.base import Config

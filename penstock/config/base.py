@@ -17,7 +17,7 @@ class Config(pydantic.BaseModel):
 
 
 def leaves(prefix: str, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a dumped section under their dotted names."""
+    """Return the values of a dumped section by dotted name."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= leaves(f"{prefix}.{name}", value) if isinstance(value, Mapping) else {f"{prefix}.{name}": value}
@@ -25,7 +25,7 @@ def leaves(prefix: str, tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section_of(annotation: Any) -> type[Config] | None:
-    """The section that a field of this type holds: `C` for `C` and for `C | None`; None for a plain value."""
+    """Return the section that a field of this type holds: `C` for `C` and `C | None`; None for a plain value."""
     for candidate in (annotation, *_members(annotation, typing.Union, types.UnionType)):
         if isinstance(candidate, type) and issubclass(candidate, Config):
             return candidate
@@ -33,7 +33,7 @@ def section_of(annotation: Any) -> type[Config] | None:
 
 
 def table_of(annotation: Any) -> type[Config] | None:
-    """The section under each name of a field that holds a table of them: `C` for `dict[str, C]`, else None."""
+    """Return the section that a field of this type holds under each name: `C` for `dict[str, C]`, else None."""
     values = _members(annotation, dict)
     return section_of(values[1]) if values else None
 

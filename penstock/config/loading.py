@@ -1,7 +1,7 @@
-"""Reading a recipe: TOML files laid over each other, then overrides, then validation with errors people can act on.
+"""Reads a recipe: merges TOML files, applies overrides, and validates with errors that people can act on.
 
-pydantic-settings reads the same sources, but its command line answers mistakes with argparse's usage text, and it has
-neither suggestions for mistyped keys nor values that are text where text is wanted; what remains is the merging here.
+pydantic-settings reads the same sources, but its command line answers mistakes with argparse's usage text. It does not
+suggest fixes for mistyped keys or keep text settings as text. Only the merging is left to do here.
 """
 
 import difflib
@@ -20,14 +20,14 @@ from penstock.errors import ConfigError
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 _SELECTORS = ("preset", "kind")
-"""Keys whose value decides what the others of their table mean."""
+"""Keys whose value decides the meaning of the other keys of their table."""
 
 
 def load(model: type[ConfigT], recipes: Sequence[Path], overrides: Iterable[str] = ()) -> ConfigT:
-    """Lay `recipes` over each other from left to right, apply `overrides` in order, and validate.
+    """Merge `recipes` from left to right, apply `overrides` in order, and validate.
 
-    A table that names its `preset` replaces the earlier one instead of adding to it, and one that names its `kind`
-    drops the earlier one's plain values: settings of one kind mean nothing, or something else, in another.
+    A table that names its `preset` replaces the earlier one instead of adding to it. One that names its `kind` drops
+    the earlier one's plain values, because settings of one kind have no meaning, or another one, in a different kind.
 
     Args:
         model: The model of a whole recipe.
@@ -46,7 +46,7 @@ def load(model: type[ConfigT], recipes: Sequence[Path], overrides: Iterable[str]
         try:
             return model.model_validate(tree)
         except pydantic.ValidationError as error:
-            # Only now is it known where text is wanted: --run.name=2026 means "2026".
+            # Only the validation shows which values must be text: --run.name=2026 means "2026".
             _take_as_text(tree, texts, error)
             return model.model_validate(tree)
     except pydantic.ValidationError as error:
@@ -54,7 +54,7 @@ def load(model: type[ConfigT], recipes: Sequence[Path], overrides: Iterable[str]
 
 
 def dump(config: Config) -> str:
-    """The whole of `config` as TOML, which `load` reads back to the same; settings without a value are left out."""
+    """Return the whole of `config` as TOML, which `load` reads back unchanged; unset settings are omitted."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
@@ -82,20 +82,20 @@ def _lay_over(tree: dict[str, Any], upper: dict[str, Any]) -> None:
 
 
 def _forget(tree: dict[str, Any], selector: str) -> None:
-    """Drop from a table what another value of `selector` gives a new meaning."""
+    """Drop the values of a table whose meaning another value of `selector` changes."""
     kept = {} if selector == "preset" else {key: value for key, value in tree.items() if isinstance(value, dict)}
     tree.clear()
     tree.update(kept)
 
 
 def _precedence(override: str) -> int:
-    """Overrides of a `preset` come first, then those of a `kind`, so that they do not drop others beside them."""
+    """Order overrides: first those of a `preset`, then those of a `kind`, so that they do not drop the others."""
     leaf = _leaf(override.partition("=")[0])
     return _SELECTORS.index(leaf) if leaf in _SELECTORS else len(_SELECTORS)
 
 
 def split_override(override: str) -> tuple[str, str]:
-    """The dotted key and the text of `--a.b=c`.
+    """Return the dotted key and the text of `--a.b=c`.
 
     Raises:
         ConfigError: it is not of this form.
@@ -138,7 +138,7 @@ def _take_as_text(tree: dict[str, Any], texts: dict[tuple[str, ...], str], error
 
 
 def _explain(model: type[Config], detail: Any) -> str:
-    """One validation error as `section.key = value: what is wrong`."""
+    """Format one validation error as `section.key = value: what is wrong`."""
     location = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         return f"unknown key {location}; {_suggest(model, tuple(map(str, detail['loc'])))}"
@@ -153,7 +153,7 @@ def _explain(model: type[Config], detail: Any) -> str:
 
 
 def _suggest(model: type[Config], location: tuple[str, ...]) -> str:
-    """What an unknown key was probably meant to be: a similar key beside it, or the same key in another section."""
+    """Suggest what an unknown key should be: a similar key beside it, or the same key in another section."""
     *section, key = location
     known = sorted(field.alias or name for name, field in _section_at(model, section).model_fields.items())
     similar = difflib.get_close_matches(key, known, n=1)
@@ -172,13 +172,13 @@ def _section_at(model: type[Config], section: Sequence[str]) -> type[Config]:
     for name in names:
         annotation = model.model_fields[name].annotation
         if (table := table_of(annotation)) is not None:
-            next(names)  # the name that a person chose
+            next(names)  # the name that the user chose
         model = section_of(annotation) or table or model
     return model
 
 
 def _keys(model: type[Config], prefix: str = "") -> list[str]:
-    """The keys of all settings, dotted."""
+    """Return the dotted keys of all settings."""
     keys = []
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)

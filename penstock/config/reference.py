@@ -1,4 +1,4 @@
-"""What each setting is: its type, range, default and help text, read from the models themselves."""
+"""Describes each setting: its type, range, default and help text, read from the models themselves."""
 
 import dataclasses
 import enum
@@ -25,11 +25,11 @@ class Setting:
     """One setting."""
 
     name: str
-    """Its key within its section."""
+    """The key within its section."""
     kind: str
-    """What it takes, in words."""
+    """The type and range, in words."""
     default: str
-    """As TOML; "required" or "unset" if it has none."""
+    """The default as TOML; "required" or "unset" if there is none."""
     help: str
     """The field's docstring, on one line."""
 
@@ -39,14 +39,14 @@ class Section:
     """One section of a recipe."""
 
     key: str
-    """Dotted: what stands in brackets in TOML."""
+    """The dotted key that stands in brackets in TOML."""
     help: str
     """The model's docstring."""
     settings: Sequence[Setting]
 
 
 def sections(model: type[Config], key: str = "") -> Iterator[Section]:
-    """The sections of `model`, each before those inside it."""
+    """Yield the sections of `model`, each before those inside it."""
     plain, nested = [], []
     for name, field in model.model_fields.items():
         inner = f"{key}.{name}" if key else name
@@ -63,7 +63,7 @@ def sections(model: type[Config], key: str = "") -> Iterator[Section]:
 
 
 def as_text(described: Sequence[Section]) -> str:
-    """For a terminal."""
+    """Format the sections for a terminal."""
     lines = []
     for section in described:
         lines += [f"[{section.key}]", *(f"  {line}" for line in section.help.splitlines()), ""]
@@ -73,7 +73,7 @@ def as_text(described: Sequence[Section]) -> str:
 
 
 def as_markdown(described: Sequence[Section]) -> str:
-    """For a page of documentation: a table for each section."""
+    """Format the sections for a documentation page: a table for each."""
     lines = []
     for section in described:
         lines += [f"## [{section.key}]", "", " ".join(section.help.split()), ""]
@@ -86,7 +86,7 @@ def as_markdown(described: Sequence[Section]) -> str:
 
 
 def _escaped(cell: str) -> str:
-    """A table cell that shows as it reads; in code spans `<` needs no escape."""
+    """Return a table cell escaped so that it displays verbatim; in code spans `<` needs no escape."""
     text = cell.replace("|", "\\|")
     return text if text.startswith("`") else text.replace("<", "\\<")
 

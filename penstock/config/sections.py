@@ -15,30 +15,30 @@ class RunConfig(Config):
     """The run's name, seed and files."""
 
     name: str = pydantic.Field(default="run", pattern=r"^[A-Za-z0-9_-]+$")
-    """Name of the run: letters, digits, '_' and '-'. It is also the prefix of everything that the run keeps in NATS."""
+    """Name of the run: letters, digits, '_' and '-'. It is also the prefix of all names that the run uses in NATS."""
     dir: Path = Path("runs")
-    """Folder in which the run's own folder is made."""
+    """Parent of the run's own folder."""
     folder: Path | None = None
     """The run's own folder. Unset: `penstock train` makes <dir>/<name>-<start>; `penstock serve` uses <dir>/<name>."""
     seed: int = 0
     """Seed of all random choices outside the engines."""
     grace_s: float = pydantic.Field(default=5.0, ge=0)
-    """When a process stops, seconds that work in hand may still take: calls, turns, groups. What is left is handed to
-    others or put back. The trainer has no limit: it finishes its step, the push and the checkpoint."""
+    """Seconds that running work (calls, turns, groups) may still take when a process stops. The rest is handed to other
+    processes or put back. The trainer has no limit: it finishes its step, the push and the checkpoint."""
 
 
 class NetworkConfig(Config):
-    """Where the services of a process listen, and how others reach them. Each service's port is in its own section."""
+    """Addresses on which a process's services listen and others reach them. Each service's section has its port."""
 
     host: str = "127.0.0.1"
     """Address on which every service of the process listens; 0.0.0.0 for all."""
     advertise_host: str = ""
     """Name or address under which others reach this process: engines in their lease, the trainer for the process group
-    of a broadcast. Empty: `host`, or this machine's name where that is 0.0.0.0."""
+    of a broadcast. Empty: `host`, or this machine's name if that is 0.0.0.0."""
 
     @property
     def advertised(self) -> str:
-        """The name or address to tell others."""
+        """The name or address to give to others."""
         return self.advertise_host or (socket.gethostname() if self._listens_on_all else self.host)
 
     @property
@@ -52,18 +52,19 @@ class NetworkConfig(Config):
 
 
 class BusConfig(Config):
-    """Where NATS is, and how long it waits for others."""
+    """NATS server, and how long it waits for other processes."""
 
     url: str = ""
     """NATS server, for example nats://127.0.0.1:4222. Empty: `penstock train` starts its own."""
     lease_ttl_s: float = pydantic.Field(default=5.0, ge=1.0)
-    """A replica or trainer whose lease is this old counts as dead; leases are renewed three times as often."""
+    """Seconds after which an unrenewed lease lapses, and its replica or trainer counts as dead. Leases are renewed
+    three times as often."""
     ack_wait_s: float = pydantic.Field(default=10.0, ge=1.0)
-    """A worker that has not reported progress for this long loses its prompt group to another worker."""
+    """A worker that has not reported progress for this many seconds loses its prompt group to another worker."""
 
     @pydantic.model_validator(mode="after")
     def _holds_no_secret(self) -> Self:
-        # On the whole section and before anything else, so that no message shows the URL.
+        # Validate the whole section, and first, so that no message shows the URL.
         if "@" in self.url:
             raise ValueError("url holds a secret, which would be written to the run folder; set PENSTOCK_NATS_TOKEN")
         return self
@@ -108,8 +109,7 @@ ModelPath = Annotated[
     pydantic.BeforeValidator(_find_model),
     pydantic.PlainSerializer(shipped.name_model, return_type=str, when_used="json"),
 ]
-"""Path of a model folder. In a file, the models that come with Penstock are `builtin:NAME`, which every installation
-understands."""
+"""Path of a model folder. In a file, Penstock's own models are `builtin:NAME`, which every installation understands."""
 
 
 class ModelConfig(Config):
@@ -126,20 +126,20 @@ class SamplingConfig(Config):
     temperature: float = pydantic.Field(default=1.0, gt=0, le=100)
     """Divides the logits. Greedy decoding (0) has no log-probabilities that a policy gradient could use."""
     top_p: float = pydantic.Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 samples from the whole distribution. Training refuses less: the trainer assumes 1."""
+    """Nucleus sampling; 1 samples from the whole distribution. Training rejects less: the trainer assumes 1."""
     top_k: int = pydantic.Field(default=-1, ge=-1)
-    """Sample from this many of the likeliest tokens; -1: from all. Training refuses anything else."""
+    """Sample from this many of the likeliest tokens; -1: from all. Training rejects anything else."""
     max_new_tokens: int = pydantic.Field(default=512, ge=1)
     """Largest number of tokens in one turn."""
 
     def require_trainable(self) -> None:
-        """Refuse a distribution that the trainer cannot reproduce.
+        """Reject a distribution that the trainer cannot reproduce.
 
         Engines report log-probabilities before top_p and top_k cut the distribution, as the trainer computes them.
-        With a cut, tokens were not drawn with these probabilities, and every importance ratio would be wrong.
+        With a cut, tokens are drawn with other probabilities, and every importance ratio would be wrong.
 
         Raises:
-            ConfigError: top_p or top_k cuts it.
+            ConfigError: top_p or top_k cuts the distribution.
         """
         if self.top_p < 1:
             raise ConfigError(f"sampling.top_p = {self.top_p} cannot be trained on; set 1 (all of the distribution)")
@@ -148,7 +148,7 @@ class SamplingConfig(Config):
 
 
 class LogConfig(Config):
-    """What is logged and how."""
+    """Level and format of the log."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe events that are logged."""

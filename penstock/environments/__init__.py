@@ -1,4 +1,4 @@
-"""What a person needs to write an environment: the protocol, and the parts from which tool-using environments are made.
+"""Interface for writing an environment: the protocol, and the parts of tool-using environments.
 
 Environments that come with Penstock are in `services.rollout.worker.environments`. The guide is
 docs/rollouts/environments.md.

@@ -1,6 +1,6 @@
-"""Conversations in OpenAI's form: written for other people's code, and read from what it answers.
+"""Writes conversations in OpenAI's form for other people's code, and reads them from its answers.
 
-Invariant: what `write_messages` wrote, `read_messages` reads back as it was, the bytes of its images included.
+Invariant: `read_messages` reads back exactly what `write_messages` wrote, including the bytes of images.
 """
 
 import base64
@@ -18,7 +18,7 @@ _ROLES: Final = get_args(get_type_hints(Message)["role"])
 
 
 def write_messages(messages: Sequence[Message], images: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Messages as clients of OpenAI's API send them; images inside as data: URLs.
+    """Return messages as clients of OpenAI's API send them, with images inline as data: URLs.
 
     A message's content is a text, or a list of parts if it shows an image.
     """
@@ -26,17 +26,17 @@ def write_messages(messages: Sequence[Message], images: Sequence[bytes]) -> list
 
 
 def read_messages(messages: object, where: str) -> Observation:
-    """An observation from messages: a list of mappings with `role` and `content`, a text or a list of parts.
+    """Return an observation from messages: a list of mappings with `role` and `content`, a text or a list of parts.
 
     Parts are texts, {"type": "text", "text": ...}, {"type": "image", "image": ...} and {"type": "image_url",
-    "image_url": ...}; pictures are what `read_picture` reads.
+    "image_url": ...}; pictures are read by `read_picture`.
 
     Args:
         messages: The list.
-        where: What to call it in an error, "observations of my_env.MyEnv.step" say.
+        where: What to call it in an error, such as "observations of my_env.MyEnv.step".
 
     Raises:
-        EnvironmentFailedError: it is no such list. The message names the place, the value and the remedy.
+        EnvironmentFailedError: it is not such a list. The message names the place, the value and the remedy.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise EnvironmentFailedError(
@@ -48,10 +48,10 @@ def read_messages(messages: object, where: str) -> Observation:
 
 
 def read_parts(content: object, where: str) -> tuple[str | bytes, ...]:
-    """A message's content as texts and the bytes of pictures, in their order.
+    """Return a message's content as texts and the bytes of pictures, in order.
 
     Raises:
-        EnvironmentFailedError: as of `read_messages`.
+        EnvironmentFailedError: as in `read_messages`.
     """
     if content is None:
         return ()

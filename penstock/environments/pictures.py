@@ -1,6 +1,6 @@
-"""Reads the pictures that other people's code hands over, whatever it keeps them in.
+"""Reads the pictures that other people's code returns, in any of the usual forms.
 
-Invariant: bytes pass through as they are; an image object becomes a PNG of exactly its pixels.
+Invariant: bytes pass through unchanged; an image object becomes a PNG of exactly its pixels.
 """
 
 import base64
@@ -16,7 +16,7 @@ _FORMS = "give a PIL image, the bytes of a PNG, JPEG, WebP or GIF file, or its d
 
 
 def read_picture(value: object, where: str) -> bytes:
-    """The encoded file of a picture.
+    """Return the encoded file of a picture.
 
     Args:
         value: A PIL image, the bytes of a file, a data: URL, or a mapping with one of them under "url" or "bytes".
@@ -53,7 +53,7 @@ def _read_url(url: str, where: str) -> bytes:
 
 
 def _write_png(image: Any) -> bytes:
-    """Without its EXIF data: a reader would turn the picture by them, which whoever made it did not see."""
+    """Return a PNG without EXIF data, by which a reader would rotate the picture that its maker saw unrotated."""
     file = io.BytesIO()
     plain = image if image.mode in _PNG_MODES else image.convert("RGB")
     plain.save(file, "PNG", exif=b"")

@@ -1,7 +1,7 @@
-"""The interface of environments: what a policy plays against.
+"""The interface of environments, which policies play against.
 
-An environment object plays one episode and belongs to it alone. It deals in messages, text and images; token ids, masks
-and logprobs belong to the episode, so no environment can damage what the trainer learns from.
+An environment object plays exactly one episode. It handles messages, text and images; token ids, masks and logprobs
+belong to the episode, so no environment can damage the training data.
 """
 
 import dataclasses
@@ -13,21 +13,21 @@ from penstock.model.assistant_turn import AssistantTurn
 from penstock.records import ImagePart, Message, Verdict
 
 Grade: TypeAlias = Callable[[str], Awaitable[Verdict]]
-"""Asks the reward service what a text is worth as the answer to the task, by the task's golds and profile. An
-environment that asks it judges exactly as the end of a single-turn episode does."""
+"""Has the reward service judge a text as the answer to the task, by the task's golds and profile. An environment that
+calls it judges exactly as the end of a single-turn episode does."""
 
 BlockingGrade: TypeAlias = Callable[[str], Verdict]
-"""The same for blocking environments: it returns when the verdict is there. Any thread may call it."""
+"""The same for blocking environments: it returns when the verdict has arrived. Any thread may call it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRow:
-    """What one episode is about: a row of the data made ready. All of a task but its way to the reward service."""
+    """A dataset row ready for one episode: a whole task except its way to the reward service."""
 
     id: str
     """Identity of the sample: run, group, attempt, start of the trainer, and the sample's number."""
     seed: int
-    """For an environment that draws: the same for all samples of a group, whose rewards are compared, and for all
+    """Seed for an environment that draws: the same for all samples of a group, whose rewards are compared, and for all
     attempts to play it."""
     messages: tuple[Message, ...]
     images: tuple[bytes, ...] = ()
@@ -36,42 +36,42 @@ class TaskRow:
     profile: str = ""
     """The reward service's profile for this row."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """JSON schemas in OpenAI's form that the row itself brings."""
+    """The row's own tools, as JSON schemas in OpenAI's form."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The row's further columns, as JSON."""
+    """The row's other columns, as JSON."""
     max_turns: int | None = None
-    """The row's or the data set's limit; None if neither has one. The episode holds it in any case; an environment may
-    want to warn of it, or has a default of its own."""
+    """The limit of the row or the data set; None if neither has one. The episode enforces it in any case; an
+    environment may want to warn the policy, or has its own default."""
     remaining_s: Callable[[], float] = lambda: math.inf
-    """Seconds that the episode has left; the time stands still while the policy waits for a replica. An environment
-    whose call takes longer is cut off there, wherever it runs."""
+    """Seconds left in the episode; the clock stops while the policy waits for a replica. An environment's call that
+    takes longer is cut off, wherever it runs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task(TaskRow):
-    """What an environment's episode is about."""
+    """The task of an environment's episode."""
 
     grade: Grade
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockingTask(TaskRow):
-    """What a blocking environment's episode is about."""
+    """The task of a blocking environment's episode."""
 
     grade: BlockingGrade
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the policy sees next."""
+    """The policy's next input."""
 
     messages: tuple[Message, ...]
     """New messages; after the first turn, of roles that may follow the assistant's (user, tool)."""
     images: tuple[bytes, ...] = ()
     """Encoded files of the images that the messages show; their `ImagePart.index` counts from 0 within these."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """What the policy may call, as JSON schemas in OpenAI's form. Only the first observation can show tools: the
-    model's chat template writes them before the conversation."""
+    """The tools that the policy may call, as JSON schemas in OpenAI's form. Only the first observation can show tools:
+    the model's chat template writes them before the conversation."""
 
     def __post_init__(self) -> None:
         indices = [part.index for message in self.messages for part in message.parts if isinstance(part, ImagePart)]
@@ -81,7 +81,7 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """An environment's answer to one turn: an observation to go on with, or the end."""
+    """An environment's answer to one turn: the next observation, or the end."""
 
     observation: Observation | None
     """None ends the episode."""
@@ -91,9 +91,9 @@ class StepResult:
     """This step's reward. If any step of an episode has one, the sample's reward is their sum and the reward service
     is not asked; otherwise it judges the text of the last turn."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What was measured in this step, by name; kept with the step."""
+    """Measurements of this step by name; kept with the step."""
     kind: str = ""
-    """What the environment took the turn for, in a word of its own; shown to people who play it by hand."""
+    """The environment's own word for its reading of the turn; shown to people who play it by hand."""
 
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):
@@ -103,10 +103,10 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode's counterpart. Calls come in the order reset, step ..., close; each has a deadline."""
+    """An environment of one episode. Calls come in the order reset, step ..., close; each has a deadline."""
 
     async def reset(self, task: Task) -> Observation:
-        """Begin: the conversation that the policy sees first. Its images start with the task's, unchanged."""
+        """Begin the episode: return the first conversation. Its images start with the task's, unchanged."""
         ...
 
     async def step(self, turn: AssistantTurn) -> StepResult:
@@ -114,15 +114,15 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release what the episode held; called once, however the episode ends."""
+        """Release the episode's resources; called once, however the episode ends."""
         ...
 
 
 class BlockingEnvironment(Protocol):
-    """An environment of plain functions. It runs in a process of its own, one for each episode, and may block it."""
+    """An environment of plain functions. It runs in its own process, one for each episode, and may block it."""
 
     def reset(self, task: BlockingTask) -> Observation:
-        """Begin, as `Environment.reset` does."""
+        """Begin the episode, as `Environment.reset` does."""
         ...
 
     def step(self, turn: AssistantTurn) -> StepResult:
@@ -130,7 +130,7 @@ class BlockingEnvironment(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the episode held. It is not called after a crash, nor after a call that took too long."""
+        """Release the episode's resources. Not called after a crash, nor after a call that took too long."""
         ...
 
 

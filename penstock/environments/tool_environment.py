@@ -1,8 +1,8 @@
-"""The environment in which a policy calls tools and then answers; a person's own is a list of functions away.
+"""An environment in which a policy calls tools and then answers; a custom one is just a list of functions.
 
-Invariant: of each turn, every call up to the limit is answered by one `tool` message, in the calls' order, whatever
-became of it; calls that cannot be read come after the others, and one more message speaks for the surplus. A call that
-fails does not end its neighbours.
+Invariant: in each turn, every call up to the limit is answered by one `tool` message, in the calls' order, whether or
+not it succeeds. Unreadable calls come after the others, and one more message covers the surplus. A failed call does not
+end its neighbours.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class _Reply:
 class ToolEnvironment:
     """Shows the task and the tools, answers calls, and ends at the first turn without a call.
 
-    It gives no reward: the reward service judges the last turn. A subclass that wants another overrides `step`.
+    It gives no reward: the reward service judges the last turn. To change that, override `step` in a subclass.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class ToolEnvironment:
         """Play one episode with `tools`.
 
         Args:
-            tools: Typed functions are taken as `Tool.from_function` does.
-            max_calls_per_turn: Further calls of a turn are not made.
-            max_turns: Turns that the policy has, the answer's included; the task's own limit holds as well. Calls in
-                the last turn are not made, and the episode ends as truncated.
-            show_tools: Have the chat template show the tools. False where the rows explain them, or the policy knows.
+            tools: Tools, or typed functions that `Tool.from_function` converts.
+            max_calls_per_turn: Further calls of a turn are ignored.
+            max_turns: The policy's turns, including the answer; the task's own limit applies as well. Calls in the last
+                turn are ignored, and the episode ends as truncated.
+            show_tools: Have the chat template show the tools. False if the rows explain them, or the policy knows them.
             announce_last_turn: Tell the policy when one turn is left.
 
         Raises:
@@ -70,10 +70,10 @@ class ToolEnvironment:
         self._counts = {"num_calls": 0.0, "num_failed_calls": 0.0, "tool_use": 0.0}
 
     def add_tool(self, tool: Tool | Callable[..., object]) -> None:
-        """One more, for a subclass whose tools depend on the task: to be called before this class' `reset`.
+        """Add a tool, for a subclass whose tools depend on the task; call it before this class's `reset`.
 
         Raises:
-            ValueError: there is one of that name, or the function makes no tool.
+            ValueError: the name is taken, or the function cannot become a tool.
         """
         made = tool if isinstance(tool, Tool) else Tool.from_function(tool)
         if made.name in self._tools:
@@ -82,10 +82,10 @@ class ToolEnvironment:
         self._to_close.append(made)
 
     async def reset(self, task: Task) -> Observation:
-        """The task's messages and images, and the tools; if the task names some of them, only these.
+        """Return the task's messages and images, and the tools; if the task names some, only those.
 
         Raises:
-            InvalidRequestError: the task names a tool that is not here.
+            InvalidRequestError: the task names a tool that this environment lacks.
         """
         if task.tools:
             self._tools = {name: self._find(name) for name in map(_name_of, task.tools)}
@@ -95,7 +95,7 @@ class ToolEnvironment:
         return Observation(messages=task.messages, images=task.images, tools=tools)
 
     async def step(self, turn: AssistantTurn) -> StepResult:
-        """The tools' answers, or the end."""
+        """Return the tools' answers, or end the episode."""
         self._num_turns += 1
         num_calls = len(turn.calls) + len(turn.malformed_calls)
         num_left = None if self._max_turns is None else self._max_turns - self._num_turns
@@ -115,7 +115,7 @@ class ToolEnvironment:
         return StepResult(observation=_observe(replies), metrics=metrics)
 
     async def close(self) -> None:
-        """Close the tools, each even if another fails."""
+        """Close all tools, even if one fails."""
         closing = [tool.close() for tool in self._to_close if tool.close is not None]
         failures = [found for found in await asyncio.gather(*closing, return_exceptions=True) if found is not None]
         if failures:
@@ -166,7 +166,7 @@ def _failed(words: str) -> _Reply:
 
 
 def _observe(replies: Sequence[_Reply]) -> Observation:
-    """One `tool` message for each reply, with its texts and images in their order."""
+    """Make one `tool` message of each reply, with its texts and images in order."""
     images: list[bytes] = []
     messages = []
     for reply in replies:

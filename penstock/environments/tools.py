@@ -1,6 +1,6 @@
 """Tools that a policy may call: a name, a JSON schema of the arguments, and the function that answers.
 
-Invariant: whatever a policy writes as arguments, `Tool.call` gives a result or raises `ToolError` with words for the
+Invariant: whatever arguments a policy writes, `Tool.call` returns a result or raises `ToolError` with words for the
 policy. Only a failure of Penstock's own servers passes through, because it says nothing about the call.
 """
 
@@ -29,16 +29,16 @@ log = structlog.get_logger()
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _MAX_MISTAKES = 3
 _MAX_WORDS = 400
-"""Characters of an error that are told; some quote all of a call."""
+"""Characters of an error that the policy is shown; some errors quote the whole call."""
 
 
 class ToolError(Exception):
-    """What a tool has against a call; its text is told to the policy."""
+    """A tool's objection to a call; the policy is shown its text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """A tool's answer: text, then images; or both in an order of its own."""
+    """A tool's answer: text, then images; or both in any order."""
 
     text: str = ""
     images: tuple[bytes, ...] = ()
@@ -58,7 +58,7 @@ class ToolResult:
         return (self.text, *self.images) if self.text or not self.images else self.images
 
     def with_words(self, words: str) -> "ToolResult":
-        """The same with a line of text behind its own."""
+        """Return the same result with a line of text appended."""
         if self.parts:
             return dataclasses.replace(self, parts=(*self.parts, f"\n{words}"))
         return dataclasses.replace(self, text=f"{self.text}\n{words}".lstrip())
@@ -70,17 +70,17 @@ class Tool:
 
     name: str
     description: str
-    """For the policy: what it does, and when to call it."""
+    """For the policy: the tool's effect, and when to call it."""
     parameters: Mapping[str, Any]
     """JSON schema of the arguments, of type object."""
     function: Callable[..., object]
-    """Gets the arguments by name. Async, or blocking, which then runs in a thread of its own. It returns a
-    `ToolResult`, a text, or anything that JSON can hold, and raises `ToolError` to refuse a call in words."""
+    """Gets the arguments by name. Async, or blocking, which then runs in its own thread. It returns a `ToolResult`, a
+    text, or any JSON value, and raises `ToolError` to reject a call in words."""
     timeout_s: float | None = 30.0
-    """An async function is cancelled then. A blocking one has `SystemExit` raised in it, which ends Python code at its
-    next instruction but not a call that blocks in C. None for a function that keeps a limit of its own."""
+    """Seconds until an async function is cancelled. In a blocking one `SystemExit` is raised, which ends Python code at
+    its next instruction but not a call that blocks in C. None for a function that enforces its own limit."""
     close: Callable[[], Awaitable[None]] | None = None
-    """Releases what the tool holds; called once, when its episode ends."""
+    """Releases the tool's resources; called once, when its episode ends."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -96,9 +96,9 @@ class Tool:
 
     @classmethod
     def from_function(cls, function: Callable[..., object], *, timeout_s: float | None = 30.0) -> Self:
-        """A tool from a typed function; its docstring describes it, and each argument under `Args:`.
+        """Return a tool from a typed function; the docstring describes the tool, and each argument under `Args:`.
 
-        The schema is what transformers' `get_json_schema` derives, as in TRL: the same functions serve both.
+        transformers' `get_json_schema` derives the schema, as in TRL: the same functions work in both.
 
         Raises:
             ValueError: a type or a description is missing.
@@ -121,7 +121,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates take it, in OpenAI's form."""
+        """The tool in OpenAI's form, for chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -129,8 +129,8 @@ class Tool:
         """Answer a call.
 
         Raises:
-            ToolError: in words for the policy: the arguments do not fit, or the function failed or took too long.
-            PenstockError: a server of Penstock's failed.
+            ToolError: the arguments do not fit, or the function failed or took too long; in words for the policy.
+            PenstockError: one of Penstock's servers failed.
         """
         if mistakes := self._find_mistakes(arguments):
             raise ToolError(f"the arguments do not fit: {mistakes}")
@@ -163,19 +163,19 @@ class Tool:
 
 
 def shorten(text: str, limit: int = _MAX_WORDS) -> str:
-    """`text`, or its first `limit` characters."""
+    """Return `text`, or its first `limit` characters."""
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def _with_null(part: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON schema has no "nullable", which OpenAPI has and transformers writes."""
+    """Add null to the types of a nullable part: transformers writes OpenAPI's "nullable", which JSON schema lacks."""
     plain = {key: value for key, value in part.items() if key not in ("nullable", "description")}
     described = {key: part[key] for key in ("description",) if key in part}
     return {**({"anyOf": [plain, {"type": "null"}]} if part.get("nullable") else plain), **described}
 
 
 def _is_finite(value: object) -> bool:
-    """Whether all numbers inside a JSON value are finite; Python's reader takes NaN and Infinity."""
+    """Return whether all numbers inside a JSON value are finite; Python's reader accepts NaN and Infinity."""
     todo = [value]
     while todo:
         match todo.pop():
@@ -200,9 +200,9 @@ def _to_result(value: object) -> ToolResult:
 
 
 async def _run_in_thread(call: Callable[[], object]) -> object:
-    """The result of a blocking call in a thread of its own, which is ended when this is cancelled.
+    """Return the result of a blocking call in its own thread, which is ended when this coroutine is cancelled.
 
-    Not in the event loop's pool: calls that do not end would fill it, and it is waited for when a process ends.
+    The event loop's pool would not do: calls that do not end would fill it, and a process waits for it at its end.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[object, Exception | None]] = loop.create_future()

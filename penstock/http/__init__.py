@@ -1,1 +1,1 @@
-"""HTTP: how every server starts, drains and answers for errors."""
+"""HTTP servers: start, drain and error responses."""

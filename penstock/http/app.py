@@ -21,7 +21,7 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 
 class ErrorText(pydantic.BaseModel):
-    """What went wrong."""
+    """An error's code and message."""
 
     code: str
     """For programs: INVALID_REQUEST, OVERLOADED and others."""
@@ -36,7 +36,7 @@ class ErrorBody(pydantic.BaseModel):
 
 
 def make_app(*, title: str, description: str, version: str) -> FastAPI:
-    """An application without routes; handlers raise the errors of `penstock.errors`."""
+    """Return an application without routes; handlers raise the errors of `penstock.errors`."""
     app = FastAPI(title=title, description=description, version=version, strict_content_type=False)
     app.router.route_class = StrictJsonRoute
     app.add_exception_handler(PenstockError, _answer_error)
@@ -48,7 +48,7 @@ def make_app(*, title: str, description: str, version: str) -> FastAPI:
 
 
 class StrictJsonRoute(APIRoute):
-    """Reads bodies with `penstock.http.json_body`, which refuses duplicate keys."""
+    """Reads bodies with `penstock.http.json_body`, which rejects duplicate keys."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -63,7 +63,7 @@ class _StrictRequest(Request):
     async def json(self) -> Any:
         try:
             return parse_json(await self.body(), unique_keys=True)
-        except PenstockError as error:  # otherwise FastAPI writes its own message
+        except PenstockError as error:  # otherwise FastAPI would write its own message
             raise HTTPException(status_of(error), str(error)) from None
 
 
@@ -72,7 +72,7 @@ async def _answer_error(_: Request, error: Exception) -> Response:
 
 
 async def _answer_crash(_: Request, error: Exception) -> Response:
-    return error_response(500, f"{type(error).__name__}: {error}")  # Starlette raises it again, so that it is logged
+    return error_response(500, f"{type(error).__name__}: {error}")  # Starlette raises it again to log it
 
 
 async def _answer_http_error(_: Request, error: Exception) -> Response:
@@ -88,7 +88,7 @@ async def _answer_validation_error(_: Request, error: Exception) -> Response:
 
 
 def describe(errors: Sequence[Any]) -> str:
-    """The first of pydantic's errors in one line: field, fault and value."""
+    """Describe the first of pydantic's errors in one line: field, fault and value."""
     lines = []
     for error in errors[:_MAX_ERRORS]:
         field = ".".join(str(part) for part in error["loc"] if part != "body") or "the body"

@@ -1,7 +1,7 @@
-"""Reads request bodies whole, within a bound on each body and a bound on all bodies together.
+"""Reads complete request bodies, within a bound on each body and a bound on all bodies together.
 
 Invariant: a body counts from its first byte until its request is answered, and a part that does not fit is refused
-before it is kept. Large bodies may take seven eighths of the room, so that small ones always find some.
+before it is stored. Large bodies may take seven eighths of the room, so that small ones always find some.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ _LARGE_SHARE = 7 / 8
 _SMALL_BYTES = 64 * 2**10
 _MAX_DISCARDED = 4
 _MAX_PAUSE_S = 120.0
-"""A client that sends nothing of its body for this long is refused, because its part holds room that others need."""
+"""Seconds without a part of its body after which a client is refused, because its body holds room that others need."""
 _CLOSE = {"Connection": "close"}
 
 
@@ -26,17 +26,17 @@ class GoneError(Exception):
 
 
 class Bodies:
-    """The bodies that a server holds."""
+    """The request bodies that a server holds."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.num_bytes = 0
-        """Bytes of the bodies held."""
+        """Bytes of all bodies held."""
         self._max_body_bytes = max_body_bytes
         self._max_bytes = _BODIES_OF_MAX_SIZE * max_body_bytes
 
     @contextlib.asynccontextmanager
     async def whole(self, receive: Receive) -> AsyncIterator[bytes]:
-        """The body, whose bytes count during the context.
+        """Yield the complete body, whose bytes count during the context.
 
         Raises:
             GoneError: the client disconnected.
@@ -70,7 +70,8 @@ class Bodies:
                     refusal = error
                     parts.clear()
                     held.release()
-            # The rest of a refused body is read, within a bound: a client reads the answer only after it has sent all.
+            # The rest of a refused body is read, within a bound: a client reads the answer only after sending
+            # everything.
             if refusal is not None and (is_last or size_bytes > _MAX_DISCARDED * self._max_body_bytes):
                 raise HTTPException(refusal.status_code, refusal.detail, None if is_last else _CLOSE)
             if is_last:
@@ -95,7 +96,7 @@ class Bodies:
 
 
 class _HeldBytes:
-    """The bytes that one body counts for."""
+    """The bytes charged for one body."""
 
     def __init__(self, bodies: Bodies) -> None:
         self.num_bytes = 0

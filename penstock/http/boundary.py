@@ -1,8 +1,14 @@
 """Wraps every HTTP application: admission, body limit, errors, cancellation, drain, one log line per request.
 
+<<<<<<< HEAD
 Invariants: the body of a request without the token is not read, and every such request gets the same answer; only the
 health page (GET, HEAD) needs no token, and a request that has a key opens to the key too. The application runs with a
 complete body, and is cancelled when its client disconnects.
+=======
+Invariants: the body of a request without the token is not read, and every such request gets the same answer. Only the
+health page (GET, HEAD) needs no token; a path with its own key also opens to that key. The application gets a complete
+body, and is cancelled when its client disconnects.
+>>>>>>> prose-a
 """
 
 import asyncio
@@ -24,12 +30,12 @@ log = structlog.get_logger()
 
 _HEALTH = "/healthz"
 _CANCEL_S = 5.0
-"""How long cancelled requests may take to end while the server drains."""
+"""Seconds that cancelled requests may take to end while the server drains."""
 _STOPPING = "this server is stopping; send the request to another server, or again later"
 
 
 def error_response(status: int, message: str, make_body: ErrorBodyMaker = error_body) -> JSONResponse:
-    """The response for an error."""
+    """Return the response for an error."""
     return JSONResponse(make_body(status, message), status, headers=headers_of(status))
 
 
@@ -56,9 +62,9 @@ class Boundary:
         self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Wait up to `grace_s` seconds for running requests, then cancel the rest and wait a little for their end.
+        """Wait up to `grace_s` seconds for running requests, then cancel the rest and wait briefly for their end.
 
-        A cancelled request still sends its answer, which a client that does not read can hold up for ever.
+        A cancelled request still sends its answer, which a client that does not read can block for ever.
         """
         for limit_s in (grace_s, _CANCEL_S):
             with contextlib.suppress(TimeoutError):
@@ -98,7 +104,7 @@ class Boundary:
             await self._refusal(503, _STOPPING)(scope, receive, send)
             return
         if _asks_for_health(scope):
-            # Anyone may ask, so the body is not read. uvicorn omits the body of an answer to HEAD.
+            # Health needs no token, so the body is not read. uvicorn omits the body of an answer to HEAD.
             await self._app({**scope, "method": "GET"}, _replayed(b""), send)
             return
         task = asyncio.current_task()
@@ -154,13 +160,13 @@ def _asks_for_health(scope: Scope) -> bool:
 
 
 def _replayed(body: bytes) -> Receive:
-    """A `receive` whose first call returns the whole body."""
+    """Return a `receive` whose first call returns the whole body."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
         if messages:
             return messages.pop()
-        await asyncio.Event().wait()  # the disconnect cancels whoever waits for it
+        await asyncio.Event().wait()  # a disconnect cancels the waiting task
         raise AssertionError
 
     return receive
@@ -169,7 +175,7 @@ def _replayed(body: bytes) -> Receive:
 class _cancelled_when_gone:  # noqa: N801 - used as a function, like asyncio.timeout
     """Cancel `task`, which runs this context, when the client disconnects; the context then raises GoneError.
 
-    Once the client has its whole answer, the task is left to end by itself: servers then report a disconnect too.
+    Once the client has its whole answer, the task ends on its own: servers report a disconnect then too.
     """
 
     def __init__(self, task: asyncio.Task[None], receive: Receive) -> None:

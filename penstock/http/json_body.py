@@ -1,7 +1,7 @@
 """Parses JSON from clients into values whose text can always be encoded again.
 
-Lone surrogates, which JSON can escape but UTF-8 cannot encode, become U+FFFD. NaN, Infinity, bytes that are not UTF-8
-and very deep nesting are refused.
+Lone surrogates, which JSON can escape but UTF-8 cannot encode, become U+FFFD. NaN, Infinity, bytes that are not UTF-8,
+and very deep nesting are rejected.
 """
 
 import collections
@@ -28,11 +28,11 @@ def parse_json(data: bytes, *, unique_keys: bool = False, numbers_as_text: bool 
 
     Args:
         data: JSON, in UTF-8.
-        unique_keys: Refuse an object with a duplicate key or with thousands of keys; otherwise the last value counts.
+        unique_keys: Reject an object with a duplicate key or with thousands of keys; otherwise the last value counts.
         numbers_as_text: Return numbers as `str`, as they were written.
 
     Raises:
-        MalformedJsonError: `data` is not JSON, holds NaN or Infinity, is nested too deeply, or an object is refused.
+        MalformedJsonError: `data` is not JSON, holds NaN or Infinity, is nested too deeply, or an object is rejected.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -88,5 +88,5 @@ def _mended(value: Any, depth: int) -> Any:
 
 
 def printable(text: str) -> str:
-    """The text with each lone surrogate replaced by U+FFFD."""
+    """Return the text with each lone surrogate replaced by U+FFFD."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)

@@ -1,6 +1,6 @@
-"""Runs an HTTP server: on the event loop of the gRPC server, with one mapping of errors and an orderly drain.
+"""Runs an HTTP server on the event loop of the gRPC server, with one mapping of errors and an orderly drain.
 
-While it drains, a server answers 503 to every new request, health checks included; running requests may finish within
+While it drains, a server answers 503 to every new request, including health checks; running requests may finish within
 the grace period. A client that disconnects cancels its request.
 """
 
@@ -28,7 +28,7 @@ _KEEP_ALIVE_S = 75
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without signal handlers, which belong to the process, and with an event for its start."""
+    """uvicorn without signal handlers, which belong to the process, and with an event that is set at its start."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -58,19 +58,23 @@ class HttpServer:
         security: Security | None = None,
         name_of_key: Callable[[Scope], str] = lambda scope: "",
     ) -> None:
-        """Serve `app` on `host`:`port`; port 0 takes any that is free.
+        """Serve `app` on `host`:`port`; port 0 takes any free one.
 
         Args:
             app: The application; it raises the errors of `penstock.errors`.
             host: Address to listen on.
             port: Port to listen on.
-            key: The setting that takes the port, for example router.http_port.
+            key: The setting that holds the port, for example router.http_port.
             max_body_bytes: A larger body is answered 413. All bodies together may hold twice as much, from their first
                 byte until they are answered; a body that does not fit is answered 429.
             make_error_body: Makes the JSON of errors that the application never sees, such as 401, from status and
                 message.
             security: Token and certificates; None reads them from the environment.
+<<<<<<< HEAD
             name_of_key: Names the key that admits a request as the token does (`Security.key_of`); empty: none does.
+=======
+            name_of_key: Names the key that opens a path as the token does (`Security.key_of`); empty: there is none.
+>>>>>>> prose-a
 
         Raises:
             ConfigError: TLS is on without a certificate for servers.
@@ -133,7 +137,7 @@ class HttpServer:
         return self._port
 
     def set_serving(self, serving: bool) -> None:
-        """Set whether new requests are served; otherwise each gets 503, health checks included."""
+        """Set whether new requests are served; otherwise each gets 503, including health checks."""
         self._boundary.is_serving = serving
 
     async def drain(self, grace_s: float) -> None:

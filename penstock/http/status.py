@@ -10,7 +10,7 @@ ErrorBodyMaker = Callable[[int, str], dict[str, Any]]
 """Makes the JSON body of an error from its status and message."""
 
 RETRY_AFTER_S = 1
-"""How long a client that may succeed later is told to wait."""
+"""Seconds after which a client that may succeed later should retry."""
 
 _STATUS_OF_ERROR: tuple[tuple[type[BaseException], int], ...] = (
     (MalformedJsonError, 400),
@@ -39,7 +39,7 @@ _CODE_OF_STATUS = {
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status of `error`; 500 if Penstock did not raise it on purpose."""
+    """Return the HTTP status of `error`; 500 if Penstock did not raise it on purpose."""
     for kind, status in _STATUS_OF_ERROR:
         if isinstance(error, kind):
             return status
@@ -47,12 +47,12 @@ def status_of(error: BaseException) -> int:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """The JSON body of an error with this status."""
+    """Return the JSON body of an error with this status."""
     return {"error": {"code": _CODE_OF_STATUS.get(status, f"HTTP_{status}"), "message": printable(message)}}
 
 
 def headers_of(status: int) -> dict[str, str]:
-    """The headers of an error with this status."""
+    """Return the headers of an error with this status."""
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
     return {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}

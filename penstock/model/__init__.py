@@ -1,1 +1,1 @@
-"""One model family in one place: tokens, chat template, images, the model's folder."""
+"""Model families: tokens, chat templates, images and the model folder."""

@@ -1,4 +1,4 @@
-"""Values of a tool call's arguments: JSON that any encoding can carry, and text that a schema gives a type. Pure.
+"""Values of a tool call's arguments: JSON that any encoding can carry, and text typed by a schema. Pure.
 
 Invariant: no value is lost. Text that does not fit its schema's types stays text.
 """
@@ -16,7 +16,7 @@ _NUMBER = frozenset("0123456789+-.eE")
 
 
 def read_json(text: str) -> Any:
-    """The JSON value in `text`; lone surrogates, which escapes can spell, become U+FFFD.
+    """Return the JSON value in `text`; lone surrogates, which escapes can spell, become U+FFFD.
 
     Raises:
         ValueError: it is not JSON, holds NaN or Infinity, or is nested more than 64 levels deep.
@@ -31,7 +31,7 @@ def read_json(text: str) -> Any:
 
 
 def arguments_json(arguments: Any) -> str:
-    """The arguments as JSON for any encoding: lone surrogates become U+FFFD.
+    """Return the arguments as JSON for any encoding: lone surrogates become U+FFFD.
 
     Raises:
         ValueError: they hold NaN or Infinity, which are not JSON.
@@ -40,7 +40,7 @@ def arguments_json(arguments: Any) -> str:
 
 
 def parameter_types(tools: Sequence[Mapping[str, Any]], function: str, parameter: str) -> list[str]:
-    """The JSON types that a tool's schema allows for a parameter, in its order; empty if it says nothing.
+    """Return the JSON types that a tool's schema allows for a parameter, in its order; empty if it does not say.
 
     Args:
         tools: JSON schemas in OpenAI's form.
@@ -58,10 +58,11 @@ def parameter_types(tools: Sequence[Mapping[str, Any]], function: str, parameter
 
 
 def typed_value(text: str, types: Sequence[str]) -> Any:
-    """The value that `text` spells: of the first of these types that it fits, else the text itself.
+    """Return the value that `text` spells, with the first of these types that it fits, else the text itself.
 
-    Without types it is what it spells in JSON, if anything. `None`, `True` and `False` are read as well, since
-    templates write earlier calls in Python's spelling. What may be a string is null only if null is allowed, too.
+    Without types, the text is read as JSON if it is JSON. `None`, `True` and `False` are read as well, because
+    templates write earlier calls in Python's spelling. A value that may be a string is null only if null is allowed,
+    too.
     """
     if text.strip() in ("null", "None") and ("null" in types or (types and "string" not in types)):
         return None
@@ -100,7 +101,7 @@ def _types(schema: Any, root: Any, depth: int) -> Iterator[str]:
 
 
 def _resolved(reference: str, root: Any) -> Any:
-    """What `#/$defs/Name` of the schema points at; None if nothing."""
+    """Return the target of `#/$defs/Name` in the schema; None if there is none."""
     if not reference.startswith("#/"):
         return None
     for step in reference[2:].split("/"):

@@ -1,14 +1,15 @@
-"""What an assistant says in a rendered conversation, as ranges of characters: what supervised training learns.
+"""Finds the assistant's text in a rendered conversation, as ranges of characters, for supervised training.
 
-A template with `{% generation %}` marks says it itself. Of any other, an assistant's turn is what one message adds:
+A template with `{% generation %}` marks gives them itself. With any other, an assistant's turn is what one message
+adds:
 
     before = the messages before it, with the generation prompt      <|im_start|>assistant\\n
     after  = the messages up to it, without                          <|im_start|>assistant\\n5<|im_end|>\\n
-    turn   = after less before                                       5<|im_end|>\\n
+    turn   = after minus before                                      5<|im_end|>\\n
 
-This holds only if `before` begins `after`, and `after` begins the whole conversation. Where a template renders a turn
-differently once others follow it, such as one that drops earlier thoughts, nobody can say what the policy should say,
-and the conversation is refused.
+This holds only if `before` begins `after`, and `after` begins the whole conversation. If a template renders a turn
+differently once others follow it, for example because it drops earlier thoughts, the text to learn is undefined, and
+the conversation is rejected.
 """
 
 import re
@@ -20,22 +21,22 @@ from penstock.errors import InvalidRequestError
 Span: TypeAlias = tuple[int, int]
 """Characters [start, stop)."""
 Fill: TypeAlias = Callable[[int, bool], str]
-"""Renders that many messages, from the first, with or without the generation prompt."""
+"""Renders the first n messages, with or without the generation prompt."""
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def has_marks(template: str) -> bool:
-    """Whether a chat template marks what an assistant says."""
+    """Return whether a chat template marks the assistant's text."""
     return _MARK.search(template) is not None
 
 
 def added_spans(roles: Sequence[str], fill: Fill) -> tuple[str, list[Span]]:
-    """Return the whole conversation and each assistant's turn in it, up to where the template's next message begins.
+    """Return the whole conversation and each assistant's turn in it, up to the start of the template's next message.
 
     Args:
-        roles: Of the messages.
-        fill: Renders their beginning.
+        roles: Roles of the messages.
+        fill: Renders the first messages.
 
     Raises:
         InvalidRequestError: the template renders a turn differently once others follow it, or does not begin it with

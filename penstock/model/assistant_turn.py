@@ -1,6 +1,7 @@
-"""What a policy said in one turn, taken apart: reasoning, content and tool calls. Pure.
+"""Parses one turn of the policy into reasoning, content and tool calls. Pure.
 
-Invariant: nothing is lost. `text` is all of it; what looks like a call and cannot be read is in `malformed_calls`.
+Invariant: nothing is lost. `text` is the whole turn; a block that is marked as a call but unreadable is in
+`malformed_calls`.
 """
 
 import dataclasses
@@ -18,15 +19,15 @@ class AssistantTurn:
     """One turn of a policy."""
 
     text: str
-    """All that it said, without special tokens; marks such as `<think>` and `<tool_call>` are in it."""
+    """The whole turn, without special tokens; marks such as `<think>` and `<tool_call>` are in it."""
     reasoning: str = ""
-    """What it said before `</think>`; all of it if it never closed its thinking."""
+    """The text before `</think>`; the whole text if the thinking was never closed."""
     content: str = ""
-    """What is left of the text without reasoning and calls."""
+    """The text without reasoning and calls."""
     calls: tuple[ToolCall, ...] = ()
-    """In their order. Calls inside of reasoning are not calls."""
+    """The calls in order. Calls inside reasoning do not count."""
     malformed_calls: tuple[str, ...] = ()
-    """Blocks that are marked as calls and cannot be read as one."""
+    """Blocks that are marked as calls but cannot be read as calls."""
 
     @classmethod
     def parse(
@@ -37,12 +38,12 @@ class AssistantTurn:
         tools: Sequence[Mapping[str, Any]] = (),
         is_thinking: bool = False,
     ) -> Self:
-        """Take `text` apart.
+        """Parse `text`.
 
         Args:
-            text: What the policy said.
+            text: The policy's turn.
             call_format: How its model writes calls (`Renderer.call_format`).
-            tools: Schemas in OpenAI's form, which give the values of the xml form their types.
+            tools: Schemas in OpenAI's form, which type the values of the xml form.
             is_thinking: Whether the generation prompt has opened `<think>` (`Renderer.opens_thinking`).
         """
         thinking = ReasoningReader(is_open=is_thinking)

@@ -1,4 +1,4 @@
-"""What stands between `<tool_call>` and `</tool_call>`, in both forms that models write. Pure.
+"""Parses the text between `<tool_call>` and `</tool_call>`, in both forms that models write. Pure.
 
     hermes                                          xml
     {"name": "add", "arguments": {"a": 1}}          <function=add>
@@ -7,7 +7,7 @@
                                                     </parameter>
                                                     </function>
 
-Invariants: a block is read whole or not at all; reading takes time linear in its length, whatever it holds.
+Invariants: a block is read completely or not at all; reading takes time linear in its length, whatever it holds.
 """
 
 import itertools
@@ -26,18 +26,18 @@ as Qwen3-Coder and Qwen3.5 do."""
 _FUNCTION, _PARAMETER, _PARAMETER_END, _FUNCTION_END = "<function=", "<parameter=", "</parameter>", "</function>"
 _TAG = re.compile("|".join(map(re.escape, (_FUNCTION, _PARAMETER, _PARAMETER_END, _FUNCTION_END))))
 _Tag: TypeAlias = tuple[str, int, int]
-"""Which, and its characters [start, stop)."""
+"""The tag, and its characters [start, stop)."""
 
 
 def read_block(
     block: str, call_format: CallFormat, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[ToolCall, ...] | None:
-    """The calls that a block holds, usually one; None if it cannot be read.
+    """Return the calls that a block holds, usually one; None if it cannot be read.
 
     Args:
         block: The text between the marks.
         call_format: The form.
-        tools: Schemas in OpenAI's form, which give the values of the xml form their types.
+        tools: Schemas in OpenAI's form, which type the values of the xml form.
     """
     if call_format == "xml":
         return _XmlBlock(block, tools).read()
@@ -53,9 +53,9 @@ def read_block(
 class _XmlBlock:
     """Reads one block, tag by tag.
 
-    A value may quote tags: `</parameter>` ends it only before the next parameter, the function's end or the block's. As
-    in published parsers, ends may be missing: a value also ends before `<parameter=` at the start of a line and before
-    the function's end, and the block's end is the function's, too.
+    A value may quote tags: `</parameter>` ends it only before the next parameter, the function's end or the block's
+    end. As in published parsers, end tags may be missing: a value also ends before `<parameter=` at the start of a line
+    and before the function's end, and the block's end also ends the function.
     """
 
     def __init__(self, block: str, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -69,7 +69,7 @@ class _XmlBlock:
         self._has_quoted_end = False
         """Whether the value so far holds a `</parameter>` that did not end it."""
         self._offset = 0
-        """Everything before it has been read."""
+        """Start of the unread text."""
 
     def read(self) -> tuple[ToolCall, ...] | None:
         for tag, following in itertools.zip_longest(self._tags, self._tags[1:]):
@@ -84,7 +84,7 @@ class _XmlBlock:
         return tuple(self._calls) or None
 
     def _take(self, tag: _Tag, following: _Tag | None) -> bool:
-        """Read one tag; return whether the block is sound so far."""
+        """Read one tag; return whether the block is valid so far."""
         kind, start, end = tag
         if self._parameter is not None:
             if not self._ends_value(tag, following):
@@ -127,7 +127,7 @@ class _XmlBlock:
         return next_kind in may_follow and not self._block[end:next_start].strip()
 
     def _end_value(self, stop: int) -> bool:
-        """Keep the value; return whether it is certain that it ends here."""
+        """Store the value; return whether it certainly ends here."""
         assert self._function is not None
         assert self._parameter is not None
         value = printable(self._block[self._offset : stop]).removeprefix("\n").removesuffix("\n")
@@ -142,7 +142,7 @@ class _XmlBlock:
         self._function = None
 
     def _name(self) -> str:
-        """The name that ends with `>`; empty if there is none."""
+        """Return the name that ends with `>`; empty if there is none."""
         stop = self._block.find(">", self._offset)
         name = self._block[self._offset : max(stop, self._offset)].strip()
         self._offset = stop + 1

@@ -2,7 +2,7 @@
 
 Invariants: each image has exactly one placeholder id; text never becomes a special token, even if it spells one; the
 policy's output is never tokenised again: a later turn's ids are appended to the earlier ids. Needs transformers'
-tokenizers, not torch.
+tokenizers but not torch.
 """
 
 import functools
@@ -30,8 +30,8 @@ class Renderer:
         """Wrap a transformers tokenizer.
 
         Args:
-            tokenizer: With a chat template.
-            image_token_id: None for a model that takes no images.
+            tokenizer: The tokenizer, with a chat template.
+            image_token_id: Id of the image placeholder; None for a model that takes no images.
             end_ids: Ids that end generation, for `render_conversation`.
 
         Raises:
@@ -76,17 +76,17 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = {},
     ) -> list[int]:
-        """The ids of a conversation, with the template's generation prompt at the end.
+        """Return the ids of a conversation, with the template's generation prompt at the end.
 
         Args:
             messages: The conversation.
             num_images: The number of images in it.
             tools: Tools that the assistant may call, in OpenAI's JSON form; see `takes_tools`.
-            template_kwargs: Further variables of the template, such as `enable_thinking`.
+            template_kwargs: Other variables of the template, such as `enable_thinking`.
 
         Raises:
-            InvalidRequestError: placeholders and images differ in number, or the template refuses the messages or drops
-                something of them.
+            InvalidRequestError: placeholders and images differ in number, or the template rejects the messages or drops
+                part of them.
         """
         taken_out: list[str] = []
         chat = [self._to_chat(message, taken_out) for message in messages]
@@ -105,11 +105,11 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = {},
     ) -> tuple[list[int], list[bool]]:
-        """The ids of a whole conversation, and for each whether the assistant is to learn it.
+        """Return the ids of a whole conversation, and for each whether the assistant learns it.
 
-        It learns what the template marks with `{% generation %}`. Without marks it learns each assistant's turn
-        (`penstock.model.assistant_spans`) up to the first id that ends generation, which is included. Text is tokenised
-        apart on both sides of where a turn begins, as an engine's prompt and answer are.
+        It learns the text that the template marks with `{% generation %}`. Without marks it learns each assistant's
+        turn (`penstock.model.assistant_spans`) up to and including the first id that ends generation. Text is tokenised
+        separately before and after the start of a turn, like an engine's prompt and answer.
 
         Args:
             messages: The conversation.
@@ -118,7 +118,7 @@ class Renderer:
             template_kwargs: As in `render_prompt`.
 
         Raises:
-            InvalidRequestError: as in `render_prompt`, or it cannot be told what the assistant says.
+            InvalidRequestError: as in `render_prompt`, or the assistant's text cannot be determined.
         """
         taken_out: list[str] = []
         chat = [self._to_chat(message, taken_out) for message in messages]
@@ -152,7 +152,7 @@ class Renderer:
         return ids + others, is_learned + [False] * len(others)
 
     def render_text(self, text: str) -> list[int]:
-        """The ids of plain text, without the template; special tokens that it spells become ordinary tokens."""
+        """Return the ids of plain text, without the template; special tokens that it spells become ordinary tokens."""
         taken_out: list[str] = []
         return self._tokenize(self._spelled.take_out(taken_out, text), taken_out, num_images=0)
 
@@ -163,35 +163,35 @@ class Renderer:
 
     @property
     def call_format(self) -> CallFormat:
-        """How the template writes calls, and so how the model does; hermes if it shows none."""
+        """The form in which the template, and so the model, writes calls; hermes if it shows none."""
         return self._probe.call_format
 
     def opens_thinking(self, template_kwargs: Mapping[str, Any] = {}) -> bool:
-        """Whether the generation prompt opens `<think>`, so that an answer has the closing mark only."""
+        """Return whether the generation prompt opens `<think>`, so that an answer has the closing mark only."""
         return self._probe.opens_thinking(template_kwargs)
 
     def require_variables(self, names: Collection[str]) -> None:
-        """Refuse names that the template never reads.
+        """Check that the template reads all of these names.
 
         Raises:
-            InvalidRequestError: there is one.
+            InvalidRequestError: it does not read one of them.
         """
         if names:
             require_read(names, self._tokenizer.get_chat_template())
 
     def drops_thoughts(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] = {}) -> bool:
-        """Whether the template leaves out what an assistant thought, once `messages` follow its turn.
+        """Return whether the template leaves out an assistant's thoughts once `messages` follow its turn.
 
         Raises:
-            InvalidRequestError: the template refuses the messages.
+            InvalidRequestError: the template rejects the messages.
         """
         return self._probe.drops_thoughts([self._to_chat(message, []) for message in messages], template_kwargs)
 
     def num_opening_ids(self, template_kwargs: Mapping[str, Any] = {}) -> int:
-        """How many ids at the end of a generation prompt an earlier turn without its thoughts does not have.
+        """Return how many ids at the end of a generation prompt an earlier turn without its thoughts lacks.
 
         Raises:
-            InvalidRequestError: the template shows such a turn in another form altogether.
+            InvalidRequestError: the template renders such a turn in an entirely different form.
         """
         prompt, header = self._probe.opening(template_kwargs)
         return len(self._encode(prompt, ())) - len(self._encode(header, ()))
@@ -199,14 +199,14 @@ class Renderer:
     def parse_turn(
         self, text: str, *, tools: Sequence[Mapping[str, Any]] = (), template_kwargs: Mapping[str, Any] = {}
     ) -> AssistantTurn:
-        """Take apart what the policy answered to a prompt with these tools and variables."""
+        """Parse the policy's answer to a prompt with these tools and variables."""
         return AssistantTurn.parse(
             text, call_format=self.call_format, tools=tools, is_thinking=self.opens_thinking(template_kwargs)
         )
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
-        """The most bytes of text that one token stands for; more where the tokenizer is not a byte-level BPE."""
+        """The most bytes of text that one token stands for; an upper bound if the tokenizer is not a byte-level BPE."""
         size = len if self._is_byte_level else _num_bytes  # a byte-level BPE writes each byte as one character
         added = self._tokenizer.added_tokens_decoder.values()
         return max(*map(size, self._tokenizer.get_vocab()), *(_num_bytes(token.content) for token in added))
@@ -216,7 +216,7 @@ class Renderer:
         return "ByteLevel" in repr(self._tokenizer.backend_tokenizer.decoder)
 
     def token_texts(self) -> TokenTexts:
-        """The text of each id; special ids have none.
+        """Return the text of each id; special ids have none.
 
         Raises:
             ConfigError: the tokenizer is not a byte-level BPE.
@@ -238,9 +238,9 @@ class Renderer:
         num_earlier_images: int = 0,
         template_kwargs: Mapping[str, Any] = {},
     ) -> list[int]:
-        """The ids that follow an assistant's turn: its end, `messages`, and the next generation prompt.
+        """Return the ids that follow an assistant's turn: its end, `messages`, and the next generation prompt.
 
-        The policy goes on from what it said, thoughts included, also where the template would leave out thoughts of
+        The policy continues from its own text, including thoughts, even if the template would leave out the thoughts of
         earlier turns.
 
         Args:
@@ -248,7 +248,7 @@ class Renderer:
             messages: The messages that follow.
             num_images: The number of images in these messages.
             num_earlier_images: The number of images before them, for templates that number images.
-            template_kwargs: Further variables of the template, as for the prompt.
+            template_kwargs: Other variables of the template, as for the prompt.
 
         Raises:
             InvalidRequestError: as in `render_prompt`, or the template changes an assistant's text.
@@ -274,11 +274,11 @@ class Renderer:
         return ids[1:] if ids[:1] == [last_id] else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` without special tokens."""
+        """Return the text of `ids` without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _to_chat(self, message: Message, taken_out: list[str]) -> dict[str, Any]:
-        """The message in the form of chat templates, with text that spells special tokens replaced by marks."""
+        """Return the message in the form of chat templates, with marks in place of text that spells special tokens."""
         take_out = functools.partial(self._spelled.take_out, taken_out)
         # Adjacent texts are joined first: together they may spell a special token.
         content: list[dict[str, str]] = []
@@ -323,7 +323,7 @@ class Renderer:
     def _fill_marked(
         self, chat: list[dict[str, Any]], tools: Sequence[Any], template_kwargs: Mapping[str, Any]
     ) -> tuple[str, list[Span]]:
-        """Fill in a template that marks what the assistant says; return the text, and where."""
+        """Fill in a template that marks the assistant's text; return the rendering and the marked ranges."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         require_free(template_kwargs)
@@ -339,7 +339,7 @@ class Renderer:
         return rendered, spans
 
     def _num_said(self, turn: Sequence[int]) -> int:
-        """Tokens of an assistant's turn up to the one that ends generation."""
+        """Count the tokens of an assistant's turn up to and including the one that ends generation."""
         for index, token in enumerate(turn):
             if token in self._end_ids:
                 return index + 1
@@ -379,12 +379,12 @@ class Renderer:
 
 @contextmanager
 def _refusals_told(chat: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Pass on what a template says against the messages."""
+    """Raise a template's rejection of the messages as an InvalidRequestError."""
     from jinja2 import TemplateError
 
     try:
         yield
-    except (TemplateError, TypeError) as error:  # TypeError: it adds or calls what such messages do not have.
+    except (TemplateError, TypeError) as error:  # TypeError: the template uses a field that such messages lack
         roles = ", ".join(message["role"] for message in chat)
         raise InvalidRequestError(f"the model's chat template refuses messages of roles {roles}: {error}") from None
 

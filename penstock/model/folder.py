@@ -1,4 +1,4 @@
-"""Reading the JSON files of a model folder in the layout of transformers; needs neither torch nor transformers."""
+"""Reads the JSON files of a model folder in the layout of transformers; needs neither torch nor transformers."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from penstock.errors import ConfigError
 
 
 def require_model(path: Path) -> None:
-    """Check that `path` is a model folder; cheap enough to do before anything else starts.
+    """Check that `path` is a model folder; cheap enough to run before anything else starts.
 
     Raises:
         ConfigError: it has no config.json.
@@ -20,7 +20,7 @@ def require_model(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; empty if there is no file, or if it holds something else.
+    """Return the object in the file; empty if there is no file, or if it holds something else.
 
     Raises:
         ConfigError: the file is not JSON.

@@ -1,4 +1,4 @@
-"""Images as files and as pixels: engine and trainer decode with the same code, so that both see the same pixels."""
+"""Decodes images: engine and trainer use the same code, so that both see the same pixels."""
 
 import io
 import struct
@@ -13,21 +13,21 @@ from PIL import Image
 from penstock.errors import InvalidRequestError, TooManyPixelsError
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
-"""The only formats that are opened: Pillow's other readers are never reached, whatever the bytes claim to be."""
+"""The only formats that are opened: Pillow's other readers are never used, whatever the bytes claim to be."""
 
 MAX_PIXELS: Final = 100_000_000
-"""Most pixels of all images of a request together, checked before any of them is decoded: 300 MB in memory."""
+"""The most pixels in all images of a request together, checked before any is decoded: 300 MB in memory."""
 
 _DAMAGED = (OSError, ValueError, SyntaxError, EOFError, IndexError, OverflowError, struct.error, zlib.error)
-"""What Pillow's readers raise for files that are cut short or damaged."""
+"""Errors that Pillow's readers raise for truncated or damaged files."""
 
 
 def read_sizes(images: Sequence[bytes], *, field: str = "images") -> list[tuple[int, int]]:
-    """Width and height of each encoded image, read from its header.
+    """Return the width and height of each encoded image, read from its header.
 
     Args:
         images: The files: PNG, JPEG, WebP or GIF.
-        field: What to call them in an error.
+        field: The field to name in an error.
 
     Raises:
         InvalidRequestError: one is not such a file.
@@ -42,24 +42,24 @@ def read_sizes(images: Sequence[bytes], *, field: str = "images") -> list[tuple[
 
 
 def image_format(data: bytes) -> str:
-    """The format of an encoded image, in lower case, as media types have it: png, jpeg, webp or gif.
+    """Return the format of an encoded image, in lower case as in media types: png, jpeg, webp or gif.
 
     Raises:
-        InvalidRequestError: it is no such file.
+        InvalidRequestError: it is not such a file.
     """
     with _reported(data, "image"):
         return str(_open(data).format).lower()
 
 
 def decode_image(data: bytes, *, field: str = "image") -> Image.Image:
-    """Decode an image file to RGB; palettes are looked up, transparency is dropped, orientation tags are ignored.
+    """Decode an image file to RGB; palettes are resolved, transparency is dropped, orientation tags are ignored.
 
     Args:
         data: The file: PNG, JPEG, WebP or GIF (first frame).
-        field: What to call it in an error.
+        field: The field to name in an error.
 
     Raises:
-        InvalidRequestError: the bytes are not such a file, or are cut short.
+        InvalidRequestError: the bytes are not such a file, or are truncated.
         TooManyPixelsError: it has more than `MAX_PIXELS` pixels.
     """
     with _reported(data, field):

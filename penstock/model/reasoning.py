@@ -1,10 +1,10 @@
-"""Tells what a policy thinks from what it says: the text before `</think>`, at once or while it is generated. Pure.
+"""Separates a policy's thoughts from its answer: the text before `</think>`, at once or while it is generated. Pure.
 
 A chat template may open `<think>` itself, in the generation prompt (`Renderer.opens_thinking`); the answer then has
-the closing mark only. Otherwise an answer thinks if it begins with `<think>`. If thinking is never closed, nothing was
-said.
+only the closing mark. Otherwise an answer has thoughts if it begins with `<think>`. If the thinking is never closed,
+everything is thought.
 
-Invariants: nothing is lost but the marks and the white space around them. The time it takes is linear in the text.
+Invariants: nothing is lost except the marks and the white space around them. The time is linear in the text.
 """
 
 import dataclasses
@@ -26,25 +26,25 @@ class ReasoningReader:
     """Reads one answer."""
 
     def __init__(self, *, is_open: bool) -> None:
-        """Nothing was generated yet.
+        """Start with no text.
 
         Args:
             is_open: Whether the generation prompt has opened `<think>`.
         """
         self._is_open = is_open
-        """Whether it thinks."""
+        """Whether the thinking is still open."""
         self._is_at_start = True
-        """Whether it may begin with `<think>` yet."""
+        """Whether the answer may still begin with `<think>`."""
         self._tail = ""
-        """May become a mark."""
+        """Text that may become a mark."""
         self._start: list[str] = []
         """White space before the first character."""
         self._thought = SpaceHolder(is_after_mark=True)
         self._has_closed = False
-        """Whether there was nothing but white space since the closing mark."""
+        """Whether only white space has followed the closing mark."""
 
     def add(self, text: str) -> Spoken:
-        """Take more text; return what is certain."""
+        """Add text; return the part that is final."""
         text, self._tail = self._tail + text, ""
         if self._is_at_start and not (text := self._begin(text)):
             return Spoken()
@@ -59,7 +59,7 @@ class ReasoningReader:
         return Spoken(reasoning=self._thought.add(thought), content=self._say(said))
 
     def finish(self) -> Spoken:
-        """Return what was held back; nothing follows."""
+        """Return the held-back text; nothing follows."""
         rest, self._tail = self._tail, ""
         if self._is_open:
             return Spoken(reasoning=self._thought.add(rest))
@@ -67,7 +67,7 @@ class ReasoningReader:
         return Spoken(content=start + rest)
 
     def _begin(self, text: str) -> str:
-        """Take white space and `<think>` at the start; return what follows, or nothing while that is uncertain."""
+        """Consume white space and `<think>` at the start; return the text after them, or "" while it is uncertain."""
         begun = text.lstrip()
         self._start.append(text[: len(text) - len(begun)])
         if OPEN.startswith(begun) and begun != OPEN:

@@ -1,6 +1,6 @@
-"""Takes text that spells special tokens out of what a chat template is given, and finds it again afterwards. Pure.
+"""Replaces text that spells special tokens in a chat template's input, and finds it again in the output. Pure.
 
-A mark of private-use characters stands for it. If a text holds these characters, they are taken out as well.
+A mark of private-use characters stands for it. Text that holds these characters is replaced as well.
 """
 
 import re
@@ -14,15 +14,15 @@ _TAKEN_OUT = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
 class SpelledTokens:
-    """The special tokens of one tokenizer, as text."""
+    """Finds the special tokens of one tokenizer in text."""
 
     def __init__(self, special: Collection[str]) -> None:
-        """Look for these."""
+        """Find the tokens `special`."""
         alternatives = [re.escape(token) for token in sorted(special, key=lambda token: (-len(token), token))]
         self._spelled = re.compile("|".join([*alternatives, f"[{_OPEN}{_CLOSE}{ASSISTANT}]"]))
 
     def take_out(self, taken_out: list[str], text: str) -> str:
-        """The text with a mark in place of each spelt special token, which is appended to `taken_out`."""
+        """Return the text with a mark in place of each spelt special token, which is appended to `taken_out`."""
 
         def mark(match: re.Match[str]) -> str:
             taken_out.append(match[0])
@@ -32,7 +32,7 @@ class SpelledTokens:
 
 
 def pieces(rendered: str, taken_out: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """The pieces of a text with marks, in order, each with whether it was taken out."""
+    """Yield the pieces of a text with marks, in order, each with whether it was taken out."""
     for index, piece in enumerate(_TAKEN_OUT.split(rendered)):
         yield (piece, False) if index % 2 == 0 else (taken_out[int(piece)], True)
 

@@ -1,9 +1,9 @@
-"""What a model's chat template does, found by filling it in with messages of our own.
+"""Finds out what a model's chat template does, by filling it in with test messages.
 
-A template is a program of its model's author. What it cannot show it refuses, or it drops it without a word: Qwen3-VL
-drops a second system message and the images of the first. Whether something is dropped depends on the roles and on the
-kinds of parts, hardly ever on what a text says; so each shape of a conversation is tried once, with a mark in place of
-each text, and remembered.
+A template is its model author's program. Content that it cannot show it rejects, or drops silently: Qwen3-VL drops a
+second system message and the images of the first. What is dropped depends on the roles and the kinds of parts, hardly
+ever on the words; so each shape of a conversation is tried once, with a mark in place of each text, and the result is
+cached.
 """
 
 import functools
@@ -34,34 +34,34 @@ class FillTemplate(Protocol):
         template_kwargs: Mapping[str, Any] = {},
         is_prompt: bool = True,
     ) -> str:
-        """Raises: InvalidRequestError: the template refuses the messages."""
+        """Raises: InvalidRequestError: the template rejects the messages."""
         ...
 
 
 class TemplateProbe:
-    """One template's ways. Not thread-safe."""
+    """The behaviour of one template. Not thread-safe."""
 
     def __init__(self, fill: FillTemplate, *, image_mark: str | None) -> None:
-        """Ask nothing yet.
+        """Prepare without filling in the template.
 
         Args:
             fill: Fills in the template.
-            image_mark: What stands for an image in the rendering; None for a model that takes no images, whose
+            image_mark: The text that stands for an image in the rendering; None for a model that takes no images, whose
                 messages are strings.
         """
         self._fill = fill
         self._image_mark = image_mark
         self._shapes: set[tuple[Any, ...]] = set()
-        """Those of which nothing is dropped."""
+        """Shapes of which nothing is dropped."""
         self._thinking: dict[str, bool] = {}
 
     def message(self, role: str, text: str) -> dict[str, Any]:
-        """A message in the form of chat templates."""
+        """Return a message in the form of chat templates."""
         return {"role": role, "content": text if self._image_mark is None else [{"type": "text", "text": text}]}
 
     @functools.cached_property
     def takes_tools(self) -> bool:
-        """Whether it shows tools."""
+        """Whether the template shows tools."""
         try:
             return _NAME in self._fill([self.message("user", "?")], tools=[_TOOL])
         except InvalidRequestError:
@@ -69,7 +69,7 @@ class TemplateProbe:
 
     @functools.cached_property
     def knows_tool_role(self) -> bool:
-        """Whether it has a form for the replies of tools, instead of a header with whatever name a role has."""
+        """Whether the template has a form for tool replies, instead of a generic header with the role's name."""
         before = [self.message("user", "?"), self.message("assistant", "!")]
         try:
             reply, unknown = (self._fill([*before, self.message(role, "7")]) for role in ("tool", _NAME))
@@ -79,7 +79,7 @@ class TemplateProbe:
 
     @functools.cached_property
     def call_format(self) -> CallFormat:
-        """How it writes calls; hermes if it shows none."""
+        """The form in which the template writes calls; hermes if it shows none."""
         call = {"type": "function", "function": {"name": _NAME, "arguments": {}}}
         try:
             shown = self._fill([self.message("user", "?"), {**self.message("assistant", ""), "tool_calls": [call]}])
@@ -88,7 +88,7 @@ class TemplateProbe:
         return "xml" if f"<function={_NAME}>" in shown else "hermes"
 
     def opens_thinking(self, template_kwargs: Mapping[str, Any]) -> bool:
-        """Whether the generation prompt opens `<think>` and leaves it open."""
+        """Return whether the generation prompt opens `<think>` and leaves it open."""
         key = _key(template_kwargs)
         if key not in self._thinking:
             prompt = self._fill([self.message("user", "?")], template_kwargs=template_kwargs)
@@ -98,18 +98,18 @@ class TemplateProbe:
         return self._thinking[key]
 
     def drops_thoughts(self, chat: Sequence[dict[str, Any]], template_kwargs: Mapping[str, Any]) -> bool:
-        """Whether it leaves out what an assistant thought when the messages of `chat` follow its turn.
+        """Return whether the template leaves out an assistant's thoughts once the messages of `chat` follow its turn.
 
         Raises:
-            InvalidRequestError: it refuses the messages.
+            InvalidRequestError: the template rejects the messages.
         """
         return _THOUGHT not in self._fill([*self._thoughtful_turn, *chat], template_kwargs=template_kwargs)
 
     def opening(self, template_kwargs: Mapping[str, Any]) -> tuple[str, str]:
-        """The generation prompt of a first turn, and how it begins once the turn's thoughts are left out.
+        """Return the generation prompt of a first turn, and its beginning once the turn's thoughts are left out.
 
         Raises:
-            InvalidRequestError: its beginning is another one then.
+            InvalidRequestError: the turn begins differently then.
         """
         question = self.message("user", "?")
         prompt = self._fill([question], template_kwargs=template_kwargs)
@@ -124,7 +124,7 @@ class TemplateProbe:
 
     @functools.cached_property
     def _thoughtful_turn(self) -> list[dict[str, Any]]:
-        """A question and an answer with thoughts, as the template knows them: in a field of their own, or as text."""
+        """A question and an answer with thoughts, in the template's form: in their own field, or as text."""
         question, said = self.message("user", "?"), self.message("assistant", _SAID)
         known = [question, {**said, "reasoning_content": _THOUGHT}]
         if _THOUGHT in self._fill(known, is_prompt=False):
@@ -134,12 +134,12 @@ class TemplateProbe:
     def require_shown(
         self, messages: Sequence[Message], *, has_tools: bool, template_kwargs: Mapping[str, Any], num_before: int = 0
     ) -> None:
-        """Refuse what the template would drop.
+        """Check that the template drops nothing.
 
         Args:
-            messages: A conversation that the template has not refused.
+            messages: A conversation that the template has not rejected.
             has_tools: Whether tools are shown with it.
-            template_kwargs: Further variables of the template.
+            template_kwargs: Other variables of the template.
             num_before: How many of the messages come before those that users know.
 
         Raises:
@@ -176,7 +176,7 @@ class TemplateProbe:
         try:
             shown = fill([self._chat(number, shape) for number, shape in enumerate(shapes)])
         except InvalidRequestError:
-            return  # It minds the words, so nothing can be said of what it does with others.
+            return  # the template depends on the words, so a test says nothing about others
         for number, (_, pieces, num_calls) in enumerate(shapes):
             where = f"message {number - num_before}, of role {roles[number]}: the model's chat template drops"
             for index, piece in enumerate(pieces):
@@ -200,7 +200,7 @@ class TemplateProbe:
                 )
 
     def _chat(self, number: int, shape: "_Shape") -> dict[str, Any]:
-        """The message of this shape, each text and each call's name a mark."""
+        """Return a message of this shape, with a mark for each text and each call's name."""
         role, pieces, num_calls = shape
         content: list[dict[str, str]] = []
         for index, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""What may be set in a chat template besides its messages: by data for their prompts, by clients for their calls."""
+"""Checks the variables that data and clients may set in a chat template, besides its messages."""
 
 import functools
 import inspect
@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable
 from penstock.errors import InvalidRequestError
 
 _TEMPLATE_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""transformers' own; jinja does not know them."""
+"""transformers' own tags, which jinja does not know."""
 
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
-"""transformers gives them to every template."""
+"""Functions that transformers gives to every template."""
 
 
 def require_free(names: Iterable[str]) -> None:
-    """Refuse variables that Penstock sets, or that are settings of transformers, such as another template.
+    """Reject variables that Penstock sets, or that are settings of transformers, such as another template.
 
     Raises:
         InvalidRequestError: one is reserved.
@@ -25,10 +25,10 @@ def require_free(names: Iterable[str]) -> None:
 
 
 def require_read(names: Collection[str], template: str) -> None:
-    """Refuse variables that the template never reads: misspelt, or meant for another model.
+    """Reject variables that the template never reads, because they are misspelt or meant for another model.
 
     Raises:
-        InvalidRequestError: there is one.
+        InvalidRequestError: the template does not read one of them.
     """
     require_free(names)
     read, computed = _variables(template)
@@ -50,7 +50,7 @@ def _reserved() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=8)
 def _variables(template: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The variables that a template may read before it sets them, and those that it sets."""
+    """Return the variables that a template may read before it sets them, and those that it sets."""
     import jinja2.meta
     from jinja2.nodes import Macro, Name
 

@@ -1,6 +1,6 @@
-"""Token ids that a policy may never produce.
+"""Lists the token ids that a policy may never produce.
 
-A sampled image placeholder would make the trainer look for a missing image, and a row beyond the tokenizer has no text.
+A sampled image placeholder would make the trainer look for a missing image, and an id beyond the tokenizer has no text.
 Engine and trainer remove the same ids from the distribution, so both import this module. It reads only the model's
 folder and needs neither torch nor transformers.
 """
@@ -16,9 +16,9 @@ from penstock.model.folder import read_json
 
 @functools.cache
 def forbidden_token_ids(model_path: Path | str) -> tuple[int, ...]:
-    """The ids that are never sampled, ascending: vision tokens, padding, and rows that the tokenizer has no token for.
+    """Return the ids that are never sampled, ascending: vision tokens, padding, and rows without a token.
 
-    An id that ends generation is never among them, even where it doubles as padding.
+    An id that ends generation is never among them, even if it doubles as padding.
 
     Args:
         model_path: Folder of a transformers checkpoint.
@@ -36,7 +36,7 @@ def forbidden_token_ids(model_path: Path | str) -> tuple[int, ...]:
 
 @functools.cache
 def end_token_ids(model_path: Path | str) -> tuple[int, ...]:
-    """The ids that end generation, ascending: those of generation_config.json, or else of config.json."""
+    """Return the ids that end generation, ascending: those of generation_config.json, or else of config.json."""
     folder = Path(model_path)
     config = read_json(folder / "config.json")
     for source in (read_json(folder / "generation_config.json"), config, config.get("text_config", {})):
@@ -48,14 +48,14 @@ def end_token_ids(model_path: Path | str) -> tuple[int, ...]:
 
 @functools.cache
 def image_token_id(model_path: Path | str) -> int | None:
-    """The placeholder that stands for an image in a prompt; None where the model takes no images."""
+    """Return the placeholder that stands for an image in a prompt; None if the model takes no images."""
     value = read_json(Path(model_path) / "config.json").get("image_token_id")
     return value if isinstance(value, int) else None
 
 
 @functools.cache
 def context_length(model_path: Path | str) -> int | None:
-    """Most tokens of a sequence that the model was made for; None where its config.json does not say."""
+    """Return the most tokens in a sequence that the model was made for; None if its config.json does not say."""
     config = read_json(Path(model_path) / "config.json")
     value = config.get("text_config", config).get("max_position_embeddings")
     return value if isinstance(value, int) else None
@@ -63,10 +63,10 @@ def context_length(model_path: Path | str) -> int | None:
 
 @functools.cache
 def vocab_size(model_path: Path | str) -> int:
-    """Rows of the embedding: ids are below it.
+    """Return the number of rows of the embedding: ids are below it.
 
     Raises:
-        ConfigError: config.json does not say.
+        ConfigError: config.json does not give it.
     """
     path = Path(model_path) / "config.json"
     config = read_json(path)
@@ -88,7 +88,7 @@ def _padding_ids(folder: Path, config: dict[str, Any], tokens: dict[str, int]) -
 
 
 def _tokens(folder: Path) -> dict[str, int]:
-    """Token to id, added tokens included, from whichever files the tokenizer was saved as; empty when from none."""
+    """Return the id of each token, including added tokens, from any of the tokenizer's file formats; else empty."""
     tokenizer = read_json(folder / "tokenizer.json")
     vocab = tokenizer.get("model", {}).get("vocab", {})
     tokens: dict[str, int] = dict(vocab) if isinstance(vocab, dict) else {}

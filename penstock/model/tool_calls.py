@@ -1,12 +1,12 @@
-"""Tells text and tool calls of an answer apart, at once or while it is generated. Pure.
+"""Separates text and tool calls of an answer, at once or while it is generated. Pure.
 
     I add.
     <tool_call>
     {"name": "add", "arguments": {"a": 1}}
     </tool_call>
 
-Invariants: nothing is lost: what looks like a call and is not one (unreadable, no end) is passed on with its marks. The
-time it takes is linear in the text, however it comes in pieces.
+Invariants: nothing is lost: a block that looks like a call but is not one (unreadable, no end) is passed on with its
+marks. The time is linear in the text, whatever its pieces.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MalformedCall:
-    """What is marked as a call and cannot be read as one."""
+    """A block that is marked as a call but cannot be read as one."""
 
     block: str
-    """What stands between the marks."""
+    """The text between the marks."""
     is_closed: bool
 
     @property
     def text(self) -> str:
-        """All of it, with its marks."""
+        """The whole block, with its marks."""
         return f"{OPEN}{self.block}{CLOSE if self.is_closed else ''}"
 
 
@@ -41,22 +41,22 @@ class ToolCallReader:
     """Reads one answer; white space around calls is dropped."""
 
     def __init__(self, call_format: CallFormat, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Nothing was generated yet.
+        """Start with no text.
 
         Args:
             call_format: How the model writes calls.
-            tools: Schemas in OpenAI's form, which give the values of the xml form their types.
+            tools: Schemas in OpenAI's form, which type the values of the xml form.
         """
         self._call_format = call_format
         self._tools = tools
         self._tail = ""
-        """May become a mark."""
+        """Text that may become a mark."""
         self._space = SpaceHolder(is_after_mark=False)
         self._block: list[str] | None = None
-        """What the unfinished block holds; None outside of blocks."""
+        """The text of the unfinished block; None outside of blocks."""
 
     def add(self, text: str) -> list[Found]:
-        """Take more text; return what is certain, in order."""
+        """Add text; return the items that are final, in order."""
         found: list[Found] = []
         text, self._tail = self._tail + text, ""
         offset = 0
@@ -73,7 +73,7 @@ class ToolCallReader:
         return [each for each in found if each]
 
     def finish(self) -> list[Found]:
-        """Return what was held back; nothing follows."""
+        """Return the held-back text; nothing follows."""
         found: list[Found] = []
         self._pass_on(self._tail, found)
         self._tail = ""

@@ -1,7 +1,6 @@
-"""What travels on the bus: prompts to the workers, finished groups to the trainer, recorded calls,
-sessions of agents.
+"""The records on the bus: prompts for the workers, finished groups for the trainer, recorded calls, agents' sessions.
 
-Every record checks itself, at construction and when decoded (`penstock.records.codec`).
+Every record validates itself, at construction and when decoded (`penstock.records.codec`).
 """
 
 from penstock.records.group import Group

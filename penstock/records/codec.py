@@ -1,6 +1,6 @@
 """Records to bytes and back: plain msgpack, with numpy arrays as (dtype, shape, little-endian bytes).
 
-Decoding trusts nothing: types, array lengths and each record's own invariants are checked, and bytes that are not the
+Decoding trusts nothing: types, array lengths and each record's own invariants are checked. Bytes that are not the
 expected record, in the version that this release reads, raise `CorruptMessageError`.
 """
 
@@ -16,20 +16,20 @@ from penstock.records.record import RECORD_VERSION, Envelope
 RecordT = TypeVar("RecordT", bound=msgspec.Struct)
 
 DTYPES = frozenset({"<i4", "<i8", "<f4", "<f8", "|b1", "|u1"})
-"""Array types that may travel; everything is little-endian."""
+"""Array types that a record may hold; everything is little-endian."""
 
 
 def encode(record: msgspec.Struct) -> bytes:
     """Return the record as msgpack.
 
     Raises:
-        TypeError: an array's dtype is none of `DTYPES`, or a field holds something that is no data.
+        TypeError: an array's dtype is not in `DTYPES`, or a field holds a value that cannot be encoded.
     """
     return _ENCODER.encode(record)
 
 
 def decode(data: bytes, record_type: type[RecordT]) -> RecordT:
-    """Return the record that `encode` made `data` from.
+    """Return the record that `encode` turned into `data`.
 
     Raises:
         CorruptMessageError: `data` is not such a record, or one of another version.

@@ -6,16 +6,16 @@ from penstock.records.sample import Sample
 
 
 class Group(Envelope, frozen=True, kw_only=True):
-    """All samples of one prompt, or the reason why it has none. The prompt itself stays with the trainer."""
+    """All samples of one prompt, or the reason why there are none. The prompt itself stays with the trainer."""
 
     id: GroupId
-    """Its prompt's."""
+    """The prompt's id."""
     purpose: str = TRAIN
-    """Its prompt's."""
+    """The prompt's purpose."""
     environment: str = ""
-    """Its prompt's."""
+    """The prompt's environment."""
     num_samples: int
-    """As its prompt asked for."""
+    """The number of samples that the prompt asked for."""
     samples: tuple[Sample, ...]
     worker_id: str
     error: str = ""
@@ -23,7 +23,7 @@ class Group(Envelope, frozen=True, kw_only=True):
     is_lost: bool = False
     """Whether an image of its prompt is no longer stored, so that it was not played. The trainer admits it again."""
     num_deliveries: int = 1
-    """How often its prompt was given to a worker: above 1, samples were drawn and lost before these."""
+    """Deliveries of its prompt to workers: above 1, earlier samples were drawn and lost."""
 
     def __post_init__(self) -> None:
         if self.error == "" and len(self.samples) != self.num_samples:

@@ -13,12 +13,12 @@ HELD_OUT_KEY = "held_out"
 
 
 def write_held_out_replicas(held_out: trainer_pb2.HeldOutReplicas) -> bytes:
-    """Return the value to store: JSON, so that people can read it too."""
+    """Return the value to store, as readable JSON."""
     return json_format.MessageToJson(held_out, indent=None, preserving_proto_field_name=True).encode()
 
 
 def read_held_out_replicas(value: bytes) -> trainer_pb2.HeldOutReplicas:
-    """Return what `write_held_out_replicas` made `value` from; fields that this version does not know are ignored.
+    """Return the message that `write_held_out_replicas` turned into `value`; unknown fields are ignored.
 
     Raises:
         CorruptMessageError: the value does not name held-out replicas.

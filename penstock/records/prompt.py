@@ -1,4 +1,4 @@
-"""Prompts: what the trainer admits and a worker plays, and the identity of their groups on the bus."""
+"""Prompts, which the trainer admits and a worker plays, and the identity of their groups on the bus."""
 
 import re
 from typing import Any, Literal
@@ -20,7 +20,7 @@ class TextPart(Record, frozen=True, kw_only=True, tag="text", tag_field="type"):
 
 
 class ImagePart(Record, frozen=True, kw_only=True, tag="image", tag_field="type"):
-    """An image inside a message: an index into the images that stand beside the messages."""
+    """An image inside a message: an index into the list of images beside the messages."""
 
     index: int
 
@@ -55,10 +55,10 @@ class GroupId(Record, frozen=True, kw_only=True):
     index: int
     """Position in the run's order of admission, from 0; with `run_id` the identity of the group."""
     attempt: int
-    """0, and one more each time the group was stale or lost and admitted again."""
+    """0, plus one for each time the group was stale or lost and admitted again."""
     trainer_epoch: str
-    """The start of the trainer that admitted it. A restarted trainer puts outstanding groups back on the bus; under
-    their old ids the bus would take them for repetitions of messages that it may no longer have."""
+    """The start of the trainer that admitted it. A restarted trainer republishes outstanding groups; under their old
+    ids the bus would drop them as repetitions of messages that it may no longer have."""
 
     def __post_init__(self) -> None:
         if min(self.index, self.attempt) < 0:
@@ -71,17 +71,17 @@ class GroupId(Record, frozen=True, kw_only=True):
 
     @property
     def message(self) -> str:
-        """Identity on the bus, of the prompt and of its group: one per admission, so that none is dropped as a copy."""
+        """Identity of the prompt and its group on the bus: one per admission, so that none is dropped as a copy."""
         return f"{self.group}/{self.attempt}/{self.trainer_epoch}"
 
     @property
     def scope(self) -> str:
-        """Where the group's images are stored (`penstock.bus.image_store`)."""
+        """The scope in which the group's images are stored (`penstock.bus.image_store`)."""
         return self.message.replace("/", ".")
 
     @classmethod
     def parse(cls, message_id: str) -> "GroupId | None":
-        """The identity that `message` wrote; None if the text is not one. For messages that cannot be decoded."""
+        """Return the identity that `message` wrote; None if it is not one. For messages that cannot be decoded."""
         match message_id.split("/"):
             case [run_id, index, attempt, epoch] if index.isdecimal() and attempt.isdecimal():
                 return cls(run_id=run_id, index=int(index), attempt=int(attempt), trainer_epoch=epoch)
@@ -89,32 +89,32 @@ class GroupId(Record, frozen=True, kw_only=True):
 
 
 class Sampling(Record, frozen=True, kw_only=True):
-    """How tokens are drawn."""
+    """Sampling parameters."""
 
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
     max_new_tokens: int = 512
-    """Most tokens of one turn."""
+    """The most tokens in one turn."""
 
 
 class Limits(Record, frozen=True, kw_only=True):
-    """Budgets of each of a prompt's episodes; None: no limit. What does not fit ends the episode."""
+    """Budgets of each of a prompt's episodes; None: no limit. Exceeding one ends the episode."""
 
     max_turns: int | None = None
     max_tokens: int | None = None
-    """Most tokens of a sequence, images expanded; never more than the engines take."""
+    """The most tokens in a sequence, images expanded; never more than the engines accept."""
     max_observation_tokens: int | None = None
-    """Most tokens, images expanded, of all observations after the first."""
+    """The most tokens, images expanded, in all observations after the first."""
     max_images: int | None = None
-    """Most images, the prompt's included."""
+    """The most images, including the prompt's."""
     max_pixels: int | None = None
-    """Most pixels of all images together, the prompt's included."""
+    """The most pixels in all images together, including the prompt's."""
     turn_timeout_s: float | None = None
-    """None: a turn may take what is left of its episode."""
+    """Seconds for one turn; None: the rest of the episode."""
     episode_timeout_s: float | None = None
-    """Never more than the worker's own bound."""
+    """Seconds for the episode; never more than the worker's own bound."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -124,11 +124,11 @@ class Limits(Record, frozen=True, kw_only=True):
 
 
 class Prompt(Envelope, frozen=True, kw_only=True):
-    """A dataset row made ready: one prompt group for a worker to play."""
+    """A dataset row ready to be played: one prompt group for a worker."""
 
     id: GroupId
     admitted_version: int
-    """Published policy version at admission: nothing older may play it."""
+    """Published policy version at admission: no older version may play it."""
     exact_version: int | None = None
     """The only policy version that may play it, for evaluations; None allows `admitted_version` and newer."""
     purpose: str = TRAIN
@@ -136,7 +136,7 @@ class Prompt(Envelope, frozen=True, kw_only=True):
     sampling: Sampling
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
-    """What the policy may call, each as a JSON schema in OpenAI's form."""
+    """The tools that the policy may call, each as a JSON schema in OpenAI's form."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further arguments of the model's chat template."""
     images: tuple[str, ...]
@@ -148,7 +148,7 @@ class Prompt(Envelope, frozen=True, kw_only=True):
     """The environment that plays it."""
     limits: Limits = Limits()
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
-    """The row's further columns, as JSON, for environments and reports."""
+    """The row's other columns, as JSON, for environments and reports."""
 
     def __post_init__(self) -> None:
         if self.admitted_version < 0 or self.num_samples < 1:
@@ -167,7 +167,7 @@ class Prompt(Envelope, frozen=True, kw_only=True):
 
 
 def check_hashes(hashes: tuple[str, ...]) -> None:
-    """Refuse what is not the content hash of an image.
+    """Check that each is the content hash of an image.
 
     Raises:
         ValueError: one is not SHA-256 in hexadecimal digits.

@@ -1,4 +1,4 @@
-"""The policy version that the trainer published last, as every process reads it from NATS.
+"""The policy version that the trainer last published, as every process reads it from NATS.
 
 The trainer writes it and the routers read it, both through this module.
 """
@@ -9,18 +9,18 @@ from penstock.errors import CorruptMessageError
 from penstock.v1 import trainer_pb2
 
 POLICY_BUCKET = "policy"
-"""The run's bucket that holds it."""
+"""The run's bucket that holds the version."""
 CURRENT_KEY = "current"
-"""Its key."""
+"""The version's key in that bucket."""
 
 
 def write_published_version(published: trainer_pb2.PublishedVersion) -> bytes:
-    """Return the value to store: JSON, so that people can read it too."""
+    """Return the value to store, as readable JSON."""
     return json_format.MessageToJson(published, indent=None, preserving_proto_field_name=True).encode()
 
 
 def read_published_version(value: bytes) -> trainer_pb2.PublishedVersion:
-    """Return what `write_published_version` made `value` from; fields that this version does not know are ignored.
+    """Return the message that `write_published_version` turned into `value`; unknown fields are ignored.
 
     Raises:
         CorruptMessageError: the value is not a published version.

@@ -1,8 +1,8 @@
-"""The base of everything that travels on the bus.
+"""Base class of all records on the bus.
 
-Versioning: within `RECORD_VERSION` fields are only added, with defaults, and readers ignore fields they do not know, so
-that processes of neighbouring releases share a bus. A change that breaks this raises `RECORD_VERSION`; records of
-another version are refused with a reason, never misread.
+Versioning: within `RECORD_VERSION` fields are only added, with defaults, and readers ignore unknown fields, so that
+processes of neighbouring releases share a bus. A change that breaks this raises `RECORD_VERSION`; records of another
+version are refused with a reason, never misread.
 """
 
 from typing import Any, Final
@@ -15,17 +15,17 @@ RECORD_VERSION: Final = 2
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of everything that travels: immutable, checked at construction and when decoded."""
+    """Base of everything on the bus: immutable, validated at construction and when decoded."""
 
 
 class Envelope(Record, frozen=True, kw_only=True):
-    """Base of the records that are whole messages."""
+    """Base of records that are complete messages."""
 
     record_version: int = RECORD_VERSION
 
 
 def to_builtins(record: Record) -> Any:
-    """The record as plain data for JSON, arrays as lists and images as their sizes."""
+    """Return the record as plain data for JSON, with arrays as lists and images as their sizes."""
 
     def convert(value: Any) -> Any:
         return value.tolist() if isinstance(value, np.ndarray) else f"<{len(value)} bytes>"

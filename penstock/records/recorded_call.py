@@ -1,4 +1,4 @@
-"""Recorded calls: answers of the OpenAI-compatible API, kept so that they can be trained on.
+"""Recorded calls: answers of the OpenAI-compatible API, stored for training.
 
 Shapes: P = tokens of the prompt with one placeholder id per image; S = tokens that the policy sampled.
 """
@@ -12,46 +12,46 @@ from penstock.records.sample import Sample, TokenSequence, Turn, Verdict, Versio
 
 
 class RecordedCall(Envelope, frozen=True, kw_only=True):
-    """One answer to a client of the OpenAI-compatible frontend, with all that training on it needs.
+    """One answer to a client of the OpenAI-compatible frontend, with all data that training on it needs.
 
     P = tokens of the prompt with one placeholder id per image.
     """
 
     session: str
-    """What its client calls the session; calls of one session are kept in their order."""
+    """The client's name of the session; the calls of a session are stored in order."""
     request_id: str
     choice: int
     """Number among the answers to one request, from 0."""
     created: float
-    """When it was kept, in seconds since 1970."""
+    """Time of storing, in seconds since 1970."""
     input_ids: np.ndarray
     """int32[P]"""
     images: tuple[bytes, ...]
     output_ids: np.ndarray
-    """int32[S]: all that the policy sampled, the end token or the one that completed a stop string included."""
+    """int32[S]: all sampled tokens, including the end token or the one that completed a stop string."""
     logprobs: np.ndarray
-    """float32[S]: ln of the probability with which each was drawn, tempered."""
+    """float32[S]: ln of each token's sampling probability, tempered."""
     version_spans: tuple[VersionSpan, ...]
-    """They add up to S."""
+    """Their lengths add up to S."""
     finish_reason: Literal["stop", "length"]
     temperature: float
     top_p: float
     top_k: int
-    """0: all."""
+    """0: no limit."""
     num_prompt_tokens: int
-    """The prompt as the engine counted it, image placeholders expanded."""
+    """Tokens of the prompt as the engine counted them, image placeholders expanded."""
     num_cached_tokens: int
     text: str
-    """What the client was told, without stop string and calls of tools."""
+    """The text sent to the client, without stop string and tool calls."""
 
     def __post_init__(self) -> None:
         check_sampled(self.input_ids, self.output_ids, self.logprobs, self.version_spans)
 
     def to_sample(self, verdict: Verdict, image_hashes: tuple[str, ...]) -> Sample:
-        """The call as a sample to train on.
+        """Return the call as a sample to train on.
 
         Args:
-            verdict: Its judgement.
+            verdict: The call's verdict.
             image_hashes: Content hashes of `images`, under which the caller stored them.
         """
         num_prompt, num_own = len(self.input_ids), len(self.output_ids)

@@ -1,7 +1,7 @@
 """Samples: one completion of a prompt, over all its turns, with its reward.
 
-Shapes: T = tokens of a sequence (prompt, the policy's own, and observations) with ONE placeholder id per image;
-S = tokens that the policy itself produced (`loss_mask` true).
+Shapes: T = tokens of a sequence (prompt, the policy's own, and observations) with ONE placeholder id per image; S =
+tokens that the policy itself produced (`loss_mask` true).
 """
 
 import math
@@ -16,7 +16,7 @@ from penstock.verdict_status import UNJUDGED
 
 
 class VersionSpan(Record, frozen=True, kw_only=True, array_like=True):
-    """A run of the policy's own tokens made by one policy version."""
+    """A run of the policy's own tokens from one policy version."""
 
     num_tokens: int
     policy_version: int
@@ -29,16 +29,16 @@ class VersionSpan(Record, frozen=True, kw_only=True, array_like=True):
 def check_sampled(
     input_ids: np.ndarray, output_ids: np.ndarray, logprobs: np.ndarray, version_spans: tuple[VersionSpan, ...]
 ) -> None:
-    """Refuse an answer whose parts do not fit each other.
+    """Check that the parts of an answer fit each other.
 
     Args:
-        input_ids: int32[P], of the prompt.
-        output_ids: int32[S], what was sampled: at least one token.
+        input_ids: int32[P], the prompt.
+        output_ids: int32[S], the sampled tokens: at least one.
         logprobs: float32[S], finite.
-        version_spans: They add up to S.
+        version_spans: Their lengths add up to S.
 
     Raises:
-        ValueError: one does not.
+        ValueError: a part does not fit.
     """
     length = len(output_ids)
     for name, array, dtype, wanted in (
@@ -58,7 +58,7 @@ class Verdict(Record, frozen=True, kw_only=True):
     """The reward service's judgement of a sample."""
 
     score: float
-    """0 and without meaning if the response was not judged."""
+    """0 and meaningless if the response was not judged."""
     status: str
     """A `penstock.verdict_status.Status`, for example OK or NO_ANSWER."""
     extracted: str
@@ -66,7 +66,7 @@ class Verdict(Record, frozen=True, kw_only=True):
 
     @property
     def is_judged(self) -> bool:
-        """Whether the score means anything."""
+        """Whether the score has a meaning."""
         return self.status not in UNJUDGED
 
 
@@ -74,24 +74,24 @@ class Turn(Record, frozen=True, kw_only=True):
     """One Generate call of an episode, and the environment's answer to it."""
 
     replica_id: str
-    """The engine that ended it."""
+    """The engine that finished the turn."""
     num_prompt_tokens: int
-    """As the engine counted them, image placeholders expanded."""
+    """Prompt tokens as the engine counted them, image placeholders expanded."""
     num_cached_tokens: int
-    """Prompt tokens that the engine's prefix cache held."""
+    """Prompt tokens found in the engine's prefix cache."""
     num_output_tokens: int
     waited_s: float = 0.0
-    """Seconds in queues, before an engine worked on it."""
+    """Seconds in queues, before an engine worked on the turn."""
     generated_s: float = 0.0
-    """Seconds from its first chunk to its last."""
+    """Seconds from the first chunk to the last."""
     reward: float | None = None
     """The environment's reward for this step; None if it gave none."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    """What the environment measured in this step."""
+    """The environment's measurements in this step."""
 
 
 class TokenSequence(Record, frozen=True, kw_only=True):
-    """Tokens that the policy saw as one context. An episode that rewrites its history has several."""
+    """Tokens that the policy saw as one context. An episode that rewrites its history has several sequences."""
 
     token_ids: np.ndarray
     """int32[T]"""
@@ -100,13 +100,13 @@ class TokenSequence(Record, frozen=True, kw_only=True):
     logprobs: np.ndarray
     """float32[T]: the engine's logprob of each of the policy's own tokens; 0 elsewhere."""
     version_spans: tuple[VersionSpan, ...]
-    """Over the policy's own tokens, in order; they add up to S."""
+    """Spans over the policy's own tokens, in order; their lengths add up to S."""
     images: tuple[str, ...]
-    """Content hashes of all images, the prompt's included, in the order of their placeholders."""
+    """Content hashes of all images, including the prompt's, in the order of their placeholders."""
     num_prompt_tokens: int
-    """The last turn's prompt as the engine counted it, image placeholders expanded."""
+    """Tokens of the last turn's prompt as the engine counted them, image placeholders expanded."""
     num_last_turn_tokens: int
-    """The policy's own tokens of the last turn."""
+    """The policy's own tokens in the last turn."""
     routed_experts: np.ndarray | None = None
     """int32[T, layers, experts per token] of a mixture of experts, if the engine reports them."""
 
@@ -131,7 +131,7 @@ class TokenSequence(Record, frozen=True, kw_only=True):
 
     @property
     def num_own_tokens(self) -> int:
-        """S."""
+        """S, the policy's own tokens."""
         return int(self.loss_mask.sum())
 
 
@@ -139,23 +139,23 @@ class Sample(Record, frozen=True, kw_only=True):
     """One completion of a prompt."""
 
     sequences: tuple[TokenSequence, ...]
-    """At least one. The reward is the sample's: however many sequences it has, it counts once."""
+    """At least one. The reward belongs to the sample: it counts once, whatever the number of sequences."""
     reward: float | None
-    """The environment's, or else the verdict's; None if it could not be judged."""
+    """The environment's reward, or else the verdict's; None if the sample could not be judged."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    """What else is known of it, by name."""
+    """Other measurements by name."""
     finish_reason: Literal["stop", "length", "deadline", "environment", "error"]
     """stop: the policy finished. length: its last turn was cut, or the context is full. deadline: time ran out.
     environment: the environment ended it early, or the turns were used up. error: see `error`."""
     error: str = ""
-    """Why it could not be judged, if its environment failed or it broke the replicas that played it."""
+    """Why the sample could not be judged, if its environment failed or it broke the replicas that played it."""
     verdict: Verdict | None
     """None if the environment gave the reward."""
     turns: tuple[Turn, ...]
     started_at: float = 0.0
-    """Seconds since 1970."""
+    """Start time in seconds since 1970."""
     elapsed_s: float = 0.0
-    """Seconds from its start to its last turn's end, queues included."""
+    """Seconds from the start to the end of the last turn, including queues."""
     text: str
     """The policy's own text, for people and for the verdict."""
 
@@ -184,7 +184,7 @@ class Sample(Record, frozen=True, kw_only=True):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that engines' prefix caches held, over all turns."""
+        """Prompt tokens found in engines' prefix caches, over all turns."""
         return sum(turn.num_cached_tokens for turn in self.turns)
 
     @property

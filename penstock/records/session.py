@@ -1,7 +1,6 @@
-"""Sessions: what an agent asks of the policy for one sample, and what the policy answered (`penstock.bus.sessions`).
+"""Sessions: an agent's requests for one sample, and the policy's answers (`penstock.bus.sessions`).
 
-Shapes: N = tokens of a prompt that are new in it, with one placeholder id per image; S = tokens that the policy
-sampled.
+Shapes: N = new tokens of a prompt, with one placeholder id per image; S = tokens that the policy sampled.
 """
 
 import re
@@ -19,26 +18,26 @@ _ID = re.compile(r"([A-Za-z0-9_-]{1,200})\.([0-9a-f]{32})")
 
 
 class SessionId(Record, frozen=True, kw_only=True):
-    """The identity of one session; only who was told it can use it."""
+    """The identity of one session; only a client that was given it can use the session."""
 
     sample_key: str
-    """The sample that it plays: one word, the same for all attempts of workers to play that sample."""
+    """The sample that it plays: one word, the same for all workers' attempts to play that sample."""
     nonce: str
-    """Random; another one for each attempt."""
+    """Random, and different for each attempt."""
 
     def __str__(self) -> str:
-        """As it stands in URLs."""
+        """Return the identity as it stands in URLs."""
         return f"{self.sample_key}.{self.nonce}"
 
     @classmethod
     def new(cls, group: GroupId, sample: int) -> Self:
-        """Another identity for `sample` of `group`."""
+        """Return another identity for `sample` of `group`."""
         sample_key = f"{group.index}-{group.attempt}-{group.trainer_epoch}-{sample}"
         return cls(sample_key=sample_key, nonce=secrets.token_hex(16))
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The identity that `str` wrote; None if the text is not one."""
+        """Return the identity that `str` wrote; None if the text is not one."""
         match = _ID.fullmatch(text)
         return None if match is None else cls(sample_key=match[1], nonce=match[2])
 
@@ -47,33 +46,33 @@ class SessionState(Envelope, frozen=True, kw_only=True):
     """The current session of a sample. Another session of the same sample takes its place."""
 
     nonce: str
-    """Of its id."""
+    """The nonce of the session's id."""
     is_closed: bool = False
     group: str
-    """Identity of the group's admission, which brings its samples to the same replica."""
+    """Identity of the group's admission, which routes its samples to the same replica."""
     scope: str
-    """Where its images are stored."""
+    """The scope in which its images are stored."""
     images: tuple[str, ...] = ()
-    """Content hashes of those that are stored there already: the prompt's."""
+    """Content hashes of the images that are stored there already: the prompt's."""
     sampling: Sampling
-    """How every answer is drawn, whatever the agent asks for; `max_new_tokens` is the most that it may ask for."""
+    """Sampling of every answer, whatever the agent asks for; `max_new_tokens` is the most that it may ask for."""
     min_version: int
     """The oldest policy version that may answer."""
     exact_version: int | None = None
-    """The only one that may; None for any from `min_version` on."""
+    """The only version that may answer; None: any from `min_version` on."""
     tools: tuple[dict[str, Any], ...] = ()
-    """What the policy may call in calls that bring no tools."""
+    """The tools that the policy may call if a call brings none."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Arguments of the chat template, under those of a call."""
+    """Default arguments of the chat template; those of a call override them."""
     limits: Limits = Limits()
-    """`max_turns`: most answers; `max_tokens`: most tokens of a conversation, images expanded."""
+    """`max_turns`: the most answers; `max_tokens`: the most tokens in a conversation, images expanded."""
     timeout_s: float = 0.0
-    """How long it stays open at most, from when it was opened: so long its calls may wait for a replica. 0: it is not
-    known."""
+    """The most seconds that the session stays open after it was opened; its calls may wait for a replica for as long.
+    0: not known."""
 
 
 class SessionCall(Envelope, frozen=True, kw_only=True):
-    """One answer of the policy in a session. Calls are numbered by their order in the stream."""
+    """One of the policy's answers in a session. Calls are numbered by their order in the stream."""
 
     request_id: str
     choice: int
@@ -81,22 +80,22 @@ class SessionCall(Envelope, frozen=True, kw_only=True):
     continues: int = 0
     """Number of the call whose tokens come first; 0: `input_ids` are the whole prompt."""
     conversation: str
-    """Digest of the conversation up to this answer, which is included, with its tools."""
+    """Digest of the conversation up to and including this answer, with its tools."""
     answer: str
     """Digest of the answer alone."""
     input_ids: np.ndarray
-    """int32[N]: what the prompt has after the prompt and the answer of the call that it continues."""
+    """int32[N]: the part of the prompt after the prompt and the answer of the call that it continues."""
     images: tuple[str, ...] = ()
     """Content hashes of the images in `input_ids`."""
     output_ids: np.ndarray
-    """int32[S]: all that the policy sampled."""
+    """int32[S]: all tokens that the policy sampled."""
     logprobs: np.ndarray
     """float32[S]"""
     version_spans: tuple[VersionSpan, ...]
-    """They add up to S."""
+    """Their lengths add up to S."""
     finish_reason: Literal["stop", "length"]
     num_prompt_tokens: int
-    """The whole prompt as the engine counted it, image placeholders expanded."""
+    """Tokens of the whole prompt as the engine counted them, image placeholders expanded."""
     num_cached_tokens: int
 
     def __post_init__(self) -> None:

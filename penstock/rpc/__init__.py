@@ -1,1 +1,1 @@
-"""gRPC: how every server starts, drains and answers for errors, and how every client connects."""
+"""gRPC: how servers start, drain and report errors, and how clients connect."""

@@ -1,7 +1,7 @@
-"""Which token a call needs: the run's own for what can change its policy, the common one for everything else.
+"""Chooses a call's token: the run's control token for calls that can change its policy, else the common one.
 
-Whoever is given the common token, to have answers verified or generated, must not be able to write an engine's weights
-or to end it.
+A client that holds the common token, for verification or generation, must not be able to write an engine's weights or
+to stop the engine.
 """
 
 from penstock.runtime.security import Security
@@ -14,5 +14,5 @@ _CONTROL = (
 
 
 def token_of(method: str, security: Security) -> str:
-    """The token that a call of `method` (/package.Service/Method) needs; empty: none."""
+    """Return the token that a call of `method` (/package.Service/Method) needs; empty: none."""
     return (method.startswith(_CONTROL) and security.control_token) or security.token

@@ -1,4 +1,4 @@
-"""How every client connects."""
+"""Connects every client."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
@@ -12,7 +12,7 @@ from penstock.rpc.token_channel import TokenChannel
 from penstock.runtime.security import Security
 
 MAX_MESSAGE_BYTES = 256 * 2**20
-"""Largest gRPC message, for clients and servers: a long episode with many images fits."""
+"""The largest gRPC message, for clients and servers: a long episode with many images fits."""
 
 ResponseT = TypeVar("ResponseT")
 
@@ -31,9 +31,9 @@ _OPTIONS = (
 
 
 def connect(address: str, security: Security | None = None) -> grpc.aio.Channel:
-    """A channel to `address` (host:port). It connects at its first call and reconnects by itself, within a second.
+    """Return a channel to `address` (host:port). It connects at its first call and reconnects within a second.
 
-    Its calls carry the tokens of `security` (None: those of the environment), over TLS if that says so.
+    Its calls carry the tokens of `security` (None: those of the environment), over TLS if `security` has it.
     """
     security = security or Security.from_environment()
     if security.tls is None:
@@ -47,7 +47,7 @@ def connect(address: str, security: Security | None = None) -> grpc.aio.Channel:
 
 
 async def connected(channel: grpc.aio.Channel, timeout_s: float) -> bool:
-    """Connect if necessary, and return whether the peer was reached: a call that fails after this has reached it."""
+    """Connect if necessary; return whether the peer was reached: if so, a later failed call has reached it too."""
     state = channel.get_state(try_to_connect=True)
     if state is grpc.ChannelConnectivity.READY:
         return True
@@ -62,7 +62,7 @@ async def connected(channel: grpc.aio.Channel, timeout_s: float) -> bool:
 
 
 async def call(pending: Awaitable[ResponseT], *, peer: str) -> ResponseT:
-    """Await a stub's call; a failure becomes the corresponding error of `penstock.errors`, naming `peer`."""
+    """Await a stub's call; raise a failure as the corresponding error of `penstock.errors`, naming `peer`."""
     try:
         return await pending
     except grpc.aio.AioRpcError as failure:
@@ -70,7 +70,7 @@ async def call(pending: Awaitable[ResponseT], *, peer: str) -> ResponseT:
 
 
 async def stream(pending: grpc.aio.UnaryStreamCall[Any, ResponseT], *, peer: str) -> AsyncGenerator[ResponseT, None]:
-    """Iterate over a stub's stream, as `call` awaits a call; leaving it early cancels the call at the server."""
+    """Iterate over a stub's stream, as `call` awaits a call; leaving early cancels the call at the server."""
     try:
         async for response in pending:
             yield response

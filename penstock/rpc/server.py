@@ -1,8 +1,8 @@
 """Runs every gRPC server: access control, health, reflection, error mapping, one log line per call, drain.
 
-Invariant: nothing is read of a call without the token. It is refused with the same answer whatever it asks for; only
-health is everybody's. A server answers NOT_SERVING while it drains and refuses new calls; calls that run may finish
-within the grace period.
+Invariant: nothing is read from a call without the token. It is refused with the same answer whatever it asks for; only
+health checks are open to everyone. While it drains, a server answers NOT_SERVING and refuses new calls; running calls
+may finish within the grace period.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # gRPC cancels calls that arrive faster than they are accepted; servers have bounds of their own.
+    # gRPC cancels calls that arrive faster than they are accepted; our servers have their own bounds.
     ("grpc.server.max_pending_requests", _MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
-    # It also cancels calls that are not accepted within 30 s, as on an overloaded machine. Only a call's deadline
-    # decides how long it may take.
+    # It also cancels calls that are not accepted within 30 s, as on an overloaded machine. Only a call's deadline may
+    # limit its time.
     ("grpc.server_max_unrequested_time_in_server", _MAX_UNREQUESTED_S),
 )
 """HTTP/2 options of every server."""
@@ -51,16 +51,16 @@ _QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
 
 class RpcServer:
-    """One gRPC server. Add servicers, `start`, and `drain` at the end."""
+    """One gRPC server: add servicers, `start` it, and `drain` it at the end."""
 
     def __init__(self, *, host: str, port: int, key: str = "port", security: Security | None = None) -> None:
-        """Listen on `host`:`port`; port 0 takes any that is free.
+        """Listen on `host`:`port`; port 0 takes any free one.
 
         Args:
             host: Address to listen on.
             port: Port to listen on.
-            key: The setting that takes the port, for example router.port.
-            security: What is asked of callers; None: the tokens of the environment.
+            key: The setting that holds the port, for example router.port.
+            security: The tokens and TLS required of callers; None: the tokens of the environment.
 
         Raises:
             ConfigError: TLS is on without a certificate for servers.
@@ -82,7 +82,7 @@ class RpcServer:
         self._names.append(full_name)
 
     async def start(self) -> int:
-        """Start to serve and return the port.
+        """Start serving and return the port.
 
         Raises:
             SetupError: the port is in use or the host is not this machine's; the message names the setting.
@@ -114,13 +114,13 @@ class RpcServer:
         return self._server.add_secure_port(address, credentials)
 
     async def set_serving(self, serving: bool) -> None:
-        """Set what health checks answer: whether this server takes work."""
+        """Set the answer to health checks: whether this server takes work."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, status)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new calls, let running ones finish for `grace_s` seconds, then cancel what is left."""
+        """Refuse new calls, let running ones finish for `grace_s` seconds, then cancel the rest."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
         log.info("server.stopped", address=f"{self._host}:{self._port}")
@@ -169,7 +169,7 @@ class _Boundary(_Interceptor):
             async with _accounted(method, context):
                 responses = inner(request, context)
                 if inspect.isawaitable(responses):
-                    await responses  # it writes by itself
+                    await responses  # it writes the responses itself
                     return
                 async with contextlib.aclosing(responses):
                     async for response in responses:
@@ -189,18 +189,18 @@ class _Boundary(_Interceptor):
         )
 
     def _refusal(self, details: grpc.HandlerCallDetails) -> str | None:
-        """The refusal of a caller with a wrong or missing token; None if it has access."""
+        """Return the refusal of a caller with a wrong or missing token; None if it has access."""
         metadata = cast("Sequence[tuple[str, str | bytes]]", details.invocation_metadata)
         given = next((value for key, value in metadata if key == "authorization"), "")
         authorization = given if isinstance(given, bytes) else given.encode()
         needed = token_of(details.method, self._security)
         if shows(authorization, needed):
             return None
-        # Who has no token at all is told the same whatever it asks for.
+        # A caller without any token gets the same refusal whatever it asks for.
         return CONTROL_REFUSAL if self._security.admits(authorization) else REFUSAL
 
     def _unread_health(self, method: str) -> _Handler:
-        """Health of the whole server, for callers that nothing is read of."""
+        """Return a handler that answers the whole server's health, without reading anything from the caller."""
         answer = self._health.Watch if method.endswith("/Watch") else self._health.Check
 
         async def tell(_: Any, context: _Context) -> None:
@@ -219,14 +219,14 @@ def _refusing(method: str, refusal: str) -> _Handler:
 
 
 def _unread(handle: Callable[[Any, _Context], Awaitable[None]], serialize: Any = None) -> _Handler:
-    """A handler for every kind of call that reads nothing: messages are received only when a handler asks for one."""
+    """Return a handler for any kind of call that reads nothing: gRPC receives messages only when a handler asks."""
     make = cast(Any, grpc.stream_stream_rpc_method_handler)
     return cast("_Handler", make(handle, response_serializer=serialize))
 
 
 @contextlib.asynccontextmanager
 async def _accounted(method: str, context: _Context) -> AsyncIterator[None]:
-    """End the call with the code of an error that leaves this context, and log the outcome."""
+    """End the call with the code of any error that leaves this context, and log the outcome."""
     started, outcome = time.monotonic(), "OK"
     try:
         yield
@@ -249,7 +249,7 @@ async def _accounted(method: str, context: _Context) -> AsyncIterator[None]:
 
 
 def _cut(message: str) -> str:
-    """The message, cut to what a status holds: beyond 8 KiB, percent-encoded, the code itself is lost."""
+    """Cut the message to fit a status: beyond 8 KiB, percent-encoded, the code itself is lost."""
     data = message.encode(errors="replace")
     return message if len(data) <= _MAX_STATUS_BYTES else data[:_MAX_STATUS_BYTES].decode(errors="ignore") + "..."
 
@@ -259,11 +259,11 @@ def _ms_since(started: float) -> float:
 
 
 def deadline_s(context: grpc.aio.ServicerContext[Any, Any], *, default: float) -> float:
-    """Seconds until the caller's deadline, at most `default`."""
+    """Return the seconds until the caller's deadline, at most `default`."""
     remaining = context.time_remaining()
     return default if remaining is None else min(default, max(0.0, remaining))
 
 
 def service_name(descriptor: Any, name: str) -> str:
-    """Full name of service `name` in a generated module's `DESCRIPTOR`."""
+    """Return the full name of service `name` in a generated module's `DESCRIPTOR`."""
     return str(descriptor.services_by_name[name].full_name)

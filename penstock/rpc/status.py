@@ -1,4 +1,4 @@
-"""The one place where Penstock's errors become gRPC codes, and back."""
+"""Maps Penstock's errors to gRPC codes and back; the only place that does."""
 
 import grpc
 
@@ -43,11 +43,11 @@ _HINTS = (
     ),
     ("Socket closed", "if it asks for TLS, or for a certificate, give the same [security] section here"),
 )
-"""A phrase in gRPC's message about a failed handshake, and what it means."""
+"""Pairs of a phrase in gRPC's message about a failed handshake, and its meaning."""
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """The gRPC code of `error`; INTERNAL for everything that was not raised on purpose."""
+    """Return the gRPC code of `error`; INTERNAL for errors that were not raised on purpose."""
     for kind, code in _CODE_OF_ERROR:
         if isinstance(error, kind):
             return code
@@ -55,14 +55,14 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 
 
 def error_of(failure: grpc.aio.AioRpcError, *, peer: str) -> errors.PenstockError:
-    """The error that a client raises for `failure`; `peer` names the server in its message."""
+    """Return the error that a client raises for `failure`; `peer` names the server in its message."""
     kind = _ERROR_OF_CODE.get(failure.code(), errors.PenstockError)
     details = failure.details() or failure.code().name
     return kind(f"{peer}: {details}{_hint(details)}")
 
 
 def _hint(details: str) -> str:
-    """What to do about a failed connection, if gRPC's message does not say."""
+    """Return the remedy for a failed connection, if gRPC's message does not give it."""
     if not details.startswith("failed to connect"):
         return ""
     return next((f"; {hint}" for sign, hint in _HINTS if sign in details), "")

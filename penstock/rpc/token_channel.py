@@ -1,7 +1,7 @@
-"""A channel that shows with every call the token that it needs.
+"""A channel that sends the required token with every call.
 
-gRPC interceptors would give each call a task of its own, which costs a busy router more than the rest of the call. Call
-credentials need TLS.
+gRPC interceptors would give each call its own task, which costs a busy router more than the rest of the call. Call
+credentials would need TLS.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,10 +16,10 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class TokenChannel(grpc.aio.Channel):
-    """The wrapped channel, with `authorization: Bearer <token>` in every call."""
+    """Wraps a channel and adds `authorization: Bearer <token>` to every call."""
 
     def __init__(self, channel: grpc.aio.Channel, security: Security) -> None:
-        """Wrap `channel`; `security` has the tokens."""
+        """Wrap `channel`; `security` holds the tokens."""
         self._channel = channel
         self._security = security
 
@@ -33,35 +33,35 @@ class TokenChannel(grpc.aio.Channel):
         return call
 
     def unary_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """A method of one request and one response."""
+        """Return a method with one request and one response."""
         return self._with_token(method, self._channel.unary_unary(method, *arguments, **options))
 
     def unary_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """A method of one request and many responses."""
+        """Return a method with one request and many responses."""
         return self._with_token(method, self._channel.unary_stream(method, *arguments, **options))
 
     def stream_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """A method of many requests and one response."""
+        """Return a method with many requests and one response."""
         return self._with_token(method, self._channel.stream_unary(method, *arguments, **options))
 
     def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """A method of many requests and many responses."""
+        """Return a method with many requests and many responses."""
         return self._with_token(method, self._channel.stream_stream(method, *arguments, **options))
 
     async def __aenter__(self) -> "TokenChannel":
-        """The channel itself."""
+        """Return the channel itself."""
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Close it."""
+        """Close the channel."""
         await self._channel.close(None)
 
     async def close(self, grace: float | None = None) -> None:
-        """Close it; calls that run are cancelled after `grace` seconds."""
+        """Close the channel; running calls are cancelled after `grace` seconds."""
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """State of the connection."""
+        """Return the state of the connection."""
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:

@@ -1,1 +1,1 @@
-"""The life of a process: signals, ports, health, access control."""
+"""Process lifecycle: signals, ports, health, access control."""

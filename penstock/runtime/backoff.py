@@ -1,4 +1,4 @@
-"""How long to wait after the n-th failure in a row: twice as long as before, up to a bound."""
+"""The wait after the n-th failure in a row: twice the one before, up to a bound."""
 
 from dataclasses import dataclass
 
@@ -13,5 +13,5 @@ class Backoff:
     max_s: float
 
     def after(self, num_failures: int) -> float:
-        """Seconds to wait after this many failures in a row; at least one."""
+        """Return the seconds to wait after n failures in a row, n at least 1."""
         return min(self.max_s, self.first_s * 2.0 ** min(max(num_failures, 1) - 1, _MAX_DOUBLINGS))

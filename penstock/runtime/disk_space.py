@@ -1,4 +1,4 @@
-"""Files that are on the disk for certain, and a full disk, told to people as what it is."""
+"""Durable writes, and plain errors for a full disk."""
 
 import errno
 import os
@@ -10,22 +10,22 @@ from pathlib import Path
 from penstock.errors import SetupError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The device is full, the user's quota is, or the file has its largest size."""
+"""The device is full, the user's quota is used up, or the file has its largest size."""
 _MIB = 2**20
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether there was no room for what was written."""
+    """Return whether a write failed because there was no room."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 def free_mib(folder: Path) -> str:
-    """The free space of the disk that `folder` is on, with its unit."""
+    """Return the free space of the disk that holds `folder`, with its unit."""
     return f"{shutil.disk_usage(folder).free / _MIB:,.0f} MiB"
 
 
 def flush(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk before this returns."""
+    """Write a file, or the names in a folder, through to the disk before returning."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -35,9 +35,9 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def disk_full_told(folder: Path, remedy: str) -> Iterator[None]:
-    """Say in one line that the disk of `folder`, which exists, is full.
+    """Report in one line that the disk of `folder`, which exists, is full.
 
-    Of errors of several tasks, those that a full disk did not cause are raised instead: they say more.
+    From errors of several tasks, any that a full disk did not cause are raised instead, because they say more.
 
     Raises:
         SetupError: the disk is full; the message ends with `remedy`.

@@ -1,4 +1,4 @@
-"""Bounds the share of a process's time that a recurring piece of work takes, however often there is reason to do it."""
+"""Bounds the share of a process's time that a recurring piece of work takes, however often it is triggered."""
 
 import asyncio
 import time
@@ -20,10 +20,10 @@ class DutyCycle:
         """Bound the work of one thread.
 
         Args:
-            share: Of the thread's time, above 0 and at most 1.
-            max_rest_s: Longest rest. Work that takes more than its share of this time exceeds the bound.
+            share: Share of the thread's time, above 0 and at most 1.
+            max_rest_s: Longest rest in seconds. Work that takes more than its share of this time exceeds the bound.
             clock: Processor time, so that a busy machine does not count as work.
-            sleep: Waits.
+            sleep: Waits the given seconds.
         """
         self._rest_per_work = 1 / share - 1
         self._max_rest_s = max_rest_s
@@ -33,7 +33,7 @@ class DutyCycle:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Enter to work. Do not await in it: the work of other tasks would count."""
+        """Measure the work done in this context. Do not await in it: the work of other tasks would count."""
         started = self._clock()
         try:
             yield

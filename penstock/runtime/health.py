@@ -1,7 +1,7 @@
-"""Whether a server is ready for work, in an exit code: `python3 -m penstock.runtime.health HOST:PORT`.
+"""Reports whether a server is ready, as an exit code: `python3 -m penstock.runtime.health HOST:PORT`.
 
-Containers ask every few seconds, so this imports gRPC and nothing else that is large. It asks grpc.health.v1, which
-needs no token, and ignores proxies of the environment.
+Containers run this every few seconds, so it imports gRPC and nothing else that is large. It calls grpc.health.v1, which
+needs no token, and ignores the environment's proxies.
 """
 
 import argparse
@@ -18,12 +18,12 @@ _OPTIONS = (("grpc.enable_http_proxy", 0),)
 def health_of(
     address: str, *, timeout_s: float, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
 ) -> str:
-    """Status of the server at `address` (host:port): SERVING, NOT_SERVING, or the gRPC code of the failure.
+    """Return the status of the server at `address` (host:port): SERVING, NOT_SERVING, or the gRPC code of the failure.
 
     Args:
         address: The server.
-        timeout_s: Deadline of the call, connecting included.
-        credentials: For a server with TLS; None: the connection is plain text.
+        timeout_s: Deadline of the call, including connecting.
+        credentials: For a server with TLS; None: plain text.
         server_name: The name in its certificate; empty: the host of the address.
     """
     options = (*_OPTIONS, ("grpc.ssl_target_name_override", server_name)) if server_name else _OPTIONS
@@ -40,7 +40,7 @@ def health_of(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the status, and return 0 if it is SERVING, else 1."""
+    """Print the status; return 0 if it is SERVING, else 1."""
     parser = argparse.ArgumentParser(
         prog="python3 -m penstock.runtime.health", description=(__doc__ or "").partition("\n")[0]
     )

@@ -1,7 +1,7 @@
 """Keeps torch out of the worker's process.
 
-transformers imports torch wherever it is installed. That costs seconds of start-up and half a gigabyte, for a tokenizer
-that does not need it.
+transformers imports torch if it is installed. That costs seconds of start-up and half a gigabyte, for a tokenizer that
+does not need it.
 """
 
 import os
@@ -15,7 +15,7 @@ def torch_hidden() -> Iterator[None]:
     """Hide torch from transformers, which must be imported for the first time during the context.
 
     Does nothing if torch or transformers is imported already, for example by an environment. Afterwards torch can be
-    imported as usual; only transformers goes on without it.
+    imported as usual; only transformers runs without it.
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         yield

@@ -1,4 +1,4 @@
-"""Finds, holds and checks ports before something slow or foreign listens on them."""
+"""Finds, holds and checks ports before a slow or foreign server listens on them."""
 
 import random
 import socket
@@ -12,10 +12,10 @@ _PORTS = range(15_000, 32_000)
 
 
 def require_free_port(host: str, port: int, *, key: str) -> None:
-    """Check that `port` can be listened on; 0, which takes any free port, always can.
+    """Check that a server can listen on `port`; 0, which takes any free port, always passes.
 
     Raises:
-        SetupError: it cannot; `key` is the setting to change.
+        SetupError: it cannot; the message names `key`, the setting to change.
     """
     if port != 0:
         with held_port(host, port, key=key):
@@ -24,12 +24,12 @@ def require_free_port(host: str, port: int, *, key: str) -> None:
 
 @contextmanager
 def held_port(host: str, port: int, *, key: str) -> Iterator[None]:
-    """The port of a setting, held during the context: its server can listen on it, nobody else is given it.
+    """Hold the port of a setting during the context: its server can listen on it, but no other process gets it.
 
     Several processes may hold it at once, as long as none listens; connections of an earlier server do not matter.
 
     Raises:
-        SetupError: somebody listens on it, or it is not this machine's; `key` is the setting to change.
+        SetupError: a process listens on it, or the host is not this machine's; `key` is the setting to change.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -42,14 +42,14 @@ def held_port(host: str, port: int, *, key: str) -> Iterator[None]:
 
 @contextmanager
 def held_ports(count: int) -> Iterator[list[int]]:
-    """Distinct free ports, held during the context: a server that is told one can listen on it, nobody else gets it.
+    """Hold distinct free ports during the context: a server that is given one can listen on it, no other gets it.
 
     Each port is bound but not listened on, with SO_REUSEADDR set after the bind: a server that sets SO_REUSEADDR, as
-    gRPC, asyncio and nats-server do, may then bind and listen, and whoever probes without it, as this
-    function and SGLang do, finds the port taken.
+    gRPC, asyncio and nats-server do, may then bind and listen. A process that probes without it, as this function and
+    SGLang do, finds the port taken.
 
     Raises:
-        SetupError: there are too few.
+        SetupError: there are not enough free ports.
     """
     with ExitStack() as held:
         ports: list[int] = []
@@ -71,10 +71,10 @@ def held_ports(count: int) -> Iterator[list[int]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct ports that nobody listens on at the moment; where a server takes one later, hold it (`held_ports`).
+    """Return distinct ports without a listener at the moment; if a server takes one later, hold it (`held_ports`).
 
     Raises:
-        SetupError: there are too few.
+        SetupError: there are not enough free ports.
     """
     with held_ports(count) as ports:
         return ports

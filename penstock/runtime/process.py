@@ -1,4 +1,4 @@
-"""The life of a process: one coroutine that runs until it is done or a signal asks it to stop."""
+"""Runs a process: one coroutine, until it is done or a signal asks it to stop."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 ResultT = TypeVar("ResultT")
 
 EXIT_FAILURE = 1
-"""Exit code of every other failure."""
+"""Exit code of all other failures."""
 EXIT_USER_ERROR = 2
 """Exit code when a person must change something."""
 EXIT_INTERRUPTED = 130
@@ -29,12 +29,12 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, error_file: Path | 
     """Run `main(stop)` and return the exit code.
 
     SIGINT and SIGTERM set `stop`, upon which `main` must end in order; a second signal cancels it. An error that
-    Penstock raised on purpose is printed as one line; if no person can mend it, the log gets the traceback too.
-    The process may open as many files as the hard limit allows.
+    Penstock raised on purpose is printed, a `UserError` as one line; the log gets the traceback of any other. The
+    open-file limit is raised to the hard limit.
 
     Args:
         main: The process's work.
-        error_file: Where the error is written as well, for the program that started this process.
+        error_file: Also gets the error, for the program that started this process.
     """
     _raise_file_limit()
     try:
@@ -49,11 +49,11 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, error_file: Path | 
 
 
 def report_error(error: PenstockError, *, file: Path | None = None) -> int:
-    """Write the error on standard error, a `UserError` as one line, and return its exit code.
+    """Write the error to standard error, a `UserError` as one line, and return its exit code.
 
     Args:
-        error: What ends this process.
-        file: Also gets it, as one JSON object {"error": its class, "message": its text}.
+        error: The error that ends this process.
+        file: Also gets the error, as one JSON object {"error": its class, "message": its text}.
     """
     is_users = isinstance(error, UserError)
     message = " ".join(line.strip() for line in str(error).splitlines()) if is_users else str(error)
@@ -64,9 +64,9 @@ def report_error(error: PenstockError, *, file: Path | None = None) -> int:
 
 
 async def unless_stopped(pending: Coroutine[Any, Any, ResultT], stop: asyncio.Event) -> ResultT | None:
-    """Await `pending`; when `stop` comes first, cancel it and return None.
+    """Await `pending`; if `stop` comes first, cancel it and return None.
 
-    What it did all the same, because the cancellation came too late, is returned: nothing is done and then forgotten.
+    If it completed anyway, because the cancellation came too late, its result is returned: no finished work is lost.
     """
     working = asyncio.ensure_future(pending)
     stopping = asyncio.ensure_future(stop.wait())
@@ -81,18 +81,18 @@ async def unless_stopped(pending: Coroutine[Any, Any, ResultT], stop: asyncio.Ev
 
 
 async def end_task(task: asyncio.Future[Any]) -> None:
-    """Cancel until it has ended: up to Python 3.11 `asyncio.wait_for`, which nats-py uses, swallows a cancellation that
-    comes at the moment of the answer."""
+    """Cancel a task until it has ended: up to Python 3.11 `asyncio.wait_for`, which nats-py uses, swallows a
+    cancellation that arrives together with the answer."""
     try:
         while not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=0.5)
     finally:
-        task.cancel()  # whoever ends this task is in a hurry, too
+        task.cancel()  # also if this call is cancelled itself
 
 
 def _raise_file_limit() -> None:
-    """Every connection takes a descriptor, also those of refused callers; the usual limit of 1024 is soon reached."""
+    """Raise the open-file limit: every connection takes a descriptor, even a refused one, and 1024 is soon reached."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -112,16 +112,16 @@ async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> 
         loop.add_signal_handler(number, on_signal, number)
     try:
         await task
-    except BaseExceptionGroup as group:  # a TaskGroup wraps what its tasks raise; a person wants the error itself
+    except BaseExceptionGroup as group:  # a TaskGroup wraps its tasks' errors; people want the error itself
         if (error := _first_told(group)) is None:
             raise
         raise error from None
 
 
 def _first_told(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:
-    """What a group says to people: its first `UserError`, or else its first `PenstockError`.
+    """Return the error of a group to show: its first `UserError`, or else its first `PenstockError`.
 
-    None if it also holds an error that nobody raised on purpose: that is a bug, whose traceback must not be lost.
+    None if the group also holds an error that was not raised on purpose: a bug, whose traceback must not be lost.
     """
     if group.split(PenstockError)[1] is not None:
         return None

@@ -1,4 +1,4 @@
-"""Kills the process groups that a process has started when it ends, however it ends: its side of the one that kills."""
+"""Starts and informs a process that kills this process's remaining process groups when it ends in any way."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from penstock.runtime.parent_death import dying_with_parent
 
 
 class Reaper:
-    """Knows the OS process groups of this process's children, and kills those left when this one ends. Use `start`."""
+    """Tracks the OS process groups of this process's children, and kills those left when this one ends. Use `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, pipe: socket.socket) -> None:
         self._process = process
@@ -20,7 +20,7 @@ class Reaper:
 
     @classmethod
     async def start(cls) -> "Reaper":
-        """Start it, out of reach of the terminal's signals."""
+        """Start the reaper process, out of reach of the terminal's signals."""
         command = [sys.executable, "-I", "-S", reaper_process.__file__]
         pipe, its_end = socket.socketpair()
         with its_end:
@@ -28,14 +28,14 @@ class Reaper:
         return cls(process, pipe)
 
     def forget(self, group: int) -> None:
-        """Nothing is left of this group."""
+        """Report that nothing is left of this group."""
         self._send(f"-{group}\n")
 
     def naming_child(self) -> Callable[[], None]:
-        """A `preexec_fn` that makes the child die with this process, and its group with it.
+        """Return a `preexec_fn` that makes the child, and its group, die with this process.
 
-        The child names its group itself, before it runs a program that could start others: this process may be killed
-        before it has learned the child's id.
+        The child reports its group itself, before it runs a program that could start others: this process may be killed
+        before it learns the child's id.
         """
         die_with_parent = dying_with_parent()
 
@@ -46,10 +46,10 @@ class Reaper:
         return name_group
 
     async def end(self) -> None:
-        """Let it go; it kills the groups that were not taken back."""
+        """End the reaper; it kills the groups that were not forgotten."""
         self._pipe.close()
         await self._process.wait()
 
     def _send(self, line: str) -> None:
-        with suppress(ConnectionError):  # lines of several processes do not mix: each is sent whole
+        with suppress(ConnectionError):  # each line is sent whole, so lines of several processes do not mix
             self._pipe.send(line.encode(), socket.MSG_NOSIGNAL)

@@ -1,8 +1,8 @@
-"""Kills the OS process groups of a process that is gone. Run as a script; imports the standard library only.
+"""Kills the OS process groups of a process that has ended. Run as a script; imports only the standard library.
 
 That process, the owner, holds the other end of standard input. Each child writes `+<group>` there as it starts, and the
-owner `-<group>` when nothing of the group is left. When the owner ends, however it ends, its end closes, and every
-group that was named and not taken back is killed.
+owner writes `-<group>` when nothing of the group is left. When the owner ends in any way, its end closes, and every
+group that was added and not removed is killed.
 """
 
 import os
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 
 def groups_left(lines: Iterable[str]) -> set[int]:
-    """The groups that are alive after `lines`."""
+    """Return the groups that are alive after `lines`."""
     groups: set[int] = set()
     for line in lines:
         if line.startswith("+"):
@@ -23,7 +23,7 @@ def groups_left(lines: Iterable[str]) -> set[int]:
 
 
 def main() -> None:
-    """Wait for the end of standard input, then kill."""
+    """Wait for the end of standard input, then kill the groups that are left."""
     for group in groups_left(sys.stdin):
         try:
             os.killpg(group, signal.SIGKILL)

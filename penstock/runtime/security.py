@@ -28,13 +28,13 @@ log = structlog.get_logger()
 TOKEN = "PENSTOCK_TOKEN"
 """Environment variable with the token of gRPC and HTTP."""
 NATS_TOKEN = "PENSTOCK_NATS_TOKEN"
-"""Environment variable with the token of NATS; where it is not set, the other one holds there, too."""
+"""Environment variable with the token of NATS; by default the token of gRPC and HTTP."""
 CONTROL_TOKEN = "PENSTOCK_CONTROL_TOKEN"
 """Environment variable with the token of calls that can change the policy; by default the token of NATS."""
 REMOTE_TOKEN = "PENSTOCK_REMOTE_TOKEN"
-"""Environment variable with the token that profile `remote` shows to the service it asks, which may be anybody's."""
+"""Environment variable with the token that profile `remote` sends to its service, which may be a third party's."""
 ENVIRONMENT_TOKEN = "PENSTOCK_ENVIRONMENT_TOKEN"
-"""Environment variable with the token that workers show to servers of environments, which may be anybody's."""
+"""Environment variable with the token that workers send to environment servers, which may be a third party's."""
 VARIABLES = tuple(
     f"{name}{suffix}"
     for name in (TOKEN, NATS_TOKEN, CONTROL_TOKEN, REMOTE_TOKEN, ENVIRONMENT_TOKEN)
@@ -43,9 +43,9 @@ VARIABLES = tuple(
 """All variables that lead to a secret."""
 
 REFUSAL = f"token missing or wrong; set {TOKEN}"
-"""All that a caller without the token learns."""
+"""The refusal of a caller without the token, whatever it asked for."""
 CONTROL_REFUSAL = f"control token missing or wrong; set {CONTROL_TOKEN}, or {NATS_TOKEN} where both are the same"
-"""What a caller learns that has the common token, but not the control token."""
+"""The refusal of a caller that has the common token, but not the control token."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 """The characters of a bearer token (RFC 6750)."""
@@ -55,7 +55,7 @@ _PR_SET_DUMPABLE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Certificates as they were when the process started: paths and contents of the same files."""
+    """Certificates as of the start of the process: paths and contents of the same files."""
 
     certificate_file: Path | None
     key_file: Path | None
@@ -66,7 +66,7 @@ class Tls:
     server_name: str
     """The name in the certificates of servers; empty: the host name that a client connects to."""
     mutual: bool
-    """Whether a server takes only callers with a certificate of that authority."""
+    """Whether a server accepts only callers with a certificate of that authority."""
 
     def require_certificate(self) -> None:
         """Check that a server can be started.
@@ -81,7 +81,7 @@ class Tls:
             )
 
     def client_context(self) -> ssl.SSLContext:
-        """For a client: the authorities it trusts, and its own certificate."""
+        """Return a client's context: the authorities it trusts, and its own certificate."""
         context = ssl.create_default_context(cafile=self.ca_file)
         if self.certificate_file is not None:
             context.load_cert_chain(self.certificate_file, self.key_file)
@@ -90,14 +90,14 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
-    """What servers ask of callers, and what clients show to servers. Without arguments: nothing."""
+    """The tokens and TLS that servers require and clients send. Without arguments: none."""
 
     token: str = field(default="", repr=False)
-    """Of gRPC and HTTP; empty: none is asked for."""
+    """Token of gRPC and HTTP; empty: none is required."""
     nats_token: str = field(default="", repr=False)
-    """Of NATS; empty: none."""
+    """Token of NATS; empty: none."""
     control_token: str = field(default="", repr=False)
-    """Of calls that can change the policy (`penstock.rpc.access`); empty: none is asked for."""
+    """Token of calls that can change the policy (`penstock.rpc.access`); empty: none is required."""
     tls: Tls | None = None
     """None: connections are plain text."""
 
@@ -115,7 +115,7 @@ class Security:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """The tokens of the environment, and no TLS: enough for a client in a script.
+        """Return the tokens of the environment, without TLS: enough for a client in a script.
 
         Raises:
             ConfigError: a token cannot be read or sent.
@@ -125,7 +125,7 @@ class Security:
     def tell_if_open(self, host: str, address: str, *, secret: str = TOKEN) -> None:
         """Warn if a server at `address`, listening on `host`, admits callers from other machines without a token.
 
-        `secret` is the variable of the token it asks for: TOKEN or NATS_TOKEN.
+        `secret` is the variable of the token that the server requires: TOKEN or NATS_TOKEN.
         """
         token = self.nats_token if secret == NATS_TOKEN else self.token
         is_closed = bool(token) or (self.tls is not None and self.tls.mutual)
@@ -133,15 +133,15 @@ class Security:
             log.warning("server.left_open", address=address, remedy=f"set {secret}, or keep the network private")
 
     def admits(self, authorization: bytes, *, key_name: str = "") -> bool:
-        """Whether a caller with this `authorization` (header or metadata; empty if there is none) shows the token, or
-        the key `key_name`.
+        """Return whether a caller with this `authorization` (header or metadata; empty if there is none) has the token,
+        or the key `key_name`.
         """
         return shows(authorization, self.token) or (bool(key_name) and shows(authorization, self.key_of(key_name)))
 
     def key_of(self, name: str) -> str:
-        """A key that opens what is called `name` and nothing else; empty if no token is asked for.
+        """Return a key that opens the resource called `name` and nothing else; empty if no token is required.
 
-        Whoever has the token can make it, and nobody can find the token by it, so it can be given to others' code.
+        It is derived from the token, which cannot be derived from it, so the key can be given to third-party code.
         """
         if not self.token:
             return ""
@@ -149,9 +149,9 @@ class Security:
 
 
 def shows(authorization: bytes, token: str) -> bool:
-    """Whether `authorization` is `Bearer` with this token, or the token is empty: none is asked for.
+    """Return whether `authorization` is `Bearer` with this token, or no token is required (empty).
 
-    Takes as long for a token that is nearly right as for one that is all wrong.
+    Takes constant time, however much of the token is right.
     """
     if not token:
         return True
@@ -167,10 +167,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def hide_secrets(environment: Mapping[str, str] = os.environ) -> None:
-    """Close this process's environment and memory to others of the same user, where `environment` leads to a secret.
+    """Close this process's environment and memory to others of the same user, if `environment` leads to a secret.
 
     Not for a process whose files others open under /proc, as an engine does with the weights of its trainer: the kernel
-    closes those, too. It holds for forks, and ends where a process becomes another program. Without it a verifier could
+    closes those, too. It holds for forks, and ends when a process executes another program. Without it a verifier could
     read its server's token in /proc.
     """
     if any(environment.get(name) for name in VARIABLES):
@@ -180,7 +180,7 @@ def hide_secrets(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def read_secret(name: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The token in variable `name`, or in the file that `name`_FILE names; empty where neither is set.
+    """Return the token in variable `name`, or in the file that `name`_FILE names; empty if neither is set.
 
     Raises:
         ConfigError: both are set, the file cannot be read or is empty, or the token has characters that cannot be sent.

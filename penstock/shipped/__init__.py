@@ -1,7 +1,7 @@
 """The recipes and the models that come with Penstock, by name.
 
-A wheel holds them beside this file; in a checkout of the repository they are its folders `recipes` and `models`. A
-recipe names such a model `builtin:NAME`, which means the same wherever the recipe is copied to.
+A wheel holds them beside this file; in a checkout of the repository they are in the folders `recipes` and `models`. A
+recipe names such a model `builtin:NAME`, which means the same wherever the recipe is copied.
 """
 
 import difflib
@@ -13,24 +13,24 @@ from penstock.errors import ConfigError
 MODEL_PREFIX = "builtin:"
 
 _MODELS = ("tiny-qwen3-vl", "tiny-qwen3-vl-zoom")
-"""A checkout may have others beside them, which people downloaded."""
+"""The models that come with Penstock; a checkout may hold other, downloaded ones beside them."""
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE if (_HERE / "recipes").is_dir() else _HERE.parents[1]
 
 
 def recipes() -> Mapping[str, Path]:
-    """The files of the recipes by their names, sorted."""
+    """Return the files of the recipes by name, sorted."""
     return {file.stem: file for file in sorted((_ROOT / "recipes").glob("*.toml"))}
 
 
 def models() -> Mapping[str, Path]:
-    """The model folders by their names."""
+    """Return the model folders by name."""
     return {name: _ROOT / "models" / name for name in _MODELS}
 
 
 def schema_file() -> Path:
-    """The JSON schema that recipes name in their first line, for editors."""
+    """Return the JSON schema that recipes name in their first line, for editors."""
     return _ROOT / "recipes" / "recipe.schema.json"
 
 
@@ -51,17 +51,17 @@ def find_recipe(given: Path) -> Path:
             f"with Penstock, and `penstock init {given.stem}` copies it"
         )
     if given.suffix or given.parent != Path():
-        return given  # whoever reads it says what is wrong
+        return given  # its reader reports what is wrong
     raise ConfigError(
         f"recipe {given}: there is no such file, and no such recipe comes with Penstock; {_hint(given.name, known)}"
     )
 
 
 def named_recipe(name: str) -> Path:
-    """Return the file of the recipe of that name.
+    """Return the file of the named recipe.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such recipe.
     """
     known = recipes()
     if name not in known:
@@ -84,7 +84,7 @@ def find_model(given: str) -> Path:
 
 
 def name_model(folder: Path) -> str:
-    """Return what `find_model` takes: `builtin:NAME` for a model that comes with Penstock, else the path."""
+    """Return a name that `find_model` accepts: `builtin:NAME` for a model that comes with Penstock, else the path."""
     for name, shipped in models().items():
         if folder == shipped:
             return f"{MODEL_PREFIX}{name}"

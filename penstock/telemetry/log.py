@@ -15,7 +15,7 @@ from penstock.config import LogConfig
 
 
 class _Unfailing:
-    """A stream whose reader may leave: what it can no longer take is dropped. A log must not end what it tells of."""
+    """A stream whose reader may leave: output is then dropped, because a log must not end its process."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -32,13 +32,13 @@ class _Unfailing:
 def configure(config: LogConfig, *, service: str, file: Path | None = None) -> None:
     """Send this process's log to standard error, or append it to `file`; every line names `service`.
 
-    Libraries speak from `warning` up.
+    Libraries log from `warning` up.
     """
     stream = sys.stderr if file is None else file.open("a", buffering=1)
     as_json = config.format == "json" or (config.format == "auto" and not stream.isatty())
     if as_json:
         renderer: Any = structlog.processors.JSONRenderer()
-    else:  # not structlog's own tracebacks: they show variables, of which one may be a token, and take seconds
+    else:  # structlog's own tracebacks show variables, which may hold a token, and take seconds
         renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
         processors=[

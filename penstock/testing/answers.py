@@ -1,4 +1,4 @@
-"""What a simulated engine answers: a function of the request and of the replica, which may change while it runs."""
+"""Answers of a simulated engine: functions of the request and the replica, which may be swapped while it runs."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,11 +8,11 @@ from penstock.v1 import common_pb2, generate_pb2
 Answer = Callable[[generate_pb2.GenerateRequest, common_pb2.Replica], generate_pb2.GenerateResponse]
 
 FIRST_ID = 1000
-"""The first id of `counting`; ids of prompts are below."""
+"""The first id of `counting`; prompts' ids are below it."""
 
 
 def counting(request: generate_pb2.GenerateRequest, replica: common_pb2.Replica) -> generate_pb2.GenerateResponse:
-    """Ids 1000, 1001, 1002, ..., up to the limit or a stop id; continues where the prompt ends with such an id."""
+    """Answer ids 1000, 1001, 1002, ..., up to the limit or a stop id; continue a prompt that ends with such an id."""
     first = FIRST_ID
     if request.input_ids and request.input_ids[-1] >= FIRST_ID:
         first = request.input_ids[-1] + 1
@@ -31,7 +31,7 @@ def counting(request: generate_pb2.GenerateRequest, replica: common_pb2.Replica)
 
 
 def logprob_of(token: int) -> float:
-    """The log-probability of an id of `counting`: each has its own."""
+    """Return the log-probability of an id of `counting`; each id has a different one."""
     return -(token - FIRST_ID + 1) / 64
 
 
@@ -39,8 +39,8 @@ def logprob_of(token: int) -> float:
 class Saying:
     """Answer every prompt with `ids`, the last of which ends the answer.
 
-    A prompt that ends with the first of them is continued. The n-th id has the log-probability -n/64. Where no token
-    may end the answer, the last one is repeated.
+    A prompt that ends with the first of them is continued. The n-th id has the log-probability -n/64. If no token may
+    end the answer, the last one is repeated.
     """
 
     ids: Sequence[int]
@@ -93,10 +93,10 @@ class SpanningAPush:
 def scored(
     response: generate_pb2.GenerateResponse, request: generate_pb2.GenerateRequest
 ) -> generate_pb2.GenerateResponse:
-    """The answer with what the request wants to know of likeliest ids and of its prompt.
+    """Return the answer with the likeliest ids and prompt logprobs that the request asks for.
 
-    The n-th prompt id has the log-probability -n/32. Each id is its place's likeliest; the next are the ids that follow
-    it, each 1 less.
+    The n-th prompt id has the log-probability -n/32. Each id is the likeliest at its place; the next likeliest are the
+    ids that follow it, each 1 less.
     """
     num_top = request.num_top_logprobs
     if num_top:
@@ -117,7 +117,7 @@ def _top(token: int, logprob: float, count: int) -> generate_pb2.TopLogprobs:
 
 
 def first_token(response: generate_pb2.GenerateResponse) -> generate_pb2.GenerateResponse:
-    """What a prefill engine returns of an answer."""
+    """Return the part of an answer that a prefill engine returns."""
     version = response.version_spans[0].policy_version
     return generate_pb2.GenerateResponse(
         output_ids=response.output_ids[:1],
@@ -129,7 +129,7 @@ def first_token(response: generate_pb2.GenerateResponse) -> generate_pb2.Generat
 
 
 def chunk_of(response: generate_pb2.GenerateResponse, first: int, end: int) -> generate_pb2.GenerateChunk:
-    """Tokens `first` up to `end` of an answer, as a gRPC stream carries them."""
+    """Return tokens `first` up to `end` of an answer, as a gRPC stream carries them."""
     chunk = generate_pb2.GenerateChunk(
         output_ids=response.output_ids[first:end],
         logprobs=response.logprobs[first:end],

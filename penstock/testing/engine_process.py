@@ -1,4 +1,4 @@
-"""A real rollout engine as a process of its own."""
+"""A real rollout engine in its own process."""
 
 import asyncio
 import json
@@ -28,13 +28,13 @@ class EngineProcess:
         self.process = process
         self.log = log
         self.scratch = scratch
-        """Its TMPDIR."""
+        """The engine's TMPDIR."""
         self.channel = connect(address)
         self.generation = generate_pb2_grpc.GenerateServiceStub(self.channel)
         self.control = rollout_pb2_grpc.RolloutServiceStub(self.channel)
 
     async def replica(self) -> common_pb2.Replica:
-        """The engine as it describes itself now."""
+        """Return the engine's current description of itself."""
         return (await self.control.GetReplica(rollout_pb2.GetReplicaRequest(), timeout=20)).replica
 
 
@@ -52,13 +52,13 @@ async def engine_process(
     """Run an engine during the context.
 
     Args:
-        model_path: Its model.
-        nats_url: Its bus.
-        folder: For its recipe and log.
-        environment: Further variables.
+        model_path: The engine's model.
+        nats_url: The engine's bus.
+        folder: Folder for its recipe and log.
+        environment: Additional variables.
         run: Name of its run; by default the folder's.
-        grace_s: Of its run.
-        rollout: Settings of its section.
+        grace_s: `run.grace_s`, in seconds.
+        rollout: Settings of the section `rollout`.
     """
     recipe, log = folder / "recipe.toml", folder / "engine.log"
     settings = tomli_w.dumps({"rollout": rollout})
@@ -67,7 +67,7 @@ async def engine_process(
         f'[bus]\nurl = "{nats_url}"\n[model]\npath = "{model_path}"\n'
         f'[log]\nformat = "json"\nlevel = "debug"\n{settings}'
     )
-    # Engines that are killed leave temporary files. The paths of sockets must be short, so they cannot be in `folder`.
+    # Killed engines leave temporary files. Socket paths must be short, so they cannot be in `folder`.
     scratch = tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True)
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -108,5 +108,5 @@ def _end_of(log: Path) -> str:
 
 
 def log_events(log: Path) -> list[dict[str, object]]:
-    """What the engine has logged so far."""
+    """Return the engine's log so far."""
     return [json.loads(line) for line in log.read_text(errors="replace").splitlines() if line.startswith("{")]

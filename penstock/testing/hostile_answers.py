@@ -1,4 +1,4 @@
-"""Items that hang or bloat verifiers: the stored ones, where they are, and generated ones that are worse."""
+"""Items that hang or bloat verifiers: stored ones, if present, and generated ones that are worse."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class HostileItem(NamedTuple):
-    """A response that is wrong, or no answer at all, unless `may_be_right`."""
+    """A response that is wrong, or not an answer at all, unless `may_be_right`."""
 
     name: str
     gold: str
@@ -15,7 +15,7 @@ class HostileItem(NamedTuple):
 
 
 def stored_items(path: Path) -> list[HostileItem]:
-    """The lines of a JSON Lines file; none if it is missing."""
+    """Return the lines of a JSON Lines file; empty if it is missing."""
     if not path.is_file():
         return []
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -32,7 +32,7 @@ def stored_items(path: Path) -> list[HostileItem]:
 
 
 def generated_items() -> list[HostileItem]:
-    """Gold answers that only a worker can compare with, and answers that keep it busy."""
+    """Return golds that only a worker can compare with, and answers that keep it busy."""
     pairs = {
         "integrals that have no form": (
             r"\int \frac{\sin x}{x^5+e^x} dx",

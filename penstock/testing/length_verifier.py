@@ -1,4 +1,4 @@
-"""A verifier by length: answers of a model that solves nothing still get rewards that differ.
+"""Scores answers by length: a model that solves nothing still gets rewards that differ.
 
 recipes/cut-to-size.toml names it, so that a group of a random model has something to learn from.
 """

@@ -1,4 +1,4 @@
-"""A run on a NATS server for the time of a test or a benchmark."""
+"""A temporary run on a NATS server, for tests and benchmarks."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ _BUCKETS = ("replicas", "policy", "leases", "locks")
 
 @contextlib.asynccontextmanager
 async def temporary_run(config: BusConfig, run: str) -> AsyncIterator[Bus]:
-    """Connect to the run `run` and make its streams; they and its buckets are deleted at the end."""
+    """Connect to the run `run` and create its streams; delete them and its buckets at the end."""
     async with connect(config, run=run) as bus:
         await bus.ensure_streams()
         yield bus

@@ -1,7 +1,7 @@
-"""A simulated engine that keeps time: a number of slots, answers as long as told, tokens at a given rate, pushes.
+"""A simulated engine that keeps time: a number of slots, answers of given lengths, tokens at a given rate, pushes.
 
-It costs so little that hundreds of them fit into one process. Delivery is the real engine's (first token at once, then
-`chunk_tokens` or what a second brings), and so is the push: it reads the trainer's shared memory, answers with true
+It is so cheap that hundreds of them fit into one process. Delivery is the real engine's (the first token at once, then
+`chunk_tokens` or the tokens of one second), and so is the push: it reads the trainer's shared memory, answers with true
 digests, and changes its version at commit. It counts a prompt as cached once another call of the same group and version
 has begun. Invariant: while it is paused no answer makes progress.
 """
@@ -20,28 +20,28 @@ from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 
 _CHUNK_INTERVAL_S = 1.0
 _TOKEN = 65
-"""Every token that it makes: a letter in any vocabulary of bytes."""
+"""Every token that it generates: a letter in any vocabulary of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How one call is answered."""
+    """Length and speed of one answer."""
 
     num_tokens: int
     token_s: float
-    """Seconds for each token, the first included."""
+    """Seconds for each token, including the first."""
 
 
 class Weights(Protocol):
-    """What reads pushes: `services.rollout.testing.weight_reader.WeightReader`."""
+    """Reads pushes: `services.rollout.testing.weight_reader.WeightReader`."""
 
     def read(self, push: rollout_pb2.PrepareWeightsRequest) -> Mapping[str, int]:
-        """Return the digest of each parameter as it stands in the trainer's memory."""
+        """Return the digest of each parameter in the trainer's memory."""
         ...
 
 
 class PacedEngine(SimulatedEngine):
-    """One engine."""
+    """A simulated engine with slots and a pace."""
 
     def __init__(
         self, bus: Bus, *, pace: Callable[[generate_pb2.GenerateRequest], Pace], weights: Weights, **settings: Any
@@ -49,10 +49,10 @@ class PacedEngine(SimulatedEngine):
         """Prepare an engine.
 
         Args:
-            bus: Where its lease is kept.
-            pace: How each call is answered.
+            bus: The bus that holds its lease.
+            pace: Length and speed of each answer.
             weights: Reads pushes; engines of one process share it.
-            settings: Of `SimulatedEngine`; `max_running` is the number of slots.
+            settings: Settings of `SimulatedEngine`; `max_running` is the number of slots.
         """
         super().__init__(bus, tells_load=True, **settings)
         self._pace = pace
@@ -62,7 +62,7 @@ class PacedEngine(SimulatedEngine):
         self._cached_groups: set[str] = set()
         self._push: rollout_pb2.PrepareWeightsRequest | None = None
         self._num_replaced = 0
-        """How often an older version took a newer one's place, which ends what runs."""
+        """Replacements of a newer version by an older one, each of which ends the running calls."""
 
     async def GenerateStream(  # noqa: N802 - gRPC's name
         self, request: generate_pb2.GenerateRequest, context: Any
@@ -87,7 +87,7 @@ class PacedEngine(SimulatedEngine):
     def _chunk(
         self, request: generate_pb2.GenerateRequest, sent: int, end: int, *, num_cached: int, is_last: bool
     ) -> generate_pb2.GenerateChunk:
-        """Tokens `sent` up to `end`. A chunk has one version, that of its last token."""
+        """Return tokens `sent` up to `end`. A chunk has one version, that of its last token."""
         num_tokens = end - sent
         chunk = generate_pb2.GenerateChunk(
             output_ids=[_TOKEN] * num_tokens,
@@ -106,7 +106,7 @@ class PacedEngine(SimulatedEngine):
     async def PrepareWeights(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.PrepareWeightsRequest, context: Any
     ) -> rollout_pb2.PrepareWeightsResponse:
-        """Announce a push; only shared memory is taken, and versions only grow unless the push says otherwise."""
+        """Announce a push; accepts only shared memory, and only growing versions unless the push says otherwise."""
         if request.policy_version < self.replica.policy_version and not request.replaces_newer:
             raise InvalidRequestError(f"policy_version = {request.policy_version} is older than this engine's")
         if request.WhichOneof("source") != "shared_memory":
@@ -117,7 +117,7 @@ class PacedEngine(SimulatedEngine):
     async def PauseGeneration(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.PauseGenerationRequest, context: Any
     ) -> rollout_pb2.PauseGenerationResponse:
-        """Let all answers stand still."""
+        """Pause all answers."""
         self._require(request.push_id)
         self._clock.pause()
         await self.update(state=common_pb2.REPLICA_STATE_UPDATING)
@@ -133,7 +133,7 @@ class PacedEngine(SimulatedEngine):
     async def VerifyWeights(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.VerifyWeightsRequest, context: Any
     ) -> rollout_pb2.VerifyWeightsResponse:
-        """Tell the digests of what was read."""
+        """Return the digests of the weights that were read."""
         return rollout_pb2.VerifyWeightsResponse(digests=self._weights.read(self._require(request.push_id)))
 
     async def CommitWeights(  # noqa: N802 - gRPC's name
@@ -149,7 +149,7 @@ class PacedEngine(SimulatedEngine):
     async def ResumeGeneration(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.ResumeGenerationRequest, context: Any
     ) -> rollout_pb2.ResumeGenerationResponse:
-        """Let answers go on."""
+        """Resume all answers."""
         self._require(request.push_id)
         await self._end_push()
         return rollout_pb2.ResumeGenerationResponse()
@@ -157,7 +157,7 @@ class PacedEngine(SimulatedEngine):
     async def AbortWeights(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.AbortWeightsRequest, context: Any
     ) -> rollout_pb2.AbortWeightsResponse:
-        """Go on with the version before; what was read changes nothing in an engine without a model."""
+        """Return to the version before; the weights that were read change nothing in an engine without a model."""
         if self._push is not None and self._push.push_id == request.push_id:
             await self._end_push()
         return rollout_pb2.AbortWeightsResponse(state=self.replica.state)
@@ -174,16 +174,16 @@ class PacedEngine(SimulatedEngine):
 
 
 def _chunk_ends(pace: Pace, chunk_tokens: int) -> list[int]:
-    """0, and how many tokens are out after each chunk: one, then `chunk_tokens` or what the interval brings."""
+    """Return 0 and the tokens sent after each chunk: one, then steps of `chunk_tokens` or the interval's tokens."""
     size = min(max(1, chunk_tokens), int(_CHUNK_INTERVAL_S / pace.token_s) + 1)
     return [0, *range(1, pace.num_tokens, size), pace.num_tokens]
 
 
 class PausableClock:
-    """Seconds, without those in which it was paused."""
+    """A clock of seconds that stops while it is paused."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Run, by `now`."""
+        """Start running, by `now`."""
         self._now = now
         self._paused_s = 0.0
         self._paused_at: float | None = None
@@ -191,25 +191,25 @@ class PausableClock:
         self._runs.set()
 
     def time(self) -> float:
-        """The time."""
+        """Return the time in seconds."""
         now = self._now() if self._paused_at is None else self._paused_at
         return now - self._paused_s
 
     def pause(self) -> None:
-        """Stop; no effect if it is stopped."""
+        """Stop; no effect if the clock is stopped."""
         if self._paused_at is None:
             self._paused_at = self._now()
             self._runs.clear()
 
     def resume(self) -> None:
-        """Go on; no effect if it runs."""
+        """Continue; no effect if the clock is running."""
         if self._paused_at is not None:
             self._paused_s += self._now() - self._paused_at
             self._paused_at = None
             self._runs.set()
 
     async def wait_until(self, at: float) -> None:
-        """Wait until it runs and shows `at` or later."""
+        """Wait until the clock runs and shows `at` or later."""
         while (left := at - self.time()) > 0 or not self._runs.is_set():
             await self._runs.wait()
             await asyncio.sleep(max(0.0, left))

@@ -23,7 +23,7 @@ _CHUNK_INTERVAL_S = 1.0
 
 
 class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grpc.RolloutServiceServicer):
-    """One engine. Its answer, its delays and what goes wrong may be changed while it runs; its lease by `update`."""
+    """One engine. Its answer, delays and faults may be changed while it runs, its lease through `update`."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         """Prepare an engine.
 
         Args:
-            bus: Where its lease is kept.
-            answer: What it answers.
-            replica_id: Its name; empty makes one up.
+            bus: The bus that holds its lease.
+            answer: Makes its answers.
+            replica_id: Its name; empty: a random one.
             policy_version: The version that it serves.
-            state: The state that its lease shows.
-            max_running: The number of calls at once that its lease shows.
+            state: The state in its lease.
+            max_running: The number of concurrent calls in its lease.
             delay_s: Seconds before the first token of a call, or before `error`.
             token_s: Seconds for each token of a stream.
             error: Every call fails with it, before its first token.
@@ -62,8 +62,8 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
             hang_after: After this many tokens a stream sends what it has, and the rest when `released` is set.
             die_after: After this many tokens of a stream the process is killed.
             port: Port to listen on; 0 takes any free one.
-            security: What it asks of callers.
-            tells_load: Whether its lease shows how many calls it has, as those of real engines do.
+            security: Tokens and TLS required of callers.
+            tells_load: Whether its lease shows its number of calls, as those of real engines do.
         """
         self.replica = common_pb2.Replica(
             replica_id=replica_id or f"engine-{uuid.uuid4().hex[:8]}",
@@ -81,9 +81,9 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
         self.hang_after = hang_after
         self.die_after = die_after
         self.image_store: ImageStore | None = None
-        """Where it fetches stored images, and fails if one is missing; None: it does not look."""
+        """The store of images; a missing image fails the call. None: images are not looked up."""
         self.scores = True
-        """Whether it reports likeliest ids and prompts' logprobs to those who ask."""
+        """Whether it reports likeliest ids and prompts' logprobs on request."""
         self.num_calls = 0
         self.num_streams = 0
         self.num_answered = 0
@@ -138,7 +138,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
     async def DrainReplica(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.DrainReplicaRequest, context: Any
     ) -> rollout_pb2.DrainReplicaResponse:
-        """Refuse new calls, show that in the lease, let calls finish for `grace_s`, hand over the streams left."""
+        """Refuse new calls, show that in the lease, let calls finish for `grace_s`, hand over the remaining streams."""
         self._refusing = True
         await self.update(state=common_pb2.REPLICA_STATE_DRAINING)
         num_before = self.num_running
@@ -187,7 +187,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
             await self.image_store.get(image.stored.scope, image.stored.sha256)
 
     async def _chunks(self, num_tokens: int, size: int) -> AsyncIterator[tuple[int, int]]:
-        """First token and end of each chunk, when it is due."""
+        """Yield the first token and the end of each chunk, when it is due."""
         sent, sent_at = 0, time.monotonic()
         for made in range(num_tokens):
             fails = made == self.fail_after or self._handing_over
@@ -255,7 +255,7 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
 
 @asynccontextmanager
 async def replica_lease(bus: Bus, replica_id: str, describe: Callable[[], bytes]) -> AsyncIterator[leases.Lease]:
-    """Hold a replica's lease during the context, with what `describe` returns; it is written on entry."""
+    """Hold a replica's lease with the value of `describe` during the context; it is written on entry."""
     ttl_s = bus.config.lease_ttl_s
     bucket = await bus.bucket("replicas", ttl_s=ttl_s)
     async with leases.held(bucket, replica_id, describe, ttl_s=ttl_s) as lease:

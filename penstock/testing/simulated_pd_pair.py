@@ -1,9 +1,9 @@
 """Prefill and decode engines without a model that really need each other.
 
 A prefill engine computes nothing, but it keeps a pass for each room, and serves it over TCP at its bootstrap address. A
-decode engine has no token before it has fetched the pass of its room there, and a prefill engine is not done before its
-pass was fetched. So one peer alone waits until `pair_timeout_s` is over, and a wrong one is noticed: the pass names its
-maker and the prompt.
+decode engine has no tokens until it has fetched its room's pass there, and a prefill engine is not done until its pass
+was fetched. So a peer without its partner waits for `pair_timeout_s`, and a wrong partner is noticed: the pass names
+its maker and the prompt.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from penstock.v1 import common_pb2, generate_pb2
 
 
 class SimulatedPeer(SimulatedEngine):
-    """What both roles share; see `SimulatedEngine`."""
+    """The common part of both roles; see `SimulatedEngine`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class SimulatedPeer(SimulatedEngine):
         self._resumed.set()
 
     async def begin_push(self) -> None:
-        """Break off what runs and let new calls wait, as real peers do."""
+        """Interrupt running calls and let new ones wait, as real peers do."""
         self._resumed.clear()
         self._handing_over = True
         await self.update(state=common_pb2.REPLICA_STATE_UPDATING)
@@ -77,7 +77,7 @@ class SimulatedPeer(SimulatedEngine):
         await super()._delay(request)
 
     def _pass_for(self, request: generate_pb2.GenerateRequest) -> dict[str, Any]:
-        """What both peers of one request must agree on."""
+        """Return the facts on which both peers of a request must agree."""
         kept = self.replica.disaggregation
         digest = hashlib.sha256(str((list(request.input_ids), request.request_id)).encode()).hexdigest()
         return {
@@ -90,7 +90,7 @@ class SimulatedPeer(SimulatedEngine):
 
 
 class SimulatedPrefill(SimulatedPeer):
-    """Answers when its pass was fetched, which is possible after `delay_s`."""
+    """Answers once its pass was fetched, which is possible after `delay_s`."""
 
     def __init__(self, bus: Bus, **settings: Any) -> None:
         """Prepare a prefill engine; see `SimulatedPeer`."""
@@ -119,7 +119,7 @@ class SimulatedPrefill(SimulatedPeer):
                 raise UnavailableError(f"no peer fetched room {room} within {self.pair_timeout_s} s") from None
             finally:
                 if room in self._passes:
-                    self._passes.pop(room).cancel()  # which ends those that wait for it
+                    self._passes.pop(room).cancel()  # cancels the calls that wait for it
                 self._fetched.pop(room, None)
             self.num_answered += 1
             return first_token(self.answer(request, self.replica))
@@ -129,13 +129,13 @@ class SimulatedPrefill(SimulatedPeer):
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
         """Refuse: a prefill engine has no streams."""
         raise InvalidRequestError("a prefill engine answers Generate only")
-        yield  # type: ignore[unreachable]  # which makes it a generator, as the engine's own is
+        yield  # type: ignore[unreachable]  # makes this a generator, as the engine's own is
 
     def _pass_of(self, room: int) -> asyncio.Future[dict[str, Any]]:
         return self._passes.setdefault(room, asyncio.get_running_loop().create_future())
 
     def _accept(self, listener: socket.socket) -> None:
-        """Serve a connection in a task of its own, whose end closes it, also if it is cancelled before it begins."""
+        """Serve a connection in its own task, whose end closes it, even if it is cancelled before it begins."""
         connection, _ = listener.accept()
         connection.setblocking(False)
         serving = asyncio.get_running_loop().create_task(self._serve_pass(connection))
@@ -149,7 +149,7 @@ class SimulatedPrefill(SimulatedPeer):
             line = b""
             while not line.endswith(b"\n"):
                 if not (received := await loop.sock_recv(connection, 64)):
-                    return  # the peer has left
+                    return  # the peer is gone
                 line += received
             room = int(line)
             room_pass = self._pass_of(room)
@@ -160,12 +160,12 @@ class SimulatedPrefill(SimulatedPeer):
                     self._fetched[room].set()
 
     def drop_passes(self) -> None:
-        """Break off all transfers, as a crash does."""
+        """Abort all transfers, as a crash does."""
         for serving in self._transfers:
             serving.cancel()
 
     async def stop_serving(self) -> None:
-        """Break off the transfers too."""
+        """Abort the transfers too."""
         await super().stop_serving()
         self.drop_passes()
 
@@ -191,18 +191,18 @@ class SimulatedPrefill(SimulatedPeer):
 
 
 class SimulatedDecode(SimulatedPeer):
-    """Streams when it has fetched the pass of its room."""
+    """Streams once it has fetched its room's pass."""
 
     def __init__(self, bus: Bus, **settings: Any) -> None:
         """Prepare a decode engine; see `SimulatedPeer`."""
         super().__init__(bus, role=common_pb2.REPLICA_ROLE_DECODE, **settings)
         self.num_mismatched = 0
-        """Number of passes that were not for this engine, or of another request."""
+        """Number of passes that were for another engine or request."""
 
     async def Generate(  # noqa: N802 - gRPC's name
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> generate_pb2.GenerateResponse:
-        """Refuse: here a decode engine is asked for streams only."""
+        """Refuse: this decode engine only streams."""
         raise InvalidRequestError("a decode engine is asked for streams here")
 
     async def _delay(self, request: generate_pb2.GenerateRequest) -> None:

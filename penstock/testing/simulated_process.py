@@ -1,7 +1,6 @@
-"""Simulated engines in processes of their own, to be killed.
+"""Simulated engines in their own processes, which tests kill.
 
-`python -m penstock.testing.simulated_process --help` lists what one is started with; it prints its address once it
-serves.
+`python -m penstock.testing.simulated_process --help` lists the options; a process prints its address once it serves.
 """
 
 import argparse
@@ -38,7 +37,7 @@ async def simulated_process(
     hang_after: int | None = None,
     die_after: int | None = None,
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a simulated engine of `role` (unified, prefill, decode) during the context, unless it is killed before.
+    """Run a simulated engine of `role` (unified, prefill, decode) during the context, unless it is killed earlier.
 
     The other settings are those of `SimulatedEngine`; a process that hangs does so until it is killed.
     """
@@ -54,7 +53,7 @@ async def simulated_process(
     assert process.stdout is not None
     try:
         started = await asyncio.wait_for(process.stdout.readline(), _START_TIMEOUT_S)
-        # A call that waited for it may have been what it dies of, before it could say that it has started.
+        # A waiting call may kill it before it can report that it has started.
         assert started or die_after is not None, "the engine did not start"
         yield process
     finally:

@@ -27,17 +27,17 @@ class TrainProcess:
     process: "subprocess.Popen[bytes]"
     runs: Path
     mark: str
-    """In the environment of the launcher, and so of everything that it starts."""
+    """A value in the environment of the launcher, and so of everything that it starts."""
     output: Path
 
     @property
     def folder(self) -> Path:
-        """The run folder, once there is one."""
+        """The run folder; fails before it exists."""
         (folder,) = [path for path in self.runs.iterdir() if path.is_dir()]
         return folder
 
     def rows(self) -> list[dict[str, Any]]:
-        """Finished steps."""
+        """Return the metrics of finished steps."""
         try:
             lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         except (OSError, ValueError):
@@ -49,7 +49,7 @@ class TrainProcess:
         self.wait_until(lambda: any(row["step"] >= step for row in self.rows()), f"step {step}", timeout_s)
 
     def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Wait for something, but not for a run that has ended."""
+        """Wait for a condition; fail if the run ends first."""
         deadline = time.monotonic() + timeout_s
         while not holds():
             ended = self.process.poll() is not None
@@ -66,8 +66,8 @@ class TrainProcess:
             raise AssertionError(f"the run did not end within {timeout_s} s\n{self.tail()}") from None
 
     def processes(self) -> dict[str, int]:
-        """The services that run, by the name that the launcher gave them, and their process ids; also nats-server, and
-        rank-1 and so on of a trainer of several ranks."""
+        """Return process ids of the running services by their launcher names, including nats-server, and rank-1 and so
+        on of a trainer of several ranks."""
         found = {}
         for pid in self.pids():
             arguments = _arguments(pid)
@@ -80,21 +80,21 @@ class TrainProcess:
         return found
 
     def pid_of(self, service: str) -> int:
-        """A process of the service; the first by name where there are several."""
+        """Return a process id of the service; the first by name if there are several."""
         for name, pid in sorted(self.processes().items()):
             if name == service or name.startswith(f"{service}-"):
                 return pid
         raise AssertionError(f"no process serves {service}")
 
     def kill(self, service: str) -> None:
-        """kill -9, and wait until another one has taken its place."""
+        """kill -9 the service, and wait until another process has replaced it."""
         victim = self.pid_of(service)
         name = next(name for name, pid in self.processes().items() if pid == victim)
         os.kill(victim, signal.SIGKILL)
         self.wait_until(lambda: self.processes().get(name, victim) != victim, f"a new {name}", 30.0)
 
     def pids(self) -> list[int]:
-        """Every living process that descends from this launch."""
+        """Return every living process that descends from this launch."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -109,7 +109,7 @@ class TrainProcess:
         return sorted(found)
 
     def tail(self) -> str:
-        """The end of what the launcher and the services have said, for a failed assertion."""
+        """Return the end of the launcher's and the services' logs, for a failed assertion."""
         logs = sorted((self.folder / "logs").glob("*.log")) if self.runs.exists() and any(self.runs.iterdir()) else []
         parts = [f"== {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:]) for path in logs]
         return "\n".join([self.output.read_text(errors="replace")[-3000:], *parts])
@@ -117,12 +117,12 @@ class TrainProcess:
 
 @contextmanager
 def started(tmp_path: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[TrainProcess]:
-    """`penstock train` with `arguments` (recipe, overrides), run folder below `tmp_path`; nothing of it survives.
+    """Run `penstock train` with `arguments` (recipe, overrides), run folder below `tmp_path`; leave nothing behind.
 
-    `environment` is what it has beside this process's.
+    `environment` is added to this process's.
     """
     mark = f"penstock-test-{uuid.uuid4().hex}"
-    # The launcher's processes do not look into their working directory, and the environment may belong to another tree.
+    # The launcher's processes do not look in their working directory, and the environment may belong to another tree.
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     runs, output = tmp_path / "runs", tmp_path / f"output-{mark[-6:]}.txt"
     scratch = tempfile.TemporaryDirectory(prefix="run-", ignore_cleanup_errors=True)  # killed processes leave files
@@ -163,7 +163,7 @@ def _arguments(pid: int) -> list[str]:
 
 
 def _leads_its_session(pid: int) -> bool:
-    """Children that a service forks look like it."""
+    """Return whether a process leads its session, which tells it from a service's forked children with equal names."""
     try:
         return os.getsid(pid) == pid
     except ProcessLookupError:

@@ -1,1 +1,1 @@
-"""Formats in which weights travel: what trainer and engine must agree on, byte for byte."""
+"""Formats of weights in transit, on which trainer and engine must agree byte for byte."""

@@ -1,8 +1,8 @@
 """GPU memory that another process can open, through the CUDA driver. It has not been run on a GPU yet.
 
-torch shares tensors differently: it counts references in a file, and memory whose reader was killed is never freed.
-Here only the owner decides, and the driver frees the memory of a dead process. It frees it at once, so an engine that
-reads while its trainer is killed gets an error from CUDA and may have to be restarted.
+torch shares tensors differently: it counts references in a file, and never frees memory whose reader was killed. Here
+only the owner decides, and the driver frees a dead process's memory. It frees it at once, so an engine that reads while
+its trainer is killed gets an error from CUDA and may have to be restarted.
 """
 
 import ctypes
@@ -26,16 +26,16 @@ _HANDLE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class CudaMemory:
-    """Memory of this process."""
+    """GPU memory of this process that others can open."""
 
     data: torch.Tensor
     """uint8[bytes]; the memory is freed when no tensor refers to it."""
     handle: bytes
-    """With which other processes open it."""
+    """The handle with which other processes open it."""
 
 
 class _Allocation:
-    """What torch needs to make a tensor of memory that it has not allocated."""
+    """Lets torch make a tensor of memory that it has not allocated."""
 
     def __init__(self, pointer: int, size_bytes: int, device: torch.device, *, is_ours: bool) -> None:
         self._pointer = pointer
@@ -49,7 +49,7 @@ class _Allocation:
         }
 
     def __del__(self) -> None:
-        # In any thread. At the end of the process the driver frees everything by itself.
+        # May run in any thread. When the process ends, the driver frees everything on its own.
         if self._is_ours and not sys.is_finalizing():
             with _context_of(self._device):
                 _warn("cuMemFree", driver.cuMemFree(self._pointer))
@@ -72,7 +72,7 @@ def allocate(size_bytes: int, device: torch.device) -> CudaMemory:
 
 @contextmanager
 def opened(handle: bytes, uuid: str, size_bytes: int) -> Iterator[torch.Tensor]:
-    """Another process's memory, uint8[bytes], for reading. On exit its GPU has finished all reads.
+    """Yield another process's memory, uint8[bytes], for reading. On exit its GPU has finished all reads.
 
     If the reads go to another GPU, the caller waits for that one.
 
@@ -99,13 +99,13 @@ def opened(handle: bytes, uuid: str, size_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def device_uuid(device: torch.device) -> str:
-    """The GPU's own name, which does not depend on its number in this process."""
+    """Return the GPU's UUID, which does not depend on its number in this process."""
     index: int = torch.cuda.current_device() if device.index is None else device.index
     return visible_devices()[index]
 
 
 def visible_devices() -> list[str]:
-    """Names of the GPUs that this process may use, in its order; without creating a context on any of them."""
+    """Return the UUIDs of the GPUs that this process may use, in its order, without creating a context on any."""
     try:
         (status,) = driver.cuInit(0)
     except DynamicLibNotFoundError:
@@ -121,9 +121,9 @@ def visible_devices() -> list[str]:
 
 @contextmanager
 def _context_of(device: torch.device) -> Iterator[None]:
-    """With torch's context of the device current in this thread, after all work on it has finished.
+    """Make torch's context of the device current in this thread, after all work on it has finished.
 
-    Choosing a device is not enough in a thread that has not used one: the driver learns of it at the first call.
+    In a thread that has not used a device, choosing it is not enough: the driver learns of it at the first call.
     """
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
@@ -131,7 +131,7 @@ def _context_of(device: torch.device) -> Iterator[None]:
 
 
 def _value(call: str, result: tuple[Any, Any]) -> Any:
-    """What a driver call returned.
+    """Return the value of a driver call.
 
     Raises:
         OSError: the call failed.

@@ -1,9 +1,9 @@
-"""Weights as compressed blocks, for slow links: what changed since another version, or all weights.
+"""Weights as compressed blocks, for slow links: the change since another version, or all weights.
 
 A block is a part of one tensor. In a delta it is the exclusive or of old and new bytes, else the new bytes. Numbers
 change mostly in their low bytes and share their high ones, so all first bytes are stored together, then all second
 bytes, and so on; that compresses well. Compressed blocks follow each other in the manifest's order, each after its
-length. A delta that is applied to another base gives wrong weights, which the digests after a push reveal.
+length. A delta that is applied to the wrong base gives wrong weights, which the digests after a push reveal.
 """
 
 import struct
@@ -36,7 +36,7 @@ def encode_block(old: torch.Tensor | None, new: torch.Tensor) -> bytes:
 
 
 def apply_block(held: torch.Tensor, block: bytes, *, is_delta: bool) -> None:
-    """Replace the old bytes in `held` by the new ones. `held` may be non-contiguous.
+    """Replace the old bytes in `held` with the new ones. `held` may be non-contiguous.
 
     Raises:
         ValueError: the block is damaged, or belongs to another tensor.
@@ -77,7 +77,7 @@ def write_blocks(
 def apply_blocks(
     file: BinaryIO, specs: Sequence[TensorSpec], held: Mapping[str, torch.Tensor], *, is_delta: bool
 ) -> None:
-    """Change the tensors in `held`, one by one.
+    """Change the tensors in `held`, one at a time.
 
     Raises:
         ValueError: the file is damaged, or contains other tensors.
@@ -92,7 +92,7 @@ def apply_blocks(
 
 
 def read_blocks(file: BinaryIO, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, one by one, from blocks that contain all weights.
+    """Yield name and tensor, one at a time, from blocks that contain all weights.
 
     Raises:
         ValueError: the file is damaged, or contains other tensors.
@@ -119,7 +119,7 @@ def _num_blocks(dtype: torch.dtype, numel: int) -> int:
 
 
 def _blocks(dense: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of at most `BLOCK_BYTES` each."""
+    """Yield views of at most `BLOCK_BYTES` each."""
     step = BLOCK_BYTES // dense.element_size()
     flat = dense.view(-1)
     return (flat[first : first + step] for first in range(0, flat.numel(), step))

@@ -1,4 +1,4 @@
-"""A 64-bit digest of a tensor's bytes, for "does the engine hold what was trained?".
+"""A 64-bit digest of a tensor's bytes, which shows whether the engine holds what was trained.
 
 It depends on every bit and its position, so it detects swapped values and flipped signs. It guards against mistakes,
 not against an adversary. There are two kinds, each equal on every device: "xxh3" is XXH3-64 of the bytes, as fast as a
@@ -32,14 +32,14 @@ _BLOCKS_AT_ONCE = 256
 """Bounds a digest's temporary memory to 64 MiB."""
 
 _MAX_THREADS = 8
-"""More cores than this would wait for memory."""
+"""More threads than this would wait for memory."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
 def digest_kind(device: torch.device) -> str:
-    """The kind of digest that is fast on `device`."""
+    """Return the kind of digest that is fast on `device`."""
     return XXH3 if device.type == "cpu" else MULTILINEAR
 
 
@@ -47,22 +47,22 @@ def require_digest_kind(kind: str) -> None:
     """Check the kind in a request.
 
     Raises:
-        InvalidRequestError: it is unknown.
+        InvalidRequestError: the kind is unknown.
     """
     if kind not in (XXH3, MULTILINEAR):
         raise InvalidRequestError(f"digest {kind!r} is unknown to this engine; use {XXH3!r} or {MULTILINEAR!r}")
 
 
 def digest_pool(device: torch.device) -> ThreadPoolExecutor:
-    """Threads for digests of tensors on `device`: one per useful core, or one for a GPU."""
+    """Return threads for digests of tensors on `device`: one per useful core, or one for a GPU."""
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if device.type == "cpu" else 1
     return ThreadPoolExecutor(num_threads, thread_name_prefix="digest")
 
 
 def tensor_digest(tensor: torch.Tensor, kind: str = XXH3) -> int:
-    """The digest of the tensor's elements in row-major order, on any device; 0 to 2^64 - 1.
+    """Return the digest of the tensor's elements in row-major order, on any device; 0 to 2^64 - 1.
 
-    It does not include dtype and shape: compare those too.
+    The digest does not include dtype and shape: compare those too.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if kind == XXH3:
@@ -72,7 +72,7 @@ def tensor_digest(tensor: torch.Tensor, kind: str = XXH3) -> int:
 
 
 def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = XXH3) -> dict[str, int]:
-    """The digest of each tensor by name, on all useful cores.
+    """Return the digest of each tensor by name, computed on all useful cores.
 
     On a GPU it runs in this thread, whose stream is ordered after pending writes; other threads have other streams.
     """
@@ -102,7 +102,7 @@ def _multilinear(data: torch.Tensor) -> int:
 
 
 def _block_sums_cpu(words_N: torch.Tensor) -> Iterable[int]:
-    """numpy multiplies integers twice as fast as torch, here in place and within the cache."""
+    """Compute the block sums in numpy, which multiplies integers twice as fast as torch, in place and in cache."""
     words, multipliers = words_N.numpy(), _multipliers("cpu").numpy()
     product = np.empty(min(BLOCK_WORDS, len(words)), dtype=np.int64)
     for first in range(0, len(words), BLOCK_WORDS):
@@ -121,7 +121,7 @@ def _block_sums_device(words_N: torch.Tensor) -> Iterable[int]:
 
 
 def _block_sums(words_N: torch.Tensor, multipliers_N: torch.Tensor) -> list[int]:
-    """Σ w·m of each block; the last one may be short."""
+    """Return Σ w·m of each block; the last block may be short."""
     if words_N.numel() <= BLOCK_WORDS:
         return [int((words_N.to(torch.int64) * multipliers_N[: words_N.numel()]).sum())]
     num_full = words_N.numel() // BLOCK_WORDS
@@ -140,7 +140,7 @@ def _multipliers(device: str) -> torch.Tensor:
 
 
 def _mix(number: int) -> int:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014)."""
+    """Apply splitmix64's finaliser (Steele, Lea, Flood 2014)."""
     number &= _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""The contents of a push and how they are packed: named tensors, end to end in buckets of bounded size.
+"""The contents of a push and their packing: named tensors, end to end in buckets of bounded size.
 
 Trainer and engine must see the same bytes in the same order, so the layout depends only on the names, dtypes, shapes
 and order of the tensors.
@@ -15,7 +15,7 @@ from penstock.errors import InvalidRequestError
 from penstock.v1 import rollout_pb2
 
 ALONE_BYTES = 1 << 20
-"""Tensors of at least this size have a bucket of their own: the engine receives them in place, without unpacking."""
+"""Tensors of at least this size have their own bucket: the engine receives them in place, without unpacking."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> Self:
-        """Describe a tensor, as it is or as one of another dtype."""
+        """Describe a tensor, with its own dtype or another one."""
         return cls(name=name, dtype=str(dtype or tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
     @property
@@ -96,7 +96,7 @@ class Manifest:
         return manifest
 
     def to_proto(self) -> rollout_pb2.WeightManifest:
-        """The message."""
+        """Return the manifest as a message."""
         return rollout_pb2.WeightManifest(
             buckets=[
                 rollout_pb2.WeightBucket(
@@ -109,7 +109,7 @@ class Manifest:
         )
 
     def offsets(self, alignment: int) -> list[int]:
-        """Start of each bucket and end of the last, end to end, each starting at a multiple of `alignment`."""
+        """Return the start of each bucket and the end of the last, end to end, each start a multiple of `alignment`."""
         offsets, end = [], 0
         for bucket in self.buckets:
             offsets.append(end)
@@ -155,7 +155,7 @@ def pack(
 
 
 def views(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket as views of `data`; the inverse of `pack`. `Manifest.plan` aligns them.
+    """Return the tensors of a bucket as views of `data`; the inverse of `pack`. `Manifest.plan` aligns them.
 
     Raises:
         ValueError: `data` has more or fewer bytes than the manifest says.
@@ -171,12 +171,12 @@ def views(bucket: Sequence[TensorSpec], data: torch.Tensor) -> dict[str, torch.T
 
 
 def chunks(data: torch.Tensor, max_bytes: int) -> tuple[torch.Tensor, ...]:
-    """Cut a bucket into views of at most `max_bytes`, as they are broadcast; 0: one view."""
+    """Cut a bucket into views of at most `max_bytes`, as broadcast sends them; 0: one view."""
     return data.split(max_bytes) if max_bytes else (data,)
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of that name.
+    """Return the torch dtype of that name.
 
     Raises:
         InvalidRequestError: torch has no such dtype.

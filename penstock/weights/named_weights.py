@@ -1,4 +1,4 @@
-"""Weights that come one after the other, so that not all of them need to be there at a time."""
+"""Weights that arrive one tensor at a time, so that they need not all be in memory at once."""
 
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from penstock.weights.manifest import TensorSpec, specs_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedWeights:
-    """Named tensors in a fixed order. Read it once; a reader that leaves must close its iterator."""
+    """Named tensors in a fixed order. Read it once; a reader that stops early must close its iterator."""
 
     specs: tuple[TensorSpec, ...]
-    """What will come, known before anything has."""
+    """Specs of the tensors, known before any has arrived."""
     device: torch.device
-    """Where the tensors are."""
+    """The tensors' device."""
     tensors: Iterable[tuple[str, torch.Tensor]]
-    """One may be gone when the next has come, unless its reader keeps it."""
+    """The tensors; each may be gone when the next arrives, unless its reader keeps it."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Return tensors that are all there, at least one.
+        """Return the named weights of tensors that are all present, at least one.
 
         Raises:
             ValueError: one tensor has two names.

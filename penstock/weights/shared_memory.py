@@ -1,8 +1,8 @@
-"""Memory with all buckets of a snapshot, end to end, which other processes of the same machine can read.
+"""Memory with all buckets of a snapshot, end to end, which other processes on the machine can read.
 
 On a CPU it is anonymous memory (memfd), which others open through its owner's entry in /proc, by number and name. It
 has no name in any folder, so nothing is left behind: it is freed when the last process that has it open ends, however
-it ends. On a GPU it is memory shared by a CUDA handle, with the same property; see `cuda_memory`.
+that happens. On a GPU it is memory shared by a CUDA handle, with the same property; see `cuda_memory`.
 """
 
 import errno
@@ -23,7 +23,7 @@ from penstock.v1 import rollout_pb2
 from penstock.weights import cuda_memory
 
 ALIGNMENT = 256
-"""Buckets start at multiples of it, so that tensors of every dtype are aligned."""
+"""Buckets start at multiples of this many bytes, so that tensors of every dtype are aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SharedMemory:
     data: torch.Tensor
     """uint8[bytes]."""
     message: rollout_pb2.SharedMemorySource
-    """How others open it."""
+    """Message with which others open it."""
 
 
 class SharedMemoryPool:
@@ -44,7 +44,7 @@ class SharedMemoryPool:
     """
 
     def __init__(self) -> None:
-        """Nothing is allocated yet."""
+        """Start with nothing allocated."""
         self._spare: _Memory | None = None
 
     def allocate(self, size_bytes: int, device: torch.device) -> SharedMemory:
@@ -63,7 +63,7 @@ class SharedMemoryPool:
             memory = _Memory(size_bytes)
         message.host.process_id, message.host.descriptor = os.getpid(), memory.descriptor
         message.host.name = memory.name
-        view = memoryview(memory.mapping)  # tensors keep it alive
+        view = memoryview(memory.mapping)  # tensors keep the memory alive
         weakref.finalize(view, self._keep, memory).atexit = False
         return SharedMemory(torch.frombuffer(view, dtype=torch.uint8), message)
 
@@ -85,19 +85,19 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMemoryHandle:
-    """What is needed to open another process's memory, as plain values."""
+    """The data needed to open another process's memory, as plain values."""
 
     size_bytes: int
     path: str = ""
-    """Of host memory: the owner's entry in /proc."""
+    """For host memory: the owner's entry in /proc."""
     name: str = ""
     cuda_handle: str = ""
-    """Of GPU memory: hexadecimal digits."""
+    """For GPU memory: hexadecimal digits."""
     cuda_device: str = ""
 
     @classmethod
     def of(cls, message: rollout_pb2.SharedMemorySource) -> Self:
-        """Check that the memory can be opened here, as far as that is known without a CUDA context.
+        """Return the handle if the memory can be opened here, as far as that is known without a CUDA context.
 
         Raises:
             NotReadyError: it cannot.
@@ -123,7 +123,7 @@ class SharedMemoryHandle:
 
 
 class Reader(Protocol):
-    """Open shared memory."""
+    """Reads open shared memory."""
 
     def read(self, first: int, target: torch.Tensor) -> None:
         """Fill `target`, uint8[bytes], contiguous, with the bytes from offset `first`. Blocking."""
@@ -149,7 +149,7 @@ def open_shared_memory(handle: SharedMemoryHandle) -> Iterator[Reader]:
     except OSError as error:
         raise NotReadyError(f"shared memory {handle.path} cannot be opened here ({error}); use broadcast") from None
     try:
-        # The name of the open file, not of the path: the owner may have ended and its process id be reused.
+        # Check the open file's name, not the path's: the owner may have ended and its process id been reused.
         name = os.readlink(f"/proc/self/fd/{descriptor}")
         if handle.name not in name or os.fstat(descriptor).st_size != handle.size_bytes:
             raise NotReadyError(f"shared memory {handle.path} is now {name}, not {handle.name}; use broadcast")
@@ -159,7 +159,7 @@ def open_shared_memory(handle: SharedMemoryHandle) -> Iterator[Reader]:
 
 
 class _FileReader:
-    """Reads straight into the target. A mapping would fault in its pages one by one."""
+    """Reads straight into the target. A mapping would fault in its pages one at a time."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -196,7 +196,7 @@ class _CudaReader:
 
 
 def machine() -> str:
-    """Boot id and PID namespace: equal for processes that see each other in /proc."""
+    """Return boot id and PID namespace: equal for processes that see each other in /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -1,7 +1,7 @@
 """The weights of one version as files: a folder with one safetensors file, complete or absent.
 
-Buckets are written without a copy: the data of a safetensors file are its tensors end to end. The newest two versions
-are kept, so that a reader of the older one can finish.
+Buckets are written without a copy, because the data of a safetensors file are its tensors end to end. The newest two
+versions are kept, so that a reader of the older one can finish.
 """
 
 import json
@@ -28,14 +28,14 @@ _UNFINISHED = re.compile(r"\.v\d{8,}-[0-9a-f]{8}")
 
 
 def version_folder(parent: Path, version: int) -> Path:
-    """The folder of `version`."""
+    """Return the folder of `version`."""
     return parent / f"v{version:08d}"
 
 
 def write_weight_files(parent: Path, version: int, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> Path:
     """Write the folder of `version` below `parent`, delete old versions, and return the folder. Blocking.
 
-    Only one process may write below `parent`: unfinished folders are deleted as a killed writer's.
+    Only one process may write below `parent`: it deletes unfinished folders as leftovers of a killed writer.
     """
     parent.mkdir(parents=True, exist_ok=True)
     for left_behind in parent.iterdir():
@@ -61,14 +61,14 @@ def write_weight_files(parent: Path, version: int, manifest: Manifest, buckets: 
 
 
 def find_weight_files(parent: Path) -> tuple[int, Path] | None:
-    """The newest version below `parent` and its folder; None if there is none. Blocking."""
+    """Return the newest version below `parent` and its folder; None if there is none. Blocking."""
     if not parent.is_dir() or not (versions := _versions(parent)):
         return None
     return int(versions[-1].name.removeprefix("v")), versions[-1]
 
 
 def check_weight_files(folder: Path, version: int, manifest: Manifest) -> None:
-    """Check that the folder can be read here and contains what was announced.
+    """Check that the folder can be read here and contains the announced weights.
 
     Raises:
         NotReadyError: it cannot, or does not.
@@ -85,7 +85,7 @@ def check_weight_files(folder: Path, version: int, manifest: Manifest) -> None:
 
 
 def read_weight_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor, one by one, in the order in which they were written."""
+    """Yield name and tensor, one at a time, in the order in which they were written."""
     from safetensors import safe_open
 
     with safe_open(folder / FILE_NAME, framework="pt") as file:

@@ -1,7 +1,7 @@
-"""The `penstock` command: what it answers to, and how it answers mistakes.
+"""The `penstock` command: its subcommands, and its answers to mistakes.
 
-The recipe is read and checked before anything heavy is imported, so a mistyped key is answered in half a second.
-A mistake is answered by one line, `error: ...`, and exit code 2; there is no traceback for what a person can mend.
+The recipe is read and checked before any heavy import, so that a mistyped key is reported in half a second. A mistake
+is reported in one line, `error: ...`, with exit code 2 and no traceback if a person can fix it.
 """
 
 import sys
@@ -33,7 +33,7 @@ from services.cli.train import train
 app = typer.Typer(
     help="Fully asynchronous GRPO post-training on verifiable rewards.",
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # rich's own markup would swallow the names of sections: [data]
+    rich_markup_mode="markdown",  # rich's own markup would hide the names of sections: [data]
 )
 _COMMANDS: dict[str, Callable[..., int]] = {
     "train": train,
@@ -57,7 +57,7 @@ app.add_typer(bus.app, name="bus")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2 for what a person must change, 1 for every other failure."""
+    """Run the command line and return the exit code: 2 if a person must change something, 1 for other failures."""
     try:
         code = app(arguments, prog_name="penstock", standalone_mode=False)
     except TyperException as error:

@@ -1,4 +1,4 @@
-"""What several commands share: recipes and overrides in any order, the run to resume, shell completion of settings."""
+"""Arguments of several commands: recipes and overrides in any order, the run to resume, completion of settings."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -32,10 +32,10 @@ class RecipeCommand(TyperCommand):
     """A command that takes overrides; shells complete their keys."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """The command's own options and arguments, and after `--` the settings of a recipe."""
+        """Return the command's own options and arguments, and after `--` the settings of a recipe."""
         found = super().shell_complete(ctx, incomplete)
         if incomplete.startswith("--"):
-            item = type(super().shell_complete(ctx, "--help")[0])  # typer exports the class of its items nowhere
+            item = type(super().shell_complete(ctx, "--help")[0])  # typer does not export the class of its items
             found += [item(key, help=text) for key, text in _overrides() if key.startswith(incomplete)]
         return found
 
@@ -47,11 +47,11 @@ def _overrides() -> Iterator[tuple[str, str]]:
 
 
 def sort_arguments(first: Path | None, rest: Iterable[str]) -> tuple[list[Path], list[str]]:
-    """Paths and overrides apart, in whatever order they were typed.
+    """Separate paths and overrides, in whatever order they were typed.
 
     Raises:
-        ConfigError: an override is not `--section.key=value`. With a space in place of `=`, its value would be taken
-            for a path.
+        ConfigError: an override is not `--section.key=value`. With a space in place of `=`, its value would be read as
+            a path.
     """
     arguments = [*([] if first is None else [str(first)]), *rest]
     overrides = [argument for argument in arguments if argument.startswith("-") and argument != "-"]
@@ -64,7 +64,7 @@ def load_recipes(recipes: list[Path], overrides: list[str]) -> Recipe:
     """Read at least one recipe: files, or names of recipes that come with Penstock.
 
     Raises:
-        ConfigError: there is none, or something in them is wrong.
+        ConfigError: there is none, or one is wrong.
     """
     if not recipes:
         raise ConfigError(
@@ -77,7 +77,7 @@ def load_run(recipes: list[Path], overrides: list[str], *, resume: Path | None) 
     """Read the recipe of a new run, or that of the run in the folder `resume`, and open this folder.
 
     Raises:
-        ConfigError: there is neither recipe nor run, or both, or something in the recipe is wrong.
+        ConfigError: there is neither recipe nor run, or both, or the recipe is wrong.
         SetupError: `resume` holds no run.
     """
     if resume is None:

@@ -41,12 +41,12 @@ Number = Annotated[
 def list_streams(
     context: typer.Context, config: Config = None, url: Url = "", run: Run = "", as_json: Json = False
 ) -> int:
-    """List the streams of a run: messages, bytes, age of the oldest message, and what each consumer has yet to do."""
+    """List the streams of a run: messages, bytes, age of the oldest message, and each consumer's backlog."""
     if context.invoked_subcommand is not None:
         if config is not None or url or run or as_json:
             raise ConfigError(f"options of `penstock bus {context.invoked_subcommand}` come after its name")
         return 0
-    from penstock.bus.stream_report import report_streams  # imports NATS, so only once the arguments are checked
+    from penstock.bus.stream_report import report_streams  # imports NATS, so only after the arguments are checked
 
     streams = _on_bus(report_streams, config, url, run)
     if as_json:
@@ -79,7 +79,7 @@ def letters(
 
 @app.command()
 def show(number: Number, config: Config = None, url: Url = "", run: Run = "") -> int:
-    """Print a dead letter as JSON, whatever record it holds: sizes in place of bytes and arrays, long text cut."""
+    """Print a dead letter as JSON, whatever record it holds: bytes and arrays as sizes, long text cut."""
     from penstock.bus.dead_letters import read_letter, show_payload
 
     letter = _on_bus(lambda bus: read_letter(bus, number), config, url, run)

@@ -1,4 +1,4 @@
-"""Where commands print tables: a terminal as wide as it is, anything else as wide as a table needs."""
+"""Opens consoles for tables: as wide as the terminal, or elsewhere as wide as the table."""
 
 from rich.console import Console
 
@@ -6,6 +6,6 @@ _PLAIN_WIDTH = 160
 
 
 def open_console() -> Console:
-    """A console on standard output."""
+    """Return a console on standard output."""
     console = Console()
     return console if console.is_terminal else Console(width=_PLAIN_WIDTH)

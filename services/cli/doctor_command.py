@@ -1,4 +1,4 @@
-"""`penstock doctor`: whether this machine can run a recipe, and what to do where it cannot."""
+"""`penstock doctor`: checks whether this machine can run a recipe, and gives remedies."""
 
 import json
 import sys
@@ -29,10 +29,10 @@ def doctor(
     sft: Annotated[bool, typer.Option("--sft", help="Look at what `penstock sft` asks, not `penstock train`.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
 ) -> int:
-    """Look at this machine: Python, packages, GPUs and their libraries, memory, disk; and at what a recipe asks of it.
+    """Check this machine (Python, packages, GPUs and their libraries, memory, disk), and the needs of a recipe.
 
     Nothing is started, downloaded or changed. Any --section.key=value overrides the recipe. Exits with 1 if there is a
-    fault, with which a run would not start or would fail; a warning is what may be slow or fail later.
+    fault, with which a run would not start or would fail; a warning marks a run that may be slow or fail later.
     """
     findings: list[Finding] = []
     settings: Recipe | None = None

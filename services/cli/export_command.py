@@ -1,4 +1,4 @@
-"""`penstock export`: a trained model as a folder that others load."""
+"""`penstock export`: writes a trained model as a folder that other programs load."""
 
 import sys
 from enum import StrEnum
@@ -12,7 +12,7 @@ from services.cli.model_folder import find_model
 
 
 class Precision(StrEnum):
-    """Of exported weights."""
+    """Precision of exported weights."""
 
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -32,7 +32,7 @@ def export(
 ) -> int:
     """Write the model of a run as a folder that transformers and SGLang load.
 
-    A checkpoint has its weights in float32; published models have bfloat16, which takes half the room.
+    A checkpoint has its weights in float32; published models have bfloat16, which takes half the space.
     """
     model = find_model(source, step=step, name="RUN")
     casting = import_with_extra("services.trainer.backend.files.cast_model", "penstock export", extra="trainer")

@@ -1,4 +1,4 @@
-"""Modules whose packages only some installations have."""
+"""Imports modules whose packages only some installations have."""
 
 import importlib
 from typing import Any
@@ -7,10 +7,10 @@ from penstock.errors import SetupError
 
 
 def import_with_extra(module: str, command: str, *, extra: str) -> Any:
-    """Import `module` for what a person typed.
+    """Import `module` for a user's `command`.
 
     Raises:
-        SetupError: a package is not installed; the message names the extra of `penstock` that brings it.
+        SetupError: a package is not installed; the message names the extra of `penstock` that installs it.
     """
     try:
         return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""`penstock init`: a recipe that comes with Penstock, as a file to edit."""
+"""`penstock init`: copies a recipe that comes with Penstock to a file to edit."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ def init(
         Path | None, typer.Argument(metavar="FILE", help="Where to; default: NAME.toml here.", show_default=False)
     ] = None,
 ) -> int:
-    """Copy a recipe that comes with Penstock to a file of your own, and the schema by which editors check it."""
+    """Copy a recipe that comes with Penstock to a file of your own, and the schema with which editors check it."""
     if name is None:
         for each, path in shipped.recipes().items():
             command = _command(path)
@@ -45,7 +45,7 @@ def init(
 
 
 def _command(recipe: Path) -> str | None:
-    """The command that the comments show with the recipe alone or first; None for an overlay, which has none."""
+    """Return the command that the comments show with the recipe alone or first; None for an overlay, which has none."""
     found = re.search(
         rf"^#\s+penstock (train|sft)\s+recipes/{re.escape(recipe.name)}", recipe.read_text(), re.MULTILINE
     )
@@ -53,13 +53,13 @@ def _command(recipe: Path) -> str | None:
 
 
 def _summary(recipe: Path) -> str:
-    """The first paragraph of the comment that the file begins with, on one line."""
+    """Return the first paragraph of the file's opening comment, on one line."""
     lines = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if not line.startswith("#:")]
     return f"{' '.join(lines[: lines.index('')]).rstrip('.:')}."
 
 
 def _as_copy(text: str, name: str, target: Path) -> str:
-    """The recipe as it reads in `target`: its commands name the copy, and other recipes by their names."""
+    """Return the recipe's text for `target`: its commands name the copy, and other recipes by name."""
     return _MENTION.sub(lambda mention: str(target) if mention[1] == name else mention[1], text)
 
 

@@ -1,4 +1,4 @@
-"""Lines of JSON that commands read and write: one object each, checked field by field.
+"""Reads and writes lines of JSON: one object each, checked field by field.
 
 A fault is a `ValueError` that names the field, the value and the remedy; the caller adds the file and the line.
 """
@@ -8,15 +8,15 @@ import re
 from typing import Any
 
 MAX_LINE_BYTES = 16 * 2**20
-"""A longer line is not read."""
+"""A line with more bytes is not read."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_object(text: bytes | None, *, is_first: bool, example: str) -> dict[str, Any]:
-    """The fields of a line; None is a line that is longer than `MAX_LINE_BYTES`, `example` what a line looks like.
+    """Return the fields of a line; None is a line longer than `MAX_LINE_BYTES`, `example` shows a valid line in errors.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: it is not a JSON object.
     """
     if text is None:
         raise ValueError(f"the line is longer than {MAX_LINE_BYTES} bytes; shorten the response")
@@ -36,10 +36,10 @@ def read_object(text: bytes | None, *, is_first: bool, example: str) -> dict[str
 
 
 def read_id(fields: dict[str, Any]) -> str | int:
-    """The line's own id.
+    """Return the line's own id.
 
     Raises:
-        ValueError: it has none, or of another type.
+        ValueError: it has none, or one of another type.
     """
     if "id" not in fields:
         raise ValueError('field "id" is missing; give each line one, a string or an integer')
@@ -50,10 +50,10 @@ def read_id(fields: dict[str, Any]) -> str | int:
 
 
 def read_text(fields: dict[str, Any], key: str, *, default: str | None = None) -> str:
-    """A string; without a default it must be there.
+    """Return a string; without a default it is required.
 
     Raises:
-        ValueError: it is missing, or no string.
+        ValueError: it is missing, or not a string.
     """
     value = fields.get(key, default)
     if value is None and key not in fields:
@@ -64,7 +64,7 @@ def read_text(fields: dict[str, Any], key: str, *, default: str | None = None) -
 
 
 def read_golds(fields: dict[str, Any], key: str) -> list[str]:
-    """Gold answers: a string or a list of strings, none if the field is not there.
+    """Return the gold answers: a string or a list of strings; empty if the field is missing.
 
     Raises:
         ValueError: it is neither.
@@ -77,21 +77,21 @@ def read_golds(fields: dict[str, Any], key: str) -> list[str]:
 
 
 def _without_surrogates(text: str) -> str:
-    return _SURROGATE.sub("\ufffd", text)  # which UTF-8 cannot carry
+    return _SURROGATE.sub("\ufffd", text)  # UTF-8 cannot encode them
 
 
 def shown(value: object) -> str:
-    """A value as errors show it."""
+    """Return a value as errors show it."""
     try:
         text = json.dumps(value)
-    except RecursionError:  # it was read a few calls further up
+    except RecursionError:  # it was parsed with fewer calls on the stack
         return "what is nested too deeply"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def encode(fields: dict[str, Any]) -> bytes:
-    """A line."""
+    """Return the fields as a line."""
     try:
         return f"{json.dumps(fields, ensure_ascii=False)}\n".encode()
-    except UnicodeEncodeError:  # an id with a lone surrogate, which only an escape can say
+    except UnicodeEncodeError:  # an id with a lone surrogate, which needs an escape
         return f"{json.dumps(fields)}\n".encode()

@@ -1,4 +1,4 @@
-"""Which model a path on the command line names."""
+"""Finds the model that a path on the command line names."""
 
 from pathlib import Path
 
@@ -7,15 +7,15 @@ from services.trainer.checkpoint.store import CheckpointStore
 
 
 def find_model(path: Path, *, step: int | None = None, name: str = "--model") -> Path:
-    """The model in `path`: a model folder, a checkpoint, or a run's newest checkpoint, or its checkpoint of `step`.
+    """Return the model in `path`: a model folder, a checkpoint, or a run's checkpoint, the newest or that of `step`.
 
     Args:
-        path: What a person gave.
-        step: Of the checkpoint, if it is a run.
-        name: What the person gave it as, for errors.
+        path: The user's path.
+        step: Step of the checkpoint, if the path is a run.
+        name: Name of the option or argument, for errors.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no model.
         SetupError: no checkpoint of the run is complete.
     """
     if step is not None:

@@ -1,4 +1,4 @@
-"""`penstock plan`: whether a recipe fits the memory of GPUs, which need not be here."""
+"""`penstock plan`: calculates whether a recipe fits the memory of GPUs, which need not be present."""
 
 import json
 import sys
@@ -25,16 +25,16 @@ def plan(
     image_share: Annotated[float, typer.Option("--image-share", help="Share of tokens that stand for images.")] = 0.25,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
 ) -> int:
-    """Calculate what engines and trainer take of their GPUs' memory, and settings with which they would fit.
+    """Calculate the GPU memory that engines and trainer take, and settings with which they would fit.
 
-    Of the model only config.json is read, and no GPU is used. Any --section.key=value overrides the recipe. Exits with
-    1 if something does not fit.
+    Reads only the model's config.json, and uses no GPU. Any --section.key=value overrides the recipe. Exits with 1 if
+    something does not fit.
     """
     recipes, overrides = sort_arguments(recipe, context.args)
     settings = load_recipes(recipes, overrides)
     if settings.model is None:
         raise ConfigError("section [model] is missing; give --model.path=, or add it to the recipe")
-    if not 0 <= image_share <= _MOST_IMAGES:  # as nan is not
+    if not 0 <= image_share <= _MOST_IMAGES:  # also rejects nan
         raise ConfigError(f"--image-share {image_share} is no share of 0 to {_MOST_IMAGES}; correct it")
     planning: Any = import_with_extra("services.plan.memory_plan", "penstock plan", extra="trainer")
     machine = planning.Gpus.parse(gpus)

@@ -20,7 +20,7 @@ from services.recipe import Recipe
 
 
 class Service(enum.StrEnum):
-    """What `penstock serve` can start."""
+    """The services that `penstock serve` can start."""
 
     NATS = "nats"
     REWARD = "reward"
@@ -50,7 +50,7 @@ _SETTINGS: dict[Service, Callable[[Recipe], Any]] = {
 }
 
 _EXTRAS = {Service.ENVIRONMENTS: "worker"}
-"""The extras of `penstock` with the packages of services, where they are not called as the service."""
+"""The extras of `penstock` that install services' packages, if their names differ from the service's."""
 
 _SHARING_MEMORY = (Service.ROLLOUT, Service.TRAINER)
 """They pass weights to each other through /proc or CUDA's memory handles, which a process closed to others denies."""

@@ -1,7 +1,7 @@
-"""What each service receives of a recipe: its own section and the shared ones that it uses, never the whole.
+"""Takes each service's settings from a recipe: its own section and the shared ones that it uses, never the whole.
 
-Only what a service uses is checked here, so that NATS, the reward service and the router start on machines that have
-neither the model nor the data.
+Only the settings that a service uses are checked here, so that NATS, the reward service and the router start on
+machines without the model and the data.
 """
 
 from pathlib import Path
@@ -27,15 +27,15 @@ from services.trainer.telemetry.trackers import require_packages
 
 
 def for_reward(recipe: Recipe) -> RewardSettings:
-    """What `penstock serve reward` receives."""
+    """Return the settings of `penstock serve reward`."""
     return RewardSettings(reward=recipe.reward, run=recipe.run, network=recipe.network)
 
 
 def for_router(recipe: Recipe) -> RouterSettings:
-    """What `penstock serve router` receives.
+    """Return the settings of `penstock serve router`.
 
     Raises:
-        ConfigError: the OpenAI-compatible API is switched on, and model.path is not a model folder.
+        ConfigError: the OpenAI-compatible API is on, but model.path is not a model folder.
     """
     if recipe.router.http_port is not None and recipe.model is not None:
         require_model(recipe.model.path)
@@ -50,10 +50,10 @@ def for_router(recipe: Recipe) -> RouterSettings:
 
 
 def for_engine(recipe: Recipe) -> EngineSettings:
-    """What `penstock serve rollout` receives.
+    """Return the settings of `penstock serve rollout`.
 
     Raises:
-        ConfigError: there is no model, or SGLang has no setting of a name in rollout.sglang.
+        ConfigError: there is no model, or SGLang lacks a setting named in rollout.sglang.
     """
     sglang_settings.require_known(recipe.rollout.sglang)
     return EngineSettings(
@@ -68,7 +68,7 @@ def for_engine(recipe: Recipe) -> EngineSettings:
 
 
 def for_worker(recipe: Recipe) -> WorkerSettings:
-    """What `penstock serve worker` receives.
+    """Return the settings of `penstock serve worker`.
 
     Raises:
         ConfigError: there is no model, or an address is missing.
@@ -89,10 +89,10 @@ def for_worker(recipe: Recipe) -> WorkerSettings:
 
 
 def for_environments(recipe: Recipe) -> EnvironmentServerSettings:
-    """What `penstock serve environments` receives.
+    """Return the settings of `penstock serve environments`.
 
     Raises:
-        ConfigError: no environment is to be served, or one that is at a server already.
+        ConfigError: there is no environment to serve, or one is at a server already.
     """
     tables, server = recipe.worker.environments, recipe.environment_server
     elsewhere = [name for name, table in tables.items() if table.url]
@@ -117,7 +117,7 @@ def for_environments(recipe: Recipe) -> EnvironmentServerSettings:
 
 
 def for_trainer(recipe: Recipe) -> TrainerSettings:
-    """What `penstock serve trainer` receives.
+    """Return the settings of `penstock serve trainer`.
 
     Raises:
         ConfigError: there is no model or no data, the sampling cannot be trained on, the chat template does not read
@@ -143,7 +143,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
 
 
 def for_sft(recipe: Recipe) -> SftSettings:
-    """What `penstock sft` receives.
+    """Return the settings of `penstock sft`.
 
     Raises:
         ConfigError: there is no model or no data, a setting does not apply, the chat template does not read a
@@ -165,7 +165,7 @@ def for_sft(recipe: Recipe) -> SftSettings:
 
 
 def require_inputs(recipe: Recipe) -> None:
-    """Check what a whole run needs before it starts.
+    """Check a whole run's inputs before it starts.
 
     Raises:
         ConfigError: there is no model or no data, or a setting does not fit them; see `for_trainer`.
@@ -175,7 +175,7 @@ def require_inputs(recipe: Recipe) -> None:
 
 
 def pin_inputs(recipe: Recipe, *, with_sets: bool) -> Recipe:
-    """Return the recipe with the commits of its data on the Hugging Face Hub, and `with_sets` of its evaluation sets.
+    """Return the recipe with the Hugging Face Hub commits of its data pinned, and `with_sets` of its evaluation sets.
 
     Raises:
         DataError: there is no such data set, revision, configuration or split.
@@ -186,12 +186,13 @@ def pin_inputs(recipe: Recipe, *, with_sets: bool) -> Recipe:
 
 
 def require_columns(recipe: Recipe, *, with_sets: bool) -> None:
-    """Open the data as the trainer will, so that no engine is started for files that it would refuse.
+    """Open the data as the trainer will, so that no engine is started for files that the trainer would refuse.
 
-    Only the first row of each file is read; the trainer reads more before its first step, and `penstock data` all.
+    Only the first row of each file is read; the trainer reads more before its first step, and `penstock data` reads
+    all.
 
     Raises:
-        ConfigError: an evaluation set has fewer rows than it wants.
+        ConfigError: an evaluation set has too few rows.
         DataError: a file cannot be read, has no rows, or lacks a column.
         SetupError: the Hub cannot be reached and its cache has no copy, or a package is not installed.
     """
@@ -203,19 +204,19 @@ def require_columns(recipe: Recipe, *, with_sets: bool) -> None:
 
 
 def require_template_variables(recipe: Recipe, model: Path | None, *, with_sets: bool) -> None:
-    """Check that a model's chat template reads what the data sets in it, and `with_sets` the evaluation sets.
+    """Check that a model's chat template reads the variables that the data and, `with_sets`, the evaluation sets set.
 
     Args:
-        recipe: Whose `chat_template_kwargs` are checked.
-        model: Folder of the model; None: its template is not known, and only reserved names are refused.
+        recipe: The recipe whose `chat_template_kwargs` are checked.
+        model: Folder of the model; None: its template is unknown, and only reserved names are rejected.
         with_sets: Whether evaluation sets are played.
 
     Raises:
-        ConfigError: it does not read one, or the name is reserved.
+        ConfigError: the template does not read one, or the name is reserved.
         SetupError: transformers is not installed.
     """
     sets = recipe.evaluation.sets if with_sets else {}
-    given = {  # what [data] sets comes first, since the others inherit it
+    given = {  # [data] comes first, because the others inherit it
         "data": recipe.data.chat_template_kwargs,
         **{f"data.sources.{name}": source.chat_template_kwargs for name, source in recipe.data.sources.items()},
         **{f"evaluation.sets.{name}": each.chat_template_kwargs for name, each in sets.items()},
@@ -259,7 +260,7 @@ def _address(recipe: Recipe, given: str, port: int, service: str) -> str:
 
 
 def _router_url(recipe: Recipe) -> str:
-    """Where agents find the router's OpenAI-compatible API."""
+    """Return the address of the router's OpenAI-compatible API for agents."""
     if recipe.worker.router_url:
         return recipe.worker.router_url
     if not recipe.router.http_port:

@@ -1,4 +1,4 @@
-"""`penstock config`: the settings of a recipe as the processes would read it, or what each setting means."""
+"""`penstock config`: prints a recipe's settings as the processes would read it, or the meaning of each setting."""
 
 import difflib
 import sys
@@ -41,7 +41,7 @@ def show_config(
 
 
 def _explain(wanted: list[str]) -> str:
-    """The settings of the sections `wanted` and of those inside them; without any, of all."""
+    """Return the settings of the sections `wanted` and of those inside them; without any, of all."""
     known = list(reference.sections(Recipe))
     keys = {".".join(section.key.split(".")[: depth + 1]) for section in known for depth in range(4)}
     for key in wanted:

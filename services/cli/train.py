@@ -1,4 +1,4 @@
-"""`penstock train`: a whole run on this machine."""
+"""`penstock train`: runs a whole training run on this machine."""
 
 import asyncio
 import sys

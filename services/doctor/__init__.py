@@ -1,1 +1,1 @@
-"""What `penstock doctor` looks at: each check is a function of what a machine shows, and returns what it found."""
+"""The checks of `penstock doctor`: each is a function from a machine's facts to findings."""

@@ -1,6 +1,6 @@
-"""All checks of a machine, side by side, each in bounded time.
+"""Runs all checks of a machine concurrently, each in bounded time.
 
-Invariant: what hangs or breaks is a finding, and hides no other.
+Invariant: a check that hangs or breaks becomes a finding, and hides no other.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from services.launch.run_plan import make_plan
 from services.recipe import Recipe
 
 DEADLINE_S = 15.0
-"""For a check that asks this machine or the network."""
+"""Seconds for a check that asks this machine or the network."""
 
 _DISTRIBUTIONS = {"PIL": "pillow", "math_verify": "math-verify", "huggingface_hub": "huggingface-hub"}
 _CGROUP = Path("/sys/fs/cgroup")
@@ -35,20 +35,20 @@ _SHM = Path("/dev/shm")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing to look at."""
+    """One check."""
 
     name: str
     look: Callable[[], Iterable[Finding | None]]
-    """Returns what it finds; None for what is not worth a line."""
+    """Returns the findings; None for anything not worth a line."""
     deadline_s: float
 
 
 def checks_of(recipe: Recipe | None, *, is_sft: bool = False) -> list[Check]:
-    """What to look at: the machine, and with a recipe also what that asks of it.
+    """Return the checks: those of the machine, and with a recipe also those of its needs.
 
     Args:
-        recipe: None looks at the machine only.
-        is_sft: Whether `penstock sft` is to run, in place of `penstock train`.
+        recipe: None: only the machine is checked.
+        is_sft: Whether `penstock sft` will run, in place of `penstock train`.
     """
     looks: dict[str, Callable[[], Iterable[Finding | None]]] = {
         "Python": lambda: [software.check_python(tuple(sys.version_info[:3]))],
@@ -76,7 +76,7 @@ def checks_of(recipe: Recipe | None, *, is_sft: bool = False) -> list[Check]:
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
-    """Do all checks at once, and yield what they find in their order. A check past its deadline is left behind."""
+    """Run all checks at once, and yield their findings in order. A check past its deadline is abandoned."""
     begun = time.monotonic()
     looks = [_Look(check) for check in checks]
     for look in looks:
@@ -85,7 +85,7 @@ def examine(checks: Sequence[Check]) -> Iterator[Finding]:
 
 
 class _Look:
-    """A check in a thread of its own, which ends with the process if it hangs."""
+    """A check in its own thread, which ends with the process if it hangs."""
 
     def __init__(self, check: Check) -> None:
         self.check = check
@@ -94,7 +94,7 @@ class _Look:
         self.thread.start()
 
     def findings(self) -> list[Finding]:
-        """What it has found; a warning if it has not ended."""
+        """Return the check's findings; a warning if it has not ended."""
         found = self._found
         if found is not None:
             return found
@@ -122,7 +122,7 @@ def _sft_packages() -> Iterator[Finding | None]:
 
 
 def _plan(recipe: Recipe, devices: Sequence[str], *, is_sft: bool) -> GpuPlan:
-    """Which process computes where; `penstock sft` is the trainer alone."""
+    """Return the GPUs of each process; `penstock sft` is the trainer alone."""
     if not is_sft:
         return make_plan(recipe, devices, own_bus=not recipe.bus.url).gpus
     ranks = recipe.trainer.ranks if recipe.trainer.device != "cpu" else 0
@@ -151,7 +151,7 @@ def _gpus(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
     try:
         plan = _plan(recipe, devices, is_sft=is_sft)
     except ConfigError:
-        return  # the check of memory says so
+        return  # the check of memory reports it
     if not is_sft:
         yield gpu.check_nccl(facts, plan, recipe.trainer.weight_sync.transport)
     _, size = check_model(recipe)
@@ -177,14 +177,14 @@ def _memory(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
     yield memory.check_disk(size, recipe, str(runs.resolve()), _free(runs))
     try:
         temporary = Path(tempfile.gettempdir())
-    except FileNotFoundError:  # none of the usual folders can be written to
+    except FileNotFoundError:  # none of the usual folders is writable
         yield memory.check_temporary(os.environ.get("TMPDIR", "/tmp"), None)
     else:
         yield memory.check_temporary(str(temporary), _free(temporary))
 
 
 def _free(folder: Path) -> int | None:
-    """Bytes that are free in the folder's file system; None if it cannot be written to."""
+    """Return the free bytes in the folder's file system; None if the folder is not writable."""
     return shutil.disk_usage(folder).free if os.access(folder, os.W_OK | os.X_OK) else None
 
 
@@ -193,11 +193,11 @@ def _available_memory() -> int:
 
 
 def _version_of(module: str) -> str | None:
-    """The version of an installed module, which is not imported; None if it is not installed."""
+    """Return the version of an installed module, without importing it; None if it is not installed."""
     try:
         if importlib.util.find_spec(module) is None:
             return None
-    except ImportError:  # something keeps it from being imported
+    except ImportError:  # its import fails
         return None
     try:
         return importlib.metadata.version(_DISTRIBUTIONS.get(module, module))

@@ -1,4 +1,4 @@
-"""GPUs, and the versions of CUDA's libraries that are known to be slow, or not to work, with them."""
+"""Checks GPUs, and versions of CUDA's libraries that are known to be slow or broken with them."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from services.doctor.finding import Finding, fault, ok, warning
 from services.launch.gpu_plan import GpuPlan
 
 PROBE_TIMEOUT_S = 90.0
-"""The first import of torch from a slow disk, and a CUDA context on each GPU."""
+"""Seconds for the first import of torch from a slow disk, and a CUDA context on each GPU."""
 
 _PROBE = """
 import json, torch
@@ -30,7 +30,7 @@ except (RuntimeError, AssertionError, AttributeError) as error:
     facts["error"] = str(error).partition("\\n")[0]
 print(json.dumps(facts))
 """
-"""In a process of its own: what hangs or dies there ends nothing here, and no memory stays taken."""
+"""Runs in its own process: it may hang or die without effect here, and its memory is freed."""
 
 _MIN_CUDNN = (9, 16)
 _MAJORS = {"fa3": (8, 9), "trtllm_mha": (9, 10, 12)}
@@ -57,27 +57,27 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What torch says of the GPUs that this process may use."""
+    """torch's report on the GPUs that this process may use."""
 
     torch: str
-    """Its version."""
+    """torch's version."""
     cuda: str = ""
-    """The CUDA version that it was built for; empty for a build without CUDA."""
+    """The CUDA version that torch was built for; empty for a build without CUDA."""
     gpus: tuple[Gpu, ...] = ()
     cudnn: int = 0
-    """As torch gives it: 91600 is 9.16.0; 0 if there is none."""
+    """cuDNN's version in torch's form: 91600 is 9.16.0; 0 if there is none."""
     nccl: tuple[int, ...] = ()
-    """(2, 30, 4); empty if there is none."""
+    """NCCL's version, such as (2, 30, 4); empty if there is none."""
     error: str = ""
-    """Why it sees none."""
+    """Why torch sees no GPU."""
 
 
 def probe_gpus(*, timeout_s: float = PROBE_TIMEOUT_S) -> GpuFacts:
-    """Ask torch, in a process of its own.
+    """Ask torch for the GPUs, in a separate process.
 
     Raises:
-        TimeoutError: it did not answer in time.
-        ValueError: it could not be imported, or the process died.
+        TimeoutError: the process did not answer in time.
+        ValueError: torch could not be imported, or the process died.
     """
     try:
         done = subprocess.run(
@@ -96,11 +96,11 @@ def probe_gpus(*, timeout_s: float = PROBE_TIMEOUT_S) -> GpuFacts:
 
 
 def check_gpus(devices: Sequence[str], facts: GpuFacts | None) -> Finding:
-    """Check that torch sees the GPUs that the driver shows.
+    """Check that torch sees the GPUs that the driver lists.
 
     Args:
         devices: As `find_gpus` returns them.
-        facts: None where there are no devices, or torch is not installed.
+        facts: None if there are no devices, or torch is not installed.
     """
     if not devices:
         return ok("GPUs", "none can be used; everything is computed on the CPU")
@@ -123,7 +123,7 @@ def check_gpus(devices: Sequence[str], facts: GpuFacts | None) -> Finding:
 
 
 def check_capability(facts: GpuFacts) -> Finding | None:
-    """Check that the GPUs are young enough for the trainer's attention; None if they are."""
+    """Check that the GPUs are new enough for the trainer's attention; None if they are."""
     old = [gpu for gpu in facts.gpus if gpu.capability[0] < _MIN_MAJOR]
     if not old:
         return None
@@ -135,7 +135,7 @@ def check_capability(facts: GpuFacts) -> Finding | None:
 
 
 def check_cudnn(facts: GpuFacts) -> Finding:
-    """Check for the cuDNN with which torch 2.9 computes 3-D convolutions, the patch embedding of Qwen-VL, very slowly.
+    """Check for cuDNN versions with which torch 2.9 is very slow at 3-D convolutions, Qwen-VL's patch embedding.
 
     Source: pytorch/pytorch issues 168167 and 174051, sgl-project/sglang pull request 14119.
     """
@@ -177,11 +177,11 @@ def check_attention(facts: GpuFacts, passed: Mapping[str, Any]) -> Finding | Non
 
 
 def check_nccl(facts: GpuFacts, plan: GpuPlan, transport: str) -> Finding:
-    """Check that weights can be broadcast between GPUs, and on one that trainer and engines share.
+    """Check that weights can be broadcast between GPUs, and on a GPU that trainer and engines share.
 
     Args:
-        facts: What torch says.
-        plan: Which process computes where.
+        facts: The GPUs.
+        plan: The GPUs of each process.
         transport: trainer.weight_sync.transport.
     """
     text = ".".join(map(str, facts.nccl))

@@ -1,4 +1,4 @@
-"""The data sets on the Hugging Face Hub that a recipe names: whether this account may read them from here."""
+"""Checks that this account may read a recipe's data sets on the Hugging Face Hub from here."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ TIMEOUT_S = 5.0
 
 
 def hub_sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Id and revision of each data set, of training and of evaluation, once each."""
+    """Yield id and revision of each data set, for training and evaluation, once each."""
     sources: list[SourceConfig] = [*recipe.data.by_name.values(), *recipe.evaluation.sets.values()]
     found = {(split_slice(path)[0], source.revision): None for source in sources for path in source.paths}
     return ((repo, revision) for repo, revision in found if hub.is_hub_id(repo))

@@ -1,4 +1,4 @@
-"""The recipe's model, data and settings, as far as they can be told without loading anything."""
+"""Checks the recipe's model, data and settings as far as possible without loading anything."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
-    """Check the model's folder, and say how large the model is."""
+    """Check the model's folder; also return the model's size."""
     if recipe.model is None:
         return fault("model", "section [model] is missing", "give --model.path=, or add it to the recipe"), None
     path = recipe.model.path
@@ -44,7 +44,7 @@ def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
 
 
 def check_data(recipe: Recipe, *, is_sft: bool = False) -> Finding:
-    """Check that the files of the data and of the evaluation sets are there; the Hub is looked at by itself."""
+    """Check that the files of the data and of the evaluation sets exist; the Hub has its own check."""
     try:
         for source in recipe.data.by_name.values():
             require_files(source)
@@ -61,8 +61,8 @@ def check_data(recipe: Recipe, *, is_sft: bool = False) -> Finding:
 
 
 def check_settings(recipe: Recipe, *, is_sft: bool = False) -> Finding:
-    """Check what is known only beside a machine or a command: packages of trackers, SGLang's names, certificates, the
-    sampling; for `penstock sft`, that every setting applies to it."""
+    """Check what depends on the machine or the command: packages of trackers, SGLang's names, certificates, sampling;
+    for `penstock sft`, that every setting applies to it."""
     checks: tuple[Callable[[], object], ...] = (
         lambda: Security.load(recipe.security),
         recipe.sampling.require_trainable,

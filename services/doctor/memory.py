@@ -1,8 +1,8 @@
-"""Memory and disk against what the recipe's model takes.
+"""Compares memory and disk with the needs of the recipe's model.
 
-Sizes are calculated: weights, gradients and AdamW's averages in the trainer, weights in engines, and what the processes
-took without a model where they were measured. Activations and KV caches come on top, so a finding of "ok" leaves room
-for them and does not count them.
+Sizes are calculated: weights, gradients and AdamW's averages in the trainer, weights in engines, and the measured
+memory of the processes without a model. Activations and KV caches come on top: a finding of "ok" leaves room for them
+but does not count them.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ from services.launch.gpu_plan import TRAINER, GpuPlan
 from services.recipe import Recipe
 
 MASTER_BYTES = 16
-"""For each parameter that is trained: the weight, its gradient and two averages of AdamW, in float32."""
+"""Bytes per trained parameter: the weight, its gradient and two averages of AdamW, in float32."""
 CHECKPOINT_BYTES = 12
-"""For each parameter in a checkpoint: the weight and two averages of AdamW, in float32."""
+"""Bytes per parameter in a checkpoint: the weight and two averages of AdamW, in float32."""
 ENGINE_BYTES = 1.2 * 2**30
-"""Host memory of an engine's processes beside its weights, as measured with the tiny model on a CPU."""
+"""Host memory of an engine's processes in addition to its weights, measured with the tiny model on a CPU."""
 OTHERS_BYTES = 1.2 * 2**30
-"""Host memory of the trainer beside its weights (0.9 GiB), and of all processes without weights, measured likewise."""
+"""Host memory of the trainer beside its weights (0.9 GiB), and of all processes without weights; measured likewise."""
 SPARE = 0.8
-"""Beyond this share of what there is, activations and caches may not fit."""
+"""Above this share of the available memory, activations and caches may not fit."""
 MIN_SHM_BYTES = 2**30
 MIN_TEMPORARY_BYTES = 2**30
 
@@ -31,31 +31,31 @@ _CGROUP_VERSIONS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of cgroup v2 and v1: the files of the limit and of the usage, and what memory.stat calls the page cache that is
+"""For cgroup v2 and v1: the files of the limit and of the usage, and memory.stat's name of the page cache that is
 reclaimed first."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """How large a model is."""
+    """The size of a model."""
 
     num_parameters: int
     checkpoint_bytes: int
-    """Of its weight files."""
+    """Bytes of its weight files."""
 
 
 def check_gpu_memory(
     size: ModelSize, recipe: Recipe, plan: GpuPlan, facts: GpuFacts, *, is_sft: bool = False
 ) -> list[Finding]:
-    """Check each kind of process against the GPU on which it computes.
+    """Check each kind of process against the memory of its GPU.
 
     Args:
-        size: Of the model.
+        size: Size of the model.
         recipe: The recipe.
-        plan: Which process computes where.
+        plan: The GPUs of each process.
         facts: The GPUs, in the order of the plan's devices.
-        is_sft: Whether `penstock sft` is to run, which pushes weights to nobody.
+        is_sft: Whether `penstock sft` will run, which pushes no weights.
     """
     found = []
     memory = {device: gpu.total_bytes for device, gpu in zip(plan.devices, facts.gpus, strict=False)}
@@ -75,7 +75,7 @@ def check_gpu_memory(
 def _engine(size: ModelSize, recipe: Recipe, *, share: float, free: float) -> Finding:
     rollout = recipe.rollout
     per_weight = _DTYPE_BYTES.get(rollout.dtype)
-    rounded = _DTYPE_BYTES["bfloat16"] * size.num_parameters  # which a checkpoint in float32 is too
+    rounded = _DTYPE_BYTES["bfloat16"] * size.num_parameters  # also from a checkpoint in float32
     weights = min(size.checkpoint_bytes, rounded) if per_weight is None else per_weight * size.num_parameters
     weights //= rollout.tensor_parallel
     seen = f"weights take {gib(weights)} of the {gib(share)} that an engine may use"
@@ -99,7 +99,7 @@ def _engine(size: ModelSize, recipe: Recipe, *, share: float, free: float) -> Fi
 def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, is_sft: bool) -> Finding:
     offloads, ranks = recipe.trainer.optimizer.offload, recipe.trainer.ranks
     copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
-    # What is pushed is always a copy; steps in float32 need none.
+    # A push always sends a copy; steps in float32 need none.
     has_copy = not _keeps_copies_on_host(recipe) and (not is_sft or copied < 4)
     per_weight = copied if offloads else MASTER_BYTES / ranks + has_copy * copied
     if recipe.algorithm.needs_reference and not is_sft:
@@ -121,21 +121,21 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, i
 
 
 def _keeps_copies_on_host(recipe: Recipe) -> bool:
-    """Whether copies for pushes are in the host's memory."""
+    """Return whether copies for pushes are in the host's memory."""
     return recipe.trainer.ranks > 1 or recipe.trainer.optimizer.offload
 
 
 def check_host_memory(
     size: ModelSize, recipe: Recipe, plan: GpuPlan, available: int, *, is_sft: bool = False
 ) -> Finding:
-    """Check this machine's memory against all processes of a run.
+    """Check this machine's memory against the needs of all processes of a run.
 
     Args:
-        size: Of the model.
+        size: Size of the model.
         recipe: The recipe.
-        plan: Which process computes where.
+        plan: The GPUs of each process.
         available: Bytes that processes may still take.
-        is_sft: Whether `penstock sft` is to run, which starts no engines.
+        is_sft: Whether `penstock sft` will run, which starts no engines.
     """
     rollout = recipe.rollout
     num_engines = 0 if is_sft else rollout.replicas + rollout.prefill + rollout.decode
@@ -160,10 +160,10 @@ def check_host_memory(
 
 
 def available_memory(meminfo: str, cgroup: Mapping[str, str]) -> int:
-    """Bytes that processes may still take: the machine's, or the container's where that has a limit.
+    """Return the bytes that processes may still take: the machine's, or the container's if that has a limit.
 
-    The page cache that the kernel reclaims first counts as free, as in kubelet and `docker stats`: a container that has
-    read large files would seem full.
+    The page cache that the kernel reclaims first counts as free, as in kubelet and `docker stats`; otherwise a
+    container that has read large files would seem full.
 
     Args:
         meminfo: The text of /proc/meminfo.
@@ -181,7 +181,7 @@ def available_memory(meminfo: str, cgroup: Mapping[str, str]) -> int:
 
 
 def read_cgroup(root: Path) -> dict[str, str]:
-    """The texts of the files by which `root`, usually /sys/fs/cgroup, limits memory, by name; empty where none does."""
+    """Return the files that limit memory under `root`, usually /sys/fs/cgroup, name to text; empty if none does."""
     for folder in (root, root / "memory"):
         names = {"memory.stat", *(name for version in _CGROUP_VERSIONS for name in version[:2])}
         found = {name: (folder / name).read_text() for name in sorted(names) if (folder / name).is_file()}
@@ -194,7 +194,7 @@ def check_shared_memory(free: int | None) -> Finding:
     """Check /dev/shm, through which NCCL and SGLang pass tensors; a container has 64 MiB of it by default.
 
     Args:
-        free: Bytes; None if there is no /dev/shm.
+        free: Free bytes; None if there is no /dev/shm.
     """
     remedy = "start the container with --shm-size=16g, or 1g without a GPU"
     if free is None:
@@ -210,10 +210,10 @@ def check_disk(size: ModelSize | None, recipe: Recipe | None, folder: str, free:
     """Check the file system of the runs against the checkpoints that a run keeps.
 
     Args:
-        size: Of the model; None if it is not known.
+        size: Size of the model; None if it is not known.
         recipe: The recipe; None if none was given.
-        folder: Where runs are kept, or the folder above it that exists.
-        free: Bytes; None if the folder cannot be written to.
+        folder: The folder of runs, or the nearest folder above it that exists.
+        free: Free bytes; None if the folder is not writable.
     """
     if free is None:
         return fault("disk", f"{folder} cannot be written to", "set run.dir to a folder of yours, or change its owner")
@@ -221,7 +221,7 @@ def check_disk(size: ModelSize | None, recipe: Recipe | None, folder: str, free:
     if size is None or recipe is None:
         return ok("disk", seen)
     num_kept = recipe.trainer.keep_checkpoints
-    # The next one is written before the oldest is deleted.
+    # A new checkpoint is written before the oldest is deleted.
     needed = (num_kept + 1) * CHECKPOINT_BYTES * size.num_parameters
     seen += f"; {num_kept} checkpoints, and one more while it is written, take {gib(needed)}"
     if needed >= free:
@@ -230,11 +230,11 @@ def check_disk(size: ModelSize | None, recipe: Recipe | None, folder: str, free:
 
 
 def check_temporary(folder: str, free: int | None) -> Finding:
-    """Check the folder of temporary files: engines keep their sockets and what they fetch there.
+    """Check the folder of temporary files, in which engines keep sockets and fetched files.
 
     Args:
         folder: TMPDIR, or the system's.
-        free: Bytes; None if it cannot be written to.
+        free: Free bytes; None if the folder is not writable.
     """
     if free is None:
         return fault("temporary files", f"{folder} cannot be written to", "set TMPDIR to a folder of yours")

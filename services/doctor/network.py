@@ -1,4 +1,4 @@
-"""Ports, names of hosts, and a NATS server of one's own."""
+"""Checks ports, host names, and an external NATS server."""
 
 import ipaddress
 import socket
@@ -13,11 +13,11 @@ from services.recipe import Recipe
 
 CONNECT_TIMEOUT_S = 3.0
 OWN_NAME = "this machine's name"
-"""In place of a setting, where network.advertise_host is empty."""
+"""Stands for the setting if network.advertise_host is empty."""
 
 
 def check_ports(recipe: Recipe) -> Finding:
-    """Check that each port that the recipe names can be listened on."""
+    """Check that a server can listen on each port that the recipe names."""
     found = [(f"{section}.{name}", getattr(getattr(recipe, section), name)) for section, name in PORTS]
     fixed = [(key, port) for key, port in found if port]
     for key, port in fixed:
@@ -29,7 +29,7 @@ def check_ports(recipe: Recipe) -> Finding:
 
 
 def hosts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """The settings that name hosts, with the host."""
+    """Yield the settings that name hosts, each with its host."""
     network = recipe.network
     if network.advertised != network.host:
         yield "network.advertise_host" if network.advertise_host else OWN_NAME, network.advertised
@@ -48,11 +48,11 @@ def hosts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def check_hosts(hosts: Sequence[tuple[str, str]], resolve: Callable[[str], Sequence[str]]) -> Finding:
-    """Check that the hosts have addresses, and that the name told to others does not lead them to themselves.
+    """Check that the hosts have addresses, and that the advertised name does not lead other machines to themselves.
 
     Args:
-        hosts: As `hosts_of` gives them.
-        resolve: The addresses of a host. Raises OSError if it has none.
+        hosts: As `hosts_of` yields them.
+        resolve: Returns the addresses of a host. Raises OSError if it has none.
     """
     for key, host in hosts:
         try:
@@ -74,20 +74,20 @@ def check_hosts(hosts: Sequence[tuple[str, str]], resolve: Callable[[str], Seque
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses of `host`, of any kind.
+    """Return the addresses of `host`, of any family.
 
     Raises:
-        OSError: it has none.
+        OSError: the host has no address.
     """
     return sorted({str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)})
 
 
 def check_bus(url: str, connect: Callable[[tuple[str, int], float], socket.socket]) -> Finding | None:
-    """Check that somebody listens at bus.url; None if the run starts its own server.
+    """Check that a server listens at bus.url; None if the run starts its own server.
 
     Args:
         url: bus.url.
-        connect: Connects to (host, port) within seconds. Raises OSError.
+        connect: Connects to (host, port) within the given seconds. Raises OSError.
     """
     if not url:
         return None

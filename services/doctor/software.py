@@ -1,11 +1,11 @@
-"""Python, the packages that a recipe's processes import, and nats-server."""
+"""Checks Python, the packages that a recipe's processes import, and nats-server."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from services.doctor.finding import Finding, fault, ok, warning
 
 PYTHONS = ((3, 11), (3, 12))
-"""As pyproject.toml requires."""
+"""Versions that pyproject.toml allows."""
 
 PACKAGES: Mapping[str, str] = {
     "math_verify": "reward",
@@ -37,7 +37,7 @@ def check_packages(version_of: Callable[[str], str | None], packages: Mapping[st
     """Check that all processes of a run can be started here.
 
     Args:
-        version_of: The version of an installed module; None if it is not installed.
+        version_of: Returns the version of an installed module; None if it is not installed.
         packages: The modules that they import, and the extras that install them.
     """
     missing = {module: extra for module, extra in packages.items() if version_of(module) is None}
@@ -49,11 +49,11 @@ def check_packages(version_of: Callable[[str], str | None], packages: Mapping[st
 
 
 def check_sglang(installed: str | None, requirements: Sequence[str]) -> Finding | None:
-    """Check that SGLang is the version that Penstock's hooks are written for; None where it is missing altogether.
+    """Check that SGLang has the version that Penstock's hooks are written for; None if it is not installed.
 
     Args:
-        installed: Its version.
-        requirements: Penstock's, as its metadata has them: `sglang==0.5.23; extra == "rollout"`.
+        installed: SGLang's version.
+        requirements: Penstock's requirements from its metadata: `sglang==0.5.23; extra == "rollout"`.
     """
     pinned = next(
         (line.partition("==")[2].partition(";")[0].strip() for line in requirements if "sglang==" in line), ""
@@ -68,10 +68,10 @@ def check_sglang(installed: str | None, requirements: Sequence[str]) -> Finding 
 
 
 def check_nats_server(binary: str | None, bus_url: str) -> Finding:
-    """Check that a run can start its own nats-server, or need not.
+    """Check that a run can start its own nats-server, or does not need to.
 
     Args:
-        binary: Where it was found.
+        binary: Path of the binary, if found.
         bus_url: bus.url; empty if the run starts its own.
     """
     if bus_url:

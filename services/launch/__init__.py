@@ -1,1 +1,1 @@
-"""`penstock train`: starts the processes of a run, keeps them going, shows how it goes, and ends them."""
+"""`penstock train`: starts the processes of a run, keeps them running, shows progress, and stops them."""

@@ -1,4 +1,4 @@
-"""One process of a run: started in a session of its own, with its log in a file, and ended with all its descendants."""
+"""One process of a run: started in its own session, logging to a file, and ended with all its descendants."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ class StopPhase(IntEnum):
 
 
 class State(StrEnum):
-    """What a process is doing, as far as the launcher sees."""
+    """The state of a process as the launcher sees it."""
 
     STARTING = "starting"
     UP = "up"
@@ -36,25 +36,25 @@ class State(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """What to start and how it belongs to the run."""
+    """How to start a process, and its role in the run."""
 
     name: str
-    """Unique in the run; also names the log."""
+    """Unique in the run; also the name of the log."""
     command: Sequence[str]
     environment: Mapping[str, str]
     """The whole environment, not additions to it."""
     phase: StopPhase
     ends_run: bool = False
-    """Its exit with 0 is the end of the run; for every other process an exit is a death. At the end it is given all the
+    """Whether its exit with 0 ends the run; any exit of another process counts as a death. At the end it gets all the
     time that it needs."""
     address: str = ""
-    """host:port on which it serves. Port 0: each start is given a free one, by `port_key`."""
+    """host:port on which it serves. Port 0: each start gets a free port through `port_key`."""
     port_key: str = ""
-    """The setting that takes the port, for example rollout.port."""
+    """The setting that holds the port, for example rollout.port."""
     is_ready: Callable[[str], Awaitable[bool]] | None = None
-    """Whether the process at an address has come up; None: once it runs."""
+    """Checks whether the process at an address is ready; None: it is ready once it runs."""
     error_file: Path | None = None
-    """Where it writes the error that ends it, as {"error", "message"}."""
+    """File to which the process writes the error that ends it, as {"error", "message"}."""
 
 
 class Child:
@@ -77,7 +77,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Process id, while one runs."""
+        """Process id, while the process runs."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -86,7 +86,7 @@ class Child:
         return self._clock() - self._started_at
 
     async def run(self) -> int:
-        """Start the process and wait for its end; nothing of its OS process group is left then.
+        """Start the process and wait for its end; nothing of its OS process group remains.
 
         Returns the exit code.
         """
@@ -111,7 +111,7 @@ class Child:
         self.state = State.STARTING
         self.num_starts += 1
         self._started_at = self._clock()
-        if self.stop_asked.is_set():  # while it was being started
+        if self.stop_asked.is_set():  # asked to stop while it was being started
             self.terminate()
         code = await process.wait()
         self.kill()
@@ -120,37 +120,37 @@ class Child:
         return code
 
     def terminate(self) -> None:
-        """Ask the process to end; it sees to its own children."""
+        """Ask the process to end; it ends its own children."""
         self.stop_asked.set()
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
 
     def kill(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and everything that it started."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def check_ready(self) -> bool:
-        """Ask the process whether it has come up; true when it has just been seen to."""
+        """Ask the process whether it is ready; return true the first time that it is."""
         process, check = self._process, self.spec.is_ready
         if process is None or self.state is not State.STARTING:
             return False
         is_ready = check is None or await check(self.address)
-        if not is_ready or self._process is not process:  # an answer of a process that has died since is void
+        if not is_ready or self._process is not process:  # the answer is void if the process has died since
             return False
         self.state = State.UP
         return True
 
     def read_error(self) -> str | None:
-        """The error that the process wrote as it ended; None if it wrote none."""
+        """Return the error that the process wrote as it ended; None if it wrote none."""
         return self._read_error("message")
 
     def lacks_what_it_had(self, state: State) -> bool:
-        """Whether the process, started again and ending in `state`, missed something that was there at its first start.
+        """Return whether a restarted process that ended in `state` missed something that its first start had.
 
-        As when nats-server is frozen at that moment: the settings are right, and waiting helps.
+        One example is a nats-server frozen at that moment: the settings are right, and waiting helps.
         """
         return self.num_starts > 1 and state is not State.UP and self._read_error("error") == SetupError.__name__
 
@@ -164,7 +164,7 @@ class Child:
 
     @contextmanager
     def _addressed_command(self) -> Iterator[Sequence[str]]:
-        """The command, with a port if the launcher chooses it; the port is held during the context.
+        """Yield the command, with a port if the launcher chooses it; the port is held during the context.
 
         Each start gets a new port: callers of the old process cannot reach the new one by mistake.
         """

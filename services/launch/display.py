@@ -1,4 +1,4 @@
-"""How a run is shown: a table that changes in place on a terminal, plain lines elsewhere."""
+"""Displays of a run: a table that changes in place on a terminal, plain lines elsewhere."""
 
 import sys
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ class Display(Protocol):
     """Shows a run to a person."""
 
     def write(self, line: str) -> None:
-        """Write a line that stays."""
+        """Write a permanent line."""
 
     def show(self, children: Sequence[Child], rows: Sequence[StepRow], new_rows: Sequence[StepRow]) -> None:
         """Show the processes and the steps."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 def open_display(title: str) -> Display:
-    """The display that fits standard output."""
+    """Return the kind of display that fits standard output."""
     console = Console()
     return LiveDisplay(console, title) if console.is_terminal else PlainDisplay()
 
@@ -45,16 +45,16 @@ class PlainDisplay:
         sys.stdout.flush()
 
     def show(self, children: Sequence[Child], rows: Sequence[StepRow], new_rows: Sequence[StepRow]) -> None:
-        """Write the new steps; changes of processes have lines of their own."""
+        """Write the new steps; changes of processes have their own lines."""
         for row in new_rows:
             self.write(describe_step(row))
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class LiveDisplay:
-    """A table that changes in place, below the lines that stay."""
+    """A table that changes in place, below the permanent lines."""
 
     def __init__(self, console: Console, title: str) -> None:
         """Take over the lower end of the terminal."""

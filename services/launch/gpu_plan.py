@@ -1,6 +1,6 @@
-"""Which GPU each process of a run computes on.
+"""Assigns GPUs to the processes of a run.
 
-Invariant: where there are two or more GPUs, no two processes share one. With a single GPU they all share it.
+Invariant: with two or more GPUs, no two processes share one. A single GPU is shared by all.
 """
 
 import dataclasses
@@ -23,20 +23,20 @@ class GpuPlan:
     """The GPUs of each process by its name; a process without any computes on the CPU."""
 
     devices: Sequence[str]
-    """All that the run may use, as CUDA_VISIBLE_DEVICES names them."""
+    """All GPUs that the run may use, by their names in CUDA_VISIBLE_DEVICES."""
     of_process: Mapping[str, Sequence[str]]
     is_shared: bool
-    """All processes share the only GPU."""
+    """Whether all processes share the only GPU."""
 
     def environment(self, name: str) -> dict[str, str]:
-        """The variable that shows the process its GPUs and hides the others; none where there is no GPU at all."""
+        """Return the variable that shows the process its GPUs and hides the others; empty if there is no GPU at all."""
         if not self.devices:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.of_process.get(name, ()))}
 
 
 def find_gpus(environment: Mapping[str, str] = os.environ, *, proc: Path = _PROC, dev: Path = _DEV) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; neither torch nor the driver is loaded.
+    """Return the names of the usable GPUs, as in CUDA_VISIBLE_DEVICES; loads neither torch nor the driver.
 
     Args:
         environment: Its CUDA_VISIBLE_DEVICES, if set, is the answer.
@@ -46,7 +46,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ, *, proc: Path = _PROC
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
-        # CUDA ignores everything from the first invalid name on; -1 and the empty name are the usual ones.
+        # CUDA ignores all names after the first invalid one; -1 and the empty name are the usual invalid ones.
         invalid = [index for index, name in enumerate(names) if name in ("", "-1", "NoDevFiles")]
         return names[: invalid[0]] if invalid else names
     count = len(list(proc.iterdir())) if proc.is_dir() else 0
@@ -62,7 +62,7 @@ def plan_gpus(
     trainer_ranks: int,
     memory_fraction: float,
 ) -> GpuPlan:
-    """Give each engine `tensor_parallel` GPUs and each rank of the trainer one, all their own; a single GPU is shared.
+    """Give each engine `tensor_parallel` GPUs and each trainer rank one, without sharing; a single GPU is shared.
 
     Args:
         devices: The GPUs, as `find_gpus` returns them.
@@ -72,7 +72,7 @@ def plan_gpus(
         memory_fraction: Share of a GPU's memory that one engine takes.
 
     Raises:
-        ConfigError: the GPUs do not suffice, or the engines want the whole memory of the GPU that they share.
+        ConfigError: there are too few GPUs, or the engines want the whole memory of the GPU that they share.
     """
     if not devices:
         if engines and tensor_parallel > 1:

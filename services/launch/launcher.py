@@ -1,7 +1,7 @@
-"""A whole run on this machine: its processes, their addresses, and what a person sees of it.
+"""Runs a whole training run on this machine: its processes, their addresses, and the display.
 
-The processes are started all at once and find each other through addresses that were fixed before, so each can die and
-come back without the others noticing more than its absence.
+All processes are started at once and find each other through addresses fixed beforehand, so each can die and come back
+while the others notice only its absence.
 """
 
 import asyncio
@@ -34,17 +34,17 @@ log = structlog.get_logger()
 
 _BUS_START_TIMEOUT_S = 10.0
 REFRESH_S = 0.5
-"""How often the display is drawn anew, and the processes are looked after."""
+"""Seconds between updates of the display and checks of the processes."""
 KILL_MARGIN_S = 10.0
-"""A process that is asked to stop is killed `run.grace_s` and this later: after its grace an engine sends its last
-answers (2 s) and ends SGLang's processes, which on a busy machine takes seconds."""
+"""A process that is asked to stop is killed after `run.grace_s` and this many seconds: after its grace an engine sends
+its last answers (2 s) and ends SGLang's processes, which takes seconds on a busy machine."""
 
 
 def plan_run(recipe: Recipe) -> RunPlan:
-    """What a run of `recipe` would start on this machine.
+    """Return the processes that a run of `recipe` would start on this machine.
 
     Raises:
-        ConfigError: the GPUs do not suffice.
+        ConfigError: there are too few GPUs.
     """
     return make_plan(recipe, find_gpus(), own_bus=not recipe.bus.url)
 
@@ -53,7 +53,7 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
     """Run `recipe` in `folder` to its end, or until `stop` is set; no process is left afterwards.
 
     Raises:
-        UserError: a process found something that a person must change.
+        UserError: a process found a fault that a person must fix.
         ProcessFailedError: a process died too often.
     """
     with addressed(recipe, folder) as live:
@@ -74,11 +74,11 @@ async def run_processes(
 ) -> None:
     """Run the processes until the one that ends the run has ended or `stop` is set; show them and the run's result.
 
-    `security` is what the trainer is shown when it is asked how far it has come. `grace_s` is what the processes give
-    to work in hand when they are asked to stop.
+    `security` has the tokens with which the trainer is asked for its progress. `grace_s` is the seconds that processes
+    give to running work when they are asked to stop.
 
     Raises:
-        UserError: a process found something that a person must change.
+        UserError: a process found a fault that a person must fix.
         ProcessFailedError: a process died too often.
     """
     metrics = MetricsFollower(folder.metrics_file)
@@ -104,7 +104,7 @@ async def run_processes(
                     display.write("stopping; Ctrl-C again kills all processes at once")
                 async with _trainer_reported(specs, display, security):
                     await supervisor.stop()
-        new_rows = metrics.poll()  # the trainer may have finished a step since it was asked to stop
+        new_rows = metrics.poll()  # the trainer may have finished a step after it was asked to stop
         for row in evaluations.poll():
             display.write(describe_evaluation(row))
         display.show(supervisor.children, metrics.rows, new_rows)
@@ -115,13 +115,13 @@ async def run_processes(
 
 @contextmanager
 def addressed(recipe: Recipe, folder: RunFolder) -> Iterator[Recipe]:
-    """The recipe with its run folder, its bus and a port for each server without one; the ports are held until the end,
-    those that the recipe gives included.
+    """Yield the recipe with its run folder, its bus and a port for each server without one; all ports are held during
+    the context, including those that the recipe gives.
 
-    Their processes start later, and again whenever they die: no other program is given their ports in between.
+    The processes start later, and again whenever they die: no other program can take their ports in between.
 
     Raises:
-        SetupError: somebody listens on a port that the recipe gives.
+        SetupError: a process listens on a port that the recipe gives.
     """
     tree = recipe.model_dump()
     tree["run"]["folder"] = folder.path
@@ -138,7 +138,7 @@ def addressed(recipe: Recipe, folder: RunFolder) -> Iterator[Recipe]:
 
 
 def process_specs(plan: RunPlan, folder: RunFolder, security: Security) -> list[ProcessSpec]:
-    """How to start the processes of `plan`; `security` is what their servers ask for."""
+    """Return the specs of the processes of `plan`; `security` is required by their servers."""
     environment = child_environment(has_gpu=bool(plan.gpus.devices))
     return [
         _nats_spec(process, folder, environment, security)
@@ -149,9 +149,9 @@ def process_specs(plan: RunPlan, folder: RunFolder, security: Security) -> list[
 
 
 def child_environment(*, has_gpu: bool) -> dict[str, str]:
-    """The environment of the processes: this one's, and on a CPU one computing thread each, unless it is set already.
+    """Return the processes' environment: this one's, with one computing thread each on a CPU, unless set already.
 
-    Several processes whose OpenMP threads wait for each other on few cores come almost to a halt.
+    Several processes whose OpenMP threads wait for each other on few cores nearly stall.
     """
     on_cpu = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     return {**({} if has_gpu else on_cpu), **os.environ}
@@ -193,7 +193,7 @@ def _service_spec(
 async def start_processes(
     supervisor: Supervisor, specs: Sequence[ProcessSpec], write: Callable[[str], None], stop: asyncio.Event
 ) -> None:
-    """Start the bus and then, as soon as it listens, all others at once; none after a signal to stop."""
+    """Start the bus and then, as soon as it listens, all others at once; start none after a signal to stop."""
     write(f"starting {', '.join(spec.name for spec in specs)} ...")
     for spec in specs:
         if stop.is_set():
@@ -204,7 +204,7 @@ async def start_processes(
 
 
 async def _until_it_listens(address: str, stop: asyncio.Event) -> None:
-    """Return when the nats-server listens, or after a while; then the processes that need it say what is wrong."""
+    """Return when the nats-server listens, or after a while; the processes that need it then report the fault."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_BUS_START_TIMEOUT_S):
             while not stop.is_set() and not await serves_nats(address):  # noqa: ASYNC110 - another process has no event
@@ -219,7 +219,7 @@ async def _watched(
     display: Display,
     own_log: BoundedLog,
 ) -> AsyncIterator[None]:
-    """Show how the run stands, twice a second, and keep the logs within their bound."""
+    """Show the state of the run twice a second, and keep the logs within their bound."""
 
     async def watch() -> None:
         while True:
@@ -237,7 +237,7 @@ async def _watched(
 
 
 async def look_after(supervisor: Supervisor, write: Callable[[str], None], own_log: BoundedLog) -> None:
-    """Say which processes have come up since the last look, and keep the logs within their bound."""
+    """Report the processes that have become ready since the last call, and keep the logs within their bound."""
     are_new = await asyncio.gather(*(child.check_ready() for child in supervisor.children))
     for child, is_new in zip(supervisor.children, are_new, strict=True):
         if is_new:
@@ -248,7 +248,7 @@ async def look_after(supervisor: Supervisor, write: Callable[[str], None], own_l
 
 @asynccontextmanager
 async def _trainer_reported(specs: Sequence[ProcessSpec], display: Display, security: Security) -> AsyncIterator[None]:
-    """Say what the trainer is still doing, whenever that changes: stopping waits for it without a limit."""
+    """Report what the trainer is still doing, whenever that changes: stopping waits for it without a limit."""
     address = next((spec.address for spec in specs if spec.ends_run), None)
 
     async def report() -> None:

@@ -1,4 +1,4 @@
-"""Reading the metrics that the trainer writes, while it writes them."""
+"""Reads the trainer's metrics while the trainer writes them."""
 
 import itertools
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 StepRow = dict[str, Any]
-"""One optimizer step; keys as the trainer names them."""
+"""One optimizer step; keys are the trainer's metric names."""
 
 _GROUP_COUNTS = ("trained", "stale", "failed", "filtered", "duplicate")
-"""What became of groups: the trainer counts each kind as num_<kind>_groups."""
+"""Outcomes of groups: the trainer counts each kind as num_<kind>_groups."""
 
 _WAITS = (
     ("wait_s", "groups"),
@@ -21,32 +21,32 @@ _WAITS = (
     ("checkpoint_wait_s", "files"),
     ("evaluation_wait_s", "evaluation"),
 )
-"""What the trainer waits for in a step, by metric."""
+"""Names of the trainer's waits in a step, by metric."""
 _SHORTEST_WAIT_S = 0.05
-"""Shorter ones would be shown as 0.0 s."""
+"""Seconds; shorter waits would be shown as 0.0 s."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 class MetricsFollower:
-    """The rows of a metrics file; each reading goes on where the last one ended."""
+    """The rows of a metrics file; each read continues where the last one ended."""
 
     def __init__(self, path: Path) -> None:
-        """The file need not exist yet."""
+        """Follow the file at `path`, which need not exist yet."""
         self.rows: list[StepRow] = []
         self._path = path
         self._offset = 0
         self._inode = -1
 
     def poll(self) -> list[StepRow]:
-        """Read and return the new rows; steps known from before a resumed trainer replaced the file are not new."""
+        """Read and return the new rows; steps seen before a resumed trainer replaced the file are not new."""
         last_step = self.rows[-1].get("step", 0) if self.rows else 0
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
             return []
         with file:
-            status = os.fstat(file.fileno())  # of this file, whatever replaces it meanwhile
+            status = os.fstat(file.fileno())  # of the open file, whatever replaces it meanwhile
             if status.st_ino != self._inode or status.st_size < self._offset:
                 self._inode, self._offset, self.rows = status.st_ino, 0, []
             file.seek(self._offset)
@@ -59,7 +59,7 @@ class MetricsFollower:
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
-    """`values` as at most `width` bars, each the mean of its share; the lowest and the highest bar span their range."""
+    """Draw `values` as at most `width` bars, each the mean of its share; lowest and highest bar span the range."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
@@ -72,13 +72,13 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
 
 
 def reward_of(row: StepRow) -> float:
-    """The reward of a step: of all groups that were played, once a filter keeps some of them from the batch."""
+    """Return the reward of a step: the mean over all played groups, if a filter drops some from the batch."""
     key = "reward_mean_played" if row.get("num_filtered_groups") and "reward_mean_played" in row else "reward_mean"
     return float(row[key])
 
 
 def describe_step(row: StepRow) -> str:
-    """One step in one line."""
+    """Describe one step in one line."""
     parts = [f"step {row.get('step', '?')}/{row.get('num_steps', '?')}"]
     if "reward_mean" in row:
         parts.append(f"reward {reward_of(row):.3f}")
@@ -97,14 +97,14 @@ def describe_step(row: StepRow) -> str:
 
 
 def describe_validation(row: StepRow) -> str:
-    """One validation of supervised training in one line."""
+    """Describe one validation of supervised training in one line."""
     sets = {name.removeprefix("validation_loss_"): loss for name, loss in row.items() if "validation_loss_" in name}
     each = ", ".join(f"{name} {loss:.4f}" for name, loss in sets.items())
     return f"validation of step {row['step']}  loss {row['validation_loss']:.4f} ({each})  {row['validation_s']:.1f} s"
 
 
 def describe_evaluation(row: StepRow) -> str:
-    """One evaluation in one line: each set's score and its standard error."""
+    """Describe one evaluation in one line: each set's score and its standard error."""
     parts = [f"evaluation of step {row['step']}"]
     for name, found in row["sets"].items():
         score = found["score"]
@@ -117,7 +117,7 @@ def describe_evaluation(row: StepRow) -> str:
 
 
 def describe_waits(row: StepRow) -> str:
-    """How long the trainer computed in a step, and for what it waited instead."""
+    """Describe how long the trainer computed in a step, and what it otherwise waited for."""
     training = f"{row.get('train_s', 0):.1f} s training"
     waits = [f"{row[key]:.1f} s for {what}" for key, what in _WAITS if row.get(key, 0) >= _SHORTEST_WAIT_S]
     idle = f"; idle {row['trainer_idle_fraction']:.0%}" if "trainer_idle_fraction" in row else ""
@@ -125,7 +125,7 @@ def describe_waits(row: StepRow) -> str:
 
 
 def describe_run(rows: Sequence[StepRow]) -> list[str]:
-    """The run in lines: how the reward rose, and what became of the groups."""
+    """Describe the run in lines: the course of the reward, and the outcomes of groups."""
     rewards = [reward_of(row) for row in rows if "reward_mean" in row]
     if not rewards:
         return ["no step was trained"]

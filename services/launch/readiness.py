@@ -1,4 +1,4 @@
-"""Whether a process of the run has come up: gRPC servers by grpc.health.v1, nats-server by its greeting."""
+"""Checks whether a process of the run is ready: gRPC servers by grpc.health.v1, nats-server by its greeting."""
 
 import asyncio
 from contextlib import suppress
@@ -13,7 +13,7 @@ _TIMEOUT_S = 2.0
 
 
 async def serves_grpc(address: str, security: Security | None = None) -> bool:
-    """Whether the server at `address` (host:port) says that it is SERVING; `security` has what is shown to it."""
+    """Return whether the server at `address` (host:port) reports SERVING; `security` has the tokens for it."""
     async with connect(address, security) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
@@ -24,7 +24,7 @@ async def serves_grpc(address: str, security: Security | None = None) -> bool:
 
 
 async def serves_nats(address: str) -> bool:
-    """Whether the nats-server at `address` greets who connects; it does so before it asks for token or TLS."""
+    """Return whether the nats-server at `address` greets clients, which it does before it asks for token or TLS."""
     host, _, port = address.rpartition(":")
     writer = None
     try:

@@ -32,10 +32,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, run: RunConfig) -> "RunFolder":
-        """Make <run.dir>/<run.name>-<YYYYmmdd-HHMMSS>, or take `run.folder` where it is given.
+        """Create <run.dir>/<run.name>-<YYYYmmdd-HHMMSS>, or use `run.folder` if it is given.
 
         Raises:
-            SetupError: it cannot be made, or `run.folder` holds a run already.
+            SetupError: it cannot be created, or `run.folder` holds a run already.
         """
         started = time.strftime("%Y%m%d-%H%M%S")
         names = [f"{run.name}-{started}", *(f"{run.name}-{started}-{number}" for number in range(2, 100))]
@@ -55,7 +55,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """The folder of an earlier run.
+        """Return the folder of an earlier run.
 
         Raises:
             SetupError: it holds no run.
@@ -69,12 +69,12 @@ class RunFolder:
 
     @staticmethod
     def pattern(run: RunConfig) -> str:
-        """The path that `create` would give the folder, to be shown."""
+        """Return the path that `create` would give the folder, for display."""
         return str(run.folder or run.dir / f"{run.name}-<start>")
 
     @staticmethod
     def describe(path: str) -> list[str]:
-        """What the folder at `path` holds, in lines."""
+        """Describe the contents of the folder at `path`, in lines."""
         width = max(len(name) for name, _ in _CONTENTS)
         return [f"run folder {path}", *(f"  {name.ljust(width)}  {meaning}" for name, meaning in _CONTENTS)]
 
@@ -95,7 +95,7 @@ class RunFolder:
 
     @property
     def launcher_log(self) -> Path:
-        """The launcher's own log: the terminal is for the display."""
+        """The launcher's own log, because the terminal is for the display."""
         return self.logs / "launcher.log"
 
     @property
@@ -114,17 +114,17 @@ class RunFolder:
         return self.path / "nats"
 
     def write_config(self, recipe: Config) -> None:
-        """Keep the recipe, so that the run can be continued and repeated; the file is complete at any moment."""
+        """Store the recipe, so that the run can be continued and repeated; the file is complete at any moment."""
         self.logs.mkdir(exist_ok=True)
         temporary = self.config_file.with_suffix(".tmp")
         temporary.write_text(configuration.dump(recipe))
         os.replace(temporary, self.config_file)
 
     def discard_unused(self) -> bool:
-        """Remove the folder if it holds only what is written before a run begins; return whether it is gone.
+        """Remove the folder if it holds only files from before a run begins; return whether it is gone.
 
-        That is the recipe, the launcher's log, empty files and folders. The logs of processes, results and files of
-        others stay, and the folder with them.
+        Those are the recipe, the launcher's log, empty files and folders. If there are logs of processes, results or
+        foreign files, the whole folder stays.
         """
         own = {self.config_file, self.live_file, self.launcher_log}
         files = [path for path in self.path.rglob("*") if path.is_symlink() or not path.is_dir()]

@@ -1,4 +1,4 @@
-"""What `penstock train` will start: processes, their addresses, GPUs and order. Pure: nothing is opened or written."""
+"""Plans what `penstock train` starts: processes, addresses, GPUs and order. Pure: nothing is opened or written."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -27,26 +27,26 @@ class PlannedProcess:
 
     name: str
     service: str
-    """As `penstock serve` calls it."""
+    """The service's name in `penstock serve`."""
     phase: StopPhase
     address: str
     """host:port on which it serves; port 0 is any free one."""
     port_key: str = ""
-    """Setting by which each start is given a port of its own."""
+    """The setting through which each start gets its own port."""
     overrides: Sequence[str] = ()
-    """Settings in which it differs from the others of its service."""
+    """Settings in which it differs from other processes of its service."""
     ends_run: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """All processes of a run, in the order in which they are shown and started."""
+    """All processes of a run, in the order of display and start."""
 
     processes: Sequence[PlannedProcess]
     gpus: GpuPlan
 
     def describe(self) -> list[str]:
-        """The plan in lines: a table of processes, and what the GPUs are used for."""
+        """Describe the plan in lines: a table of processes, and the use of the GPUs."""
         rows = [("process", "address", "GPUs"), *(self._row(process) for process in self.processes)]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -66,16 +66,16 @@ class RunPlan:
 
 
 def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool, trains: bool = True) -> RunPlan:
-    """The processes of a run of `recipe` on this machine.
+    """Return the processes of a run of `recipe` on this machine.
 
     Args:
         recipe: The recipe, its ports chosen or not.
         devices: The machine's GPUs, as `find_gpus` returns them.
-        own_bus: Whether the run has a nats-server of its own.
+        own_bus: Whether the run has its own nats-server.
         trains: Whether it has a trainer; without one, engines serve the recipe's model.
 
     Raises:
-        ConfigError: the GPUs do not suffice, or several processes were to have one port.
+        ConfigError: there are too few GPUs, or several processes would have the same port.
     """
     _require_own_ports(recipe)
     processes = list(_processes(recipe, own_bus=own_bus, trains=trains))
@@ -107,7 +107,7 @@ def _processes(recipe: Recipe, *, own_bus: bool, trains: bool) -> Iterator[Plann
     if own_bus:
         port = recipe.bus.url.rpartition(":")[2] or "0"
         yield PlannedProcess(name="nats", service="nats", phase=StopPhase.BUS, address=f"{LOCAL}:{port}")
-    # The engines first, for they take longest to start.
+    # The engines come first because they take longest to start.
     counts = {"unified": recipe.rollout.replicas, "prefill": recipe.rollout.prefill, "decode": recipe.rollout.decode}
     for role, count in counts.items():
         for index in range(count):

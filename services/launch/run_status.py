@@ -1,4 +1,4 @@
-"""Where the run stands, as the trainer says: TrainerService.GetRun."""
+"""Asks the trainer for the state of the run: TrainerService.GetRun."""
 
 from penstock.clients import TrainerClient
 from penstock.errors import PenstockError
@@ -9,7 +9,7 @@ _TIMEOUT_S = 2.0
 
 
 async def fetch_run(address: str, security: Security) -> trainer_pb2.GetRunResponse | None:
-    """The trainer's answer; None while it does not answer. `security` is what it is shown."""
+    """Return the trainer's answer; None while it does not answer. `security` has the tokens for it."""
     async with TrainerClient(address, security=security) as client:
         try:
             return await client.get_run(timeout_s=_TIMEOUT_S)
@@ -18,7 +18,7 @@ async def fetch_run(address: str, security: Security) -> trainer_pb2.GetRunRespo
 
 
 def describe_phase(run: trainer_pb2.GetRunResponse) -> str:
-    """What the trainer is doing, for a person who waits for it to end."""
+    """Describe what the trainer is doing, for a person who waits for it to end."""
     match run.phase:
         case trainer_pb2.RUN_PHASE_STARTING:
             return "loading the model"

@@ -1,4 +1,4 @@
-"""What serves a model on this machine, without a trainer: engines, router, reward service and workers."""
+"""Serves a model on this machine without a trainer: engines, router, reward service and workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -24,10 +24,10 @@ from services.recipe import Recipe
 
 
 def plan_serving(recipe: Recipe) -> RunPlan:
-    """What `serving` would start on this machine.
+    """Return the processes that `serving` would start on this machine.
 
     Raises:
-        ConfigError: the GPUs do not suffice.
+        ConfigError: there are too few GPUs.
     """
     return make_plan(recipe, find_gpus(), own_bus=not recipe.bus.url, trains=False)
 
@@ -38,11 +38,11 @@ async def serving(
 ) -> AsyncIterator[tuple[Recipe, Supervisor]]:
     """Serve the recipe's model during the context, as policy version 0; no process is left afterwards.
 
-    Yields the recipe with the addresses of this launch, and what keeps the processes going. `write` is given a line for
-    all that happens to them. They are started, but may take minutes until they serve.
+    Yields the recipe with the addresses of this launch, and the processes' supervisor. `write` gets a line for each of
+    their events. The processes are started, but may take minutes to become ready.
 
     Raises:
-        SetupError: somebody listens on a port that the recipe gives.
+        SetupError: a process listens on a port that the recipe gives.
     """
     with addressed(recipe, folder) as live:
         folder.live_file.write_text(configuration.dump(live))

@@ -1,8 +1,8 @@
-"""Keeps the processes of a run going, and ends them in order.
+"""Keeps the processes of a run running, and stops them in order.
 
-A process that dies is started again after a pause. One that exits with 2 found something that a person must change: no
-restart would help, so the run ends with its error; unless it is a restart that misses something which was there before,
-such as a NATS server that is frozen. However the run ends, none of its processes is left.
+A process that dies is restarted after a pause. One that exits with 2 found a fault that a person must fix: no restart
+would help, so the run ends with its error. The exception is a restart that misses something that was there before, such
+as a frozen NATS server. However the run ends, none of its processes is left.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child, ProcessSpec, State, StopPhase
 
 MAX_RESTARTS = 10
-"""A process that dies more often than this within `_RESTART_WINDOW_S`, while no step is trained, ends the run. A group
-that kills the trainer is given up after three deaths, so that three of them in a row are survived."""
+"""A process that dies more often than this within `_RESTART_WINDOW_S`, without a trained step, ends the run. A group
+that kills the trainer is given up after three deaths, so three such groups in a row are survived."""
 _RESTART_WINDOW_S = 600.0
-"""A process that has run for longer has recovered from its earlier deaths."""
+"""A process that has run for more seconds has recovered from its earlier deaths."""
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
 _KILL_TIMEOUT_S = 5.0
 _FAILED_RUN_GRACE_S = 900.0
-"""Of the process that ends the run, when another has failed: nobody may be there to press Ctrl-C again."""
+"""Seconds for the process that ends the run after another has failed: maybe no one is there to press Ctrl-C again."""
 _NUM_SHOWN_LINES = 20
 
 
 class ProcessFailedError(PenstockError):
-    """A process died so often that starting it again is pointless."""
+    """A process died so often that restarting it is pointless."""
 
 
 class Supervisor:
@@ -49,7 +49,7 @@ class Supervisor:
         first_backoff_s: float = _FIRST_BACKOFF_S,
         failed_run_grace_s: float = _FAILED_RUN_GRACE_S,
     ) -> None:
-        """`report` is given a line for all that happens to a process; `kill_after_s` is what each gets to stop."""
+        """Supervise `children`; `report` gets a line for each event, `kill_after_s` is the seconds each has to stop."""
         self.children = children
         self._max_restarts = max_restarts
         self._deaths: dict[str, deque[float]] = {}
@@ -62,13 +62,13 @@ class Supervisor:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self, name: str) -> Child:
-        """Start the process `name`, and again whenever it dies."""
+        """Start the process `name`, and restart it whenever it dies."""
         child = next(child for child in self.children if child.spec.name == name)
         self._tasks[name] = asyncio.create_task(self._keep(child))
         return child
 
     def note_progress(self) -> None:
-        """The run trained a step: whatever died before is no reason to end it."""
+        """Record that the run trained a step: earlier deaths no longer count."""
         for deaths in self._deaths.values():
             deaths.clear()
 
@@ -95,7 +95,7 @@ class Supervisor:
 
         The one that ends the run has no limit, unless another process fails for good, before or meanwhile: it may be in
         the middle of a step, which then needs a push and a checkpoint. Until it has ended, the processes that it needs
-        are kept going.
+        are kept running.
 
         Raises:
             UserError: meanwhile a process exited with 2; the message is the process's own.
@@ -113,7 +113,7 @@ class Supervisor:
             raise failure
 
     async def kill(self) -> None:
-        """Kill what is left, at once."""
+        """Kill the remaining processes at once."""
         for child in self.children:
             child.stop_asked.set()
             child.kill()
@@ -125,7 +125,7 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _end(self, child: Child) -> BaseException | None:
-        """Wait for the end of `child` and kill it after its grace; return the failure that cost it its time, if any."""
+        """Wait for the end of `child` and kill it after its grace; return the failure that limited its time, if any."""
         task, limit_s, failure = self._tasks[child.spec.name], self._kill_after_s, None
         if child.spec.ends_run:
             limit_s = self._failed_run_grace_s
@@ -138,7 +138,7 @@ class Supervisor:
         return failure
 
     async def _failure_before_end_of(self, task: "asyncio.Task[None]") -> BaseException | None:
-        """Wait for the end of `task`; return early if another process fails for good, which it may wait for in vain."""
+        """Wait for the end of `task`; return early if another process, which it may be waiting for, fails for good."""
         running: set[asyncio.Task[None]] = set(self._tasks.values())
         while not task.done():
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -184,7 +184,7 @@ async def supervised(
     first_backoff_s: float = _FIRST_BACKOFF_S,
     failed_run_grace_s: float = _FAILED_RUN_GRACE_S,
 ) -> AsyncIterator[Supervisor]:
-    """A supervisor of `specs` during the context, at whose end all processes are stopped, unless they were already.
+    """Yield a supervisor of `specs`; at the end of the context, stop all processes that are not stopped yet.
 
     A cancellation while they are being stopped, here or in the context, kills them at once.
     """

@@ -1,1 +1,1 @@
-"""What `penstock plan` calculates: the memory that a recipe takes on GPUs that need not be here."""
+"""Calculations of `penstock plan`: the memory that a recipe takes on GPUs, which need not be present."""

@@ -1,4 +1,4 @@
-"""How many bytes of tensors exist at a time. torch's own tracker says more, and takes longer than what it tracks."""
+"""Counts the bytes of tensors alive at a time. torch's own tracker reports more, and takes longer than its subject."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -9,31 +9,31 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _BLOCK_BYTES = 512
-"""CUDA's caching allocator rounds sizes up to a multiple of it."""
+"""CUDA's caching allocator rounds sizes up to a multiple of this many bytes."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
-    """Within this context counts the memory of tensors that are made in it, for as long as they live."""
+    """Counts the memory of tensors made in this context, for as long as they live."""
 
     def __init__(self) -> None:
         """Count from 0."""
         super().__init__()
         self.peaks = [0]
-        """The most at a time, from one `mark` to the next."""
+        """The most bytes at a time between one `mark` and the next."""
         self._live = 0
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def peak(self) -> int:
-        """The most at any time."""
+        """The most bytes at any time."""
         return max(self.peaks)
 
     def mark(self) -> None:
-        """Begin with another peak."""
+        """Start another peak."""
         self.peaks.append(self._live)
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """Do not count what was there before, though the context may make views of it."""
+        """Exclude a tensor that existed before, although the context may make views of it."""
         self._known.add(tensor.untyped_storage())
 
     def __torch_dispatch__(

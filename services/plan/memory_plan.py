@@ -1,9 +1,8 @@
-"""What each process of a run takes of its GPU's memory, and settings with which all of them fit.
+"""Calculates the GPU memory of each process of a run, and settings with which all of them fit.
 
 Weights, gradients, averages, copies and caches are counted from the model's shape, activations by `working_memory`. On
-several ranks what is gathered of a layer at a time is counted too. What CUDA, NCCL and the allocator take on top was
-not measured; `RESERVED_BYTES` is kept for it in the trainer, and SGLang keeps the share beyond
-rollout.gpu_memory_fraction for itself.
+several ranks the gathered part of the layers is counted too. The overhead of CUDA, NCCL and the allocator was not
+measured; the trainer reserves `RESERVED_BYTES` for it, and SGLang keeps the share beyond rollout.gpu_memory_fraction.
 """
 
 import dataclasses
@@ -21,25 +20,25 @@ from services.plan.working_memory import RowShape, working_bytes
 from services.recipe import Recipe
 
 RESERVED_BYTES = 2 * GIB
-"""Of each GPU that computes steps, for CUDA's context, NCCL's buffers and what the allocator cannot use; of one that is
-shared, as much again for each engine, for its context and what it computes with."""
+"""Reserved on each GPU that computes steps, for CUDA's context, NCCL's buffers and memory that the allocator cannot
+use; on a shared GPU as much again for each engine, for its context and its computation."""
 LEAST_ROW = 2048
 """Tokens of the shortest row that is proposed: shorter ones leave a GPU idle."""
 PROMPT_SHARE = 0.25
-"""Of a row's tokens; its images are in the prompt, so it is more where they need more."""
+"""Prompt's share of a row's tokens; more if the images need more, because they are in the prompt."""
 USUAL_FRACTION = 0.85
-"""Of a GPU that an engine has for itself."""
+"""Share of a GPU that an engine has to itself."""
 
 _FLOAT32, _BFLOAT16 = 4, 2
 
 
 def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) -> MemoryPlan:
-    """Plan a run, and where it does not fit look for settings with which it would, which takes up to a minute.
+    """Plan a run; if it does not fit, search for settings with which it would, which takes up to a minute.
 
     Args:
-        model: Folder of the recipe's model, of which `config.json` is read.
+        model: Folder of the recipe's model, of which only `config.json` is read.
         recipe: The recipe.
-        gpus: What it is to run on.
+        gpus: The GPUs to run on.
         image_share: Share of a row's tokens that stand for images, 0 to 0.9.
 
     Raises:
@@ -56,11 +55,11 @@ def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) 
     def fits(settings: Mapping[str, object]) -> bool:
         try:
             changed = _changed(recipe, settings)
-            # Without activations first, which takes no time and excludes most.
+            # Without activations first: that takes no time and excludes most.
             each: tuple[Callable[..., int], ...] = (lambda *_, **__: 0, working)
             return all(_plan(shape, changed, gpus, these, image_share=image_share).fits for these in each)
         except ConfigError:
-            return False  # too few GPUs for it
+            return False  # too few GPUs
 
     found = next((settings for settings in _proposals(recipe, gpus) if fits(settings)), None)
     if found is None:
@@ -106,7 +105,7 @@ def _room(recipe: Recipe, gpus: Gpus, placed: GpuPlan, num_engines: int) -> int:
 
 
 def _longest_sample(recipe: Recipe) -> tuple[int, bool]:
-    """Tokens of the longest sample, and whether the recipe bounds it; if not, at least what is generated in a turn."""
+    """Return the tokens of the longest sample, and whether the recipe bounds it; if not, at least one turn's tokens."""
     limits = [source.limits.max_tokens for source in recipe.data.by_name.values()]
     bounds = [recipe.rollout.context_length, max(limits, default=0) if all(limits) else 0]
     if known := [bound for bound in bounds if bound]:
@@ -115,7 +114,7 @@ def _longest_sample(recipe: Recipe) -> tuple[int, bool]:
 
 
 def _row(shape: ModelShape, recipe: Recipe, *, image_share: float) -> RowShape:
-    """The longest row: micro_batch_tokens, or a sample that is longer."""
+    """Return the longest row: micro_batch_tokens, or a longer sample."""
     trainer = recipe.trainer
     num_tokens = max(trainer.micro_batch_tokens, _longest_sample(recipe)[0])
     num_image_tokens = 0 if shape.vision is None else int(num_tokens * image_share)
@@ -130,7 +129,7 @@ def _row(shape: ModelShape, recipe: Recipe, *, image_share: float) -> RowShape:
 
 def _engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> ProcessPlan:
     rollout = recipe.rollout
-    size = _FLOAT32 if rollout.dtype == "float32" else _BFLOAT16  # auto rounds a checkpoint in float32 too
+    size = _FLOAT32 if rollout.dtype == "float32" else _BFLOAT16  # auto also rounds a checkpoint in float32
     weights = size * shape.num_parameters // rollout.tensor_parallel
     heads = shape.text.num_key_value_heads
     per_token = size * shape.kv_values // heads * math.ceil(heads / rollout.tensor_parallel)
@@ -156,11 +155,11 @@ def _engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> Pro
 
 
 def _of_engines_push(shape: ModelShape, recipe: Recipe, gpus: Gpus) -> str:
-    """What a GPU of several takes of the memory that its engine leaves free, while weights come and are compared."""
+    """Describe the memory that a push takes of the part that an engine leaves free on each of its several GPUs."""
     rollout = recipe.rollout
     size = _FLOAT32 if rollout.dtype == "float32" else _BFLOAT16
     largest = size * max(size for _, size in shape.sizes)
-    taken = (2 + 1 / rollout.tensor_parallel) * largest / GIB  # the largest whole, and all its shards beside it
+    taken = (2 + 1 / rollout.tensor_parallel) * largest / GIB  # the largest whole, plus all its shards
     free = (1 - rollout.gpu_memory_fraction) * gpus.total_bytes / GIB
     return f"a push takes {taken:,.1f} GiB of the {free:,.1f} that rollout.gpu_memory_fraction leaves"
 
@@ -205,7 +204,7 @@ def _trainer(
 
 
 def _standing(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part, tuple[Part, ...]]:
-    """What a rank has at any time; what it has from a step's first row on; and the reference policy, if any."""
+    """Return a rank's permanent parts; its part from a step's first row on; and the reference policy, if any."""
     trainer, total = recipe.trainer, shape.num_parameters
     trained = shape.num_trained(trainer.optimizer.learning_rates)
     has_reference = recipe.algorithm.needs_reference
@@ -227,7 +226,7 @@ def _standing(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part
 def _sharded_moments(
     shape: ModelShape, standing: tuple[Part, ...], reference: tuple[Part, ...], activations: Part
 ) -> tuple[Moment, ...]:
-    """Of a step on several ranks: text layers are gathered one after the other, all else for the whole pass."""
+    """Return moments of a step on several ranks: text layers are gathered one by one, all else for the whole pass."""
     others, layer = shape.num_parameters - shape.num_of_text_layers, shape.num_of_largest_layer
     gathered = Part(name="gathered embedding, tower and head", size_bytes=_BFLOAT16 * others)
     layers = Part(name="two gathered layers", size_bytes=2 * _BFLOAT16 * layer)
@@ -247,12 +246,12 @@ def _sharded_moments(
 
 
 def _keeps_on_host(recipe: Recipe) -> bool:
-    """Whether copies for pushes are in the host's memory."""
+    """Return whether copies for pushes are in the host's memory."""
     return recipe.trainer.ranks > 1 or recipe.trainer.optimizer.offload
 
 
 def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
-    """What the trainer's GPU keeps of the version that replicas have."""
+    """Yield the copies of the replicas' version that stay on the trainer's GPU."""
     size = 0 if _keeps_on_host(recipe) else _BFLOAT16 * shape.num_parameters
     where = ", on the host" if _keeps_on_host(recipe) else ""
     yield Part(name=f"copy that was pushed{where}", size_bytes=size)
@@ -261,7 +260,7 @@ def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
 
 
 def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
-    """What a snapshot takes beside that: all of it, or as it is made bucket by bucket, two buckets."""
+    """Yield a snapshot's additional parts: the whole copy, or, if it is made bucket by bucket, two buckets."""
     largest = _BFLOAT16 * max(size for _, size in shape.sizes)
     if not _keeps_on_host(recipe):
         yield Part(name="copy to be pushed", size_bytes=_BFLOAT16 * shape.num_parameters)
@@ -271,7 +270,7 @@ def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
 
 
 def _of_host(shape: ModelShape, recipe: Recipe) -> Iterator[str]:
-    """What the trainer needs of the host's memory for pushes."""
+    """Describe the host memory that the trainer needs for pushes."""
     if _keeps_on_host(recipe):
         copies = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
         size = copies * _BFLOAT16 * shape.num_parameters / GIB
@@ -279,7 +278,7 @@ def _of_host(shape: ModelShape, recipe: Recipe) -> Iterator[str]:
 
 
 def _proposals(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
-    """Settings to try, with engines of as few GPUs as possible."""
+    """Yield settings to try, with as few GPUs per engine as possible."""
     yield from _alternatives(recipe, gpus)
     size = 2 * recipe.rollout.tensor_parallel
     while size < gpus.count:
@@ -290,7 +289,7 @@ def _proposals(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
 
 
 def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
-    """Settings to try, the least costly first. Most keep those before them."""
+    """Yield settings to try, the least costly first. Most include those before them."""
     trainer, rollout = recipe.trainer, recipe.rollout
     num_engines = rollout.replicas + rollout.prefill + rollout.decode
     settings: dict[str, object] = {}

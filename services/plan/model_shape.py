@@ -1,4 +1,4 @@
-"""A model's shape, from its config alone: the parameters of its parts, and smaller models with the same layers."""
+"""A model's shape from its config alone: the parameters of its parts, and smaller models with the same layers."""
 
 import copy
 import re
@@ -17,15 +17,15 @@ from services.trainer.backend.optimizer.learning_rates import rates_of
 from services.trainer.config import TRAINED_MODEL_TYPES
 
 NUM_BLOCKS = 4
-"""Fewest blocks of a tower that is made smaller: there are three that hand their features to the text's layers."""
+"""Fewest blocks of a tower that is made smaller: three of them hand their features to the text's layers."""
 NUM_LAYERS = 3
-"""Fewest layers of a text that is made smaller, for the same reason."""
+"""Fewest layers of a text model that is made smaller, for the same reason."""
 _EXPERTS = ".experts."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelShape:
-    """What memory depends on."""
+    """The properties of a model on which memory depends."""
 
     config: Any
     """transformers' config."""
@@ -33,18 +33,18 @@ class ModelShape:
     num_of_largest_layer: int
     """Parameters of the text's largest layer."""
     num_of_text_layers: int
-    """Parameters of all of them."""
+    """Parameters of all text layers."""
     num_active: int
-    """Parameters that compute a token: of experts, those that are chosen."""
+    """Parameters that compute a token; of the experts, only the chosen ones."""
     sizes: tuple[tuple[str, int], ...]
-    """Each parameter and its size."""
+    """Name and size of each parameter."""
 
     @classmethod
     def read(cls, folder: Path) -> "ModelShape":
-        """Read `config.json` of a model's folder; the weights need not be there.
+        """Read `config.json` of a model's folder; the weights need not be present.
 
         Raises:
-            ConfigError: there is none, it describes no model, or the trainer does not take such a model.
+            ConfigError: there is no such file, it does not describe a model, or the trainer does not support the model.
         """
         from transformers import AutoConfig
 
@@ -84,7 +84,7 @@ class ModelShape:
 
     @property
     def vision(self) -> Any:
-        """The tower's part of the config; None for a model without eyes."""
+        """The tower's part of the config; None for a model without vision."""
         return getattr(self.config, "vision_config", None)
 
     @property
@@ -99,7 +99,7 @@ class ModelShape:
 
     @property
     def kv_values(self) -> int:
-        """Values of keys and values that one token leaves in a cache, over all layers."""
+        """Key and value numbers that one token leaves in a cache, over all layers."""
         text = self.text
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return int(2 * self.num_layers * text.num_key_value_heads * head_dim)
@@ -153,7 +153,7 @@ class ModelShape:
 
 
 def make_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """A transformers model of the config, with parameters that nobody has set."""
+    """Return a transformers model of the config, with uninitialised parameters."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto_class = AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
@@ -168,10 +168,10 @@ def kind_of(name: str) -> str:
 
 @contextmanager
 def _blaming(folder: Path) -> Iterator[None]:
-    """Whatever transformers raises for what a config says is the config's fault."""
+    """Raise anything that transformers raises on reading a config as the config's fault."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - it checks little, so an odd value may fail anywhere
+    except Exception as error:  # noqa: BLE001 - transformers checks little, so an odd value may fail anywhere
         words = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"model.path: {folder / 'config.json'} describes no model ({type(error).__name__}: {words}); copy it again"
@@ -179,7 +179,7 @@ def _blaming(folder: Path) -> Iterator[None]:
 
 
 def _layer_of(name: str) -> int | None:
-    """The number of the text's layer that has the parameter."""
+    """Return the number of the text layer that holds the parameter."""
     if part_of(name) != "text" or ".layers." not in name:
         return None
     return int(name.split(".layers.")[1].split(".")[0])

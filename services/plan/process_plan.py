@@ -1,4 +1,4 @@
-"""What a plan says: GPUs, processes on them, and what these have there when they may have the most."""
+"""The contents of a plan: GPUs, processes on them, and the memory of each process at its fullest moments."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """GPUs of one machine, all of one kind."""
+    """Identical GPUs of one machine."""
 
     count: int
     total_bytes: int
@@ -22,7 +22,7 @@ class Gpus:
         """Read `8x80`: eight GPUs with 80 GiB each.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the text has another form.
         """
         found = re.fullmatch(r"(\d{1,4})x(\d{1,4}(?:\.\d+)?)", text)
         if found is None or int(found[1]) < 1 or float(found[2]) <= 0:
@@ -40,31 +40,31 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What a process has in its GPU's memory at a moment at which it may have the most."""
+    """The parts in a process's GPU memory at a moment that may be its fullest."""
 
     name: str
     parts: tuple[Part, ...]
 
     @property
     def total_bytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return sum(part.size_bytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """A kind of process, and the GPU of each of it."""
+    """A kind of process, and the GPU of each instance."""
 
     name: str
     count: int
     room_bytes: int
-    """What it may take of its GPU."""
+    """Bytes of its GPU that it may take."""
     moments: tuple[Moment, ...]
     notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
-        """Whether it has room at every moment."""
+        """Whether it fits at every moment."""
         return all(moment.total_bytes <= self.room_bytes for moment in self.moments)
 
 
@@ -75,7 +75,7 @@ class MemoryPlan:
     shape: ModelShape
     processes: tuple[ProcessPlan, ...]
     remedy: tuple[str, ...] | None = ()
-    """Settings with which all would fit; empty where they do; None where none were found."""
+    """Settings with which all would fit; empty if they fit already; None if no such settings were found."""
 
     @property
     def fits(self) -> bool:

@@ -1,7 +1,8 @@
-"""Tensors without memory: a pass through a model with the sizes of real tensors, and no numbers.
+"""Tensors without memory: runs a model with the sizes of real tensors but without their values.
 
-torch's fake tensors have a shape and a precision only, so they cannot decide how large others are. What decides that in
-a model that reads pictures and packed rows is small: grids, positions, masks, tables. It is computed.
+torch's fake tensors have only a shape and a precision, so they cannot decide the sizes of others. In a model that reads
+pictures and packed rows, the tensors that decide sizes are small (grids, positions, masks, tables), so they are
+computed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,23 +14,23 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 _SMALL = 20_000
-"""Elements of a floating-point tensor that is computed if nothing without numbers goes into it."""
+"""Elements up to which a floating-point tensor is computed, if none of its inputs lacks values."""
 _INDEXING = frozenset(
     {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 )
 
 
 class ShapesOnly(FakeTensorMode):  # type: ignore[misc]  # torch is untyped here
-    """Within this context large floating-point tensors have no memory, and what is made of them has none either."""
+    """Within this context, large floating-point tensors, and those made of them, have no memory."""
 
     def __init__(self) -> None:
-        """Begin by computing what can be."""
+        """Start with computing everything that can be computed."""
         super().__init__(allow_non_fake_inputs=True)
         self._computes = True
 
     @contextmanager
     def without_numbers(self) -> Iterator[None]:
-        """Compute nothing in this context, however small: a model's parameters are to be all of one kind."""
+        """Compute nothing in this context, however small, because a model's parameters must all be of one kind."""
         self._computes = False
         try:
             with self:
@@ -45,7 +46,7 @@ class ShapesOnly(FakeTensorMode):  # type: ignore[misc]  # torch is untyped here
             return func(*args, **kwargs)
         if func in _INDEXING:
             args = (args[0], _with_numbers(args[1]), *args[2:])
-        # What torch makes on the way to this result belongs to it.
+        # Tensors that torch makes on the way to this result are treated alike.
         computes, self._computes = self._computes, False
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -68,7 +69,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _with_numbers(indices: Sequence[Any]) -> list[Any]:
-    """Indices in place of masks, whose number of true elements torch's fake tensors do not know."""
+    """Return indices in place of masks, whose number of true elements torch's fake tensors do not know."""
     found: list[Any] = []
     for index in indices:
         is_mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor)

@@ -1,10 +1,10 @@
-"""The memory that one packed row takes while it goes forward and backward, beside weights and their gradients.
+"""Counts the memory that one packed row takes in its forward and backward pass, beside weights and their gradients.
 
 It is not estimated by a formula: the trainer's own policy computes a row of tensors without memory (`shapes_only`) with
-a model of the same widths, and what exists at a time is counted. Layers and blocks are alike, so three small models say
-what all of them take: of each phase by itself, because in small models another one takes most.
+a model of the same widths, and the bytes that exist at a time are counted. Layers and blocks are alike, so three small
+models determine the sum: each phase on its own, because in small models another phase takes the most.
 
-Invariant: attention is counted as it is computed on a GPU in half precision, where no copies for buckets are made.
+Invariant: attention is counted as computed on a GPU in half precision, without copies for buckets.
 """
 
 import itertools
@@ -26,21 +26,21 @@ from services.trainer.batching.rows import PackedRow, Segment
 
 NUM_PHASES = 3
 _MAX_IMAGE_TOKENS = 1024
-"""Of one image of the row: about a million pixels."""
+"""The most tokens of one image of the row: about a million pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShape:
-    """What a row is made of: one prompt, and its responses behind each other."""
+    """The parts of a row: one prompt, followed by its responses."""
 
     num_tokens: int
     num_prompt_tokens: int
-    """At least one more than there are of images."""
+    """At least one more than the image tokens."""
     num_image_tokens: int
-    """All in the prompt."""
+    """Tokens of images, all in the prompt."""
     num_responses: int
     shares_prompt: bool = True
-    """Whether all responses see the prompt's keys and values; else the row is as many samples of one length."""
+    """Whether all responses see the prompt's keys and values; else the row is as many samples of equal length."""
 
 
 def working_bytes(
@@ -52,16 +52,16 @@ def working_bytes(
     float32_head: bool,
     keeps_all: bool,
 ) -> int:
-    """Return the bytes that a row takes at the moment when most of them exist, beside weights and gradients.
+    """Return the most bytes that a row takes at any moment, beside weights and gradients.
 
     Args:
-        shape: Of the model.
-        row: Of the row.
-        learning_rates: Patterns and rates as in a recipe; what has rate 0 is not trained.
-        gradient_checkpointing: Whether activations are computed again.
+        shape: Shape of the model.
+        row: Shape of the row.
+        learning_rates: Patterns and rates as in a recipe; parameters with rate 0 are not trained.
+        gradient_checkpointing: Whether activations are recomputed.
         float32_head: Whether the output head is multiplied in float32.
-        keeps_all: Whether the device has the float32 weights, which are rounded where they are used, and keeps their
-            gradients; else it has the weights in bfloat16, and each gradient is taken away as soon as it is made.
+        keeps_all: Whether the device has the float32 weights, which are rounded at each use, and keeps their gradients;
+            else it has the weights in bfloat16, and each gradient is removed as soon as it is made.
 
     Raises:
         ConfigError: a pattern fits no parameter, or nothing is trained.
@@ -89,7 +89,7 @@ def working_bytes(
         of_layer = _difference(measured(num_layers + 1, num_blocks), least)
     if shape.num_blocks > num_blocks:
         of_block = _difference(measured(num_layers, num_blocks + 1), least)
-    pixels = make_row(row, shape.config).pixel_values_PD  # they have numbers, so they are not among what was counted
+    pixels = make_row(row, shape.config).pixel_values_PD  # they have values, so they were not counted
     return (0 if pixels is None else pixels.nbytes) + max(
         peak + layer * (shape.num_layers - num_layers) + block * (shape.num_blocks - num_blocks)
         for peak, layer, block in zip(least, of_layer, of_block, strict=True)
@@ -101,7 +101,7 @@ def _difference(larger: Sequence[int], least: Sequence[int]) -> list[int]:
 
 
 def _prepare_gradients(policy: PolicyModel, kinds: Set[str], *, keeps_all: bool) -> None:
-    """Train a layer's parameter if any layer's is trained: which of them are decides what the others keep."""
+    """Train a layer's parameter if any layer's is trained, because the trained ones decide what the others keep."""
     for name, parameter in policy.model.named_parameters():
         parameter.requires_grad_(kind_of(name) in kinds)
         if parameter.requires_grad and keeps_all:
@@ -111,7 +111,7 @@ def _prepare_gradients(policy: PolicyModel, kinds: Set[str], *, keeps_all: bool)
 
 
 def _peaks(policy: PolicyModel, shapes_only: ShapesOnly, row: PackedRow) -> list[int]:
-    """Return the peaks of the phases: forward and back through the head, back through the text, through the tower."""
+    """Return the peaks of the phases: forward and back through the head, back through the text, then the tower."""
     _compute_as_on_gpus(policy)
     live = LiveBytes()
     gradients = (parameter.grad for parameter in policy.parameters() if parameter.grad is not None)
@@ -126,7 +126,7 @@ def _peaks(policy: PolicyModel, shapes_only: ShapesOnly, row: PackedRow) -> list
     with _attention_of_gpus(), shapes_only, live:
         with torch.autocast("cpu", torch.bfloat16):
             output = policy(row)
-        if output.logprobs_N.requires_grad:  # a row without images, where only the tower is trained, has no gradient
+        if output.logprobs_N.requires_grad:  # false for a row without images if only the tower is trained
             output.logprobs_N.sum().backward()
     return [*live.peaks, *[0] * (NUM_PHASES - len(live.peaks))]
 
@@ -141,7 +141,7 @@ def _forget_gradient(parameter: torch.nn.Parameter) -> None:
 
 
 def make_row(row: RowShape, config: Any) -> PackedRow:
-    """Return a row with these sizes for a model of the config, of tokens and positions that mean nothing."""
+    """Return a row with these sizes for a model of the config, with meaningless tokens and positions."""
     vision = getattr(config, "vision_config", None)
     ids_T = torch.zeros(row.num_tokens, dtype=torch.int64)
     grid_thw_U3 = pixel_values_PD = None
@@ -182,7 +182,7 @@ def _segments(row: RowShape) -> Iterator[Segment]:
 
 @contextmanager
 def _attention_of_gpus() -> Iterator[None]:
-    """Attend in this context as on a GPU in half precision."""
+    """Compute attention in this context as on a GPU in half precision."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(attention.NAME, attention.packed_attention_of_gpus)
@@ -193,9 +193,9 @@ def _attention_of_gpus() -> Iterator[None]:
 
 
 def _compute_as_on_gpus(policy: PolicyModel) -> None:
-    """Have modules compute as on GPUs where that takes other memory, and without a look at numbers.
+    """Have modules compute as on GPUs if they take other memory there, and without reading values.
 
-    Autocast normalises in float32 on GPUs. Which experts are chosen decides no size.
+    Autocast normalises in float32 on GPUs. The choice of experts does not affect sizes.
     """
     for module in policy.modules():
         if isinstance(module, torch.nn.LayerNorm):
@@ -213,7 +213,7 @@ def _normalize(norm: torch.nn.LayerNorm, inputs: torch.Tensor) -> torch.Tensor:
 def _compute_any(
     experts: Any, hidden_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Return [T, H]: each token goes through as many experts as it would, all of them the first."""
+    """Return [T, H]: each token goes through its usual number of experts, all of them the first one."""
     dtype = torch.get_autocast_dtype("cpu")
     tokens_M = torch.arange(experts_TK.numel()) % len(hidden_TH)
     rows_MH = hidden_TH.to(dtype)[tokens_M]

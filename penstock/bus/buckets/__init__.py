@@ -1,1 +1,1 @@
-"""What lives in key-value buckets: leases, locks, registers, and watching them."""
+"""Leases, locks and registers in NATS key-value buckets, and watches on them."""

@@ -1,7 +1,7 @@
-"""Leases in NATS KV: who is alive.
+"""Leases in NATS KV, which show which processes are alive.
 
-A lease is a value that its holder renews. The server forgets it `ttl_s` after the last renewal, so a holder that was
-killed vanishes by itself. What only one process may hold at a time is a lock (`penstock.bus.buckets.lock`).
+A lease is a value that its holder renews. The server drops it `ttl_s` after the last renewal, so the lease of a killed
+process lapses on its own. For something that only one process may hold at a time, use `penstock.bus.buckets.lock`.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 class Lease:
-    """A value of this process in a bucket, which lives as long as its holder."""
+    """A value of this process in a bucket, which lapses unless renewed."""
 
     def __init__(self, bucket: KeyValue, key: str, describe: Callable[[], bytes]) -> None:
         """Use `held`; `describe` returns the value at each renewal."""
@@ -28,7 +28,7 @@ class Lease:
         self._describe = describe
 
     async def renew(self) -> None:
-        """Write the value now, after a change that others should see at once."""
+        """Write the value now, so that others see a change at once."""
         try:
             await self._bucket.put(self._key, self._describe())
         except BUS_ERRORS as error:
@@ -37,10 +37,10 @@ class Lease:
 
 @asynccontextmanager
 async def held(bucket: KeyValue, key: str, describe: Callable[[], bytes], *, ttl_s: float) -> AsyncIterator[Lease]:
-    """Hold a lease during the context: it is renewed every third of `ttl_s`, and deleted at the end.
+    """Hold a lease during the context: renew it every third of `ttl_s`, and delete it at the end.
 
-    A renewal that the server is slow to store takes from the pause that follows: otherwise two thirds of `ttl_s` would
-    be enough for the lease to lapse.
+    The time of a slow renewal is subtracted from the next pause: otherwise a renewal that takes two thirds of `ttl_s`
+    would let the lease lapse.
     """
     lease = Lease(bucket, key, describe)
 

@@ -1,11 +1,11 @@
 """A lock in a bucket that at most one process of a run holds.
 
-The holder renews it with a compare-and-set. A claimant takes it over once it has watched it, by its own clock, go
-unrenewed for `ttl_s`: no other clock counts, and nothing expires on the server. When the server was away, it watches
-anew: the holder could not renew.
+The holder renews the lock with a compare-and-set. A claimant takes it over after watching it go unrenewed for `ttl_s`
+on its own clock. No other clock counts, and nothing expires on the server. After an outage of the server the claimant
+starts to watch again, because the holder could not renew either.
 
-Invariant: once somebody has taken the lock over, every `confirm` of the earlier holder raises. A holder that was only
-silent, because it or the server was away, goes on if nobody took the lock meanwhile. So confirm the lock before
+Invariant: once another process has taken the lock over, every `confirm` of the earlier holder raises. A holder that was
+only silent, because it or the server was away, goes on if the lock was not taken meanwhile. So confirm the lock before
 everything that two holders must not both do.
 """
 
@@ -46,9 +46,9 @@ class Lock:
         self._renewing = asyncio.Lock()
 
     async def confirm(self) -> None:
-        """Renew the lock, and return when the server has confirmed that this process holds it.
+        """Renew the lock; return once the server has confirmed that this process holds it.
 
-        Waits while the server is away.
+        Waits while the server is unreachable.
 
         Raises:
             SupersededError: another process has taken it over.
@@ -64,7 +64,7 @@ class Lock:
                 ) from None
 
     async def release(self) -> None:
-        """Let the next claimant have it at once; a lock that is lost already, or a server that is away, is no error."""
+        """Free the lock for the next claimant; does not fail if the lock is lost or the server is unreachable."""
         with suppress(SupersededError, SetupError, TimeoutError, *BUS_ERRORS):
             async with asyncio.timeout(_RELEASE_TIMEOUT_S), self._renewing:
                 await self._register.write(RELEASED)
@@ -76,8 +76,8 @@ async def locked(bus: Bus, name: str, *, ttl_s: float) -> AsyncIterator[Lock]:
 
     Args:
         bus: The run's bus.
-        name: What its holder is, as the errors say it: "trainer".
-        ttl_s: A holder that does not renew for this long may be replaced. Renewed every third of it.
+        name: What the holder is, for error messages: "trainer".
+        ttl_s: A holder that does not renew for this long may be replaced. The lock is renewed every third of it.
 
     Raises:
         SetupError: another process holds it and renews it.
@@ -146,7 +146,7 @@ async def claim(
         else:
             await asyncio.sleep(poll_s)
         seen = register.revision
-        if not await register.read():  # the server was away for the holder too
+        if not await register.read():  # the holder could not reach the server either
             started = unchanged_since = clock()
         elif register.revision != seen:
             unchanged_since = clock()

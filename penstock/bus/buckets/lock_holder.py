@@ -1,4 +1,4 @@
-"""The value of a lock: its LockHolder message as JSON, so that people can read it too; empty where nobody holds it."""
+"""The value of a lock: its LockHolder message as readable JSON; empty if the lock is free."""
 
 import os
 import socket
@@ -9,11 +9,11 @@ from google.protobuf import json_format
 from penstock.v1 import common_pb2
 
 RELEASED = b""
-"""The value of a lock that nobody holds."""
+"""The value of a free lock."""
 
 
 def this_process() -> common_pb2.LockHolder:
-    """Return this process as the holder of a lock that it claims now."""
+    """Return the LockHolder message for this process, claiming now."""
     return common_pb2.LockHolder(host=socket.gethostname(), pid=os.getpid(), claim_id=uuid.uuid4().hex)
 
 
@@ -23,7 +23,7 @@ def write_lock_holder(holder: common_pb2.LockHolder) -> bytes:
 
 
 def read_lock_holder(value: bytes) -> common_pb2.LockHolder | None:
-    """Return the holder; None if nobody holds the lock, or the value names nobody."""
+    """Return the holder; None if the lock is free or the value does not name a holder."""
     try:
         return json_format.Parse(value, common_pb2.LockHolder(), ignore_unknown_fields=True)
     except (json_format.ParseError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
-"""A key of a bucket that is overwritten only by writers that know its newest value (compare-and-set).
+"""A key of a bucket that only writers that know its newest value may overwrite (compare-and-set).
 
-Invariant: of two processes that read the same value, at most one replaces it; the other gets a `SupersededError`.
+Invariant: if two processes have read the same value, at most one replaces it; the other gets a `SupersededError`.
 """
 
 import nats.js.errors
@@ -32,7 +32,7 @@ class Register:
         return self._revision
 
     async def read(self) -> bool:
-        """Read the newest value, waiting out a server that is away; return whether the first attempt was answered.
+        """Read the newest value, waiting for an unreachable server; return whether the first try was answered.
 
         Raises:
             SetupError: the server no longer has the bucket.
@@ -48,12 +48,12 @@ class Register:
         return num_attempts == 1
 
     async def write(self, value: bytes) -> None:
-        """Replace the value that this process knows, waiting out a server that is away.
+        """Replace the value that this process knows, retrying while the server is unreachable.
 
-        A write whose answer is lost is tried again, and then recognised by its value.
+        A write whose answer is lost is retried, and then recognised by its value.
 
         Args:
-            value: A value that no other process writes: name the writer in it.
+            value: A value that no other process writes, for example because it names the writer.
 
         Raises:
             SupersededError: another process has written the key since.

@@ -1,4 +1,4 @@
-"""The value of a rollout engine's lease: its Replica message as JSON, so that people can read it too."""
+"""The value of a rollout engine's lease: its Replica message as readable JSON."""
 
 from collections.abc import Mapping
 
@@ -11,12 +11,12 @@ log = structlog.get_logger()
 
 
 def write_replica(replica: common_pb2.Replica) -> bytes:
-    """The value of the lease."""
+    """Return the value of the lease."""
     return json_format.MessageToJson(replica, indent=None).encode()
 
 
 def read_replica(replica_id: str, lease: bytes) -> common_pb2.Replica | None:
-    """The replica in the lease of key `replica_id`; None, with a line in the log, if the lease is not one."""
+    """Return the replica in the lease of key `replica_id`; if the lease is unreadable, log it and return None."""
     try:
         replica = json_format.Parse(lease, common_pb2.Replica(), ignore_unknown_fields=True)
         if replica.replica_id != replica_id or not replica.address:
@@ -28,16 +28,16 @@ def read_replica(replica_id: str, lease: bytes) -> common_pb2.Replica | None:
 
 
 class ReplicaLeases:
-    """Reads the leases of a pool again and again. A lease is parsed when its value changes, not when it is renewed."""
+    """Parses the leases of a pool. A lease is parsed when its value changes, not at each renewal."""
 
     def __init__(self) -> None:
-        """Nothing was read yet."""
+        """Start with an empty cache."""
         self._parsed: dict[str, tuple[bytes, common_pb2.Replica | None]] = {}
 
     def read(self, leases: Mapping[str, bytes]) -> dict[str, common_pb2.Replica]:
-        """The replicas by id, without those whose lease is unreadable.
+        """Return the replicas by id, without those whose lease is unreadable.
 
-        Do not change them: the same objects are returned until their leases say something new.
+        Do not modify them: the same objects are returned until their leases change.
         """
         before = self._parsed
         self._parsed = {

@@ -1,6 +1,6 @@
-"""Watched values in NATS KV: what a bucket holds at the moment, at hand without asking for it.
+"""Watched values in NATS KV: the current contents of a bucket, held locally.
 
-A watch goes on when the server comes back without its store and somebody creates the bucket again.
+A watch continues if the server comes back without its store and the bucket is created again.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 _OPEN_TIMEOUT_S = 10.0
 _ABANDONED_S = 10.0
-"""The server drops a watch that nobody has listened to for this long."""
+"""Seconds without a listener after which the server drops a watch."""
 
 
 class _Seen(NamedTuple):
@@ -35,7 +35,7 @@ class _Seen(NamedTuple):
 
 
 class Watch:
-    """The current values of a bucket; a value that was not renewed within `ttl_s` is gone."""
+    """The current values of a bucket; a value that was not renewed within `ttl_s` is dropped."""
 
     def __init__(self, bucket: KeyValue, *, keys: str = ">", ttl_s: float | None = None) -> None:
         """Use `watched`."""
@@ -49,14 +49,14 @@ class Watch:
 
     @property
     def values(self) -> dict[str, bytes]:
-        """Key to value, without those that have expired."""
+        """Return the values by key, without expired ones."""
         oldest = -math.inf if self._ttl_s is None else time.monotonic() - self._ttl_s
         return {key: seen.value for key, seen in self._values.items() if seen.at >= oldest}
 
     async def changed(self, timeout_s: float) -> bool:
-        """Wait for the next change, at most `timeout_s`, and return whether there was one. Several may wait at once.
+        """Wait up to `timeout_s` for the next change; return whether there was one. Several callers may wait at once.
 
-        An error that ended the watch is raised here: its values would never change again.
+        Raises the error that ended the watch, if one did: its values would never change again.
         """
         event, following = self._changed, self._following
         if following is not None and following.done() and not following.cancelled():
@@ -69,9 +69,9 @@ class Watch:
         return True
 
     async def _follow(self, ready: asyncio.Event) -> None:
-        # A silent watch is opened again, since it may have died with the server. Well within the time to live:
-        # otherwise a restart of the server would make all leases look expired. It may also live and have nothing to
-        # tell yet, so it is read until the next one is open, for which a slow server may take long.
+        # A silent watch is reopened, because it may have died with the server. It is reopened well within the time to #
+        # live: otherwise a restart of the server would make all leases look expired. The old watch may also be alive
+        # with # nothing to report, so it is read until the new one is open, which takes a slow server long.
         silence_s = min(2.0, (self._ttl_s or math.inf) / 2)
         last = AsyncExitStack()
         try:
@@ -91,7 +91,7 @@ class Watch:
             await last.aclose()
 
     async def _until_silent(self, reading: asyncio.Task[None], silence_s: float) -> None:
-        """Return when nothing has been heard for `silence_s`; raise what ended the reading."""
+        """Return when the watch has been silent for `silence_s`; raise the error that ended the reading."""
         self._heard_at = time.monotonic()
         while (rest_s := self._heard_at + silence_s - time.monotonic()) > 0:
             await asyncio.wait({reading}, timeout=rest_s)
@@ -99,7 +99,7 @@ class Watch:
                 return await reading
 
     async def _read(self, watcher: KeyValue.KeyWatcher, ready: asyncio.Event) -> None:
-        """Take what the watch tells, until it fails."""
+        """Store the updates of the watch until it fails."""
         seen: set[str] = set()
         caught_up = False
         async for entry in watcher:  # its updates(timeout) may swallow a cancellation
@@ -117,8 +117,8 @@ class Watch:
                 if self._values.pop(entry.key, None) is not None:
                     self._announce()
             elif (known := self._values.get(entry.key)) is None or known[:2] != (entry.value, entry.revision):
-                # A value that was seen before keeps its age. The revision alone does not identify it: a bucket that
-                # was created again counts from 1.
+                # A value that was seen before keeps its age. The revision alone does not identify it: a recreated
+                # bucket # counts from 1 again.
                 self._values[entry.key] = _Seen(entry.value, entry.revision, time.monotonic())
                 self._announce()
 
@@ -129,9 +129,9 @@ class Watch:
 
 @asynccontextmanager
 async def _opened(bucket: KeyValue, keys: str) -> AsyncIterator[KeyValue.KeyWatcher]:
-    """A watcher of nats-py. At the end neither its subscription stays nor the tasks of that.
+    """Open a watcher of nats-py; at the end, remove its subscription and the subscription's tasks.
 
-    By itself it leaves both behind if it fails or is cancelled while it is opened.
+    nats-py leaves both behind if the watcher fails or is cancelled while it is being opened.
     """
     bucket, subscriptions = copy.copy(bucket), list[JetStreamContext.PushSubscription]()
     jetstream = bucket._js
@@ -157,13 +157,13 @@ async def _opened(bucket: KeyValue, keys: str) -> AsyncIterator[KeyValue.KeyWatc
 
 @asynccontextmanager
 async def watched(bucket: KeyValue, *, keys: str = ">", ttl_s: float | None = None) -> AsyncIterator[Watch]:
-    """Watch a bucket during the context; on entry the values are complete.
+    """Watch a bucket during the context; the values are complete on entry.
 
     Args:
         bucket: The bucket.
-        keys: One key, or a NATS pattern. They are read again after every few seconds of silence, so a bucket with a
-            long history is watched by key.
-        ttl_s: Seconds after which a value that was not renewed is gone. None: values stay.
+        keys: One key, or a NATS pattern. Matching keys are read again after every few seconds of silence, so watch a
+            bucket with a long history by key.
+        ttl_s: Seconds after which a value that was not renewed is dropped. None: values stay.
 
     Raises:
         SetupError: the server does not answer.

@@ -1,11 +1,10 @@
-"""Environments that other libraries' classes can be played through, unchanged: those of slime, SkyRL-Gym, TRL
-and reasoning-gym.
+"""Adapters that play other libraries' environments unchanged: those of slime, SkyRL-Gym, TRL and reasoning-gym.
 
-Each is a class to name in a recipe under `[worker.environments]`; what it wraps is in its `args`. They need none of
-these libraries. docs/rollouts/environments.md shows one of each.
+Name one in a recipe under `[worker.environments]`, with the wrapped code in its `args`. They need none of these
+libraries. docs/rollouts/environments.md shows one of each.
 
-Invariant: what the wrapped code answers reaches the policy as it is, the bytes of its images included; what cannot
-be played ends the episode with an error that names the class, the method, the value and the remedy.
+Invariant: the wrapped code's answers reach the policy unchanged, including the bytes of their images. An answer that
+cannot be played ends the episode with an error that names the class, the method, the value and the remedy.
 """
 
 from penstock.environments.adapters.reasoning_gym import ReasoningGymEnvironment

@@ -1,4 +1,4 @@
-"""Reads what wrapped environments answer beside messages: rewards, metrics, ends."""
+"""Reads the answers of wrapped environments other than messages: rewards, metrics, ends."""
 
 import math
 import numbers
@@ -9,10 +9,10 @@ from penstock.errors import EnvironmentFailedError
 
 
 def read_reward(value: object, where: str) -> float | None:
-    """A reward; None for none.
+    """Return a reward; None if there is none.
 
     Raises:
-        EnvironmentFailedError: it is no finite number.
+        EnvironmentFailedError: it is not a finite number.
     """
     if value is None:
         return None
@@ -22,10 +22,10 @@ def read_reward(value: object, where: str) -> float | None:
 
 
 def read_metrics(values: object, where: str) -> dict[str, float]:
-    """The numbers among `values`, truth values as 0 and 1; texts and other things are no metrics.
+    """Return the numbers among `values`, with truth values as 0 and 1; other values are not metrics.
 
     Raises:
-        EnvironmentFailedError: it is no mapping.
+        EnvironmentFailedError: it is not a mapping.
     """
     fields = read_mapping(values, where)
     numeric = {name: float(value) for name, value in fields.items() if isinstance(value, numbers.Real)}
@@ -33,7 +33,7 @@ def read_metrics(values: object, where: str) -> dict[str, float]:
 
 
 def read_mapping(value: object, where: str) -> Mapping[Any, Any]:
-    """A mapping; None for an empty one.
+    """Return a mapping; None for an empty one.
 
     Raises:
         EnvironmentFailedError: it is something else.
@@ -46,7 +46,7 @@ def read_mapping(value: object, where: str) -> Mapping[Any, Any]:
 
 
 def open_images(images: tuple[bytes, ...]) -> list[Any]:
-    """The task's images as PIL images, as the data sets of these libraries hold them."""
+    """Return the task's images as PIL images, the form in which these libraries' data sets hold them."""
     import io
 
     from PIL import Image

@@ -4,7 +4,7 @@
     class = "penstock.environments.adapters:ReasoningGymEnvironment"
 
 A row has the whole item of reasoning-gym in its column `entry`. Scorers need the item's metadata, which a verifier of
-the reward service does not see; and some take long, which costs no more than its sample here.
+the reward service does not see. Some take long, which here delays only their own sample.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class ReasoningGymEnvironment:
     """One question and one answer, whose score is the reward."""
 
     def __init__(self, tag: str = "answer") -> None:
-        """Grade what the policy writes inside of `<tag>`; empty: all that it says after its reasoning."""
+        """Grade the text that the policy writes inside `<tag>`; empty: everything after its reasoning."""
         self._tag = tag
         self._entry: Mapping[str, Any] = {}
 
@@ -30,12 +30,12 @@ class ReasoningGymEnvironment:
         """Import the package, once for all episodes.
 
         Raises:
-            ConfigError: it is not installed.
+            ConfigError: the package is not installed.
         """
         _load()
 
     def reset(self, task: BlockingTask) -> Observation:
-        """The row's prompt.
+        """Return the row's prompt.
 
         Raises:
             InvalidRequestError: the row has no item of reasoning-gym.
@@ -51,7 +51,7 @@ class ReasoningGymEnvironment:
         return Observation(messages=task.messages, images=task.images)
 
     def step(self, turn: AssistantTurn) -> StepResult:
-        """The end, with the score of the answer; one without the tag has the score of no answer."""
+        """End the episode with the answer's score; an answer without the tag scores like no answer."""
         package = _load()
         name = self._entry["metadata"]["source_dataset"]
         answer = package.utils.extract_answer(turn.content, tag_name=self._tag) if self._tag else turn.content
@@ -63,7 +63,7 @@ class ReasoningGymEnvironment:
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 def _load() -> Any:

@@ -5,7 +5,7 @@
     args = {env = "my_package.env:MyEnv", config = {size = 4}}
 
 The interface: the class takes `env_config` and `extras`; `init(prompt)` returns (messages, info), `step(text)` a dict
-of observations, reward, done and metadata; `get_metrics()` and `close()` may be there.
+of observations, reward, done and metadata; `get_metrics()` and `close()` are optional.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from penstock.model.assistant_turn import AssistantTurn
 
 
 class EnvConfig(dict[str, Any]):
-    """Settings that are read as items and as attributes, as SkyRL's are."""
+    """Settings that can be read as items and as attributes, like SkyRL's."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -38,7 +38,7 @@ class SkyRLEnvironment:
 
         Args:
             env: "package.module:Class" or "file.py:Class", or a name that is registered with the installed skyrl_gym.
-            config: Its `env_config`. `max_turns` is passed on in `extras`, unless the task has a limit of its own.
+            config: The class's `env_config`. `max_turns` is passed on in `extras`, unless the task has its own limit.
         """
         self._name = env
         self._make = _find(env)
@@ -50,15 +50,15 @@ class SkyRLEnvironment:
         """Import the class, once for all episodes.
 
         Raises:
-            ConfigError: it cannot be imported.
+            ConfigError: the class cannot be imported.
         """
         _find(env)
 
     def reset(self, task: BlockingTask) -> Observation:
-        """Make the environment of the row; the policy sees what its `init` returns.
+        """Make the row's environment; the policy sees what its `init` returns.
 
         Raises:
-            EnvironmentFailedError: that cannot be shown, or what was made is no environment.
+            EnvironmentFailedError: the result cannot be shown, or the object is not an environment.
         """
         self._env = self._make(env_config=self._config, extras=self._make_extras(task))
         if missing := [name for name in ("init", "step") if not callable(getattr(self._env, name, None))]:
@@ -75,10 +75,10 @@ class SkyRLEnvironment:
         return Observation(messages=first.messages, images=first.images, tools=task.tools)
 
     def step(self, turn: AssistantTurn) -> StepResult:
-        """Pass on the turn's text, all that the policy said.
+        """Pass on the turn's whole text.
 
         Raises:
-            EnvironmentFailedError: it answers what cannot be shown or trained on.
+            EnvironmentFailedError: the answer cannot be shown or trained on.
         """
         what = f"step of {self._name}"
         answer = read_mapping(self._env.step(turn.text), what)
@@ -104,17 +104,17 @@ class SkyRLEnvironment:
         return StepResult(observation=observation, reward=reward, metrics=metrics)
 
     def close(self) -> None:
-        """Close the environment, if it can be."""
+        """Close the environment, if it has `close`."""
         if callable(close := getattr(self._env, "close", None)):
             close()
 
     def _read_metrics(self) -> dict[str, float]:
-        """Asked for after each step, because a budget may end the episode before the environment does."""
+        """Return the metrics; read after each step, because a budget may end the episode early."""
         get_metrics = getattr(self._env, "get_metrics", dict)
         return read_metrics(get_metrics(), f"get_metrics of {self._name}")
 
     def _make_extras(self, task: BlockingTask) -> dict[str, Any]:
-        """The row's other columns, the gold answer where SkyRL's rows have it, and the limit."""
+        """Return the row's other columns, the gold answer under SkyRL's name for it, and the limit."""
         extras = dict(task.extra)
         if task.golds:
             extras.setdefault("reward_spec", {"method": "rule", "ground_truth": task.golds[0]})
@@ -125,10 +125,10 @@ class SkyRLEnvironment:
 
 
 def _find(env: str) -> Callable[..., Any]:
-    """What makes environments of `env`.
+    """Return the factory of environments that `env` names.
 
     Raises:
-        ConfigError: there is no such class, or no skyrl_gym that knows the name.
+        ConfigError: there is no such class, and no installed skyrl_gym that knows the name.
     """
     if ":" in env:
         return load_member(env)  # type: ignore[no-any-return]

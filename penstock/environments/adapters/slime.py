@@ -4,9 +4,9 @@
     class = "penstock.environments.adapters:SlimeEnvironment"
     args = {env = "env_mine.py", config = {max_turns = 3}}
 
-The interface: `build_env(sample, args)` makes an object of `reset()`, `step(text)`, which returns (observation, done,
-info), `format_observation(observation)`, which makes a message of it, and perhaps `close()`. As in slime, what `reset`
-returns is not shown, and an observation that ends the episode is not, either.
+The interface: `build_env(sample, args)` makes an object with `reset()`, with `step(text)`, which returns (observation,
+done, info), with `format_observation(observation)`, which makes a message of it, and optionally with `close()`. As in
+slime, the result of `reset` is not shown, and neither is an observation that ends the episode.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from penstock.model.assistant_turn import AssistantTurn
 
 @dataclasses.dataclass
 class Sample:
-    """What `build_env` sees of a row: the fields of slime's class that are known before the first turn."""
+    """A row as `build_env` sees it: the fields of slime's class that are known before the first turn."""
 
     index: str
     prompt: list[dict[str, Any]]
@@ -35,16 +35,16 @@ class Sample:
 
 
 class SlimeEnvironment:
-    """One episode of an environment that a `build_env` makes. It gives no reward: the reward service judges."""
+    """One episode of an environment made by `build_env`. It gives no reward: the reward service judges."""
 
     def __init__(self, env: str, config: Mapping[str, Any] | None = None) -> None:
         """Wrap the environments of `env`.
 
         Args:
-            env: "package.module", or the path of a file that ends with ".py": what slime takes as
+            env: "package.module", or the path of a file that ends with ".py": the value of slime's
                 `--rollout-interaction-env-path`.
-            config: What slime reads from `--custom-config-path`: attributes of `args`. `max_turns` is the task's, if
-                that has one.
+            config: The contents of slime's `--custom-config-path`, which become attributes of `args`. `max_turns` is
+                the task's, if the task has one.
         """
         self._name = env
         self._build = _find_build(env)
@@ -56,15 +56,15 @@ class SlimeEnvironment:
         """Import the file, once for all episodes.
 
         Raises:
-            ConfigError: it cannot be imported, or has no `build_env`.
+            ConfigError: the file cannot be imported, or has no `build_env`.
         """
         _find_build(env)
 
     def reset(self, task: BlockingTask) -> Observation:
-        """Build the environment of the row; the policy sees the row's prompt.
+        """Build the row's environment; the policy sees the row's prompt.
 
         Raises:
-            EnvironmentFailedError: what was built is no environment.
+            EnvironmentFailedError: the built object is not an environment.
         """
         arguments = (self._make_sample(task), self._make_args(task))
         if {"sample", "args"} <= inspect.signature(self._build).parameters.keys():
@@ -81,10 +81,10 @@ class SlimeEnvironment:
         return Observation(messages=task.messages, images=task.images, tools=task.tools)
 
     def step(self, turn: AssistantTurn) -> StepResult:
-        """Pass on the turn's text, all that the policy said.
+        """Pass on the turn's whole text.
 
         Raises:
-            EnvironmentFailedError: it answers what cannot be shown.
+            EnvironmentFailedError: the answer cannot be shown.
         """
         what = f"{type(self._env).__name__}.step of {self._name}"
         match self._env.step(turn.text):
@@ -100,7 +100,7 @@ class SlimeEnvironment:
         return StepResult(observation=read_messages([message], where), metrics=metrics)
 
     def close(self) -> None:
-        """Close the environment, if it can be."""
+        """Close the environment, if it has `close`."""
         if callable(close := getattr(self._env, "close", None)):
             close()
 

@@ -4,9 +4,9 @@
     class = "penstock.environments.adapters:TRLEnvironment"
     args = {env = "my_package.env:MyEnv"}
 
-The interface: `reset(**row)` may return what is appended to the prompt; every public method is a tool with typed
-arguments and a docstring, which returns anything, or a list of parts with pictures; `get_reward()`, if there is one,
-is asked once when the episode ends. Methods may be async.
+The interface: `reset(**row)` may return something to append to the prompt. Every public method is a tool with typed
+arguments and a docstring, which returns anything, or a list of parts with pictures. `get_reward()`, if there is one, is
+called once when the episode ends. Methods may be async.
 """
 
 import asyncio
@@ -41,10 +41,10 @@ class TRLEnvironment:
         """Wrap the class `env`.
 
         Args:
-            env: "package.module:Class" or "file.py:Class"; a function that makes environments serves, too.
-            args: Its keyword arguments.
-            answer: What `reset` calls the row's gold answer.
-            max_calls_per_turn: Further calls of a turn are not made.
+            env: "package.module:Class" or "file.py:Class"; a function that makes environments works, too.
+            args: Keyword arguments of the class.
+            answer: The name under which `reset` gets the row's gold answer.
+            max_calls_per_turn: Further calls of a turn are ignored.
         """
         self._name = env
         self._make = _find(env)
@@ -60,15 +60,15 @@ class TRLEnvironment:
         """Import the class, once for all episodes.
 
         Raises:
-            ConfigError: it cannot be imported.
+            ConfigError: the class cannot be imported.
         """
         _find(env)
 
     def reset(self, task: BlockingTask) -> Observation:
-        """Make the environment and reset it with the row; the policy sees the prompt, what is added, and the tools.
+        """Make the environment and reset it with the row; the policy sees the prompt, any addition, and the tools.
 
         Raises:
-            EnvironmentFailedError: it has no reset, a tool lacks a type or a docstring, or what it adds cannot be
+            EnvironmentFailedError: it has no reset, a tool lacks a type or a docstring, or its addition cannot be
                 shown.
         """
         self._env = self._make(**self._args)
@@ -86,7 +86,7 @@ class TRLEnvironment:
         """Make the turn's calls, one after another; a turn without calls ends the episode.
 
         Raises:
-            EnvironmentFailedError: a tool or `get_reward` answers what cannot be shown or trained on.
+            EnvironmentFailedError: the answer of a tool or `get_reward` cannot be shown or trained on.
         """
         assert self._tools is not None, "reset comes before step"
         result = self._runner.run(self._tools.step(turn))
@@ -96,11 +96,11 @@ class TRLEnvironment:
         return dataclasses.replace(result, reward=read_reward(reward, f"what get_reward of {self._name} returned"))
 
     def close(self) -> None:
-        """End what async methods left running."""
+        """End the remaining work of async methods."""
         self._runner.close()
 
     def _find_arguments(self, task: BlockingTask) -> dict[str, Any]:
-        """The row as `reset` takes it; one without **kwargs gets what it names."""
+        """Return the row as arguments of `reset`; without **kwargs, only the arguments that it names."""
         row: dict[str, Any] = {"prompt": write_messages(task.messages, task.images), **task.extra}
         if task.golds:
             row.setdefault(self._answer, task.golds[0])
@@ -129,7 +129,7 @@ class TRLEnvironment:
         return tools
 
     def _caller(self, name: str, method: Callable[..., Any]) -> Callable[..., Awaitable[ToolResult]]:
-        """An async function that never yields while a plain method works: calls run in their order, in this thread."""
+        """Return an async function that never yields while a plain method works: calls run in order, in this thread."""
 
         async def call(**arguments: Any) -> ToolResult:
             answer = method(**arguments)
@@ -156,7 +156,7 @@ def _find(env: str) -> Callable[..., Any]:
 
 
 def _append(first: Observation, added: tuple[str | bytes, ...]) -> Observation:
-    """The last message goes on with what `reset` returned."""
+    """Append the result of `reset` to the last message."""
     if not added:
         return first
     images = list(first.images)

@@ -13,12 +13,12 @@ from penstock.errors import ConfigError
 
 
 def load_module(env: str) -> ModuleType:
-    """The module that `env` names: "package.module", or the path of a file that ends with ".py".
+    """Return the module that `env` names: "package.module", or the path of a file that ends with ".py".
 
-    A file is imported once; its folder is put behind all others on `sys.path`, so that it finds its neighbours.
+    A file is imported once; its folder is appended to `sys.path`, so that it finds its neighbours.
 
     Raises:
-        ConfigError: there is none, or importing it fails.
+        ConfigError: there is no such module, or importing it fails.
     """
     file = Path(env).resolve()
     is_file = env.endswith(".py")
@@ -34,10 +34,10 @@ def load_module(env: str) -> ModuleType:
 
 
 def load_member(env: str) -> Any:
-    """What `env` names: "package.module:Class", or "folder/file.py:Class".
+    """Return the object that `env` names: "package.module:Class", or "folder/file.py:Class".
 
     Raises:
-        ConfigError: there is none, or importing its module fails.
+        ConfigError: there is no such object, or importing its module fails.
     """
     module_name, colon, attribute = env.rpartition(":")
     if not colon or not module_name:
@@ -57,7 +57,7 @@ def _import_file(full: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    sys.modules[name] = module  # dataclasses and pickle look up their module there
     try:
         spec.loader.exec_module(module)
     except BaseException:

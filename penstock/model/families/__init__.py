@@ -1,1 +1,1 @@
-"""Model families: what a family knows about itself, one file each."""
+"""Facts about each model family, one file per family."""

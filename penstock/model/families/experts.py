@@ -1,13 +1,13 @@
-"""The experts of a mixture: two tensors of a layer, and how checkpoints and SGLang lay them out.
+"""The experts of a mixture: two tensors per layer, and their layouts in checkpoints and in SGLang.
 
 Legend: E = experts, I = an expert's inner size, H = hidden size.
 
 *Own*, in transformers' memory: `mlp.experts.gate_up_proj` [E, 2I, H] and `mlp.experts.down_proj` [E, H, I]. SGLang has
 the same under other names. *Published*: Qwen3-VL-MoE has both transposed, [E, H, 2I] and [E, I, H]; Qwen3-MoE has three
 matrices for each expert, `mlp.experts.7.gate_proj.weight` and `up_proj` [I, H] and `down_proj` [H, I]. transformers
-reads both forms; the first it writes back as it lies in memory, so Penstock writes checkpoints of mixtures itself.
+reads both forms, but writes the first as it lies in memory, so Penstock writes checkpoints of mixtures itself.
 
-Read in transformers 5.19 (conversion_mapping.py) and sglang 0.5.23 (models/qwen3_vl_moe.py).
+Sources: transformers 5.19 (conversion_mapping.py) and sglang 0.5.23 (models/qwen3_vl_moe.py).
 """
 
 from collections.abc import Iterator
@@ -22,17 +22,17 @@ _APART: Final = frozenset({"qwen3_moe", "Qwen3MoeForCausalLM"})
 
 
 def has_experts(model: str) -> bool:
-    """Whether models of this type or architecture are mixtures."""
+    """Return whether models of this type or architecture are mixtures."""
     return model in _TRANSPOSED | _APART
 
 
 def is_ambiguous(name: str, shape: tuple[int, ...], model: str) -> bool:
-    """Whether transformers cannot tell if a parameter is transposed: its two sizes are equal."""
+    """Return whether transformers cannot tell if a parameter is transposed, because its two sizes are equal."""
     return model in _TRANSPOSED and name.endswith((_GATE_UP, _DOWN)) and shape[1] == shape[2]
 
 
 def own_expert_name(name: str) -> str:
-    """The own spelling of what SGLang calls `name`; other names than those of experts stay as they are."""
+    """Return the own name of SGLang's `name`; names that are not of experts stay unchanged."""
     for suffix, own in _SGLANG_TO_OWN.items():
         if name.endswith(suffix):
             return name.removesuffix(suffix) + own
@@ -40,10 +40,10 @@ def own_expert_name(name: str) -> str:
 
 
 def published_experts(name: str, weight: Any, model: str) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a checkpoint that hold the parameter with this own name, as views of it.
+    """Yield the tensors of a checkpoint that hold the parameter with this own name, as views.
 
     Args:
-        name: The own name; one that is not of experts is yielded as it is.
+        name: The own name; one that is not of experts is yielded unchanged.
         weight: Its tensor.
         model: The model's type, or its architecture.
     """

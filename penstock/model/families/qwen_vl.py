@@ -3,9 +3,9 @@
 Everything that depends on the family is here, so that engine, worker and trainer agree on it. Needs neither torch nor
 transformers.
 
-Three spellings of a parameter's name exist. *Own*: transformers' `named_parameters`, as the trainer and every push use
-it. *Published*: the checkpoint's, which older members of the family keep from before transformers 5, and which lays the
-experts of a mixture out in another way (`experts`). *SGLang's*: fused projections, and the vision tower at the top.
+A parameter's name has three spellings. *Own*: transformers' `named_parameters`, used by the trainer and every push.
+*Published*: the checkpoint's, which older members of the family keep from before transformers 5, and which lays out the
+experts of a mixture differently (`experts`). *SGLang's*: fused projections, and the vision tower at the top.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ VISION_TOKENS: Final = (
 )
 """Tokens that a policy may never sample: each announces or stands for an image or a video."""
 VISION_TOKEN_KEYS: Final = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-"""Where config.json names their ids."""
+"""Keys of config.json that hold their ids."""
 
 _OWN_TO_PUBLISHED: Final = (("model.visual.", "visual."), ("model.language_model.", "model."))
 _WITH_PUBLISHED_NAMES: Final = frozenset(
@@ -42,15 +42,16 @@ _SGLANG_FUSED: Final = (
 """Projections that SGLang stores as one parameter, in its order."""
 
 PARTS: Final = ("tower", "merger", "text", "head")
-"""Parts of a model with a learning rate of their own: the vision tower, what maps its features into the language model,
-the language model with its embedding, and the output head, which many members of the family tie to the embedding."""
+"""Parts of a model that may have their own learning rate: the vision tower, the merger that maps its features into the
+language model, the language model with its embedding, and the output head, which many members of the family tie to the
+embedding."""
 
 MAX_ASPECT_RATIO: Final = 200
-"""Images whose one side is more than this many times the other are refused by the image processor."""
+"""The image processor rejects images with one side more than this many times the other."""
 
 
 def published_name(name: str, model: str) -> str:
-    """The checkpoint's name of the parameter that transformers calls `name`; SGLang's loader takes the same.
+    """Return the checkpoint's name of the parameter that transformers calls `name`; SGLang's loader uses the same.
 
     Args:
         name: The own name.
@@ -64,7 +65,7 @@ def published_name(name: str, model: str) -> str:
 
 
 def part_of(name: str) -> str:
-    """The part of the model, one of `PARTS`, that holds the parameter with this own name."""
+    """Return the part of the model, one of `PARTS`, that holds the parameter with this own name."""
     if name.startswith("lm_head."):
         return "head"
     if not name.startswith("model.visual."):
@@ -74,7 +75,7 @@ def part_of(name: str) -> str:
 
 
 def own_names(name: str, *, is_multimodal: bool) -> tuple[str, ...]:
-    """The own names of the parameters in what SGLang calls `name`; several where SGLang fuses them, in its order.
+    """Return the own names of the parameters in SGLang's `name`; several if SGLang fuses them, in its order.
 
     Args:
         name: SGLang's name.
@@ -96,7 +97,7 @@ def own_names(name: str, *, is_multimodal: bool) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImageGrid:
-    """How the family's image processor cuts an image into tokens."""
+    """The grid into which the family's image processor cuts an image, one token per cell."""
 
     factor: int
     """Pixels along the side of a token: patch size times merge size."""
@@ -116,7 +117,7 @@ class ImageGrid:
         )
 
     def num_tokens(self, width: int, height: int, *, field: str) -> int:
-        """Tokens of an image (`smart_resize` of transformers' Qwen2-VL image processor).
+        """Return the tokens of an image (`smart_resize` of transformers' Qwen2-VL image processor).
 
         Raises:
             InvalidRequestError: one side is more than 200 times the other.
@@ -138,7 +139,7 @@ class ImageGrid:
         return rows * columns
 
     def num_added_tokens(self, sizes: Sequence[tuple[int, int]], *, field: str = "images") -> int:
-        """Tokens that images of these (width, height) add to a prompt that has one placeholder for each."""
+        """Return the tokens that images of these (width, height) add to a prompt with one placeholder for each."""
         return sum(
             self.num_tokens(width, height, field=f"{field}[{index}]") - 1 for index, (width, height) in enumerate(sizes)
         )

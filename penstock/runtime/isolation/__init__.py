@@ -1,1 +1,1 @@
-"""Processes that run what nobody vouches for: forked from a warm one, confined, limited and killed from outside."""
+"""Processes that run untrusted code: forked from a warm one, confined, limited and killed from outside."""

@@ -1,11 +1,11 @@
-"""The life of a process that worker processes are forked from: what they need is imported, nothing else runs in it.
+"""A process that worker processes are forked from: it has imported what they need, and runs nothing else.
 
     python -m MODULE SETTINGS WORKERS
 
-`MODULE` calls `serve`. `SETTINGS` is `ForkserverSettings` as JSON; `WORKERS` is the module's own. Over the control
-socket come `SPAWN` with a worker's socket, answered with the new worker's process id, and `REAP` for a worker that was
-killed. A dead worker keeps its process id until then, so the server never kills another's process. When the control
-socket closes, or the server ends in whatever way, this process ends and its workers with it.
+`MODULE` calls `serve`. `SETTINGS` is `ForkserverSettings` as JSON; `WORKERS` is the module's own. The control socket
+carries `SPAWN` with a worker's socket, answered with the new worker's process id, and `REAP` for a worker that was
+killed. A dead worker keeps its process id until then, so the server never kills another process by mistake. When the
+control socket closes, or the server ends in any way, this process and its workers end.
 """
 
 import gc
@@ -30,7 +30,7 @@ from penstock.runtime.isolation.forkserver_protocol import (
 from penstock.runtime.parent_death import die_with
 
 Work: TypeAlias = Callable[[int, bool], None]
-"""A worker's life: it is given its socket, and whether it must confine itself."""
+"""A worker's main function: it gets its socket, and whether it must confine itself."""
 
 _REAP_INTERVAL_MS = 50
 
@@ -57,7 +57,7 @@ def serve(encoded_settings: str, *, prepare: Callable[[], None], work: Work) -> 
     control.send(encode_reply(ForkserverReply(warning=warning)))
     is_confined = settings.sandbox != "off" and not warning
     killed: set[int] = set()
-    asked = select.poll()  # unlike select it takes any number of a socket, and the server's open connections raise it
+    asked = select.poll()  # select has no room for descriptors above 1023, which the server's connections reach
     asked.register(control, select.POLLIN)
     while True:
         is_asked = bool(asked.poll(_REAP_INTERVAL_MS if killed else None))
@@ -78,10 +78,10 @@ def serve(encoded_settings: str, *, prepare: Callable[[], None], work: Work) -> 
 
 
 def _check_sandbox(settings: ForkserverSettings) -> str:
-    """A warning if workers cannot be confined.
+    """Return a warning if workers cannot be confined.
 
     Raises:
-        SandboxError: they must be.
+        SandboxError: they cannot be, but must be.
     """
     reason = sandbox.probe() if settings.sandbox != "off" else ""
     if reason and settings.sandbox == "require":

@@ -1,4 +1,4 @@
-"""The handle of a forkserver, in the server: start, fork, kill. Nothing here blocks the event loop."""
+"""The server's handle of a forkserver: start, fork, kill. Nothing here blocks the event loop."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ _REPLIES = msgspec.msgpack.Decoder(ForkserverReply)
 
 
 class WorkerDiedError(Exception):
-    """The process at the other end is gone, or does not come up."""
+    """The process at the other end is gone, or does not start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ForkedWorker:
 
 
 class Forkserver:
-    """The process that workers are forked from; it can be started again after `stop`."""
+    """The process that workers are forked from; it can be restarted after `stop`."""
 
     def __init__(
         self,
@@ -54,14 +54,14 @@ class Forkserver:
         environment: Mapping[str, str],
         hint: str = "",
     ) -> None:
-        """Make a forkserver that is yet to start.
+        """Prepare a forkserver without starting it.
 
         Args:
-            module: What it runs; see `penstock.runtime.isolation.forkserver`.
+            module: The module that it runs; see `penstock.runtime.isolation.forkserver`.
             workers: The module's own settings.
             sandbox: Whether workers are confined, see `ForkserverSettings`.
             environment: Its environment variables, which workers see.
-            hint: What to tell people if it ends before it is ready.
+            hint: Remedy to show if it ends before it is ready.
         """
         self._module = module
         self._workers = workers
@@ -74,11 +74,11 @@ class Forkserver:
         self._to_reap: list[int] = []
 
     async def start(self) -> None:
-        """Start it and wait until it is ready to fork.
+        """Start the forkserver and wait until it is ready to fork.
 
         Raises:
-            WorkerDiedError: it does not come up; the message says why.
-            OSError: no socket or no process can be had.
+            WorkerDiedError: it does not start; the message says why.
+            OSError: the system has no socket or process left.
         """
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
@@ -92,8 +92,8 @@ class Forkserver:
                 stdout=asyncio.subprocess.DEVNULL,
                 env=self._environment,
                 pass_fds=(theirs.fileno(),),
-                # An interrupt at the terminal is for the server, which drains. Not a session of its own: the kernel
-                # shares the processor out by sessions first, and a demoted worker would get the share of its session.
+                # A terminal's interrupt is for the server, which drains. It is not a separate session: the kernel #
+                # shares the processor among sessions first, and a demoted worker would get its session's share.
                 process_group=0,
             )
         reply = await self._reply(_START_TIMEOUT_S)
@@ -107,7 +107,7 @@ class Forkserver:
 
         Raises:
             WorkerDiedError: the forkserver is gone.
-            OSError: no socket can be opened, or it has too much to do; it may succeed later.
+            OSError: no socket can be opened, or the forkserver is too busy; a retry may succeed.
         """
         if self._control is None:
             raise WorkerDiedError("the forkserver is not running")
@@ -128,7 +128,7 @@ class Forkserver:
         return ForkedWorker(pid, reader, writer)
 
     def kill_worker(self, pid: int) -> None:
-        """Kill and reap worker `pid`; nothing happens if it is not, or no longer, this forkserver's."""
+        """Kill and reap worker `pid`; do nothing if it is not, or no longer, this forkserver's."""
         if pid not in self._pids:
             return
         self._pids.discard(pid)
@@ -138,7 +138,7 @@ class Forkserver:
         self._reap()
 
     async def stop(self) -> None:
-        """Kill it, and so its workers, and wait until it is gone."""
+        """Kill the forkserver, and so its workers, and wait until it is gone."""
         self._pids.clear()
         self._to_reap.clear()
         if self._control is not None:
@@ -155,7 +155,7 @@ class Forkserver:
             try:
                 self._control.send(COMMAND.pack(REAP, self._to_reap[-1]))
             except OSError:
-                return  # its queue is full, and the next call tries again; or it is gone
+                return  # the socket's queue is full, so the next call retries; or the forkserver is gone
             self._to_reap.pop()
 
     async def _reply(self, timeout_s: float) -> ForkserverReply:

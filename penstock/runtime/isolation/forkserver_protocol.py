@@ -1,4 +1,4 @@
-"""What a server and its forkserver say to each other."""
+"""Messages between a server and its forkserver."""
 
 import struct
 from typing import Literal
@@ -8,7 +8,7 @@ import msgspec
 COMMAND = struct.Struct("<cI")
 """SPAWN or REAP, and the process id to reap."""
 SPAWN = b"S"
-"""Fork a worker; its socket comes along."""
+"""Fork a worker; its socket comes with the message."""
 REAP = b"R"
 """Wait for a worker that was killed."""
 MAX_REPLY_BYTES = 8192
@@ -17,26 +17,26 @@ Sandbox = Literal["auto", "require", "off"]
 
 
 class ForkserverSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What every forkserver is started with: JSON, its first argument."""
+    """Settings of a forkserver: JSON, its first argument."""
 
     parent_pid: int
     control_fd: int
     """The control socket, inherited."""
     sandbox: Sandbox = "auto"
-    """Confine workers where the kernel lets them; refuse to start where it does not; or do not."""
+    """auto: confine workers if the kernel allows it. require: refuse to start if it does not. off: do not confine."""
 
 
 class ForkserverReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Once, that it is ready or why not; then to each SPAWN."""
+    """Sent once when the forkserver is ready or has failed, then for each SPAWN."""
 
     pid: int = 0
-    """The new worker's."""
+    """Process id of the new worker."""
     error: str = ""
-    """Why it cannot start."""
+    """Why the forkserver cannot start."""
     warning: str = ""
-    """What people should know although it started."""
+    """A warning for people, although it started."""
 
 
 def encode_reply(reply: ForkserverReply) -> bytes:
-    """The reply as one message."""
+    """Return the reply as one message."""
     return msgspec.msgpack.encode(reply)

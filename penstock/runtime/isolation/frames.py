@@ -10,12 +10,12 @@ HEADER = struct.Struct("<I")
 
 
 def frame(record: msgspec.Struct) -> bytes:
-    """The record as it goes over the socket."""
+    """Return the record as length-prefixed bytes."""
     data = msgspec.msgpack.encode(record)
     return HEADER.pack(len(data)) + data
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """All of `data`, by `write`: the sandbox knows no `send`."""
+    """Write all of `data` with `write`, because the sandbox forbids `send`."""
     while data:
         data = data[os.write(fd, data) :]

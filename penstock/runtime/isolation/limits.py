@@ -6,7 +6,7 @@ _MAX_OPEN_FILES = 64
 
 
 def limit_process(*, memory_bytes: int) -> None:
-    """Bound this process' address space and open files, and forbid it core dumps and files that grow, for good."""
+    """Bound this process's address space and open files, and forbid core dumps and growing files, permanently."""
     lower(resource.RLIMIT_AS, memory_bytes)
     lower(resource.RLIMIT_CORE, 0)
     lower(resource.RLIMIT_FSIZE, 0)
@@ -14,7 +14,7 @@ def limit_process(*, memory_bytes: int) -> None:
 
 
 def lower(which: int, value: int) -> None:
-    """Set a limit for good; one that is lower already stays."""
+    """Lower a limit permanently; a limit that is lower already stays."""
     _, hard = resource.getrlimit(which)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(which, (value, value))

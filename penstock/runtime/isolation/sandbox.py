@@ -1,10 +1,10 @@
-"""What keeps a worker process to itself: a seccomp filter that outlasts anything the process may come to run.
+"""Confines a worker process with a seccomp filter that it can never remove, whatever it runs.
 
-Inside, there is no network, no new process or program, no signal to any process, no file opened for writing, and
-none created, moved or removed. Reading files, memory, threads and what is open already are left: sympy and a verifier
-of the user's own need them. It stops hostile answers, and code that does what its author did not mean; it hides no file
-that the service may read. A strict filter, for code that a policy writes, does: no file is opened or looked at, and no
-limit of the process is changed.
+Inside there is no network, no new process or program and no signal to any process. No file can be opened for writing,
+created, moved or removed. Reading files, memory, threads and open descriptors still work, because sympy and users'
+verifiers need them. The filter stops hostile answers and code that does what its author did not mean; it does not hide
+files that the service may read. A strict filter, for code that a policy writes, does: no file is opened or looked at,
+and no limit of the process is changed.
 """
 
 import ctypes
@@ -29,18 +29,18 @@ _ALLOW, _KILL_PROCESS, _FAIL_WITH = 0x7FFF0000, 0x80000000, 0x00050000
 
 _CLONE_THREAD = 0x00010000
 _TYPING = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX, which put input into a terminal."""
+"""TIOCSTI and TIOCLINUX, which insert terminal input."""
 _SIGNALLING_IOCTLS = (0x8901, 0x8902)
 _SIGNALLING_FCNTLS = (8, 10, 15)
-"""FIOSETOWN and SIOCSPGRP; F_SETOWN, F_SETSIG and F_SETOWN_EX: they have the kernel send any signal to any process."""
+"""FIOSETOWN and SIOCSPGRP; F_SETOWN, F_SETSIG and F_SETOWN_EX: they make the kernel send any signal to any process."""
 _O_TMPFILE_BIT = 0o20000000
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | _O_TMPFILE_BIT
 
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded now: after a fork there must be no import
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, because a forked child must not import
 
 
 class SandboxError(Exception):
-    """The kernel, or the container that this runs in, does not let a process confine itself."""
+    """The kernel, or the container, does not let a process confine itself."""
 
 
 class _Program(ctypes.Structure):
@@ -48,13 +48,13 @@ class _Program(ctypes.Structure):
 
 
 def enter(*, is_strict: bool = False) -> None:
-    """Confine this process and its threads, for good.
+    """Confine this process and its threads permanently.
 
     Args:
-        is_strict: Also open and look at no file, so that nothing more can be imported, and change no limit.
+        is_strict: Also forbid opening and looking at files, so that nothing more can be imported, and changing limits.
 
     Raises:
-        SandboxError: that is not possible here.
+        SandboxError: the system does not allow it.
     """
     instructions = _filter(platform.machine(), is_strict=is_strict)
     program = _Program(len(instructions) // _INSTRUCTION.size, instructions)
@@ -64,7 +64,7 @@ def enter(*, is_strict: bool = False) -> None:
 
 
 def probe() -> str:
-    """Why `enter` does not work here, or nothing if it does; tried in a child process."""
+    """Return why `enter` does not work here, or nothing if it does; tried in a child process."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -89,14 +89,14 @@ def _prctl(option: int, *arguments: int) -> None:
 
 @functools.cache
 def _filter(machine: str, *, is_strict: bool) -> bytes:
-    """The filter as the kernel takes it: a program over the call's number, architecture and arguments."""
+    """Return the filter in the kernel's form: a program over the call's number, architecture and arguments."""
     if machine not in ARCHITECTURES:
         raise SandboxError(f"there is no filter for {machine}; known: {', '.join(sorted(ARCHITECTURES))}")
     return b"".join(_INSTRUCTION.pack(*instruction) for instruction in _instructions(ARCHITECTURES[machine], is_strict))
 
 
 def _instructions(architecture: Architecture, is_strict: bool) -> list[tuple[int, int, int, int]]:
-    """Each is (code, instructions to skip if true, if false, operand)."""
+    """Return the instructions, each as (code, instructions to skip if true, if false, operand)."""
     deny = (_RETURN, 0, 0, _FAIL_WITH | errno.EPERM)
     allow = (_RETURN, 0, 0, _ALLOW)
     program = [
@@ -126,7 +126,7 @@ def _if_argument(
     then: tuple[int, int, int, int],
     otherwise: tuple[int, int, int, int],
 ) -> list[tuple[int, int, int, int]]:
-    """For call `number`: `then` if the low half of argument `index` passes `test` with an operand, else `otherwise`."""
+    """For call `number`: `then` if the low half of argument `index` passes `test` for an operand, else `otherwise`."""
     body = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index)]
     for operand in operands:
         body += [(test, 0, 1, operand), then]

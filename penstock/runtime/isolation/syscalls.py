@@ -1,21 +1,21 @@
-"""The Linux system calls that a worker process has no use for, by architecture.
+"""The Linux system calls that a worker process does not need, by architecture.
 
-Numbers are the kernel's: x86_64 has its own table, aarch64 the generic one, where calls superseded by an `*at` form are
-missing. Calls from `FIRST_RECENT` on have the same number everywhere; C libraries work without them.
+Numbers are the kernel's: x86_64 has its own table; aarch64 has the generic one, which lacks calls that an `*at` form
+replaced. Calls from `FIRST_RECENT` on have the same number everywhere; C libraries work without them.
 """
 
 from typing import NamedTuple
 
 
 class Architecture(NamedTuple):
-    """One machine's numbers."""
+    """System call numbers of one architecture."""
 
     audit_id: int
-    """AUDIT_ARCH_*, by which a filter knows under which table a call was made."""
+    """AUDIT_ARCH_*, which tells a filter the table of a call's number."""
     denied: tuple[int, ...]
-    """Calls that are refused whatever their arguments."""
+    """Calls that are denied whatever their arguments."""
     denied_strictly: tuple[int, ...]
-    """Calls that a process without files, and with limits of its own, has no use for either."""
+    """Calls that a process without files and with fixed limits does not need either."""
     opens: tuple[tuple[int, int], ...]
     """Calls that open a file, each with the index of its flags argument."""
     clone: int
@@ -203,4 +203,4 @@ ARCHITECTURES = {
         prlimit=261,
     ),
 }
-"""By `platform.machine()`."""
+"""Tables by `platform.machine()`."""

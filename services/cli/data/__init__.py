@@ -1,1 +1,1 @@
-"""`penstock data`: what a recipe's data holds."""
+"""`penstock data`: shows a recipe's data."""

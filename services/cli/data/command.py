@@ -1,4 +1,4 @@
-"""The command `penstock data`; `run` has the work."""
+"""The command `penstock data`; `run` does the work."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,9 +24,9 @@ def data(
     examples: Annotated[int, typer.Option("--examples", help="Examples of each source on the page.", min=1)] = 12,
     sft: Annotated[bool, typer.Option("--sft", help="Read rows as `penstock sft` does: whole conversations.")] = False,
 ) -> int:
-    """Read the data of a recipe as training would: rows, columns, images, lengths of prompts, what is dropped and why.
+    """Read the data of a recipe as training would: rows, columns, images, prompt lengths, dropped rows and why.
 
-    The lengths are kept, so that training need not measure them again. Exits with 1 if training would refuse a row.
+    The lengths are cached, so that training need not measure them again. Exits with 1 if training would refuse a row.
     """
     recipes, overrides = sort_arguments(recipe, context.args)
     settings = load_recipes(recipes, overrides)

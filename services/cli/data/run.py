@@ -1,4 +1,4 @@
-"""What `penstock data` prints and writes."""
+"""Output of `penstock data`: the report and the page of examples."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,17 +24,17 @@ from services.trainer.data.survey import Survey, choose_rows, survey
 
 
 def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_examples: int, is_sft: bool) -> int:
-    """Read every source, print what it holds, and write the page of examples; return the exit code.
+    """Read every source, print its contents, and write the page of examples; return the exit code.
 
     Args:
         recipe: Names the sources and the model.
-        max_rows: Of each source, from the start; None reads all.
-        sheet: File for the page; None writes none.
-        num_examples: Of each source, on the page.
+        max_rows: The most rows of each source, from the start; None reads all.
+        sheet: File for the page; None: no page.
+        num_examples: Examples of each source on the page.
         is_sft: Read rows as supervised training does.
 
     Raises:
-        UserError: the data or the model are not there, or the page cannot be written.
+        UserError: the data or the model are missing, or the page cannot be written.
     """
     for config in recipe.data.by_name.values():
         require_files(config)
@@ -127,7 +127,7 @@ def _entries(sources: Mapping[str, Source], lengths: Mapping[str, Lengths], num_
             try:
                 example = source[number]
             except DataError:
-                continue  # it is among the wrong rows above
+                continue  # counted among the wrong rows above
             num_tokens = int(lengths[name].num_tokens[number])
             origin = f"{name}, row {number}" if name else f"row {number}"
             yield Entry(origin=origin, example=example, num_tokens=num_tokens if num_tokens > 0 else None)

@@ -1,1 +1,1 @@
-"""`penstock env`: plays an environment by hand, or from lines."""
+"""`penstock env`: plays an environment by hand, or from scripted lines."""

@@ -1,4 +1,4 @@
-"""Plays an environment with a person as the policy: shows what the policy would see, and reads its turns."""
+"""Plays an environment with a person as the policy: shows the policy's input, and reads its turns."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ class _Table:
         self._num_shown = 0
 
     def show(self, observation: Observation) -> None:
-        """Print the messages; what the policy may call comes first, as templates write it."""
+        """Print the messages, after the tools that the policy may call, in the order in which templates write them."""
         if observation.tools:
             self.say("tools")
             for tool in observation.tools:
@@ -67,7 +67,7 @@ class _Table:
         sys.stdout.flush()
 
     def say(self, text: str) -> None:
-        """Print a line that is the command's own."""
+        """Print a line of the command itself."""
         sys.stdout.write(f"--- {text}\n")
         sys.stdout.flush()
 
@@ -92,7 +92,7 @@ class _Table:
 
 
 def _read_turn(number: int) -> str | None:
-    """What the person types, up to a line with a full stop alone; None if the input ends without a turn."""
+    """Return the typed turn, up to a line with only a full stop; None if the input ends without a turn."""
     if sys.stdin.isatty():
         sys.stdout.write(f'--- your turn {number}; a line with "{_END_OF_TURN}" alone ends it, Ctrl-D leaves\n')
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The command `penstock env`; `by_hand` and `lines` have the work."""
+"""The command `penstock env`; `by_hand` and `lines` do the work."""
 
 import asyncio
 import functools
@@ -57,9 +57,9 @@ def env(
         str, typer.Option("--address", metavar="HOST:PORT", help="A running reward service; default: a private one.")
     ] = "",
 ) -> int:
-    """Play an environment by hand: you type the policy's turns and see its answers. No model and no bus is needed.
+    """Play an environment by hand: you type the policy's turns and see its answers. Needs neither a model nor a bus.
 
-    With - or a FILE.jsonl it plays lines {"id", "gold", "max_turns", "responses"} instead, and writes for each a line
+    With - or a FILE.jsonl it plays lines {"id", "gold", "max_turns", "responses"} instead, and writes for each one
     {"id", "steps": [{"kind", "done", "score"}]}. Any --section.key=value overrides the recipe.
     """
     given = [str(argument) for argument in (name, source) if argument is not None]

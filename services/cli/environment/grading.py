@@ -1,4 +1,4 @@
-"""Verdicts for environments that are played by hand: a running reward service, or a private one from the first on."""
+"""Judges answers in environments played by hand, with a running reward service or a private one started when needed."""
 
 import asyncio
 import contextlib
@@ -23,22 +23,22 @@ class Grading:
     """Makes the graders of tasks; use it as a context manager."""
 
     def __init__(self, service: Service) -> None:
-        """Ask `service`, which is opened by the first answer that is graded."""
+        """Use `service`, which is opened when the first answer is graded."""
         self._service = service
         self._stack = contextlib.ExitStack()
         self._caller: RewardCaller | None = None
         self._profiles: set[str] = set()
 
     def __enter__(self) -> Self:
-        """Nothing is opened yet."""
+        """Return the grading; nothing is opened yet."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the service, if there was a need for it."""
+        """Close the service, if it was opened."""
         self._stack.close()
 
     def grade(self, golds: Sequence[str], profile: str) -> Grade:
-        """What grades the answers to one task.
+        """Return a grader of the answers to one task.
 
         It raises ConfigError for a profile that the service lacks, SetupError if none answers, InvalidRequestError for
         gold answers that cannot be read.
@@ -69,7 +69,7 @@ class Grading:
     async def verify_batch(
         self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
     ) -> list[reward_pb2.Verdict]:
-        """Judge `items`, for the worker's `Judge`; the caller has deadlines of its own."""
+        """Judge `items` for the worker's `Judge`; the caller has its own deadlines."""
         assert self._caller is not None, "`grade` opens it first"
         return await asyncio.wrap_future(self._caller.verify(items))
 
@@ -81,8 +81,8 @@ class Grading:
 
 @contextlib.asynccontextmanager
 async def open_service(address: str, config: RewardConfig, security: Security) -> AsyncIterator[RewardClient]:
-    """The service at `address`; without one, a private service: one worker suffices for a turn at a time, and a person
-    rather waits than gets no verdict."""
+    """Yield a client of the service at `address`, or else of a private one. That has a single worker, because turns
+    come one at a time, and is patient, because a person prefers to wait for a verdict."""
     from services.cli.score.run import private_service, running_at
 
     if address:

@@ -22,12 +22,12 @@ _EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A line: a task, and what the policy says in its turns."""
+    """A line: a task, and the policy's text in each turn."""
 
     id: str | int
     subject: Subject
     max_turns: int | None
-    """None: the environment's own limit."""
+    """The most turns; None: the environment's own limit."""
     responses: tuple[str, ...]
 
 
@@ -41,7 +41,7 @@ def play(
     max_turns: int | None,
     timeout_s: float,
 ) -> int:
-    """Play the lines of `source`, standard input if None, and write one line for each; return the exit code.
+    """Play the lines of `source` (None: standard input), and write one line for each; return the exit code.
 
     Args:
         source: The file.
@@ -49,11 +49,11 @@ def play(
         graders: Grade answers.
         runner: Runs the environments.
         profile: The reward profile of lines without one.
-        max_turns: Of lines without one.
-        timeout_s: The most that the environment may take over one line.
+        max_turns: The limit for lines without one.
+        timeout_s: The most seconds that the environment may take for one line.
 
     Raises:
-        DataError: the file cannot be read, or a line is wrong; those before it are played and written.
+        DataError: the file cannot be read, or a line is wrong; the lines before it are played and written.
         PenstockError: an answer was not judged.
     """
     name = str(source or "<stdin>")
@@ -78,17 +78,17 @@ def play(
                 raise type(error)(f"{name}:{number}: {error}") from None
             try:
                 _write(encode({"id": script.id, "steps": steps}))
-            except BrokenPipeError:  # `| head`: nobody wants the rest
+            except BrokenPipeError:  # the reader has left, as in `| head`
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 return _EXIT_BROKEN_PIPE
     return 0
 
 
 def parse(text: bytes | None, *, is_first: bool, profile: str, max_turns: int | None) -> Script:
-    """Read a line; None is one that is too long.
+    """Parse a line; None is a line that is too long.
 
     Raises:
-        ValueError: it is wrong: which field, its value, the remedy.
+        ValueError: the line is wrong; says which field, its value and the remedy.
     """
     fields = read_object(text, is_first=is_first, example=_EXAMPLE)
     if "gold" not in fields:
@@ -150,7 +150,7 @@ def _responses(fields: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _texts(reading: io.BufferedReader) -> Iterator[bytes | None]:
-    """Lines as they come; None for one that is too long, whose rest is skipped."""
+    """Yield lines as they arrive; None for a line that is too long, whose rest is skipped."""
     while line := reading.readline(MAX_LINE_BYTES + 1):
         is_too_long = len(line) > MAX_LINE_BYTES
         while is_too_long and line and not line.endswith(b"\n"):

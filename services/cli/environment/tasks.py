@@ -1,4 +1,4 @@
-"""What `penstock env` plays: environments by name, and tasks from data or from the command line."""
+"""Finds what `penstock env` plays: environments by name, and tasks from data or from the command line."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ class Subject:
     max_turns: int | None = None
 
     def to_task(self, graders: Grading, *, profile: str | None, max_turns: int | None) -> Task:
-        """The task; `profile` and `max_turns` replace the subject's own."""
+        """Return the task; `profile` and `max_turns` replace the subject's own."""
         profile = profile or self.profile
         return Task(
             id=self.id,
@@ -53,10 +53,10 @@ class Subject:
 
 @contextlib.contextmanager
 def started(registry: EnvironmentRegistry, runner: asyncio.Runner) -> Iterator[None]:
-    """Have the processes and connections of configured environments, for as long as the context lasts.
+    """Run the processes and connections of configured environments during the context.
 
     Raises:
-        ConfigError: one cannot be loaded there, or does not take its arguments.
+        ConfigError: an environment cannot be loaded, or does not accept its arguments.
     """
     stack = contextlib.AsyncExitStack()
     runner.run(stack.enter_async_context(registry))
@@ -67,7 +67,7 @@ def started(registry: EnvironmentRegistry, runner: asyncio.Runner) -> Iterator[N
 
 
 def describe(registry: EnvironmentRegistry) -> Iterator[str]:
-    """A line for each environment: its name, and the first line of its documentation if it runs in this process."""
+    """Yield a line for each environment: its name, and the first line of its docstring if it runs in this process."""
     width = max(map(len, registry.names))
     for name in registry.names:
         factory = registry.find(name)
@@ -77,10 +77,10 @@ def describe(registry: EnvironmentRegistry) -> Iterator[str]:
 
 
 def find_factory(registry: EnvironmentRegistry, name: str, *, compat: str | None) -> EnvironmentFactory:
-    """The factory called `name`, set to behave as the framework `compat` does.
+    """Return the factory called `name`, set to behave as in the framework `compat`.
 
     Raises:
-        ConfigError: there is none, or it has no such mode.
+        ConfigError: there is no such environment, or it has no such mode.
     """
     if name not in registry.names:
         raise ConfigError(
@@ -93,12 +93,12 @@ def find_factory(registry: EnvironmentRegistry, name: str, *, compat: str | None
     if "compat" not in inspect.signature(factory).parameters:
         raise ConfigError(f"--compat {compat}: environment {name} behaves as no other framework's; leave it out")
     compatible: EnvironmentFactory = functools.partial(cast(Callable[..., Environment], factory), compat=compat)
-    compatible()  # so that a wrong mode is refused before anything is read
+    compatible()  # rejects a wrong mode before anything is read
     return compatible
 
 
 def question(text: str, *, golds: Sequence[str], images: Sequence[Path], profile: str) -> Subject:
-    """A question with its pictures before it.
+    """Return a question with its pictures before it.
 
     Raises:
         DataError: a picture cannot be read.
@@ -117,12 +117,12 @@ def question(text: str, *, golds: Sequence[str], images: Sequence[Path], profile
 
 
 def row_of(recipe: Recipe, number: int, *, source: str | None) -> Subject:
-    """A row of the recipe's data, read as training reads it.
+    """Return a row of the recipe's data, read as training reads it.
 
     Raises:
         ConfigError: there is no such source.
         DataError: there is no such row, or it cannot be read.
-        SetupError: what reads data is not installed.
+        SetupError: the package that reads data is not installed.
     """
     names = list(recipe.data.by_name)
     if source is None and len(names) > 1:

@@ -1,1 +1,1 @@
-"""`penstock eval`: the evaluation sets of a recipe, played by a model, a checkpoint or an API."""
+"""`penstock eval`: plays a recipe's evaluation sets with a model, a checkpoint or an API."""

@@ -1,8 +1,8 @@
-"""What an evaluation was begun with: kept in its run folder, so that `--resume` goes on with that and nothing else.
+"""The initial state of an evaluation, kept in its run folder, so that `--resume` continues under equal conditions.
 
     runs/<name>-eval-<start>/begun.json
 
-Invariant: all answers in the folder's samples.jsonl are of one model, one recipe and one version of Penstock.
+Invariant: all answers in the folder's samples.jsonl come from one model, one recipe and one version of Penstock.
 """
 
 import os
@@ -37,27 +37,27 @@ _CHANGES_ONLY_SPEED: Final = frozenset(
     for name in names.split()
 )
 _MAX_LISTED: Final = 5
-"""Names in a message."""
+"""The most names in a message."""
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """What plays an evaluation."""
+    """The model or API that plays an evaluation."""
 
     started_at: str
-    """In ISO form."""
+    """Start time in ISO form."""
     model: str
-    """As results name it."""
+    """The model's name in results."""
     url: str = ""
-    """Of the API; empty: engines play."""
+    """URL of the API; empty: engines play."""
     url_model: str = ""
-    """As the API calls the model."""
+    """The API's name of the model."""
     files: dict[str, tuple[int, int]] = {}
-    """Size and time of change, in ns, of each file of the model's folder."""
+    """Size and modification time in ns of each file in the model's folder."""
     penstock: str = msgspec.field(default_factory=lambda: installed_version("penstock"))
 
     @classmethod
     def with_engines(cls, model: Path, started_at: str) -> "Begun":
-        """An evaluation of the model in a folder."""
+        """Return the state of an evaluation with the model in a folder."""
         return cls(started_at=started_at, model=str(model), files=_files(model))
 
     def write(self, folder: Path) -> None:
@@ -68,10 +68,10 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_begun(folder: Path) -> Begun:
-    """Return what the evaluation in `folder` was begun with.
+    """Return the state with which the evaluation in `folder` was begun.
 
     Raises:
-        ConfigError: the folder has no evaluation that can go on.
+        ConfigError: the folder has no evaluation that can be resumed.
     """
     try:
         return msgspec.json.decode((folder / BEGUN_FILE).read_bytes(), type=Begun)
@@ -83,16 +83,16 @@ def read_begun(folder: Path) -> Begun:
 
 
 def require_same(begun: Begun, folder: Path, *, before: Recipe, now: Recipe) -> None:
-    """Check that an evaluation can go on where it stopped.
+    """Check that an evaluation can be resumed.
 
     Args:
-        begun: What it was begun with.
-        folder: Its run folder.
-        before: Its recipe.
-        now: The same with the overrides of this start.
+        begun: The state with which it was begun.
+        folder: The evaluation's run folder.
+        before: The recipe with which it was begun.
+        now: The same recipe with the overrides of this start.
 
     Raises:
-        ConfigError: a setting, the model or Penstock has changed such that answers of both starts do not compare.
+        ConfigError: a setting, the model or Penstock has changed, so that answers of both starts are not comparable.
     """
     if changed := sorted(_differing(_answering(before), _answering(now))):
         raise ConfigError(
@@ -112,7 +112,7 @@ def require_same(begun: Begun, folder: Path, *, before: Recipe, now: Recipe) -> 
 
 
 def require_same_rows(folder: Path, sets: Mapping[str, EvaluationSet], answers: list[PlayedPrompt]) -> None:
-    """Check that rows are still those that were answered.
+    """Check that the answered rows have not changed.
 
     Raises:
         ConfigError: a row's prompt, images or answer have changed.
@@ -130,7 +130,7 @@ def require_same_rows(folder: Path, sets: Mapping[str, EvaluationSet], answers: 
 
 
 def _answering(recipe: Recipe) -> dict[str, Any]:
-    """The settings that may change answers or verdicts, by dotted key."""
+    """Return the settings that may change answers or verdicts, by dotted key."""
     settings = recipe.model_dump(mode="json")
     found = {
         key: value

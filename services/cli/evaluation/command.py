@@ -1,4 +1,4 @@
-"""The command `penstock eval`; `run` has the work."""
+"""The command `penstock eval`; `run` does the work."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,7 @@ def eval_(
         typer.Option("--resume", metavar="RUN_FOLDER", help="Play what the evaluation in this folder still lacks."),
     ] = None,
 ) -> int:
-    """Play the recipe's evaluation sets with a model, and print and keep what they say of it.
+    """Play the recipe's evaluation sets with a model, and print and store the results.
 
     Starts engines, router, reward service and worker on this machine; with --url only the reward service. The API's key
     is read from OPENAI_API_KEY. Any --section.key=value overrides the recipe. Exits with 1 if a prompt could not be

@@ -1,4 +1,4 @@
-"""How far an evaluation is: bars that change in place on a terminal, lines elsewhere."""
+"""Shows the progress of an evaluation: bars that change in place on a terminal, lines elsewhere."""
 
 import sys
 from collections.abc import Mapping
@@ -11,28 +11,28 @@ from rich.text import Text
 from services.trainer.evaluation.outcome import PlayedPrompt
 
 _NUM_LINES = 10
-"""Lines of progress for each set where there is no terminal."""
+"""Lines of progress for each set if there is no terminal."""
 
 
 class EvaluationProgress(Protocol):
-    """Shows how far an evaluation is. Use it as a context manager."""
+    """Shows the progress of an evaluation. Use it as a context manager."""
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Begin to show progress."""
         ...
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
     def write(self, line: str) -> None:
-        """Write a line that stays."""
+        """Write a permanent line."""
 
     def add(self, outcome: PlayedPrompt) -> None:
-        """A prompt has been played."""
+        """Count a played prompt."""
 
 
 def open_progress(sizes: Mapping[str, int]) -> EvaluationProgress:
-    """The progress that fits standard output.
+    """Return the kind of progress that fits standard output.
 
     Args:
         sizes: Prompts of each set.
@@ -42,7 +42,7 @@ def open_progress(sizes: Mapping[str, int]) -> EvaluationProgress:
 
 
 class _Running:
-    """The mean score of a set so far, for a first impression."""
+    """The mean score of a set so far, as a first impression."""
 
     def __init__(self, num_prompts: int) -> None:
         self.num_prompts = num_prompts

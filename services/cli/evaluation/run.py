@@ -1,4 +1,4 @@
-"""What `penstock eval` does: plays the sets of a recipe with a model, and prints and keeps the results."""
+"""Runs `penstock eval`: plays the sets of a recipe with a model, and prints and stores the results."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ from services.trainer.evaluation.summary import Summary, summarize
 API_KEY: Final = "OPENAI_API_KEY"
 """Environment variable with the key of --url."""
 _MODEL_VERSION = 0
-"""What engines without a trainer call the model that they loaded."""
+"""The version that engines without a trainer report for the model that they loaded."""
 _EXIT_FAILED_PROMPTS = 1
 
 Play = Callable[[OnPlayed], Awaitable[None]]
@@ -47,15 +47,15 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
     """Evaluate and return the exit code: 1 if prompts could not be played, 130 after Ctrl-C.
 
     Args:
-        recipe: Its evaluation sets are played, with its model.
-        security: What servers ask for.
-        url: An OpenAI-compatible API that is asked in place of the model; empty: none.
-        url_model: As that API calls the model; empty: its only one.
-        folder: Of the interrupted evaluation that goes on, with the model or API that it was begun with; None: begin
-            one.
+        recipe: The recipe with the evaluation sets and the model.
+        security: Tokens and TLS of the servers.
+        url: An OpenAI-compatible API that plays in place of the model; empty: none.
+        url_model: That API's name of the model; empty: its only one.
+        folder: Folder of the interrupted evaluation to resume, with the model or API that it was begun with; None:
+            begin one.
 
     Raises:
-        UserError: the model, a set or the machine is not as the evaluation needs it, or what was begun is another one.
+        UserError: the model, a set or the machine does not meet the evaluation's needs, or the begun one differs.
     """
     begun = None
     if folder is not None:
@@ -100,10 +100,10 @@ class _Evaluating:
         security: Security,
         begun: Begun | None,
     ) -> None:
-        """Evaluate in `folder`, going on with what was `begun`, if anything was.
+        """Evaluate in `folder`, continuing the evaluation that was `begun`, if any.
 
         Raises:
-            ConfigError: a row is not the one that was answered.
+            ConfigError: a row differs from the one that was answered.
             DataError: a row is wrong.
         """
         self._recipe = recipe
@@ -125,7 +125,7 @@ class _Evaluating:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is nothing left to play."""
+        """Whether nothing is left to play."""
         return len(self._kept) == sum(map(len, self._sets.values()))
 
     async def with_engines(self, stop: asyncio.Event) -> None:
@@ -171,7 +171,7 @@ class _Evaluating:
                 await self._play(begun, play, progress, stop.wait())
 
     def report(self) -> int:
-        """Print the results and write them, if all was played; return the exit code."""
+        """Print the results, and write them if everything was played; return the exit code."""
         num_played = sum(map(len, self._outcomes.values()))
         samples = self._folder.path / SAMPLES_FILE
         if self._is_interrupted:
@@ -197,7 +197,7 @@ class _Evaluating:
         return {(each.set_name, each.row) for each in self._kept}
 
     async def _play(self, begun: Begun, play: Play, progress: EvaluationProgress, ended: Awaitable[Any]) -> None:
-        """Play until all is played or `ended` returns, which then was an interruption."""
+        """Play until everything is played or `ended` returns, which means an interruption."""
         for outcome in self._kept:
             progress.add(outcome)
         with closing(SamplesFile(self._folder.path / SAMPLES_FILE, self._kept)) as samples:

@@ -1,1 +1,1 @@
-"""`penstock replay`: an optimizer step computed again."""
+"""`penstock replay`: recomputes an optimizer step."""

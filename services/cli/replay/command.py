@@ -1,4 +1,4 @@
-"""The command `penstock replay`; `run` has the work."""
+"""The command `penstock replay`; `run` does the work."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +24,7 @@ def replay(
         Path | None, typer.Option("--export", metavar="FILE", help="Write the step to one file, for a bug report.")
     ] = None,
 ) -> int:
-    """Recompute a recorded optimizer step, without engine or bus, and show it beside what the run logged.
+    """Recompute a recorded optimizer step, without engine or bus, and show it beside the run's log.
 
     The run needs trainer.record_groups = true. Any --section.key=value shows what the same step would have done with
     another loss, bound or optimizer. Exits with 1 if the replay differs from the run.

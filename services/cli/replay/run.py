@@ -1,4 +1,4 @@
-"""`penstock replay`: recompute a recorded optimizer step and show it beside what the run logged."""
+"""`penstock replay`: recomputes a recorded optimizer step and shows it beside the run's log."""
 
 import sys
 from collections.abc import Sequence

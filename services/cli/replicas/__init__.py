@@ -1,1 +1,1 @@
-"""`penstock replicas`: the engines of a run."""
+"""`penstock replicas`: shows and drains the engines of a run."""

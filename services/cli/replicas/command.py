@@ -1,4 +1,4 @@
-"""`penstock replicas`: list the replicas that the router sees, or drain one."""
+"""`penstock replicas`: lists the replicas that the router sees, or drains one."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def list_replicas(
             raise ConfigError(f"options of `penstock replicas {context.invoked_subcommand}` come after its name")
         return 0
     router_address, security = _find_router(config, address)
-    from services.cli.replicas import table as replica_table  # gRPC: not before the arguments are known to be sound
+    from services.cli.replicas import table as replica_table  # imports gRPC, so only after the arguments are checked
 
     pool = replica_table.fetch_pool(router_address, security)
     if as_json:
@@ -64,7 +64,7 @@ def drain(
 
 
 def _find_router(config: Path | None, address: str) -> tuple[str, Security]:
-    """The router's address, and the secrets to show there."""
+    """Return the router's address, and the secrets for it."""
     if address:
         if config is not None:
             raise ConfigError(f"--address {address} and --config {config} both name a router; leave out one")

@@ -15,10 +15,10 @@ _TIMEOUT_S = 10.0
 
 
 def fetch_pool(address: str, security: Security | None = None) -> router_pb2.ListReplicasResponse:
-    """Ask the router at `address`.
+    """Ask the router at `address` for its pool.
 
     Raises:
-        UnavailableError: it does not answer.
+        UnavailableError: the router does not answer.
     """
 
     async def fetch() -> router_pb2.ListReplicasResponse:
@@ -46,7 +46,7 @@ def drain(
 
 
 def describe_pool(pool: router_pb2.ListReplicasResponse) -> dict[str, Any]:
-    """The pool as plain values, for JSON."""
+    """Return the pool as plain values, for JSON."""
     return {
         "published_version": pool.published_version,
         "min_policy_version": pool.min_policy_version,
@@ -57,12 +57,12 @@ def describe_pool(pool: router_pb2.ListReplicasResponse) -> dict[str, Any]:
 
 
 def print_pool(pool: router_pb2.ListReplicasResponse) -> None:
-    """Write the pool as a table on standard output."""
+    """Write the pool as a table to standard output."""
     open_console().print(draw_pool(pool))
 
 
 def draw_pool(pool: router_pb2.ListReplicasResponse) -> Table:
-    """The pool as a table that fits 80 columns."""
+    """Return the pool as a table that fits 80 columns."""
     table = Table(
         box=None,
         padding=(0, 1, 0, 0),

@@ -1,1 +1,1 @@
-"""`penstock score`: verdicts on lines of a file."""
+"""`penstock score`: judges the lines of a file."""

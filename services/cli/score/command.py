@@ -1,4 +1,4 @@
-"""The command `penstock score`; `run` has the work."""
+"""The command `penstock score`; `run` does the work."""
 
 import functools
 from pathlib import Path
@@ -31,7 +31,7 @@ def score(
         list[Path] | None, typer.Option("--config", help="Recipe (TOML) of the private service; default: none.")
     ] = None,
 ) -> int:
-    """Judge lines {"id", "gold", "response"} of a file, and write lines {"id", "score", "status", ...} in their order.
+    """Judge lines {"id", "gold", "response"} of a file, and write {"id", "score", "status", ...} in the same order.
 
     "gold" is a string or a list of them. Optional: "golds", "prompt", "profile", "deadline_s". A bad line gets the
     status INVALID and the exit code 1. Any --reward.key=value overrides the recipe of the private service.

@@ -1,4 +1,4 @@
-"""The lines that `penstock score` reads and writes: one JSON object each, checked line by line."""
+"""Reads and writes the lines of `penstock score`: one JSON object each, checked line by line."""
 
 import dataclasses
 import io
@@ -19,10 +19,10 @@ INVALID = "INVALID"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of the input: an item to verify, or what is wrong with it."""
+    """One line of the input: an item to verify, or the line's fault."""
 
     id: str | int | None
-    """The line's own; None if it has none that can be read."""
+    """The line's own id; None if it has no readable one."""
     item: reward_pb2.VerifyItem | None = None
     """The item to verify; None for a bad line."""
     error: str = ""
@@ -35,7 +35,7 @@ class LineReader:
     def __init__(
         self, source: io.FileIO, *, name: str, profile: str, known_profiles: Collection[str], max_lines: int
     ) -> None:
-        """`profile` is for lines without one; `name` is what errors call the stream."""
+        """Read `source`; `profile` is for lines without one, `name` is the stream's name in errors."""
         self._source = source
         self._name = name
         self._profile = profile
@@ -46,7 +46,7 @@ class LineReader:
         """Bytes read so far."""
 
     def windows(self) -> Iterator[list[Line]]:
-        """At most `max_lines` lines at a time, without blank ones; an empty list whenever the input pauses."""
+        """Yield at most `max_lines` lines at a time, without blank ones; an empty list whenever the input pauses."""
         rest, is_too_long = bytearray(), False
         while True:
             if not select.select([self._source], [], [], 0)[0]:
@@ -103,7 +103,7 @@ class LineReader:
 
 
 def write_verdict(line: Line, verdict: reward_pb2.Verdict) -> bytes:
-    """The output line for a verified line of the input."""
+    """Return the output line for a verified line of the input."""
     return encode(
         {
             "id": line.id,
@@ -116,7 +116,7 @@ def write_verdict(line: Line, verdict: reward_pb2.Verdict) -> bytes:
 
 
 def write_invalid(line: Line) -> bytes:
-    """The output line for a bad line of the input."""
+    """Return the output line for a bad line of the input."""
     return encode(
         {
             "id": line.id,
@@ -130,7 +130,7 @@ def write_invalid(line: Line) -> bytes:
 
 
 def status_of(verdict: reward_pb2.Verdict) -> str:
-    """The verdict's status without its prefix."""
+    """Return the verdict's status without its prefix."""
     return reward_pb2.VerdictStatus.Name(verdict.status).removeprefix("VERDICT_STATUS_")
 
 
@@ -138,4 +138,4 @@ def _deadline_s(fields: dict[str, Any]) -> float:
     value = fields.get("deadline_s", 0.0)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise ValueError(f'field "deadline_s" = {shown(value)} is not a duration; give seconds > 0')
-    return float(min(value, 1e6))  # the service has a limit of its own, and the contract's float one of 3e38
+    return float(min(value, 1e6))  # the service has its own limit, and the contract's float one of 3e38

@@ -1,4 +1,4 @@
-"""Calls the reward service for a thread that may block; an event loop in another thread keeps the deadlines."""
+"""Calls the reward service for a thread that may block; an event loop in another thread enforces the deadlines."""
 
 import asyncio
 import concurrent.futures
@@ -14,16 +14,16 @@ from penstock.errors import DeadlineError, InvalidRequestError, SetupError, Unav
 from penstock.v1 import reward_pb2
 
 _PATIENCE_S = 3600.0
-"""Limit of a batch, including the time in which the service is overloaded or restarts."""
+"""Limit of a batch in seconds, including the time in which the service is overloaded or restarts."""
 
 Service = Callable[[], contextlib.AbstractAsyncContextManager[RewardClient]]
-"""Opens a client, and starts its service if need be; both end with the context."""
+"""Opens a client, and starts its service if needed; both end with the context."""
 
 Verdicts = concurrent.futures.Future[list[reward_pb2.Verdict]]
 
 
 class RewardCaller:
-    """Calls `service` from an event loop in a thread of its own; use it as a context manager."""
+    """Calls `service` from an event loop in its own thread; use it as a context manager."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -34,7 +34,7 @@ class RewardCaller:
         """Wait until the service answers.
 
         Raises:
-            SetupError: it does not start.
+            SetupError: the service does not start.
         """
         self._thread.start()
         self._client = self._ready.result()
@@ -43,12 +43,12 @@ class RewardCaller:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancel running calls, and end a service that was started."""
+        """Cancel running calls, and end the service if it was started here."""
         self._loop.call_soon_threadsafe(self._leave.set)
         self._thread.join()
 
     def known_profiles(self) -> set[str]:
-        """Names of the service's profiles.
+        """Return the names of the service's profiles.
 
         Raises:
             SetupError: no service answers.
@@ -60,7 +60,7 @@ class RewardCaller:
             raise SetupError(f"{error}; start a reward service there, or leave out --address") from None
 
     def verify(self, items: Sequence[reward_pb2.VerifyItem]) -> Verdicts:
-        """Verify `items`; the verdicts are in their order."""
+        """Verify `items`; the verdicts are in the same order."""
         return asyncio.run_coroutine_threadsafe(self._verify(items), self._loop)
 
     async def _verify(self, items: Sequence[reward_pb2.VerifyItem]) -> list[reward_pb2.Verdict]:
@@ -73,7 +73,7 @@ class RewardCaller:
         except InvalidRequestError:
             if len(items) == 1:
                 raise
-            middle = len(items) // 2  # the service of another may have a queue shorter than this batch
+            middle = len(items) // 2  # another user's service may have a queue shorter than this batch
             return [*await self._verify(items[:middle]), *await self._verify(items[middle:])]
 
     def _run(self) -> None:

@@ -24,9 +24,9 @@ from services.reward.config import RewardConfig
 
 _WINDOW_LINES = 500
 _MAX_IN_FLIGHT = 4000
-"""Lines that are sent and not yet verified; a service holds this many."""
+"""Lines sent but not yet verified; a service holds this many."""
 _NUM_SHOWN = 5
-"""Bad lines that are reported on standard error; all of them are in the output."""
+"""Bad lines reported on standard error; the output has all of them."""
 _EXIT_BAD_LINES = 1
 _EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
@@ -36,15 +36,15 @@ def score(*, source: Path | None, output: Path | None, profile: str, service: Se
 
     Args:
         source: The file; None: standard input.
-        output: Where the verdicts go; None: standard output.
+        output: File for the verdicts; None: standard output.
         profile: The profile of lines without one.
         service: The service that verifies.
 
     Raises:
         UserError: a file cannot be read or written, the profile is unknown, or no service answers.
-        PenstockError: the service went away; the output up to then is complete and in order.
+        PenstockError: the service became unavailable; the output so far is complete and in order.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # which is ignored at first in what a script starts with `&`
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT starts out ignored in a script's `&` jobs
         signal.signal(number, signal.default_int_handler)
     max_windows = _MAX_IN_FLIGHT // _WINDOW_LINES
     with contextlib.ExitStack() as stack:
@@ -65,14 +65,14 @@ def score(*, source: Path | None, output: Path | None, profile: str, service: Se
             for window in reader.windows():
                 if window:
                     pending.append((window, caller.verify([line.item for line in window if line.item is not None])))
-                # While the input pauses, all that was read is answered.
+                # While the input pauses, everything read so far is answered.
                 while pending and (not window or len(pending) >= max_windows or pending[0][1].done()):
                     _write(writing, *pending.popleft(), tally)
                 show(reader.num_bytes, tally.num_lines)
             while pending:
                 _write(writing, *pending.popleft(), tally)
                 show(reader.num_bytes, tally.num_lines)
-        except BrokenPipeError:  # `| head`: nobody wants the rest
+        except BrokenPipeError:  # the reader has left, as in `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), writing.fileno())
             return _EXIT_BROKEN_PIPE
         except OSError as error:
@@ -119,7 +119,7 @@ class _Tally:
         self._statuses[INVALID if verdict is None else status_of(verdict)] += 1
 
     def summary(self) -> str:
-        """The summary, bad lines first."""
+        """Return the summary, bad lines first."""
         elapsed_s = time.monotonic() - self._started
         errors = "".join(f"bad line: {error}\n" for error in self._errors)
         if self.num_invalid > _NUM_SHOWN:
@@ -170,14 +170,14 @@ def _progress(total_bytes: int | None) -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.asynccontextmanager
 async def running_at(address: str, security: Security) -> AsyncIterator[RewardClient]:
-    """A client of the service at `address`."""
+    """Yield a client of the service at `address`."""
     async with RewardClient(address, security=security) as client:
         yield client
 
 
 @contextlib.asynccontextmanager
 async def private_service(config: RewardConfig, security: Security) -> AsyncIterator[RewardClient]:
-    """A client of a service for this process alone."""
+    """Yield a client of a service for this process alone."""
     from services.reward.server import running
 
     private = config.model_copy(update={"port": 0, "http_port": 0})

@@ -1,1 +1,1 @@
-"""`penstock sft`."""
+"""`penstock sft`: supervised training."""

@@ -1,4 +1,4 @@
-"""The command `penstock sft`; `run` has the work."""
+"""The command `penstock sft`; `run` does the work."""
 
 import typer
 
@@ -12,10 +12,10 @@ def sft(
     recipe: RecipeArgument = None,
     resume: ResumeOption = None,
 ) -> int:
-    """Train the recipe's model on what assistants say in its data, in this one process.
+    """Train the recipe's model on the assistants' text in its data, in this one process.
 
     Takes [sft], [data], [model], [trainer] and [trackers]; starts neither engines nor NATS. Any --section.key=value
-    overrides the recipe. `penstock train recipe.toml --model.path=CHECKPOINT/model` goes on from a checkpoint.
+    overrides the recipe. `penstock train recipe.toml --model.path=CHECKPOINT/model` continues from a checkpoint.
     """
     recipes, overrides = sort_arguments(recipe, context.args)
     settings, folder = load_run(recipes, overrides, resume=resume)

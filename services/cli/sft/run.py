@@ -1,4 +1,4 @@
-"""What `penstock sft` does: trains in this process, and shows how the loss falls."""
+"""Runs `penstock sft`: trains in this process, and shows the falling loss."""
 
 import asyncio
 import os
@@ -42,11 +42,11 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
     """Train, and return the exit code: 130 after Ctrl-C.
 
     Args:
-        recipe: Of the run.
-        folder: Of the run to continue; None begins one.
+        recipe: The run's recipe.
+        folder: Folder of the run to continue; None: begin one.
 
     Raises:
-        UserError: the data are not on the Hub, or the run folder cannot be used.
+        UserError: the Hub lacks the data, or the run folder cannot be used.
     """
     recipe = service_settings.pin_inputs(recipe, with_sets=recipe.sft.validate_every > 0)
     settings = service_settings.for_sft(recipe)
@@ -65,7 +65,7 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
             try:
                 display.write(f"run folder {folder.path}")
                 model = await train_supervised(settings, folder.path, stop, _Shown(display))
-            except asyncio.CancelledError:  # a second Ctrl-C: whoever asks twice does not wait for the step in hand
+            except asyncio.CancelledError:  # a second Ctrl-C does not wait for the current step
                 display.close()
                 os._exit(process.EXIT_INTERRUPTED)
             finally:
