@@ -1,6 +1,6 @@
 """The process that code's processes are forked from; it has imported what code may import.
 
-python -m services.rollout.worker.environments.confined_python.forkserver SETTINGS WORKERS
+    python -m services.rollout.worker.environments.confined_python.forkserver SETTINGS WORKERS
 
 The arguments are JSON: `penstock.runtime.isolation.forkserver_protocol.ForkserverSettings`, and `InterpreterSettings`.
 """

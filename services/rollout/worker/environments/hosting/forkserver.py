@@ -1,6 +1,6 @@
 """The process that environments are forked from: it imports their module and runs nothing else.
 
-python -m services.rollout.worker.environments.hosting.forkserver SETTINGS
+    python -m services.rollout.worker.environments.hosting.forkserver SETTINGS
 
 `SETTINGS` is `ForkserverSettings` as JSON. Each forked process leads a process group. The group is killed when the
 worker asks for it, when the process ends, and when the control socket closes because the worker has ended in any way.

@@ -1,7 +1,7 @@
 """Environments behind a URL, as the worker sees them: one POST per request, to the episode's own path.
 
-POST   /v1/episodes/{id}    a request of `hosting.messages`, answered by its reply
-DELETE /v1/episodes/{id}    the end
+    POST   /v1/episodes/{id}    a request of `hosting.messages`, answered by its reply
+    DELETE /v1/episodes/{id}    the end
 
 The worker makes the ids, so that it can end an episode whose first reply was lost. No request is sent twice, except the
 first one when no episode began: either the connection was refused, or the server had no room, in which case the code

@@ -13,7 +13,7 @@ PREFIX = "/sessions/"
 
 
 def session_of(path: str) -> str:
-    """The session that a request's path names; empty if it is no session's."""
+    """Return the session in a request's path; empty if the path is not a session's."""
     name, slash, _ = path.removeprefix(PREFIX).partition("/")
     return name if path.startswith(PREFIX) and slash else ""
 
