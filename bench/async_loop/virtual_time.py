@@ -1,6 +1,6 @@
 """An event loop whose clock jumps to the next timer, so that hours of waiting take no time.
 
-For code that waits for timers and for itself only: nothing from outside may be awaited.
+Only for code that waits for timers and for itself: it must not await anything from outside.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Jumps(selectors.SelectSelector):
-    """Instead of waiting, notes for how long it would have."""
+    """Records how long it would have waited, instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +37,6 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` in a loop of its own, whose time begins at 0."""
+    """Run `main` in its own loop, whose time begins at 0."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(main)

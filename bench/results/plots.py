@@ -12,7 +12,7 @@ from services.trainer.telemetry.curves import reward_limits
 
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 _SMALLEST_GAP = 1e-9
-"""Drawn for smaller ones: a logarithmic axis has no place for 0."""
+"""Replaces smaller values, because a logarithmic axis has no place for 0."""
 
 
 def draw_demo(runs: Mapping[int, Run], path: Path) -> None:
