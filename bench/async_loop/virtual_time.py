@@ -32,7 +32,7 @@ class _Loop(asyncio.SelectorEventLoop):
         super().__init__(self._jumps)
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Return the seconds since the loop was made."""
         return self._jumps.now
 
 

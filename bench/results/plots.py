@@ -101,7 +101,7 @@ def _draw(axis: Any, run: Run, key: str, *, color: str, label: str) -> None:
 
 
 def _draw_scores(axis: Any, run: Run, *, color: str) -> None:
-    """The held-out score, with its standard error, at each evaluation."""
+    """Draw the held-out score, with its standard error, at each evaluation."""
     found = [(row["step"], row["sets"][HELD_OUT]["score"]) for row in run.evaluations]
     steps, scores = [step for step, _ in found], [score for _, score in found]
     values, errors = ([score[name] for score in scores] for name in ("value", "standard_error"))

@@ -36,7 +36,7 @@ class Drain:
     """Drains once, for good."""
 
     def __init__(self, calls: Calls, begin: Callable[[], Awaitable[None]]) -> None:
-        """`begin` must stop new calls."""
+        """Drain `calls`, after `begin` has stopped new ones."""
         self._calls = calls
         self._begin = begin
         self._deadline = math.inf

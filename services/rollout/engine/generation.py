@@ -13,7 +13,7 @@ _FINISHED_BY = {"stop": True, "length": False}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopIds:
-    """The likeliest ids at one position, likeliest first."""
+    """The most likely ids at one position, most likely first."""
 
     ids: list[int]
     logprobs: list[float]

@@ -50,8 +50,8 @@ class PromptChecker:
     """Checks requests against one model."""
 
     def __init__(self, model_path: Path, *, max_tokens: int, disaggregated: bool = False) -> None:
-        """`max_tokens`: maximum tokens of prompt (images expanded) and response together. `disaggregated`: each request
-        must name a PD pair.
+        """Check against the model at `model_path`. `max_tokens`: maximum tokens of prompt (images expanded) and
+        response together. `disaggregated`: each request must name a PD pair.
         """
         self.max_tokens = max_tokens
         self._disaggregated = disaggregated

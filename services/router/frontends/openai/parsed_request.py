@@ -41,7 +41,7 @@ class ParsedRequest:
     reads_tools: bool
     """Whether to separate tool calls from text."""
     call_format: CallFormat
-    """How the model writes them."""
+    """The format in which the model writes tool calls."""
     tools: Sequence[Mapping[str, Any]]
     """The tools that it may call."""
     has_one_call: bool

@@ -146,7 +146,7 @@ class _Forkserver:
         self._tell(Spawned(pid=pid))
 
     def _become_episode(self, channel_fd: int, write_fd: int, parent_pid: int) -> NoReturn:
-        """In the child: serve one episode and end."""
+        """Serve one episode in the child process, then end it."""
         status = 1
         try:
             os.setpgid(0, 0)

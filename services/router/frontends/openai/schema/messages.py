@@ -65,7 +65,7 @@ class ToolCallIn(MessageModel):
     """Its id in the answer."""
     type: Literal["function"] = "function"
     function: CalledFunction
-    """What was called."""
+    """The called function."""
 
 
 class ChatMessage(MessageModel):
@@ -88,7 +88,7 @@ class ToolFunction(RequestModel):
     name: Annotated[str, pydantic.Field(min_length=1)]
     """Its name."""
     description: str | None = None
-    """What it does."""
+    """Its purpose."""
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments."""
 
@@ -114,7 +114,7 @@ class NamedTool(RequestModel):
 
     type: Literal["function"] = "function"
     function: NamedFunction
-    """Which."""
+    """The function, by name."""
 
 
 ToolChoice: TypeAlias = Annotated[

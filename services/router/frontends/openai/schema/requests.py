@@ -144,7 +144,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     """Return the logprob of each sampled token."""
     top_logprobs: TopCount = 0
-    """With logprobs: also report this many of the most likely tokens at each position."""
+    """With logprobs, also report this many of the most likely tokens at each position."""
     tools: list[Tool] = pydantic.Field(default_factory=list)
     """Tools that the policy may call, if its chat template supports tools. `strict` in them has no effect."""
     tool_choice: ToolChoice = "auto"

@@ -187,7 +187,7 @@ class _Call:
         return PromptIds(input_ids=self._prompt.input_ids, stored_images=stored)
 
     def _room(self) -> int:
-        """The tokens that the session's limit leaves for the answer."""
+        """Return the tokens that the session's limit leaves for the answer."""
         limit = self._state.limits.max_tokens
         if limit is None:
             return self._state.sampling.max_new_tokens
