@@ -96,9 +96,7 @@ async def measure(subject: Subject, *, num_in_flight: int, latency_s: float, dur
 
 
 async def hold(subject: Subject, *, num_in_flight: int, latency_s: float) -> tuple[int, float]:
-    """Have this many calls in flight at once, each once; return how many were lost, and the router's memory
-    meanwhile.
-    """
+    """Have this many calls in flight at once, each once; return the number lost, and the router's memory then."""
     tasks = [asyncio.ensure_future(subject.call(f"held-{number}", latency_s)) for number in range(num_in_flight)]
     await asyncio.sleep(latency_s)
     pss = pss_mib(subject.router)

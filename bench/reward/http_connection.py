@@ -1,6 +1,4 @@
-"""One kept-alive HTTP/1.1 connection: general clients cost more than the service, and would dominate the
-measurement.
-"""
+"""One kept-alive HTTP/1.1 connection: general clients cost more than the service, and would dominate the numbers."""
 
 import asyncio
 import json

@@ -41,9 +41,7 @@ def typical(count: int, *, seed: int = 0) -> list[Question]:
 
 
 def symbolic(count: int, *, seed: int = 0) -> list[Question]:
-    """Return expressions and equations, half of the responses right, in another form; eight responses per gold
-    answer.
-    """
+    """Return expressions and equations, half of the responses right, in another form; eight responses per gold."""
     draw = random.Random(seed)
     return [question for _ in range(-(-count // _GROUP)) for question in _symbolic_group(draw)][:count]
 

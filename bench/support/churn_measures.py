@@ -99,9 +99,7 @@ def _attempts(turn: Turn, by_id: dict[str, Life]) -> Iterable[tuple[str, float, 
 
 
 def affinity(lives: Iterable[Life], sessions: Iterable[Sequence[Turn]]) -> tuple[int, int, int]:
-    """Return the number of second and later turns, for how many the previous replica stayed, and how many went
-    there.
-    """
+    """Return the numbers of later turns, of those whose previous replica stayed, and of those that went there."""
     by_id = {life.replica_id: life for life in lives}
     num_later = num_bound = num_kept = 0
     for turns in sessions:

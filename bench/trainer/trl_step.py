@@ -67,9 +67,7 @@ def main() -> None:
     ]
 
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        """Return the given responses; the order of groups does not matter, because all have the same number of
-        tokens.
-        """
+        """Return the given responses; the order of groups does not matter, because all have equally many tokens."""
         encoded = processor.apply_chat_template(
             prompts, add_generation_prompt=True, tokenize=True, return_dict=True, padding=False
         )

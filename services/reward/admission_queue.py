@@ -1,5 +1,4 @@
-"""Bounds the number of items in the service, running ones included: further items are refused, or wait in order of
-arrival."""
+"""Bounds the items in the service, running ones included: further items are refused, or wait in order of arrival."""
 
 import asyncio
 import collections

@@ -22,8 +22,7 @@ from services.reward.profiles.custom import find_verifiers
 from services.reward.verifier import Verifier
 
 MAX_OVERTIME = 8
-"""Maximum items in overtime: enough for a batch with a few hostile items to go on, and few enough not to fill the
-cores."""
+"""Maximum items in overtime: a batch with a few hostile items can go on, and they do not fill the cores."""
 OVERTIME_MEMORY_BYTES = 192 * 2**20
 """Memory that worker processes may allocate together; beyond it, the largest item is answered with OUT_OF_MEMORY. It
 bounds the total of hostile items in a container, as memory_limit_mb bounds each."""

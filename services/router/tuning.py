@@ -50,7 +50,7 @@ class OpenAITuning:
     max_images: int = 32
     """Images in one conversation: more than the contexts of the served models hold at usual sizes."""
     max_choices: int = 16
-    """Maximum choices of one request, over all its prompts: each takes a slot, and a request should not fill an
+    """Maximum choices of one request, over all its prompts: each takes a slot, and one request must not fill an
     engine.
     """
     recordings_max_age_s: float = 7 * 86400.0
@@ -65,9 +65,7 @@ class Tuning:
     breaker: BreakerTuning = BreakerTuning()
     openai: OpenAITuning = OpenAITuning()
     max_waiting_bytes: int = 512 * 2**20
-    """Maximum bytes of requests in the wait queue, images included: what a router can spare beside its calls in
-    flight.
-    """
+    """Maximum bytes of requests in the wait queue, with images: what a router can spare beside its calls in flight."""
     max_call_s: float = 3600.0
     """Maximum deadline in seconds, also for calls without one: longer than any turn, so that no call stays forever."""
     max_load_ratio: float = 1.25

@@ -14,9 +14,7 @@ from services.reward.exact.numbers.number import read_number
 
 
 def same_equation(one: Named | Equation, other: Named | Equation) -> bool | None:
-    """Return whether the equations are proportional, and so have the same solutions; None unless both are
-    polynomial.
-    """
+    """Return whether the equations are proportional, so that they have the same solutions; None if not polynomial."""
     left, right = _difference(one), _difference(other)
     if left is None or right is None:
         return None

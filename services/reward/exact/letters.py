@@ -18,9 +18,7 @@ _OTHERS = re.compile(
     r"^[(\[]?[A-J][)\].:]?$|\([A-J]\)|(?<![A-Za-z])[A-J][.):]|^(?:or|and|not|nor)\b"
     r"|(?:\b(?:or|and)\b|[,;/&]) *[(\[]?[A-J]\b(?! *[a-z])|^(?:which|where)\b.*\b(?:wrong|incorrect|not|also)\b"
 )
-"""Matches text beside a letter, which refuses it: text that lists, joins or negates another in capitals, or denies
-it.
-"""
+"""Refuses text beside a letter that lists, joins or negates another in capitals, or denies the letter."""
 _OTHER = re.compile(
     r"(?<![\w'\\])(?<!\\ )(?<![+*^])(?<![+*^] )(?:([A-Ja-j])(?= *(?:[.,:;)\]]|$))|([A-Jb-j])(?= +[-$(\\]*\d))"
     r"|(?<=\d) +(a)(?= +\d)|^ *[+*^/&|] *([A-Ja-j])(?!\w)"

@@ -74,9 +74,7 @@ _TOKEN = re.compile(r"\d(?:[\d.,]*\d)?|(?<![\w\\])[A-HJ](?![\w'])")
 _GOES_ON = re.compile(
     r"(?:^|[,(]|\b(?:so|thus|therefore|hence|then|and|that|is|but|or|wait|no))[\s*_#>\"'(]*$", re.IGNORECASE
 )
-"""Matches the text that may stand before an answer without an article; a `reference answer` is not the response's
-own.
-"""
+"""Matches text that may stand before an answer without an article; a `reference answer` is not the response's."""
 _UNSURE = re.compile(
     r"\b(?:if|whether|suppos\w+|assum\w+|unless|could|might|may|maybe|perhaps|possibl\w+|probably|example|e\.g|guess\w*"
     r"|wrong|incorrect|given|says?|said|claim\w*|when|either|would|unlikely|unsure|not|never|cannot|don't)\b",

@@ -1,10 +1,4 @@
-"""Worker processes, one item each at a time, under wall-clock deadlines that this process keeps and enforces by
-SIGKILL.
-
-A slow item loses its permit, not its time: a spare worker, forked in advance, takes the next item meanwhile. While the
-item continues, its worker's priority falls, in the end to idle processor time. So items that hang delay the others only
-for moments.
-"""
+"""Worker processes, one item each at a time, with wall-clock deadlines that are kept here and enforced by SIGKILL."""
 
 import asyncio
 import math
@@ -221,7 +215,7 @@ class WorkerPool:
             await self._forkserver.start()
 
     async def _watch(self) -> None:
-        """While items are in overtime: demote workers that compute for long, and kill the largest if all are too
+        """While items are in overtime, demote workers that compute for long, and kill the largest if all are too
         large.
         """
         while True:

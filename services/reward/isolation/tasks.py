@@ -100,9 +100,7 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
     token: int = 0
     """The request's token."""
     is_spoilt: bool = False
-    """Whether the worker ends with this reply: it ran out of memory, has grown, or has threads that outlive the
-    item.
-    """
+    """Whether the worker ends with this reply: it ran out of memory, has grown, or left threads behind."""
 
 
 def sendable(text: str) -> str:

@@ -45,9 +45,7 @@ def _split_at_wildcards(pattern: str) -> list[str] | None:
 
 
 def _is_sequence(text: str, literals: list[str]) -> bool:
-    """Return whether `text` is these literals in order, with any text between them. Each matches at its first
-    occurrence.
-    """
+    """Return whether `text` is these literals in order, with any text between them. Each matches at its first place."""
     first, *rest = literals
     if not rest:
         return text == first

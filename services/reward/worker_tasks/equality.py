@@ -1,5 +1,4 @@
-r"""Decides whether two expressions are the same function, or two relations the same condition, by their values at
-points.
+r"""Decides by values at points whether two expressions are the same function, or two relations the same condition.
 
 Equal means agreement to `_AGREE_DIGITS` digits at unpredictable points, real ones if both values are real; different
 means that they differ at one. None means that values do not decide: undefined nearly everywhere, or close. Variables
@@ -116,9 +115,7 @@ def _has_exponentials(tree: Tree) -> bool:
 
 
 def _points(names: Sequence[str], seed: str, large: int) -> Iterator[dict[str, Any]]:
-    """Yield points with 19-digit coordinates, drawn from `seed`: two positive ones, then points with other signs
-    too.
-    """
+    """Yield points with 19-digit coordinates, drawn from `seed`: two positive ones, then points of any sign."""
     for index in range(_NUM_POINTS if names else 1):
         point = {}
         for name in names:

@@ -136,9 +136,7 @@ def _read(given: str, is_real: bool) -> Any:
 
 
 def _is_rounded(gold: Plain, given: str, figures: int) -> bool:
-    """Return whether `given` is the gold number, which no fraction equals, correctly rounded to at least `figures`
-    figures.
-    """
+    """Return whether `given` is the irrational gold number, correctly rounded to at least `figures` figures."""
     if not isinstance(gold, tuple) or symbols_of(gold) or not figures or not _DECIMAL.fullmatch(given):
         return False
     decimal = Decimal(given)

@@ -117,9 +117,7 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) ->
 
 
 def server_args(config: RolloutConfig, network: NetworkConfig, *, bootstrap_port: int, cuda: bool) -> dict[str, Any]:
-    """Return the arguments of `sglang.Engine` for this role; a prefill engine serves decode engines on
-    `bootstrap_port`.
-    """
+    """Return `sglang.Engine`'s arguments for this role; a prefill engine serves decode engines on `bootstrap_port`."""
     args: dict[str, Any] = {}
     if not is_disaggregated(config):
         return args

@@ -17,8 +17,7 @@ from pathlib import Path
 
 _PREFIX = "penstock-engine-"
 _MAX_PARENT_CHARS = 107 - len(f"/{_PREFIX}xxxxxxxx") - len("/tmpxxxxxxxxxxx")
-"""Longest path of the parent folder: Linux's limit for a socket, less the names that `tempfile` gives folder and
-socket."""
+"""Longest path of the parent folder: Linux's limit for a socket, less the names of the folder and the socket."""
 _SHORT_PARENT = Path("/tmp")
 _LOCK = ".penstock-engine.lock"
 """The file that the folder's process has locked. A folder without it belongs to another program, whatever its name."""

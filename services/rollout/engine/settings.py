@@ -112,8 +112,7 @@ def server_args(
     bootstrap_port: int,
     cuda: bool,
 ) -> dict[str, Any]:
-    """Return the arguments of `sglang.Engine`: the recipe's override our defaults, Penstock's requirements override
-    both.
+    """Return `sglang.Engine`'s arguments: the recipe's override our defaults, Penstock's requirements override both.
 
     Raises:
         ConfigError: the recipe sets a value that an engine on a CPU cannot have, or the model is damaged.

@@ -68,8 +68,7 @@ def require_free(names: Iterable[str]) -> None:
 
 
 def require_known(names: Iterable[str]) -> None:
-    """Check that the installed SGLang knows `names`. Pass all names if none is installed, or if its source has another
-    layout.
+    """Check that the installed SGLang knows `names`; pass all if none is installed, or its source has another layout.
 
     Raises:
         ConfigError: it does not know one; the message suggests the most similar name.

@@ -61,9 +61,7 @@ class PoolView:
         self.replicas = replicas
 
     def is_fit(self, replica: ReplicaStatus, query: Query, now: float) -> bool:
-        """Return whether a balancer may choose the replica: it can take the call, and so can a partner if it needs
-        one.
-        """
+        """Return whether balancers may choose the replica: it can take the call, and so can a partner if needed."""
         return (
             replica.reads_prompts
             and _is_able(replica, query, now)
@@ -81,9 +79,7 @@ class PoolView:
         return min(able, key=lambda each: (each.next_load, each.replica_id), default=None)
 
     def load(self, replica: ReplicaStatus) -> float:
-        """Return calls per slot; for a pair plus the least loaded partner's load, because a call takes a slot of
-        both.
-        """
+        """Return calls per slot; for a pair plus the least loaded partner's load, because a call takes both slots."""
         return replica.load + min((each.load for each in self._partners(replica)), default=0.0)
 
     def next_load(self, replica: ReplicaStatus) -> float:
@@ -96,9 +92,7 @@ class PoolView:
         return sorted({each.max_tokens for each in self.replicas.values()} - {UNBOUNDED})
 
     def largest(self) -> int:
-        """Return the maximum tokens of any replica or pair; `UNBOUNDED` if a lease does not say, or without
-        replicas.
-        """
+        """Return the maximum tokens of any replica or pair; `UNBOUNDED` if a lease has none, or without replicas."""
         return max((self._size(each) for each in self.replicas.values()), default=UNBOUNDED)
 
     def find_reason(self, replica: ReplicaStatus, query: Query, now: float) -> UnroutableReason | None:

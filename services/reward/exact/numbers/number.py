@@ -42,9 +42,7 @@ class Number:
     is_truncated: bool = False
     """Whether it is a plain decimal followed by an ellipsis."""
     is_unfinished: bool = False
-    """Whether it is a rational number that contains an uncomputed sum or difference of rationals: work, not an
-    answer.
-    """
+    """Whether it is a rational number with an uncomputed sum or difference of rationals: work, not an answer."""
 
 
 def read_number(text: str) -> Number | None:

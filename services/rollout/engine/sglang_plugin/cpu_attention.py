@@ -20,8 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 MAX_BLOCK_KEYS = 32_768
-"""Maximum keys of a block, padding included, unless one sequence has more: keys and values are copied, which takes
-memory."""
+"""Maximum keys of a block, padding included, unless one sequence has more: copying keys and values takes memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

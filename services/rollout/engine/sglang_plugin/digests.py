@@ -20,8 +20,7 @@ _T = TypeVar("_T")
 
 
 def digests_of(model: Any, kind: str) -> dict[str, str]:
-    """Return digests as text by the trainer's names: of every unshared parameter, and of this process's turn of shared
-    ones.
+    """Return digests as text by the trainer's names: of all unshared parameters, and of this process's shared ones.
 
     Every process must call it.
 

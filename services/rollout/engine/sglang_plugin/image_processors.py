@@ -13,9 +13,7 @@ _postponed: list[Callable[[], None]] = []
 
 
 def import_some(import_all: Callable[..., None], package: str, *args: Any, **kwargs: Any) -> None:
-    """Hook around the import of a package of processors: of SGLang's own package, import only those of Qwen's
-    models.
-    """
+    """Hook around the import of a package of processors: import only those of Qwen's models if it is SGLang's own."""
     if package != _OWN_PACKAGE:  # a user's processors, which override SGLang's
         import_all(package, *args, **kwargs)
         return

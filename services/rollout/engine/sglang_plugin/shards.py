@@ -91,9 +91,7 @@ class Shard:
             self._by_projection().copy_(self.of_rank(self.cut.rank, whole))
 
     def of_rank(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
-        """Return a rank's shard of the whole, as a view with one more dimension: [..., projection, shard of it,
-        ...].
-        """
+        """Return a rank's shard of the whole, as a view with one more dimension: [..., projection, shard, ...]."""
         cut = self.cut
         assert cut is not None
         by_projection = whole.unflatten(cut.dim, (cut.projections, cut.of_projection))

@@ -34,9 +34,7 @@ log = structlog.get_logger()
 Ending: TypeAlias = Literal["stop", "length", "deadline", "error"]
 
 MAX_ATTEMPTS = 3
-"""Maximum calls of a runner that asked the policy nothing. A container that fails to start may start the second
-time.
-"""
+"""Maximum calls of a runner that asked the policy nothing. A container that failed to start may start next time."""
 _PAUSE_S = 1.0
 _BUS_TIMEOUT_S = 60.0
 """Seconds to wait for an absent server after a sample has ended, before its group is put back."""
@@ -155,9 +153,7 @@ class AgentPlayer:
         )
 
     async def _attempt(self, prompt: Prompt, number: int, images: GroupImages) -> tuple[AgentEpisode | None, str]:
-        """Have the runner play the sample once; return the episode, or None and the reason if the policy said
-        nothing.
-        """
+        """Have the runner play once; return the episode, or None and the reason if the policy said nothing."""
         session = SessionId.new(prompt.id, number)
         timeout_s = min(prompt.limits.episode_timeout_s or math.inf, self._episode_timeout_s)
         opened = await self._sessions.open(session, _state_of(prompt, session, timeout_s))

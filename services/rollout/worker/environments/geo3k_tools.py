@@ -188,9 +188,7 @@ class Geo3kTools:
         return metrics
 
     def _instructed(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """Return the conversation with the instruction, without adding a second system message, which templates
-        drop.
-        """
+        """Return the conversation with the instruction, and no second system message, which templates would drop."""
         if self._instruction == "none":
             return messages
         form = "" if self._show_tools else f", for example {_EXAMPLE}"

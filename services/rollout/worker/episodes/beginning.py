@@ -181,7 +181,7 @@ def describe_failure(environment: str, error: Exception) -> str:
 
 
 def _check_prompt_images(first: Observation, prompt: Prompt, task: Task) -> None:
-    """Check that the first observation's images begin with the prompt's: placeholders and images are paired in
+    """Check that the first observation's images begin with the prompt's, because placeholders pair with them in
     order.
     """
     if first.images[: len(task.images)] != task.images:

@@ -87,9 +87,7 @@ class Budget:
         return wanted if self._limits.max_tokens is None else min(wanted, self._limits.max_tokens - self._num_tokens)
 
     def _room(self, *, reserved: int) -> tuple[float, str]:
-        """Return the tokens that an observation may have, and the limit's name; `reserved` are left for the next
-        turn.
-        """
+        """Return the tokens that an observation may have, and the limit's name; `reserved` are left for the turn."""
         bounds = ((self._context_length, "the context"), (self._limits.max_tokens, "max_tokens"))
         return min(
             ((bound - self._num_tokens - reserved, name) for bound, name in bounds if bound is not None),

@@ -61,8 +61,7 @@ class Turn:
     """A turn that produced at least one token."""
 
     response: generate_pb2.GenerateResponse
-    """The response with all its tokens. Its finish reason is DEADLINE if time ran out, and LENGTH if no replica had
-    room for more."""
+    """All its tokens. Its finish reason is DEADLINE if time ran out, and LENGTH if no replica had room for more."""
     waited_s: float
     """Seconds without a replica at work: queues and retries."""
     generated_s: float

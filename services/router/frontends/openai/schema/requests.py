@@ -65,8 +65,7 @@ class GenerationRequest(RequestModel):
     min_tokens: Annotated[int, pydantic.Field(ge=0)] = 0
     """0, or max_tokens, which is ignore_eos. Not OpenAI's."""
     prompt_logprobs: TopCount | None = None
-    """Return the logprob of each token of the prompt, with this many of the most likely tokens. Not OpenAI's; as in
-    vLLM."""
+    """Return each prompt token's logprob, with this many of the most likely tokens. Not OpenAI's; as in vLLM."""
     return_tokens_as_token_ids: bool = False
     """Name tokens `token_id:<id>` in logprobs, where texts may be ambiguous. Not OpenAI's; as in vLLM."""
     truncate_prompt_tokens: Annotated[int, pydantic.Field(ge=1)] | None = None

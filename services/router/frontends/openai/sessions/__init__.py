@@ -1,3 +1,1 @@
-"""Sessions of agents: chats whose prompts continue the policy's earlier answers id for id, and that are all
-recorded.
-"""
+"""Sessions of agents: recorded chats whose prompts continue the policy's earlier answers, id for id."""
