@@ -50,9 +50,7 @@ class OpenAITuning:
     max_images: int = 32
     """Images in one conversation: more than the contexts of the served models hold at usual sizes."""
     max_choices: int = 16
-    """Maximum choices of one request, over all its prompts: each takes a slot, and one request must not fill an
-    engine.
-    """
+    """Maximum choices of one request, over all its prompts: each takes a slot, and none may fill an engine alone."""
     recordings_max_age_s: float = 7 * 86400.0
     """Seconds after which recorded calls that were not fetched are removed: a week."""
 

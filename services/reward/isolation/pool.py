@@ -215,7 +215,7 @@ class WorkerPool:
             await self._forkserver.start()
 
     async def _watch(self) -> None:
-        """While items are in overtime, demote workers that compute for long, and kill the largest if all are too
+        """While items are in overtime, demote workers that compute for long, and kill the largest if together too
         large.
         """
         while True:

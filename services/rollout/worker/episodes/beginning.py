@@ -181,9 +181,7 @@ def describe_failure(environment: str, error: Exception) -> str:
 
 
 def _check_prompt_images(first: Observation, prompt: Prompt, task: Task) -> None:
-    """Check that the first observation's images begin with the prompt's, because placeholders pair with them in
-    order.
-    """
+    """Check that the first observation's images begin with the prompt's, because placeholders pair in order."""
     if first.images[: len(task.images)] != task.images:
         raise InvalidRequestError(
             f"environment {prompt.environment!r} began with {len(first.images)} images that do not start with the "
