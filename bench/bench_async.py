@@ -5,7 +5,7 @@
 
 Loop, bus, router and worker are the real ones, each a process; the engines and the optimizer step are simulated, with
 durations from long-tailed laws (bench/async_loop/workload.py). R/n is the time in which all slots together finish a
-batch, U that of an optimizer step. Compared are, over the same steps and the same drawn durations:
+batch, U that of an optimizer step. The comparison is over the same steps and the same drawn durations:
 
 - *ideal*: 1 / max(R/n, U), with slots or trainer never idle; no bound on staleness allows exactly that;
 - *best*: what Penstock would reach if its control plane took no time (bench/async_loop/perfect_loop.py), and how much
@@ -38,7 +38,7 @@ MIN_OF_BEST = 0.95
 MAX_CORES = 0.5
 _MIN_STEPS = 4
 _SLACK = 4.0
-"""A run that takes this many times the best is given up."""
+"""A run that takes this many times the best is abandoned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ async def measure(pool: Scenario, *, max_staleness: int, seconds: float, folder:
         timeout_s=60.0 + _SLACK * best[-1],
     )
     pass_tokens = TrainerConfig().micro_batch_tokens
-    # It has a loop of its own, whose time is virtual; a thread has no other one.
+    # It runs its own loop, in virtual time, and a thread has no other loop.
     routed = await asyncio.to_thread(
         run_routed, pool, max_staleness=max_staleness, num_steps=num_steps, pass_tokens=pass_tokens
     )
@@ -168,7 +168,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def _slots_of(replicas: int) -> int:
-    """So many that a batch is not tiny and the machine can carry the run."""
+    """Return a number of slots that makes the batch large enough and that the machine can carry."""
     return max(1, min(8, 128 // replicas))
 
 

@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def describe(seed: int, rows: list[dict[str, Any]], wall_s: float) -> list[str]:
-    """One line of the table; times are medians over steps."""
+    """Return one line of the table; times are medians over steps."""
     rewards = [row["reward_mean"] for row in rows]
     first, last = statistics.mean(rewards[:10]), statistics.mean(rewards[-10:])
     trained = [index for row in rows for index in row["groups"]]

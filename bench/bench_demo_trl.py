@@ -3,9 +3,9 @@
     python bench/bench_demo_trl.py                 # both until a mean reward of 0.8; makes .venv-trl on the first call
     python bench/bench_demo_trl.py --steps 20      # only the cost of a step
 
-Penstock is the whole `penstock train recipes/tiny-cpu.toml` with all its processes; TRL is one process that generates
-with transformers and trains in turn. Seconds count from the end of the first step, so that neither's start is in them;
-a reward of 0.8 is reached when the mean over five steps is.
+Penstock is the whole `penstock train recipes/tiny-cpu.toml` with all its processes; TRL is one process that alternates
+between generating with transformers and training. Seconds count from the end of the first step, to exclude both starts;
+a reward of 0.8 is reached when the mean over five steps reaches it.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from services.recipe import Recipe
 ROOT = Path(__file__).resolve().parents[1]
 
 _WINDOW = 5
-"""Steps over which the mean reward is taken."""
+"""Number of steps in the mean reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class Step:
     reward: float
     """Mean over the batch."""
     ended_at: float
-    """Seconds on a clock of the run's own."""
+    """Seconds on the run's own clock."""
     core_s: float
-    """Processor time of all processes up to here."""
+    """Processor time of all processes so far, in seconds."""
 
 
 def reached_at(steps: Sequence[Step], target: float) -> int | None:
@@ -60,7 +60,7 @@ def reached_at(steps: Sequence[Step], target: float) -> int | None:
 
 
 def describe(name: str, steps: Sequence[Step], target: float) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     seconds = [after.ended_at - before.ended_at for before, after in itertools.pairwise(steps)]
     core_s = (steps[-1].core_s - steps[0].core_s) / len(seconds)
     end = reached_at(steps, target)
@@ -79,10 +79,10 @@ def run_penstock(folder: Path, overrides: Sequence[str], target: float) -> list[
         def note(row: StepRow) -> None:
             now, used = time.monotonic(), core_seconds(launcher).total() if process.poll() is None else steps[-1].core_s
             steps.append(Step(reward=row["reward_mean"], ended_at=now, core_s=used))
-            if reached_at(steps, target) == len(steps) - 1:  # once: a second SIGINT would kill the run
+            if reached_at(steps, target) == len(steps) - 1:  # only once: a second SIGINT would kill the run
                 process.send_signal(signal.SIGINT)
 
-        with contextlib.suppress(psutil.NoSuchProcess):  # it may end while it is measured
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end during the measurement
             follow(process, folder, note)
     return steps
 

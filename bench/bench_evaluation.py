@@ -3,11 +3,11 @@
     python bench/bench_evaluation.py                               # 4 and 8 engines, in about 10 minutes
     python bench/bench_evaluation.py --replicas 8 --staleness 4 --seconds 20
 
-Loop, bus, router and worker are the real ones; engines and optimizer step are simulated, as in bench_async.py, with the
-same drawn durations in both runs, which go on at the same time, so that other work on the machine meets both alike.
-The evaluation plays the first weights and lasts longer than what is measured, so
-every measured step is beside it. With the smaller bound on staleness, training waits for the longest samples most of
-the time, and one engine less costs little; with the larger one it is bound by the engines.
+Loop, bus, router and worker are the real ones; engines and optimizer step are simulated, as in bench_async.py. Both
+runs have the same drawn durations and go on at the same time, so that other work on the machine affects both alike. The
+evaluation plays the first weights and lasts longer than the measurement, so it overlaps every measured step. With the
+smaller bound on staleness, training waits for the longest samples most of the time, and one engine less costs little;
+with the larger one the engines are the limit.
 
 Bar: with R engines, one of them held out, at least (R - 1) / R - 3% of the steps per second. The exit code is 1 if it
 fails.
@@ -28,9 +28,9 @@ from bench.async_loop.workload import Scenario, scenario
 MARGIN = 0.03
 _SLOTS = 8
 _NUM_WARMUP = 5
-"""Steps after which the engine that is held out has ended the training samples that it had."""
+"""Steps after which the held-out engine has finished its training samples."""
 _SPARE = 4
-"""The evaluation is sized to take so many times what is measured."""
+"""The evaluation is sized to take this many times the measured duration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,24 +43,24 @@ class Result:
     alone: float
     beside: float
     best_alone: float
-    """What R engines reach if the control plane takes no time."""
+    """Steps per second of R engines if the control plane takes no time."""
     best_beside: float
-    """What R - 1 engines reach so."""
+    """The same for R - 1 engines."""
     stale_groups: int
 
     @property
     def share(self) -> float:
-        """What is left beside the evaluation."""
+        """The share of steps per second that is left beside the evaluation."""
         return self.beside / self.alone
 
     @property
     def least(self) -> float:
-        """The bar."""
+        """The minimum share: the bar."""
         return (self.replicas - 1) / self.replicas - MARGIN
 
 
 async def measure(pool: Scenario, folder: Path, *, max_staleness: int, seconds: float) -> Result:
-    """Run the loop for about so many seconds without an evaluation, and at the same time for the same steps beside one.
+    """Run the loop for about `seconds` without an evaluation, and at the same time for the same steps beside one.
 
     Raises:
         LoopError: a run failed, or the evaluation ended before the last step.

@@ -1,8 +1,8 @@
-"""Times requests to HTTP servers that are running, on a fresh connection each and on one that is kept alive.
+"""Times requests to running HTTP servers, each on a fresh connection and on one that is kept alive.
 
     python bench/bench_http.py http://127.0.0.1:7003/healthz http://127.0.0.1:8000/v1/models
 
-`PENSTOCK_TOKEN` is shown where it is set. With -n the number of requests.
+`PENSTOCK_TOKEN` is sent if it is set. -n sets the number of requests.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def measure(url: str, num_requests: int, *, is_kept: bool) -> list[float]:
-    """Milliseconds from the request to the end of the answer, connecting included."""
+    """Return milliseconds from each request to the end of the answer, connecting included."""
     address = urlsplit(url)
     assert address.hostname is not None
     headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get("PENSTOCK_TOKEN")) else {}

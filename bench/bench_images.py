@@ -4,7 +4,7 @@
 
 Every turn of every sample adds an image that no other sample shows: the worst case. By value, a record or a request
 carries its images; those sizes are computed from the messages themselves. By hash, a real nats-server stores them, and
-an `ImageStore` each for the worker, every engine and the trainer counts what it moves.
+an `ImageStore` each for the worker, every engine and the trainer counts its traffic.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def by_value(images: list[list[bytes]]) -> tuple[int, int]:
-    """Bytes of the group's images in one record, and of all requests of its turns."""
+    """Return the bytes of the group's images in one record, and in all requests of its turns."""
     requests = 0
     for sample in images:
         for turn in range(len(sample)):
@@ -62,7 +62,7 @@ def by_value(images: list[list[bytes]]) -> tuple[int, int]:
 
 
 async def by_hash(images: list[list[bytes]], *, num_engines: int) -> tuple[int, int, int, int]:
-    """Bytes stored, fetched by engines, fetched by the trainer, and in requests."""
+    """Return the bytes stored, fetched by engines, fetched by the trainer, and in requests."""
     with tempfile.TemporaryDirectory() as folder:
         async with (
             local_server(Path(folder)) as url,
@@ -74,7 +74,7 @@ async def by_hash(images: list[list[bytes]], *, num_engines: int) -> tuple[int, 
             requests = 0
             for number, sample in enumerate(images):
                 shown = []
-                for data in sample:  # one turn each: the engine of the sample's session fetches what is new to it
+                for data in sample:  # one turn each: the engine of the sample's session fetches the new images
                     shown.append(await worker.put(SCOPE, data))
                     stored = [common_pb2.StoredImage(sha256=sha256, scope=SCOPE) for sha256 in shown]
                     request = generate_pb2.GenerateRequest(images=[common_pb2.Image(stored=each) for each in stored])
@@ -94,7 +94,7 @@ class CountingStore(ImageStore):
     num_fetched = 0
 
     async def put(self, scope: str, data: bytes) -> str:
-        """Store and count."""
+        """Store the image and count its bytes."""
         self.num_stored += len(data)
         return await super().put(scope, data)
 

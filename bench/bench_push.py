@@ -1,14 +1,14 @@
-"""How fast weights get to the engines, beside a raw torch.distributed broadcast of the same bytes.
+"""Measures how fast weights reach the engines, beside a raw torch.distributed broadcast of the same bytes.
 
     python bench/bench_push.py [--gb 1.0] [--receivers 1 2] [--transports disk delta] [--rounds 9] [--no-engine]
 
-Rounds of both take turns. Raw: plain processes, a process group, whole buckets, into memory that is there already, and
-nothing else. Push: the trainer's WeightPublisher, with all its stages and digests, over gRPC. Its transport is "auto",
-which is shared_memory here, since all processes are on one machine; then "broadcast", over the same gloo as raw; then
-others. A whole push is from the call of `publish` to its end, "not generating" from the first pause to the last
-resume. Simulated engines
-(services/rollout/testing) are the engine's own receiver with tensors in memory instead of a model; the real one is
-SGLang with random weights in the layer shapes of Qwen3-VL-2B. The first push of each forms the group: not counted.
+Rounds of both take turns. Raw: plain processes, a process group, whole buckets, into preallocated memory, and nothing
+else. Push: the trainer's WeightPublisher, with all its stages and digests, over gRPC. Its transport is "auto", which is
+shared_memory here, because all processes are on one machine; then "broadcast", over the same gloo as raw; then others.
+A whole push is from the call of `publish` to its end, "not generating" from the first pause to the last resume.
+Simulated engines (services/rollout/testing) are the engine's own receiver with tensors in memory instead of a model;
+the real one is SGLang with random weights in the layer shapes of Qwen3-VL-2B. The first push of each forms the group
+and is not counted.
 """
 
 import argparse
@@ -46,30 +46,30 @@ from services.trainer.weight_sync.push_report import PushReport  # noqa: E402
 from services.trainer.weight_sync.transports.disk import WeightFileStore  # noqa: E402
 
 HIDDEN, MLP, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2048, 6144, 16, 8, 128
-"""Of Qwen3-VL-2B's language model."""
+"""Sizes of Qwen3-VL-2B's language model."""
 BAR = 0.9
 DELTA_EVERY = 100
-"""One number in 100 changes from version to version, where deltas are measured."""
+"""For deltas, one number in 100 changes from version to version."""
 RUN = "bench-push"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured for one kind and number of receivers."""
+    """Measurements for one kind and number of receivers."""
 
     what: str
     num_receivers: int
     num_bytes: int
     raw_s: list[float]
     take_s: list[float]
-    """For the trainer's snapshot, while engines generate."""
+    """Seconds for the trainer's snapshot, while engines generate."""
     publish_s: list[float]
-    """From the publication to the last engine's last answer."""
+    """Seconds from the publication to the last engine's last answer."""
     reports: list[PushReport]
 
 
 def shapes_of(num_bytes: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """As many layers as come nearest to this many bytes of bfloat16."""
+    """Return as many layers as come nearest to this many bytes of bfloat16."""
     layer = {
         "self_attn.q_proj.weight": (NUM_HEADS * HEAD_DIM, HIDDEN),
         "self_attn.k_proj.weight": (NUM_KV_HEADS * HEAD_DIM, HIDDEN),
@@ -91,13 +91,13 @@ def shapes_of(num_bytes: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 
 
 def num_layers(num_bytes: int) -> int:
-    """Layers of about this many bytes in all, rounded up."""
+    """Return the number of layers of about this many bytes in all, rounded up."""
     layer = 2 * (2 * NUM_HEADS * HEAD_DIM * HIDDEN + 2 * NUM_KV_HEADS * HEAD_DIM * HIDDEN + 3 * MLP * HIDDEN)
     return max(1, -(-num_bytes // layer))
 
 
 def change(version: int, tensors: dict[str, torch.Tensor], transport: str) -> None:
-    """Other bytes in every tensor; with delta only a few, as after a small step."""
+    """Change bytes in every tensor; with delta only a few, as after a small step."""
     for tensor in tensors.values():
         words = tensor.view(torch.int16).view(-1)
         (words[::DELTA_EVERY] if transport == "delta" else words).add_(version)
@@ -107,7 +107,7 @@ def change(version: int, tensors: dict[str, torch.Tensor], transport: str) -> No
 async def publishing(
     bus: Bus, config: WeightSyncConfig, num_replicas: int, folder: Path | None, backend: str = "gloo"
 ) -> AsyncIterator[WeightPublisher]:
-    """A publisher that sees this many replicas."""
+    """Yield a publisher that sees this many replicas."""
     ttl_s = bus.config.lease_ttl_s
     async with watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s) as watch:
         publisher = WeightPublisher(
@@ -132,7 +132,7 @@ async def measure(
     first_version: int = 1,
     backend: str = "gloo",
 ) -> Row:
-    """Rounds of both, in turn."""
+    """Measure rounds of both, in turn."""
     manifest = Manifest.plan(specs_of(tensors), max_bucket_bytes=publisher.config.bucket_bytes)
     sizes = [sum(spec.num_bytes for spec in bucket) for bucket in manifest.buckets]
     raw_s: list[float] = []
@@ -157,7 +157,7 @@ async def measure(
 
 
 async def measure_simulated(url: str, num_receivers: int, arguments: argparse.Namespace, transport: str) -> Row:
-    """With simulated engines."""
+    """Measure with simulated engines."""
     shapes = shapes_of(int(arguments.gb * 1e9))
     tensors = {name: torch.randn(shape).to(dtype) for name, (dtype, shape) in shapes.items()}
     run = f"{RUN}-{transport}-{num_receivers}"
@@ -175,7 +175,7 @@ async def measure_simulated(url: str, num_receivers: int, arguments: argparse.Na
 
 
 async def measure_engine(url: str, arguments: argparse.Namespace, transports: Sequence[str]) -> list[Row]:
-    """With one real SGLang."""
+    """Measure with one real SGLang."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -196,7 +196,7 @@ async def measure_engine(url: str, arguments: argparse.Namespace, transports: Se
 
 
 def build_model(folder: Path, num_bytes: int) -> dict[str, torch.Tensor]:
-    """Write a Qwen3-VL with random weights; returns them as a trainer would push them."""
+    """Write a Qwen3-VL with random weights; return them as a trainer would push them."""
     from transformers import Qwen3VLForConditionalGeneration
 
     from models.tiny_qwen3_vl import build_config, build_processor, build_tokenizer, save_model
@@ -219,7 +219,7 @@ def build_model(folder: Path, num_bytes: int) -> dict[str, torch.Tensor]:
 
 
 def digest_rate(num_bytes: int, kind: str) -> float:
-    """GB/s of the digests that both sides compute, on this machine's cores."""
+    """Return GB/s of the digests that both sides compute, on this machine's cores."""
     tensors = [(str(index), torch.randn(num_bytes // 32)) for index in range(8)]
     tensor_digests(tensors, kind)
     started = time.perf_counter()
@@ -228,7 +228,7 @@ def digest_rate(num_bytes: int, kind: str) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """Medians, as Markdown."""
+    """Return the medians as Markdown."""
     lines = [
         "| receivers | GB | snapshot s | raw s | whole push s | raw / push | raw / transfer | not generating s | "
         "prepare / upload / pause / transfer / verify / commit / resume ms |",
@@ -253,7 +253,7 @@ def table(rows: list[Row]) -> str:
 
 
 def verdicts(rows: list[Row]) -> str:
-    """Who has the bandwidth of raw, or how much of it: whole pushes, and of broadcasts the transfer alone."""
+    """Return how much of raw's bandwidth each row has: whole pushes, and for broadcasts the transfer alone."""
     lines = []
     for row in rows:
         raw_s, push_s = statistics.median(row.raw_s), statistics.median(row.publish_s)
@@ -271,7 +271,7 @@ def _verdict(share: float) -> str:
 
 
 def delta_table() -> str:
-    """What a delta saves: AdamW steps of the tiny model on random text, a third step after two others."""
+    """Return the savings of a delta: AdamW steps of the tiny model on random text, a third step after two others."""
     from models.tiny_qwen3_vl import build_config, build_model, build_tokenizer
     from penstock.weights.delta import encode_block
 
@@ -296,7 +296,7 @@ def delta_table() -> str:
 
 
 def say(text: str) -> None:
-    """Now, not when a buffer is full."""
+    """Print at once, not when a buffer is full."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -323,7 +323,7 @@ async def main() -> None:
 
 
 async def measure_all(arguments: argparse.Namespace) -> list[Row]:
-    """Every row, printed as it comes."""
+    """Return every row, after printing it at once."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         async with local_server(Path(folder)) as url:

@@ -1,9 +1,9 @@
-"""The optimizer step of `bench_trainer.py` on one rank and on two, each with one thread of a core.
+"""The optimizer step of `bench_trainer.py` on one rank and on two, each with one thread on one core.
 
     python bench/bench_ranks.py
 
-Two ranks on two cores are to take half the time of one on one core; what is missing is communication, waiting for each
-other, and what every rank does for itself.
+Two ranks on two cores should take half the time of one on one core; the difference is communication, waiting for each
+other, and the work that every rank repeats.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Measures the reward service beside the verifiers that others use, in one run, and says which of its bars hold.
+"""Measures the reward service beside the verifiers of other frameworks, in one run, and reports which of its bars hold.
 
     python bench/bench_reward.py                        # everything but the soak, some minutes
     python bench/bench_reward.py --only accuracy        # or throughput, serving, clients, hostile
     python bench/bench_reward.py --soak                 # a day's worth of items, under half an hour on two cores
 
-Nothing is written but with --json. The exit code is 1 if a bar fails.
+It writes files only with --json. The exit code is 1 if a bar fails.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PARTS = ("accuracy", "throughput", "serving", "clients", "hostile")
 
 
 def main() -> int:
-    """Return 0 if all bars that were measured hold."""
+    """Return 0 if all measured bars hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
     parser.add_argument("--pairs", type=Path, nargs="+", help="files of labelled pairs; default: all that are there")

@@ -1,12 +1,11 @@
-"""What the router adds: latency, CPU and memory, proxied and by Route, beside direct calls and sglang-router.
+"""The router's cost: latency, CPU and memory, proxied and by Route, beside direct calls and sglang-router.
 
     python bench/bench_router.py [--sglang-router /path/to/python]
 
 Engines are simulated (bench/support/simulated_engine_process.py): each request takes a given time and costs next to
-nothing. A
-given number of calls is kept in flight. The time of each call is chosen so that about `--rate` calls are made per
-second whatever that number, because a router's cost depends on calls; it is at least what an engine needs for the
-tokens, at `--ms-per-token`. The table's latencies are the time of a call beyond that; "added" is their excess over
+nothing. A given number of calls is kept in flight. The time of each call is chosen so that about `--rate` calls are
+made per second at any number in flight, because a router's cost depends on calls; it is at least an engine's time for
+the tokens, at `--ms-per-token`. The table's latencies are the time of a call beyond that; "added" is their excess over
 direct calls over the same protocol. The subjects take turns for `--rounds` rounds, so that changes of the machine's
 speed affect all of them, and its cores are kept awake. `--sglang-router` names a Python that has the wheel
 sglang-router 0.3.2; without it that part is left out.
@@ -36,23 +35,23 @@ from penstock.telemetry import log
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What calls at one number in flight came to."""
+    """The results of calls at one number in flight."""
 
     over_ms: list[float]
-    """Of each call, sorted: what it took beyond the engine's time."""
+    """Milliseconds of each call beyond the engine's time, sorted."""
     num_failed: int
     cpu_ms: float
-    """CPU of the router process per call."""
+    """CPU milliseconds of the router process per call."""
     pss_mib: float
     """Its memory while all calls were in flight, proportional set size."""
 
     def at(self, share: float) -> float:
-        """A quantile of `over_ms`."""
+        """Return a quantile of `over_ms`."""
         return self.over_ms[min(len(self.over_ms) - 1, int(share * len(self.over_ms)))]
 
     @classmethod
     def of_all(cls, turns: Sequence["Result"]) -> "Result":
-        """Those of all turns of a subject."""
+        """Combine the results of all turns of a subject."""
         return cls(
             over_ms=sorted(itertools.chain.from_iterable(turn.over_ms for turn in turns)),
             num_failed=sum(turn.num_failed for turn in turns),
@@ -97,7 +96,7 @@ async def measure(subject: Subject, *, num_in_flight: int, latency_s: float, dur
 
 
 async def hold(subject: Subject, *, num_in_flight: int, latency_s: float) -> tuple[int, float]:
-    """Have this many calls in flight at once, each once; how many were lost, and the router's memory meanwhile."""
+    """Have this many calls in flight at once, each once; return the number lost, and the router's memory then."""
     tasks = [asyncio.ensure_future(subject.call(f"held-{number}", latency_s)) for number in range(num_in_flight)]
     await asyncio.sleep(latency_s)
     pss = pss_mib(subject.router)
@@ -139,7 +138,7 @@ async def main() -> int:
 
 
 async def compare(compared: list[Subject], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of the table, printed as they come."""
+    """Return the rows of the table, each printed at once."""
     headings = (
         "in flight", "engine s", "", "calls/s", "p50 ms", "p99 ms", "p50 added", "p99 added", "p50 / direct",
         "CPU ms/call", "calls/s per core", "PSS MiB", "failed",
@@ -166,7 +165,7 @@ async def compare(compared: list[Subject], options: argparse.Namespace) -> list[
 
 
 async def hold_all(compared: list[Subject], options: argparse.Namespace) -> dict[str, int]:
-    """How many of the calls in flight at once each subject lost."""
+    """Return how many of the calls in flight at once each subject lost."""
     sys.stdout.write(f"\n| {options.held} in flight at once | lost | PSS MiB |\n|---|---|---|\n")
     num_lost = {}
     for subject in compared:
@@ -179,7 +178,7 @@ async def hold_all(compared: list[Subject], options: argparse.Namespace) -> dict
 
 
 def judge(records: list[dict[str, Any]]) -> Iterator[str]:
-    """The bars."""
+    """Yield a line for each bar."""
     for row in records:
         if row["subject"] == "penstock, proxied" and row["in_flight"] == 256:
             yield verdict("proxied, p50 added at 256 in flight", row["p50_added_ms"], "ms", 2.0)
@@ -193,7 +192,7 @@ def verdict(what: str, measured: float, unit: str, bar: float) -> str:
 
 
 def record(subject: Subject, num_in_flight: int, latency_s: float, result: Result, baseline: Result) -> dict[str, Any]:
-    """One row."""
+    """Return one row."""
     rate = num_in_flight / (latency_s + statistics.mean(result.over_ms) / 1e3)
     ratio = (latency_s * 1e3 + result.at(0.5)) / (latency_s * 1e3 + baseline.at(0.5))
     between = subject.router is not None

@@ -1,4 +1,4 @@
-"""What the trainer waits for in a step: with backward as groups come or after the last, and with slow pushes.
+"""The trainer's waits in a step: with backward as groups arrive or after the last, and with slow pushes.
 
     python bench/bench_streaming.py                       # about three minutes
     python bench/bench_streaming.py --rollout 0.5 0.8     # other loads, too
@@ -8,13 +8,13 @@ sleeps, so processor load hardly matters. Groups have log-normal durations; all 
 `--rollout` of the time in which the trainer computes one. A push of half a step brings the weights to all slots at its
 end (as a broadcast does), or to one after another (as the other transports do); meanwhile all generate.
 
-Nothing can be sampled from weights before a slot has them. So with a slow push groups begin later and must be trained
-by the same version; those that are slow then become stragglers for which the bound on staleness makes the trainer wait.
-*best* is what that alone costs: the same durations in an event simulation in which only rollouts, computing and the
-push take time (bench/async_loop/perfect_loop.py).
+New weights cannot be sampled before a slot has them. So with a slow push groups begin later but must be trained by the
+same version; slow groups then become stragglers for which the bound on staleness makes the trainer wait. *best* is the
+cost of that alone: the same durations in an event simulation in which only rollouts, computing and the push take time
+(bench/async_loop/perfect_loop.py).
 
-Bars, with backward as groups come: exposed pushes and checkpoints are at most 3% of a step; a push of half a step makes
-steps at most 5% longer than it makes the best. The exit code is 1 if one fails.
+Bars, with backward as groups arrive: exposed pushes and checkpoints are at most 3% of a step; a push of half a step
+lengthens steps by at most 5% more than it lengthens the best. The exit code is 1 if one fails.
 """
 
 import argparse
@@ -48,9 +48,9 @@ from services.trainer.weight_sync.push_report import PushReport
 
 GROUPS_PER_STEP = 32
 GROUP_S = 0.03
-"""To compute the gradient of a group."""
+"""Seconds to compute the gradient of a group."""
 CHUNK_S = 0.01
-"""More for each chunk: rows that are packed by themselves, and the sum of gradients."""
+"""Further seconds for each chunk: rows that are packed separately, and the sum of gradients."""
 UPDATE_S = 0.04
 CHECKPOINT_S = 0.5
 CHECKPOINT_EVERY = 5
@@ -60,7 +60,7 @@ SIGMA = 0.7
 """Standard deviation of the logarithm of a group's duration."""
 NUM_WARMUP = 4
 NUM_BEST = 200
-"""Steps over which the best is taken: its mean over 30 still depends on which groups they have."""
+"""Number of steps in the mean of the best; over 30 it still depends on the groups drawn."""
 PUSHES = {
     "none": Push(),
     "half a step, all at its end": Push(total_s=COMPUTE_S / 2),
@@ -71,13 +71,13 @@ UNUSED: Any = None
 
 
 def rollout_s(index: int, mean_s: float) -> float:
-    """Seconds for which a group is played."""
+    """Return the seconds for which a group is played."""
     return mean_s * random.Random(index).lognormvariate(-(SIGMA**2) / 2, SIGMA)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations(Workload):
-    """The same groups for the event simulation: each is one sample."""
+    """The same groups for the event simulation, where each is one sample."""
 
     mean_s: float
     seed: int = 0
@@ -90,15 +90,15 @@ class Durations(Workload):
     train_fixed_s: float = UPDATE_S
 
     def num_tokens(self, index: int) -> tuple[int, ...]:
-        """One: times do not depend on it here."""
+        """Return one token: times do not depend on tokens here."""
         return (1,)
 
     def sample_s(self, index: int) -> list[float]:
-        """Seconds in a slot."""
+        """Return the seconds in a slot."""
         return [rollout_s(index, self.mean_s)]
 
     def train_s(self, index: int) -> float:
-        """Seconds of computing."""
+        """Return the seconds of computing."""
         return GROUP_S
 
 
@@ -113,7 +113,7 @@ def best_step_s(mean_s: float, *, max_staleness: int, streams: bool, push: Push)
 
 
 class SleepingBackend:
-    """Takes as long as the constants say."""
+    """A backend whose steps take as long as the constants say."""
 
     def begin_step(self, policy_version: int) -> None:
         """Take no time."""
@@ -133,17 +133,18 @@ class SleepingBackend:
 
 @dataclass
 class Rollouts:
-    """Plays what the gate lets in, one group in each slot, in slots that hold the version of its admission or a newer
-    one."""
+    """Plays admitted groups, one in each slot, in slots that hold the version of the group's admission or a newer
+    one.
+    """
 
     ledger: GroupLedger[Any, Any]
     position: Position
     changes: Changes
     mean_s: float
-    """Of a group."""
+    """Mean seconds of a group."""
     tasks: asyncio.TaskGroup
     versions: list[int] = field(default_factory=lambda: [1] * NUM_SLOTS)
-    """Of each slot."""
+    """Version of each slot."""
     free: set[int] = field(default_factory=lambda: set(range(NUM_SLOTS)))
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
     """Index and version at admission of groups without a slot."""
@@ -178,14 +179,14 @@ class Rollouts:
 
 @dataclass
 class SlowPublication:
-    """A push that takes a time, and then the announcement."""
+    """A push that takes time, followed by the announcement."""
 
     position: Position
     rollouts: Rollouts
     push: Push
 
     async def publish(self, version: int, _: Any) -> PushReport:
-        """Bring the version to the slots, and let groups in when half of them have it."""
+        """Bring the version to the slots, and admit groups when half of them have it."""
         began = time.monotonic()
         for slot in range(NUM_SLOTS):
             due_s = self.push.total_s * ((slot + 1) / NUM_SLOTS if self.push.rolls else 1.0)
@@ -200,13 +201,13 @@ class SlowPublication:
 
 
 class SlowCheckpoints:
-    """Files that take a time to write."""
+    """Checkpoint files that take time to write."""
 
     saved_version: int | None = None
     write_s: float | None = None
 
     def moment(self, position: Position, _: Any = UNUSED) -> int:
-        """The version."""
+        """Return the version."""
         return position.version
 
     async def write(self, _: int) -> None:
@@ -214,7 +215,7 @@ class SlowCheckpoints:
         await asyncio.sleep(CHECKPOINT_S)
 
     async def settle(self, moment: int) -> None:
-        """Note it."""
+        """Record the moment."""
         self.saved_version = moment
 
 
@@ -275,7 +276,7 @@ async def run(
 
 
 def mean(rows: Sequence[dict[str, float]], name: str) -> float:
-    """Over steps."""
+    """Return the mean over steps."""
     return statistics.fmean(row[name] for row in rows)
 
 

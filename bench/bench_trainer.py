@@ -4,8 +4,8 @@
     python bench/bench_trainer.py --subjects group_rows packed padded
 
 Each subject trains the same two groups of eight fixed responses to one picture each, with the same model and AdamW, in
-float32, in a process of its own. The three of ours must agree on the gradient. TRL's responses are given to it, so its
-step has no generation in it.
+float32, in its own process. The three of ours must agree on the gradient. TRL receives its responses, so its step has
+no generation in it.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SUBJECTS = {
     "trl": "TRL GRPOTrainer",
 }
 BARS = {"padded": 2.0, "trl": 3.0}
-"""How much faster group rows must be."""
+"""Minimum speed of group rows relative to these subjects."""
 SAME_GRADIENT = 1e-4
 """Relative difference of gradient norms that rounding explains."""
 _SAME_LIBRARIES = ("torch", "torchvision", "transformers", "accelerate", "pillow", "datasets", "msgspec")
@@ -39,20 +39,20 @@ _SAME_LIBRARIES = ("torch", "torchvision", "transformers", "accelerate", "pillow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One subject."""
+    """Measurements of one subject."""
 
     step_s: float
     core_s: float
-    """Processor time of all threads."""
+    """Processor time of all threads, in seconds."""
     peak_mb: float
-    """Resident memory at its highest, model and optimizer included."""
+    """Peak resident memory, model and optimizer included."""
     grad_norm: float | None
 
 
 def trl_python() -> Path:
-    """Return the interpreter of a virtual environment with TRL, and make it if there is none.
+    """Return the interpreter of a virtual environment with TRL; create it if there is none.
 
-    Libraries that both use have the versions that Penstock has, so that only the trainers differ.
+    Shared libraries have Penstock's versions, so that only the trainers differ.
     """
     folder = ROOT / ".venv-trl"
     python = folder / "bin" / "python"

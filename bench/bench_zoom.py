@@ -1,9 +1,9 @@
-"""Measures what the multi-turn demo learns on pictures that training never draws, and how much of it is the zoom.
+"""Measures what the multi-turn demo learns on pictures that training never draws, and the share of the zoom in it.
 
     python bench/bench_zoom.py --seeds 0 1 2
 
 For each seed: a whole `penstock train recipes/tiny-multi-turn.toml` that evaluates itself before its first step and
-after its last, and then `penstock eval` of what it has trained, with every zoomed picture blank. A policy that guesses
+after its last, and then `penstock eval` of the trained policy, with every zoomed picture blank. A policy that guesses
 loses nothing by that.
 """
 
@@ -85,7 +85,7 @@ def penstock(command: str, runs: Path, arguments: list[str], overrides: list[str
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines."""
+    """Read a file of JSON lines."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

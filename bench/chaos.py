@@ -1,13 +1,13 @@
-"""Kills and freezes processes of a real run at random and counts what it cost: groups lost, groups trained twice, time.
+"""Kills and freezes processes of a real run at random and counts the cost: groups lost, groups trained twice, time.
 
     python bench/chaos.py [--kills 50] [--freezes 50] [--replicas 1] [--prefill 1] [--decode 2] [--transport auto]
     python bench/chaos.py --recipe tiny-multi-turn --kills 8 --freezes 8 --prefill 0 --decode 0 --replicas 2
 
-A whole `penstock train` of a tiny recipe, every process the real one. A victim is drawn among the services, trainer
-and nats-server included (`--spare trainer` leaves some out). At a random moment it is killed with -9, or stopped with
-all its descendants by SIGSTOP and continued after 2 to 20 s. The next is due when the run has trained `--steps-between`
-steps more, whether or not the last is back. Every group index is trained exactly once, or a bar fails. It is the
-counting that matters here: speed is measured by bench_demo.py.
+It runs a whole `penstock train` of a tiny recipe with real processes. A victim is drawn among the services, trainer and
+nats-server included (`--spare trainer` leaves some out). At a random moment it is killed with -9, or stopped with all
+its descendants by SIGSTOP and continued after 2 to 20 s. The next fault is due when the run has trained
+`--steps-between` more steps, whether or not the last victim is back. Every group index is trained exactly once, or a
+bar fails. Only the counting matters here: bench_demo.py measures speed.
 """
 
 import argparse
@@ -32,40 +32,40 @@ from penstock.testing.train_process import RECIPE, TrainProcess, started
 GROUPS_PER_STEP = 8
 SERVICES = ("rollout", "prefill", "decode", "router", "worker", "reward", "trainer", "nats")
 FREEZE_S = (2.0, 20.0)
-"""Shorter and longer than leases (5 s) and the time after which prompts are delivered again (10 s)."""
+"""Range of seconds, shorter and longer than leases (5 s) and the time after which prompts are redelivered (10 s)."""
 STALL_S = 240.0
-"""A run that trains no step for so long hangs."""
+"""A run that trains no step for this many seconds hangs."""
 MAX_SAME_VERSION_DLOGP = 1e-4
 
 
 @dataclass(slots=True)
 class Faults:
-    """What was killed or frozen, and how long it was away. Times are of `time.monotonic`."""
+    """Killed and frozen processes, and how long they were away. Times are of `time.monotonic`."""
 
     by_service: "collections.Counter[str]" = field(default_factory=collections.Counter)
     away_s: "dict[str, list[float]]" = field(default_factory=lambda: collections.defaultdict(list))
-    """From the kill to the next process of that name, by service. Engines then still load for some seconds."""
+    """Seconds from the kill to the next process of that name, by service. Engines then still load for some seconds."""
     num_not_back: "collections.Counter[str]" = field(default_factory=collections.Counter)
-    """By service: those that were still away when the run ended; how long until then is counted as their time."""
+    """Number still away at the end of the run, by service; the time until then counts as theirs."""
     away: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By name: the process that was killed, and when."""
+    """Killed process id and time of the kill, by name."""
     frozen_s: "dict[str, list[float]]" = field(default_factory=lambda: collections.defaultdict(list))
-    """How long processes were stopped, by service."""
+    """Seconds for which processes were stopped, by service."""
 
     def add(self, name: str, pid: int, now: float) -> None:
-        """The process of that name was killed. Call `look` with the same processes before."""
+        """Note that the process of that name was killed. Call `look` with the same processes before."""
         self.by_service[_service(name)] += 1
         self.away.setdefault(name, (pid, now))
 
     def look(self, processes: Mapping[str, int], now: float) -> None:
-        """Note who is back."""
+        """Note the processes that are back."""
         for name, (old_pid, since) in list(self.away.items()):
             if processes.get(name, old_pid) != old_pid:
                 self.away_s[_service(name)].append(now - since)
                 del self.away[name]
 
     def end(self, now: float) -> None:
-        """The run has ended; nobody will come back."""
+        """End the run: no process will come back."""
         for name, (_, since) in self.away.items():
             self.away_s[_service(name)].append(now - since)
             self.num_not_back[_service(name)] += 1
@@ -73,7 +73,7 @@ class Faults:
 
 
 def main() -> int:
-    """Return 0 if nothing was lost."""
+    """Return 0 if no group was lost."""
     arguments = parse()
     num_steps = (arguments.kills + arguments.freezes + 2) * arguments.steps_between
     services = {*SERVICES} - {*arguments.spare}
@@ -101,7 +101,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default=str(RECIPE), help="its name, or a file; default: tiny-cpu")
     parser.add_argument("--kills", type=int, default=50, help="kill -9")
@@ -161,7 +161,7 @@ def break_at_random(train: TrainProcess, services: set[str], arguments: argparse
 
 
 def freeze(pid: int, seconds: float) -> None:
-    """Stop a process and all its descendants for so long; those that end meanwhile are no error."""
+    """Stop a process and all its descendants for `seconds`; those that end meanwhile are no error."""
     try:
         stopped = [psutil.Process(pid)]
         stopped += stopped[0].children(recursive=True)
@@ -177,7 +177,7 @@ def freeze(pid: int, seconds: float) -> None:
 
 
 def tell(train: TrainProcess, faults: Faults, exit_code: int, *, num_steps: int, wall_s: float) -> int:
-    """Print the table; returns 0 if every bar holds."""
+    """Print the table; return 0 if every bar holds."""
     rows = train.rows()
     trained = collections.Counter(index for row in rows for index in row["groups"])
     num_wanted = num_steps * GROUPS_PER_STEP

@@ -1,4 +1,4 @@
-"""Replicas that join and leave at random under steady load, and what that costs: calls, evenness, affinity.
+"""Replicas that join and leave at random under steady load, and the cost: calls, evenness, affinity.
 
     python bench/churn.py [--minutes 10]
 
@@ -7,12 +7,13 @@ own process, of different sizes. About every `--leave-every-s` seconds one leave
 Another joins a little later, so that there are always nearly `--replicas`. Meanwhile `--sessions` sessions at a time
 make turn after turn. Three bars:
 
-- *lost*: every call is answered, and every answer is whole: each token once, in order.
+- *lost*: every call is answered, and every answer is complete: each token once, in order.
 - *even*: during its life a replica has its fair share of the load: its max_running divided by that of all present
   replicas. Its load divided by the sum of its shares is 1 if all is even, and may be 0.9 to 1.1. This is measured for
-  the calls given and for the load, the time that calls were in flight, summed over them, of replicas that lived for
-  `--min-life-s`. The bar is the load: among the calls given are also those that bring a newcomer up to the others.
-- *affinity*: a session's second and later turns go where the turn before went, unless that replica has begun to leave.
+  the calls given and for the load (the total time of calls in flight) of replicas that lived for `--min-life-s`. The
+  bar is the load, because the calls given include those that bring a newcomer up to the others.
+- *affinity*: a session's second and later turns go where the previous turn went, unless that replica has begun to
+  leave.
 
 Answers reveal which replica had a call: each replica serves its own policy version, which stamps its tokens. The exit
 code is 1 if a bar fails.
@@ -47,7 +48,7 @@ from penstock.v1 import generate_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_ID = 1000
-"""What simulated engines answer first."""
+"""First token id of simulated engines' answers."""
 TIMEOUT_S = 120.0
 JOIN_TIMEOUT_S = 60.0
 MAX_UNEVEN = 0.1
@@ -62,7 +63,7 @@ class Replica(Life):
 
 
 class Fleet:
-    """The engines, those that have left too."""
+    """The engines, including those that have left."""
 
     def __init__(self, zygote: asyncio.subprocess.Process, sizes: list[int]) -> None:
         self._zygote = zygote
@@ -73,7 +74,7 @@ class Fleet:
         return [each for each in self.replicas if each.is_there(time.monotonic())]
 
     async def add(self) -> Replica:
-        """Start one and wait until it serves. Its policy version is its number."""
+        """Start an engine and wait until it serves. Its policy version is its number."""
         number = len(self.replicas) + 1
         replica = Replica(replica_id=f"r{number:04}", max_running=self._sizes[number % len(self._sizes)])
         self.replicas.append(replica)
@@ -84,7 +85,7 @@ class Fleet:
         return replica
 
     async def listen(self) -> None:
-        """Hear of those that serve."""
+        """Note engines that report that they serve."""
         assert self._zygote.stdout is not None
         by_id = {}
         async for line in self._zygote.stdout:
@@ -95,7 +96,7 @@ class Fleet:
             replica.joined.set()
 
     def remove(self, replica: Replica, number: signal.Signals) -> None:
-        """Kill it or let it drain."""
+        """Kill the engine or let it drain."""
         replica.left_at = time.monotonic()
         os.kill(replica.pid, number)
 
@@ -110,7 +111,7 @@ class Load:
         self.num_lost = 0
 
     async def play(self, number: int, until: float) -> None:
-        """One session after the other, each of one to eight turns with little between them."""
+        """Play one session after the other, each of one to eight turns with short pauses."""
         chance = random.Random(f"{self._options.seed}-{number}")
         await asyncio.sleep(chance.uniform(0.0, 8 * self._options.token_s))
         for count in itertools.count():
@@ -145,7 +146,7 @@ class Load:
 
 
 async def churn(fleet: Fleet, options: argparse.Namespace, until: float) -> None:
-    """Have them leave and join."""
+    """Have engines leave and join."""
     chance, joining = random.Random(options.seed), set[asyncio.Task[None]]()
 
     async def join_later() -> None:
@@ -217,7 +218,7 @@ async def main() -> int:
 def report(
     fleet: Fleet, load: Load, options: argparse.Namespace, *, until: float, elapsed_s: float, used_s: float, pss: float
 ) -> int:
-    """Print what came of it; return 0 if all bars hold."""
+    """Print the results; return 0 if all bars hold."""
     turns = list(itertools.chain.from_iterable(load.sessions))
     latencies = sorted(turn.ended_at - turn.started_at for turn in turns)
     asked = [each for each in shares(fleet.replicas, load.sessions, until=until) if each.lived_s >= options.min_life_s]
@@ -277,7 +278,7 @@ def num_left(fleet: Fleet) -> int:
 
 
 def _spread(values: list[float]) -> list[str]:
-    """Least, mean, most, and the mean distance from 1."""
+    """Return minimum, mean, maximum, and the mean distance from 1."""
     if not values:
         return [""] * 4
     off = statistics.mean(abs(value - 1.0) for value in values)

@@ -1,4 +1,4 @@
-"""Where the processor time of a demo step goes: core-seconds by process, over the middle of one run.
+"""Processor time of a demo step: core-seconds by process, over the middle of one run.
 
     python bench/core_seconds.py --steps 60
     python bench/core_seconds.py --steps 60 -- --worker.concurrency=64

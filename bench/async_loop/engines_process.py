@@ -1,4 +1,4 @@
-"""All simulated engines of a run in one process, which says when they serve and ends with its standard input.
+"""All simulated engines of a run in one process, which reports when they serve and ends with its standard input.
 
 python -m bench.async_loop.engines_process --config RECIPE --workload FILE --replicas N --slots N
 """

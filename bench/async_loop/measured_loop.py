@@ -1,6 +1,6 @@
 """Runs Penstock's own loop, bus, router and worker around simulated engines and a simulated optimizer step.
 
-Every part is a process of its own, started as `penstock serve` starts it; only the engines (all in one process) and the
+Every part is its own process, started as `penstock serve` starts it; only the engines (all in one process) and the
 trainer's backend are simulated.
 """
 
@@ -41,7 +41,7 @@ _POLL_S = 0.1
 _START_TIMEOUT_S = 180.0
 _END_TIMEOUT_S = 60.0
 _MANY_STEPS = 1_000_000
-"""The run goes on after the steps that are measured, until it is stopped."""
+"""The run continues after the measured steps, until it is stopped."""
 
 
 class LoopError(Exception):
@@ -50,20 +50,20 @@ class LoopError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run took."""
+    """The measurements of a run."""
 
     ends: list[float]
-    """When each optimizer step ended, by the machine's monotonic clock."""
+    """End of each optimizer step, by the machine's monotonic clock."""
     cpu_s: dict[str, float]
-    """User and system time of each process between the first and the last step that count."""
+    """User and system time of each process between the first and the last counted step."""
     push_s: float
-    """Mean of those steps."""
+    """Mean seconds of a push over those steps."""
     pause_s: float
     """Mean seconds in which a push kept engines from generating."""
     prefill_ratio: float
-    """How often a group's prompt was computed; mean of those steps."""
+    """Number of times that a group's prompt was computed; mean of those steps."""
     stale_groups: int
-    """Played in vain; the choice by deadline means that there are none."""
+    """Groups played in vain; batch selection by deadline means that there are none."""
 
 
 async def run_loop(
@@ -78,7 +78,7 @@ async def run_loop(
 ) -> Measured:
     """Train `num_steps` steps in `folder`; processor time counts from the end of step `num_warmup` on.
 
-    With `num_evaluated`, so many prompts evaluate the first weights meanwhile.
+    With `num_evaluated`, this many prompts evaluate the first weights meanwhile.
 
     Raises:
         LoopError: a process ended, or the steps took longer than `timeout_s`.
@@ -146,9 +146,9 @@ def recipe_of(
         folder: Gets the run's data and its folder, `run`.
         bus: The server.
         max_staleness: The bound.
-        run_name: Of the run.
+        run_name: Name of the run.
         num_evaluated: Prompts of an evaluation of the first weights, with as many samples as a group; 0: none.
-        settings: Of the trainer.
+        settings: The trainer's settings.
     """
     rows = folder / "prompts.parquet"
     num_rows = max(64, num_evaluated)
@@ -195,7 +195,7 @@ def recipe_of(
 async def serving(
     folder: Path, name: str, module: str, *arguments: object
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a Python module; at the end its input is closed, it is asked to stop, and waited for."""
+    """Run a Python module; at the end, close its input, ask it to stop, and wait for it."""
     with (folder / f"{name}.log").open("wb") as log:
         started = await asyncio.create_subprocess_exec(
             *(sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)),
@@ -228,7 +228,7 @@ async def until_serving(engines: asyncio.subprocess.Process, folder: Path) -> No
 
 
 class _Watch:
-    """What can be seen of a run from outside."""
+    """Watches a run from outside."""
 
     def __init__(self, folder: Path, steps_file: Path, parts: dict[str, int]) -> None:
         self._folder = folder
@@ -236,12 +236,12 @@ class _Watch:
         self._parts = {name: psutil.Process(pid) for name, pid in parts.items()}
 
     def ends(self) -> list[float]:
-        """When each step ended, by the clock of `time.monotonic` of this machine."""
+        """Return the end of each step, by the clock of `time.monotonic` of this machine."""
         lines = self._steps_file.read_text().splitlines(keepends=True)
         return [json.loads(line)["ended"] for line in lines if line.endswith("\n")]
 
     def cpu_s(self) -> dict[str, float]:
-        """User and system time so far."""
+        """Return user and system time so far."""
         times = {name: part.cpu_times() for name, part in self._parts.items()}
         return {name: each.user + each.system for name, each in times.items()}
 

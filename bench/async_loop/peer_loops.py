@@ -1,9 +1,9 @@
-"""Loops that wait for the whole batch, as most frameworks have, simulated without any cost of their own.
+"""Loops that wait for the whole batch, as most frameworks do, simulated without any cost of their own.
 
-Both generate a batch, all of it, before anything of it is trained, in the order of the data; slots are filled as in
-`perfect_loop`. *Synchronous*: generate, train, push, and so on in turn (TRL, verl and OpenRLHF by default).
-*One step off*: the next batch is generated with the weights before while this one is trained, and both wait for each
-other before weights are pushed (verl's one-step-off-policy recipe, slime's `train_async.py`).
+Both generate a whole batch, in the order of the data, before any of it is trained; slots are filled as in
+`perfect_loop`. *Synchronous*: generate, train, push, and so on in turn (TRL, verl and OpenRLHF by default). *One step
+off*: the next batch is generated with the previous weights while this one is trained, and both wait for each other
+before weights are pushed (verl's one-step-off-policy recipe, slime's `train_async.py`).
 """
 
 import heapq
@@ -13,13 +13,13 @@ from bench.async_loop.workload import Scenario
 
 
 def synchronous(scenario: Scenario, *, num_steps: int) -> list[float]:
-    """Return when each step ends."""
+    """Return the end of each step."""
     batches = _batches(scenario, num_steps)
     return list(itertools.accumulate(_makespan(scenario, batch) + scenario.train_s(batch) for batch in batches))
 
 
 def one_step_off(scenario: Scenario, *, num_steps: int) -> list[float]:
-    """Return when each step ends."""
+    """Return the end of each step."""
     *batches, beyond = _batches(scenario, num_steps + 1)
     now, ends = _makespan(scenario, batches[0]), []
     for batch, following in zip(batches, [*batches[1:], beyond], strict=True):
@@ -34,7 +34,7 @@ def _batches(scenario: Scenario, num: int) -> list[range]:
 
 
 def _makespan(scenario: Scenario, batch: range) -> float:
-    """Seconds from when all slots are free until the last sample of the batch is finished."""
+    """Return the seconds from when all slots are free until the last sample of the batch is finished."""
     slots = [0.0] * scenario.num_slots
     for index in batch:
         for seconds in scenario.workload.sample_s(index):

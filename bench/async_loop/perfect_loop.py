@@ -1,14 +1,14 @@
-"""Penstock's loop without a control plane: what the bound on staleness alone costs.
+"""Penstock's loop without a control plane: the cost of the bound on staleness alone.
 
 An event simulation in which every message, call, push and decision takes no time. It asks the trainer's own ledger, so
-gate, deadlines and choice of the batch are the real ones, and it has the same drawn durations and the same number of
-slots; a slot that becomes free takes the oldest sample that waits, of whatever group. So this is the most that Penstock
-can reach under the bound by becoming faster itself. It is no limit of what other policies could reach: knowing lengths
-beforehand one could begin with the longest samples, and giving up or splitting long ones would save more. Beyond both
-is only max(R/n, U): neither slots nor trainer ever idle.
+gate, deadlines and batch selection are the real ones. It has the same drawn durations and the same number of slots; a
+slot that becomes free takes the oldest waiting sample, of any group. So this is the most that Penstock can reach under
+the bound by becoming faster itself. Other policies could do better: with lengths known in advance one could begin with
+the longest samples, and giving up or splitting long ones would save more. Only max(R/n, U), with neither slots nor
+trainer ever idle, limits all of them.
 
-Pushes can be given a duration. Slots generate meanwhile, but nothing can be sampled from weights before some slot has
-them, so what is added is what the bound itself costs with such pushes.
+Pushes can have a duration. Slots generate meanwhile, but new weights cannot be sampled before a slot has them, so the
+extra time is the cost of the bound itself with such pushes.
 """
 
 import heapq
@@ -22,18 +22,18 @@ from services.trainer.admission.group_state import Arrival
 from services.trainer.admission.ledger import GroupLedger
 
 _MANY_STEPS = 1 << 30
-"""The run goes on after the steps that are looked at, so that the gate does not close towards the end."""
+"""The run continues after the counted steps, so that the gate does not close towards the end."""
 _COMPUTED, _PUSHED = -1, -2
-"""Events that are no sample: the trainer has computed what it was given; a push has reached a slot."""
+"""Events other than samples: the trainer has computed its groups; a push has reached a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """How the weights of a step reach the slots, beside the next step."""
+    """How the weights of a step reach the slots, during the next step."""
 
     total_s: float = 0.0
     rolls: bool = False
-    """One slot after another, at even distances; else all at the end."""
+    """Whether they reach one slot after another, at even intervals; else all at the end."""
 
 
 def step_ends(
@@ -41,7 +41,7 @@ def step_ends(
 ) -> list[float]:
     """Return the time at which each of the first `num_steps` optimizer steps ends, from the first admission.
 
-    With `streams` the trainer computes each group of a batch as soon as it may; else it begins with the whole batch.
+    With `streams` the trainer computes each group of a batch as soon as possible; else it begins with the whole batch.
     """
     run = _Run(scenario, max_staleness, streams, push)
     while len(run.ends) < num_steps:
@@ -52,9 +52,9 @@ def step_ends(
 @dataclass(slots=True)
 class _Group:
     num_left: int
-    """Samples that are not finished."""
+    """Number of unfinished samples."""
     oldest_version: int = -1
-    """When its first sample began."""
+    """Version at the beginning of its first sample."""
 
 
 @dataclass(slots=True)
@@ -66,15 +66,15 @@ class _Run:
     ends: list[float] = field(default_factory=list)
     now: float = 0.0
     version: int = 1
-    """Of the trainer's weights."""
+    """Version of the trainer's weights."""
     admission_version: int = 1
     pushed_version: int = 1
-    """Of the last push that has begun."""
+    """Version of the last push that has begun."""
     num_unpushed: int = 0
-    """Slots that it has not reached."""
+    """Slots that the push has not reached."""
     is_computing: bool = False
     is_complete: bool = False
-    """Whether what is computed is the last of its batch."""
+    """Whether the running computation is the last of its batch."""
     slot_versions: list[int] = field(init=False)
     free: set[int] = field(init=False)
     """Slots without a sample."""
@@ -83,7 +83,7 @@ class _Run:
     waiting: deque[tuple[int, float, int]] = field(default_factory=deque)
     """Group, duration and oldest version of each sample without a slot; versions never fall."""
     events: list[tuple[float, int, int, int]] = field(default_factory=list)
-    """When, in which order, which group's sample is finished, and its slot; see `_COMPUTED` and `_PUSHED`."""
+    """Time, order, group of the finished sample, and its slot; see `_COMPUTED` and `_PUSHED`."""
     order: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class _Run:
         self.ledger = GroupLedger(Gate(max_staleness=self.max_staleness, groups_per_step=self.scenario.groups_per_step))
 
     def go_on(self) -> None:
-        """Do all that can be done at this moment, then move on to the next event."""
+        """Do everything possible at this moment, then move on to the next event."""
         self._admit()
         self._fill_slots()
         if not self.is_computing and self.pushed_version == self.version:
@@ -147,7 +147,7 @@ class _Run:
             self._start_push()
 
     def _start_push(self) -> None:
-        """Push the newest weights, once the push before is over."""
+        """Push the newest weights, once the previous push is over."""
         if self.num_unpushed or self.pushed_version == self.version:
             return
         num = len(self.slot_versions)

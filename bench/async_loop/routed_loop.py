@@ -1,9 +1,9 @@
-"""The loop with the real router's placement and the real trainer's chunks, and nothing else that takes time.
+"""The loop with the real router's placement and the real trainer's chunks, where nothing else takes time.
 
-Slot pool, balancing, limits, ledger and the rule for chunks are the real ones, driven in virtual time; engines are so
-many slots each, with a queue. Messages, decisions and pushes take no time. Beside `perfect_loop`, where a free slot
-takes any sample and the trainer each group at once, it says what placement and chunks cost; what a measured run loses
-beyond it is the cost of processes, messages and pushes.
+Slot pool, balancing, limits, ledger and the rule for chunks are the real ones, driven in virtual time; each engine is a
+number of slots with a queue. Messages, decisions and pushes take no time. Compared with `perfect_loop`, where a free
+slot takes any sample and the trainer each group at once, it shows the cost of placement and chunks. The further loss of
+a measured run is the cost of processes, messages and pushes.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ _MANY_STEPS = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routed:
-    """What a run did."""
+    """The results of a run."""
 
     ends: list[float]
-    """When each optimizer step ended, from the first admission."""
+    """End of each optimizer step, from the first admission."""
     prefill_ratio: float
     """Prompts computed for each group: one for each replica and version with which samples of it began."""
 
@@ -57,7 +57,7 @@ class _Engine:
     num_calls: int = 0
 
     def report(self, version: int) -> bytes:
-        """The lease as the engine would renew it."""
+        """Return the lease as the engine would renew it."""
         self.lease.policy_version = version
         self.lease.num_running = min(self.num_calls, self.lease.max_running)
         self.lease.num_queued = self.num_calls - self.lease.num_running
@@ -77,9 +77,9 @@ class _Players:
     pool: Pool = field(init=False)
     watch: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(values={}))
     num_prefills: int = 0
-    """Of finished groups."""
+    """Prefills of finished groups."""
     num_groups: int = 0
-    """Finished."""
+    """Number of finished groups."""
 
     def __post_init__(self) -> None:
         num = self.scenario.slots_per_replica
@@ -106,12 +106,12 @@ class _Players:
         self.push(1)
 
     def push(self, version: int) -> None:
-        """All engines have new weights at once."""
+        """Give all engines new weights at once."""
         self.version = version
         self._renew_leases()
 
     async def keep_leases(self) -> None:
-        """Renew the leases for ever, as engines do."""
+        """Renew the leases forever, as engines do."""
         while True:
             for _ in range(_REFRESHES_PER_LEASE):
                 await asyncio.sleep(_REFRESH_S)
@@ -135,7 +135,7 @@ class _Players:
     async def _play_sample(
         self, index: int, number: int, seconds: float, min_version: int, prefill: SharedPrefill
     ) -> tuple[int, str]:
-        """Play a sample, and return with which version and on which replica it began."""
+        """Play a sample, and return the version and the replica with which it began."""
         query = Query(session_id=f"{index}/{number}", group_id=str(index), min_version=min_version)
         async with prefill.first_turn() as note_first_token:
             slot = await self.slots.take(Ticket(query=query, deadline=_FOR_EVER_S))

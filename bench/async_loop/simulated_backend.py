@@ -18,7 +18,7 @@ _FILE = "num_steps.txt"
 
 
 class SimulatedBackend:
-    """A `TrainBackend` whose steps take as long as the workload says; it writes when each began and ended."""
+    """A `TrainBackend` whose steps take as long as the workload says; it writes the beginning and end of each."""
 
     def __init__(self, config: BackendConfig, workload: Workload, steps_file: Path) -> None:
         """Append one line of JSON for each step to `steps_file`."""
@@ -35,10 +35,10 @@ class SimulatedBackend:
         return self._config
 
     def close(self) -> None:
-        """There is nothing beside this process."""
+        """Do nothing: there is no other process."""
 
     def load(self, checkpoint: Path | None) -> None:
-        """Go on with the checkpoint's number of steps: there is no model."""
+        """Continue with the checkpoint's number of steps, because there is no model."""
         if checkpoint is not None:
             self._num_steps = int((checkpoint / _FILE).read_text())
 
@@ -77,7 +77,7 @@ class SimulatedBackend:
         self._groups = []
 
     def export(self) -> NamedWeights:
-        """Return the number of steps, so that every version has other weights."""
+        """Return the number of steps, so that every version has different weights."""
         return NamedWeights.of({"num_steps": torch.tensor([self._num_steps], dtype=torch.float32)})
 
     def save(self, folder: Path) -> None:
@@ -89,5 +89,5 @@ class SimulatedBackend:
         return StateDigests(weights=str(self._num_steps), random_state="")
 
     def environment(self) -> Environment:
-        """Return this process's."""
+        """Return this process's environment."""
         return current_environment(torch.device("cpu"))

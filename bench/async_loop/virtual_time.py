@@ -1,6 +1,6 @@
 """An event loop whose clock jumps to the next timer, so that hours of waiting take no time.
 
-For code that waits for timers and for itself only: nothing from outside may be awaited.
+Only for code that waits for timers and for itself: it must not await anything from outside.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Jumps(selectors.SelectSelector):
-    """Instead of waiting, notes for how long it would have."""
+    """Records how long it would have waited, instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class _Loop(asyncio.SelectorEventLoop):
         super().__init__(self._jumps)
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Return the seconds since the loop was made."""
         return self._jumps.now
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` in a loop of its own, whose time begins at 0."""
+    """Run `main` in its own loop, whose time begins at 0."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(main)

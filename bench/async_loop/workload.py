@@ -1,7 +1,7 @@
-"""The work of a simulated run: how long each sample and each optimizer step takes, drawn from long-tailed laws.
+"""The work of a simulated run: the duration of each sample and each optimizer step, drawn from long-tailed laws.
 
-Invariant: what is drawn depends on the seed and the group's index alone, so every loop, real or simulated, has the same
-work whatever it does first.
+Invariant: draws depend only on the seed and the group's index, so every loop, real or simulated, has the same work
+whatever it does first.
 """
 
 import functools
@@ -19,27 +19,27 @@ class Workload:
     seed: int
     samples_per_group: int
     median_tokens: float
-    """Of a sample, before the cut."""
+    """Median tokens of a sample, before the cut."""
     sigma: float
     """Standard deviation of the logarithm of a sample's length."""
     max_tokens: int
     token_s: float
-    """Seconds that an engine takes for a token."""
+    """Seconds of an engine per token."""
     train_token_s: float
-    """Seconds that an optimizer step takes for a token."""
+    """Seconds of an optimizer step per token."""
     train_fixed_s: float
-    """Seconds that an optimizer step takes beside that."""
+    """Seconds of an optimizer step beside those for its tokens."""
 
     def num_tokens(self, index: int) -> tuple[int, ...]:
-        """Tokens of each sample of a group."""
+        """Return the tokens of each sample of a group."""
         return _lengths(self.seed, index, self.samples_per_group, self.median_tokens, self.sigma, self.max_tokens)
 
     def sample_s(self, index: int) -> list[float]:
-        """Seconds that each sample of a group takes in a slot."""
+        """Return the seconds of each sample of a group in a slot."""
         return [num_tokens * self.token_s for num_tokens in self.num_tokens(index)]
 
     def train_s(self, index: int) -> float:
-        """Seconds that the optimizer step takes for a group."""
+        """Return the seconds of the optimizer step for a group."""
         return sum(self.num_tokens(index)) * self.train_token_s
 
     def write(self, path: Path) -> None:
@@ -60,7 +60,7 @@ def _lengths(seed: int, index: int, num: int, median: float, sigma: float, longe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A pool of engines and the work that it gets."""
+    """A pool of engines and its work."""
 
     replicas: int
     slots_per_replica: int
@@ -73,11 +73,11 @@ class Scenario:
         return self.replicas * self.slots_per_replica
 
     def rollout_s(self, indices: range) -> float:
-        """Seconds that all slots together take for these groups, if none ever idles."""
+        """Return the seconds that all slots together take for these groups, if none ever idles."""
         return sum(sum(self.workload.sample_s(index)) for index in indices) / self.num_slots
 
     def train_s(self, indices: range) -> float:
-        """Seconds of optimizer steps over these groups."""
+        """Return the seconds of optimizer steps over these groups."""
         fixed_s = self.workload.train_fixed_s * len(indices) / self.groups_per_step
         return fixed_s + sum(self.workload.train_s(index) for index in indices)
 
@@ -87,21 +87,21 @@ _SIGMA = 1.0
 _MAX_TOKENS = 1000
 _SAMPLES_PER_GROUP = 8
 _FIXED_SHARE = 0.1
-"""Of an optimizer step's mean duration: the part that does not depend on the batch."""
+"""The part of an optimizer step's mean duration that does not depend on the batch."""
 _MIN_SAMPLE_S = 1.5
-"""Shorter samples on average would make milliseconds of the machine count."""
+"""Minimum mean seconds of a sample; with shorter ones, milliseconds of the machine would count."""
 
 
 def scenario(replicas: int, *, slots: int, samples_per_s: float, train_share: float, seed: int = 0) -> Scenario:
-    """A pool whose slots take one batch at once.
+    """Return a pool whose slots take one batch at once.
 
     Args:
         replicas: Number of engines.
         slots: Samples that one engine generates at once.
-        samples_per_s: The most that all engines together finish in a second: what the machine must carry.
+        samples_per_s: Maximum that all engines together finish in a second: the load on the machine.
         train_share: Mean duration of an optimizer step, as a share of the mean time in which all slots together finish
-            as many samples as a batch has.
-        seed: Of what is drawn.
+            a batch's number of samples.
+        seed: Seed of the draws.
     """
     law = (_SAMPLES_PER_GROUP, _MEDIAN_TOKENS, _SIGMA, _MAX_TOKENS)
     mean_tokens = float(np.mean([_lengths(seed, index, *law) for index in range(4096)]))

@@ -1,4 +1,4 @@
-"""One `penstock train` of the demo recipe, started and followed step by step."""
+"""Starts one `penstock train` of the demo recipe, and follows it step by step."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ RECIPE = ROOT / "recipes" / "tiny-cpu.toml"
 _POLL_S = 0.02
 _END_TIMEOUT_S = 60.0
 _EXIT_INTERRUPTED = 130
-"""Of a run that was told to end, as `on_step` may do."""
+"""Exit code of a run that was told to end, as `on_step` may do."""
 
 
 @contextmanager

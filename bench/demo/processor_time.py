@@ -1,7 +1,7 @@
-"""Processor time of a running demo, by what its processes and threads are for.
+"""Processor time of a running demo, by the purpose of its processes and threads.
 
-Invariant: time is the kernel's own count, user and system, so it does not depend on what else runs on the machine,
-apart from what colder caches cost. Threads that have ended are in their process's `other threads`.
+Invariant: time is the kernel's own count, user and system, so it does not depend on the machine's other work, apart
+from the cost of colder caches. Threads that have ended are in their process's `other threads`.
 """
 
 import collections
@@ -13,11 +13,11 @@ _KIND_OF_SERVICE = {"rollout": "engine: gRPC server and tokenizer manager"}
 _KIND_OF_CHILDREN = {"rollout": "engine: SGLang's scheduler and detokenizer"}
 _MAIN, _OTHER = "{} (event loop)", "{} (other threads)"
 _THREADED = ("trainer",)
-"""Services of which the event loop's thread is told apart from the rest, which compute."""
+"""Services whose event loop's thread is counted separately from the rest, which compute."""
 
 
 def core_seconds(launcher: psutil.Process) -> collections.Counter[str]:
-    """Seconds of processor time that each kind of process under `launcher` has used so far."""
+    """Return the seconds of processor time that each kind of process under `launcher` has used so far."""
     seconds: collections.Counter[str] = collections.Counter()
     seconds["launcher"] += _of_process(launcher)
     for child in launcher.children():
@@ -37,7 +37,7 @@ def core_seconds(launcher: psutil.Process) -> collections.Counter[str]:
 
 
 def _service(command: list[str]) -> str:
-    """What `penstock serve` was told to serve; anything else is the launcher's."""
+    """Return the argument of `penstock serve`; any other command is the launcher's."""
     if "serve" in command:
         return command[command.index("serve") + 1]
     return "nats-server" if command and Path(command[0]).name == "nats-server" else "launcher"

@@ -13,7 +13,7 @@ def write_task(folder: Path, recipe: Recipe, *, target: float, window: int) -> P
     """Write the task of `recipe` below `folder`; return its file.
 
     Args:
-        folder: Where the file and the pictures go.
+        folder: Destination of the file and the pictures.
         recipe: A run on built-in problems, with one picture and one correct answer each.
         target: Mean reward at which the run may end.
         window: Steps over which that mean is taken.

@@ -1,7 +1,7 @@
-"""The demo in TRL's GRPOTrainer, in one process and a virtual environment of its own; writes a line for each step.
+"""The demo in TRL's GRPOTrainer, in one process and its own virtual environment; writes a line for each step.
 
-Generation is transformers' own, in the trainer's process. Of Penstock it takes only the rule of the reward profile
-`geo3k`, which scores in the process.
+Generation is transformers' own, in the trainer's process. It uses only Penstock's rule of the reward profile `geo3k`,
+which scores in the process.
 
 /path/to/trl/bin/python bench/demo/trl_grpo.py --task FILE --out DIR --threads 2
 """
@@ -29,7 +29,7 @@ from services.reward.profiles.value import ValueProfile  # noqa: E402
 from services.reward.verdict import Finding  # noqa: E402
 
 _TOLERANCE = Fraction("0.05")
-"""Of the profile `geo3k`."""
+"""Tolerance of the profile `geo3k`."""
 
 
 class StepLog(TrainerCallback):
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def _score(profile: ValueProfile, response: str, gold: str) -> float:
-    """What the exact tier of the verifier says; answers that only its symbolic tier can judge count as wrong."""
+    """Return the score of the verifier's exact tier; answers that only its symbolic tier can judge count as wrong."""
     decision = profile.decide(Item(golds=(gold,), response=response, profile="geo3k"))
     return decision.credit if isinstance(decision, Finding) else 0.0
 

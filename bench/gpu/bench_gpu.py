@@ -3,8 +3,8 @@
     python bench/gpu/bench_gpu.py            # on a machine with a GPU: Qwen3-VL-2B's shape, random weights, NCCL
     python bench/gpu/bench_gpu.py --cpu      # anywhere, in a minute: a tiny model, gloo, shared memory
 
-What is measured, each transport in turn: the stages of pushes to an idle engine and a raw broadcast between them;
-then what requests see that run while weights change: the longest wait between two chunks of tokens, and tokens per
+For each transport in turn it measures the stages of pushes to an idle engine, with a raw broadcast between them; then
+the effect on requests that run while weights change: the longest wait between two chunks of tokens, and tokens per
 second with and without. THE CUDA PARTS HAVE NOT RUN YET; what ran is --cpu.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Every process is a machine of its own to NCCL, as those of the raw broadcast are: both then go over sockets.
+# To NCCL every process is a separate machine, like those of the raw broadcast: both then go over sockets.
 os.environ.setdefault("NCCL_HOSTID", "bench-trainer")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -51,17 +51,17 @@ CHUNK_TOKENS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """What requests saw that ran at the same time."""
+    """Results of requests that ran at the same time."""
 
     tokens_per_s: float
     longest_gap_s: float
     """Median over the requests of each one's longest wait between two chunks."""
     num_two_spans: int
-    """Requests in which weights changed."""
+    """Number of requests in which weights changed."""
 
 
 def build_model(folder: Path, arguments: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
-    """Write a Qwen3-VL with random weights; returns them on the device, as a trainer would push them."""
+    """Write a Qwen3-VL with random weights; return them on the device, as a trainer would push them."""
     model = write_model(
         folder,
         is_tiny=arguments.cpu and not arguments.config,
@@ -114,7 +114,7 @@ async def measure_transport(
     transport: str, url: str, folder: Path, engine: EngineProcess, tensors: dict[str, torch.Tensor], first_version: int,
     arguments: argparse.Namespace,
 ) -> tuple[Row, Flight]:  # fmt: skip
-    """Pushes to an idle engine, then one into requests that run."""
+    """Measure pushes to an idle engine, then one into running requests."""
     backend = "gloo" if arguments.cpu else "nccl"
     config = WeightSyncConfig(transport=transport, mode=arguments.mode)
     async with (
@@ -136,7 +136,7 @@ async def measure_transport(
 
 
 async def push_once(publisher: WeightPublisher, tensors: dict[str, torch.Tensor], version: int) -> None:
-    """The same weights under another number."""
+    """Push the same weights under another number."""
     weights = await asyncio.to_thread(publisher.take, version, NamedWeights.of(tensors))
     report = await publisher.publish(weights)
     if (report.num_replicas, report.num_failed) != (1, 0):
@@ -144,7 +144,7 @@ async def push_once(publisher: WeightPublisher, tensors: dict[str, torch.Tensor]
 
 
 def describe_machine(arguments: argparse.Namespace) -> str:
-    """What the numbers are worth."""
+    """Return the machine's description, which qualifies the numbers."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "sglang", "transformers"))
     if arguments.cpu:
         return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, no GPU; {versions}"
@@ -153,7 +153,7 @@ def describe_machine(arguments: argparse.Namespace) -> str:
 
 
 def flight_table(alone: Flight, flights: Mapping[str, Flight], arguments: argparse.Namespace) -> str:
-    """As Markdown."""
+    """Return the flights as Markdown."""
     lines = [
         f"| {arguments.in_flight} requests of {arguments.prompt_tokens} + {arguments.new_tokens} tokens | tokens/s | "
         "longest wait between chunks, median, s | with both versions |",
@@ -202,7 +202,7 @@ async def main() -> None:
         engine = await stack.enter_async_context(
             engine_process(folder / "model", url, folder, environment={"NCCL_HOSTID": "bench-engine"}, **settings)
         )
-        await fly(engine, arguments)  # what is compiled and captured at first use
+        await fly(engine, arguments)  # compiles and captures at first use
         alone = await fly(engine, arguments)
         for index, transport in enumerate(arguments.transports):
             first_version = 1 + index * (arguments.rounds + 2)

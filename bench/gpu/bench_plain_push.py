@@ -3,11 +3,11 @@
     python bench/gpu/bench_plain_push.py            # on a machine with a GPU: Qwen3-VL-2B's shape, random weights
     python bench/gpu/bench_plain_push.py --cpu      # anywhere, in a minute: a tiny model, gloo, shared memory
 
-For a copy on the GPU and for one in the host's memory, as ranks and an offloaded optimizer make it: seconds to take it,
-memory of the GPU that it takes beside the model at its peak, and seconds to bring it to a receiver by broadcast (NCCL)
-and by shared memory (a CUDA handle, or memfd), beside a raw broadcast of the same buckets and a plain copy within the
-memory. With --busy matrix products are queued on the GPU all the time, as a training thread does it. Receivers write
-into parameters of their own, as engines do, and their digests are compared after each push.
+For a copy on the GPU and for one in the host's memory, as ranks and an offloaded optimizer make it, it measures the
+seconds to take it, the peak GPU memory that it takes beside the model, and the seconds to bring it to a receiver by
+broadcast (NCCL) and by shared memory (a CUDA handle, or memfd), beside a raw broadcast of the same buckets and a plain
+copy within the memory. With --busy matrix products are queued on the GPU all the time, as a training thread does.
+Receivers write into their own parameters, as engines do, and their digests are compared after each push.
 
 THE CUDA PARTS HAVE NOT RUN YET; what ran is --cpu, whose numbers mean nothing.
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Each process is a machine of its own to NCCL, which then sees no GPU twice and goes over sockets.
+# To NCCL each process is a separate machine, so it sees no GPU twice and goes over sockets.
 os.environ.setdefault("NCCL_HOSTID", "bench-trainer")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -58,7 +58,7 @@ TIMEOUT_S = 300.0
 
 
 def receive(control: Connection, device: torch.device) -> None:
-    """A receiver: has the parameters that it is first told of, and takes what it is then told to, until False."""
+    """Run a receiver: create the parameters in the first message, then take each announced push, until False."""
     os.environ["NCCL_HOSTID"] = f"bench-receiver-{os.getpid()}"
     torch.set_num_threads(1)
     manifest = Manifest.from_proto(rollout_pb2.WeightManifest.FromString(control.recv()))
@@ -86,7 +86,7 @@ def receive(control: Connection, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def receiver(device: torch.device, manifest: Manifest) -> Iterator[Connection]:
-    """One receiver, in a process of its own."""
+    """Run one receiver in its own process."""
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe()
     process = context.Process(target=receive, args=(its, device), daemon=True)
@@ -128,7 +128,7 @@ class Trainer:
         )
 
     def broadcast(self, taken: WeightSnapshot) -> float:
-        """Seconds until the receiver has it."""
+        """Broadcast the snapshot; return the seconds until the receiver has it."""
         started = time.perf_counter()
         self._to.send(("broadcast", self._group.name))
         parts = (part for bucket in taken.buckets for part in chunks(bucket, CHUNK_BYTES))
@@ -136,7 +136,7 @@ class Trainer:
         return self._until_equal(started, taken)
 
     def share(self, taken: WeightSnapshot) -> float:
-        """Seconds until the receiver has read it from this process's memory."""
+        """Share the snapshot; return the seconds until the receiver has read it from this process's memory."""
         assert taken.shared_memory is not None
         started = time.perf_counter()
         self._to.send(("shared_memory", taken.shared_memory.message.SerializeToString()))
@@ -158,7 +158,7 @@ class Trainer:
 def measure(
     trainer: Trainer, kept_on: torch.device, computing: torch.device, rounds: int, *, is_busy: bool
 ) -> list[str]:
-    """A row of the table for copies in one place."""
+    """Return a row of the table for copies in one place."""
     found: dict[str, list[float]] = {}
     peak_bytes = 0
     with _matrix_products(computing) if is_busy else contextlib.nullcontext():
@@ -182,7 +182,7 @@ def measure(
 
 @contextlib.contextmanager
 def _matrix_products(device: torch.device) -> Iterator[None]:
-    """Queue work on the default stream, a few products ahead of what is done, as a training thread does it."""
+    """Queue work on the default stream, a few products ahead of the finished ones, as a training thread does."""
     is_over = threading.Event()
     left, right = (torch.randn(4096 if device.type == "cuda" else 256, 4096, device=device) for _ in range(2))
 
@@ -202,7 +202,7 @@ def _matrix_products(device: torch.device) -> Iterator[None]:
 
 
 def _copy_s(weights: dict[str, torch.Tensor], device: torch.device, rounds: int) -> float:
-    """Seconds to copy all weights once within the memory: what a push cannot beat."""
+    """Return the seconds to copy all weights once within the memory: the lower bound of a push."""
 
     def copy() -> None:
         for tensor in weights.values():
@@ -242,7 +242,7 @@ def _start_peak(device: torch.device) -> int:
 
 
 def _peak(device: torch.device) -> int:
-    """Shared memory is allocated past torch and not in it; it is as large as the weights."""
+    """Return the peak memory, with shared memory, which is allocated outside torch and as large as the weights."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0
 
 

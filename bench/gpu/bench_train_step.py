@@ -182,7 +182,7 @@ def steps_table(model: Path, groups: Sequence[TrainGroup], arguments: argparse.N
         num_computed = sum(num_row_tokens(row, num_inputs) for row in rows)
         for recompute in (False, True):
             backend = backend_of(model, arguments, share_prompts=share, gradient_checkpointing=recompute)
-            take_step(backend, [groups], 1)  # what is compiled and allocated at first use
+            take_step(backend, [groups], 1)  # compiles and allocates at first use
             if not arguments.cpu:
                 torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
@@ -204,8 +204,8 @@ def steps_table(model: Path, groups: Sequence[TrainGroup], arguments: argparse.N
 def step_flops(model: Any, rows: Sequence[Any], sequences: Sequence[TrainSequence]) -> float:
     """Return the model's arithmetic of a step: forward once, backward twice; recomputing does not count.
 
-    Text layers over computed tokens, attention over what each token sees, the head over own tokens. The tower counts
-    its layers over patches and its attention inside each picture.
+    Text layers over computed tokens, attention over the tokens that each token sees, the head over own tokens. The
+    tower counts its layers over patches and its attention inside each picture.
     """
     text, vision = model.config.text_config, model.config.vision_config
     layers = sum(p.numel() for p in model.model.language_model.layers.parameters())

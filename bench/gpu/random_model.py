@@ -1,4 +1,4 @@
-"""A Qwen3-VL with random weights: of Qwen3-VL-2B's shape, or tiny."""
+"""A Qwen3-VL with random weights, in Qwen3-VL-2B's shape or tiny."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ VISION_2B: Mapping[str, Any] = {
 def write_model(
     folder: Path, *, is_tiny: bool, device: torch.device, shape: Mapping[str, Mapping[str, Any]] | None = None
 ) -> torch.nn.Module:
-    """Write a model that is made on `device`, with tokenizer and processor, and return it.
+    """Write a model made on `device`, with tokenizer and processor, and return it.
 
     `shape` has other values for `text_config` and `vision_config`, as a checkpoint's config.json names them.
     """

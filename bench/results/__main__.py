@@ -1,4 +1,4 @@
-"""Makes docs/results.md and its plots: runs what is not complete yet, then writes the page.
+"""Makes docs/results.md and its plots: runs the incomplete experiments, then writes the page.
 
 python -m bench.results                          # all runs, in runs/results; stop and continue as often as you like
 python -m bench.results --only demo-seed-0 sft   # some of them; the page is written once all are complete
@@ -17,7 +17,7 @@ from bench.results.running import is_complete, run
 
 
 def main() -> int:
-    """Return 0 if the runs that were asked for are complete; else the exit code of the run that is not."""
+    """Return 0 if the requested runs are complete; else the exit code of the incomplete run."""
     arguments = _parse()
     os.chdir(ROOT)
     runs = Path("runs") / ("results" if arguments.steps is None else f"results-{arguments.steps}-steps")

@@ -1,4 +1,4 @@
-"""The runs behind docs/results.md, each as a person would type it: a recipe and what differs from it."""
+"""The runs behind docs/results.md, each as a person would type it: a recipe and its overrides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from services.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = (0, 1, 2)
-"""Of the demo."""
+"""Seeds of the demo."""
 BOUND = 4
 """`trainer.max_staleness` of the runs with and without importance sampling."""
 
@@ -23,7 +23,7 @@ class Experiment:
     """One run."""
 
     name: str
-    """Of its folder below the results folder."""
+    """Name of its folder below the results folder."""
     command: Literal["train", "sft"]
     recipe: str
     """Path from the repository's root."""
@@ -33,15 +33,15 @@ class Experiment:
     """The experiment whose last checkpoint it begins with; None: the recipe's model."""
 
     def model(self, runs: Path, *, shortened_to: int | None = None) -> Path:
-        """The model that its run below `runs` ends with."""
+        """Return the folder of the model that its run below `runs` ends with."""
         num_steps = shortened_to or configuration.load(Recipe, [ROOT / self.recipe]).trainer.num_steps
         return runs / self.name / "checkpoints" / f"step-{num_steps:06d}" / "model"
 
     def arguments(self, runs: Path, *, shortened_to: int | None = None) -> list[str]:
-        """What follows `penstock` to begin it below the folder `runs`.
+        """Return the arguments of `penstock` that begin it below the folder `runs`.
 
         Args:
-            runs: Where the folders of all experiments are.
+            runs: Folder of all experiments' folders.
             shortened_to: Steps, without warm-up, instead of the recipe's.
         """
         given = [self.command, self.recipe, f"--run.folder={runs / self.name}", *self.overrides]
@@ -65,7 +65,7 @@ TIS = _demo(f"bound-{BOUND}-tis", *_STALE)
 NO_TIS = _demo(f"bound-{BOUND}-no-tis", *_STALE, "--algorithm.correction.kind=none")
 
 EXPERIMENTS: Sequence[Experiment] = (*DEMO, SFT, SFT_THEN_GRPO, TIS, NO_TIS)
-"""All of them, in the order in which they run."""
+"""All experiments, in the order in which they run."""
 
 
 def by_name(name: str) -> Experiment:

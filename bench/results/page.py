@@ -9,7 +9,7 @@ from bench.results.experiments import BOUND, DEMO, EXPERIMENTS, NO_TIS, SEEDS, S
 from bench.results.reading import Run
 
 _RUNS = Path("runs/results")
-"""As the page's commands name it."""
+"""Path in the page's commands."""
 
 _PAGE = Path(__file__).with_name("page.md")
 

@@ -12,7 +12,7 @@ from services.trainer.telemetry.curves import reward_limits
 
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 _SMALLEST_GAP = 1e-9
-"""Drawn for smaller ones: a logarithmic axis has no place for 0."""
+"""Replaces smaller values, because a logarithmic axis has no place for 0."""
 
 
 def draw_demo(runs: Mapping[int, Run], path: Path) -> None:
@@ -101,7 +101,7 @@ def _draw(axis: Any, run: Run, key: str, *, color: str, label: str) -> None:
 
 
 def _draw_scores(axis: Any, run: Run, *, color: str) -> None:
-    """The held-out score, with its standard error, at each evaluation."""
+    """Draw the held-out score, with its standard error, at each evaluation."""
     found = [(row["step"], row["sets"][HELD_OUT]["score"]) for row in run.evaluations]
     steps, scores = [step for step, _ in found], [score for _, score in found]
     values, errors = ([score[name] for score in scores] for name in ("value", "standard_error"))

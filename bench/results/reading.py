@@ -1,4 +1,4 @@
-"""What the folder of a finished run says: steps, evaluations, validations, and what it was made with."""
+"""Reads the folder of a finished run: steps, evaluations, validations, and what it was made with."""
 
 import json
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ class Run:
     """One finished run."""
 
     rows: list[Row]
-    """Of metrics.jsonl, one for each optimizer step."""
+    """Rows of metrics.jsonl, one for each optimizer step."""
     evaluations: list[Row] = field(default_factory=list)
     validations: list[Row] = field(default_factory=list)
     made: dict[str, str] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Run:
         """Return the results of the evaluation after `step` steps, by set.
 
         Raises:
-            LookupError: there is none, or prompts of it failed, so that it is not of the whole set.
+            LookupError: there is none, or some of its prompts failed, so that it does not cover the whole set.
         """
         found = [row["sets"] for row in self.evaluations if row["step"] == step]
         if not found:

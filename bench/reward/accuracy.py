@@ -1,4 +1,4 @@
-"""Accuracy: verdicts on labelled pairs, and wrong answers that are made to pass."""
+"""Accuracy: verdicts on labelled pairs, and wrong answers designed to pass."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ ACCURACY_BAR = 0.98
 async def measure(report: Report, client: RewardClient, files: list[Path]) -> None:
     """Verify every file with both profiles and with each peer.
 
-    A file has lines {"id", "gold" or "golds", "response", "correct"}; "profile", if there, is that of the label.
+    A file has lines {"id", "gold" or "golds", "response", "correct"}; "profile", if present, is the label's profile.
     """
     for file in files:
         rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]

@@ -1,8 +1,8 @@
-"""What hostile items do to the reward service: lateness, the latency of others, memory, and tier 3's throughput.
+"""The effect of hostile items on the reward service: lateness, the latency of others, memory, and tier 3's throughput.
 
     python bench/reward/hostile.py [--seconds 10]
 
-The service runs in processes of its own and is asked over gRPC. Nothing else should run beside it.
+The service runs in its own processes and is called over gRPC. Nothing else should run beside it.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def _item(gold: str, response: str) -> reward_pb2.VerifyItem:
 
 
 def _symbolic_items() -> Iterator[reward_pb2.VerifyItem]:
-    """Right answers that tier 1 leaves, no two alike."""
+    """Yield right answers that tier 1 does not decide, no two alike."""
     for n in itertools.count(2):
         yield _item(rf"\frac{{x}}{{x+{n}}}", rf"\boxed{{\frac{{{n}x}}{{{n}x+{n * n}}}}}")
         yield _item(rf"\tan {n}x", rf"\boxed{{\frac{{\sin {n}x}}{{\cos {n}x}}}}")
@@ -92,7 +92,7 @@ async def _ask(client: RewardClient, item: reward_pb2.VerifyItem) -> tuple[rewar
 
 
 async def _lateness(client: RewardClient, num_at_once: int) -> list[float]:
-    """Seconds beyond the deadline of every hostile item, queueing excluded where several are asked at once."""
+    """Return the seconds beyond the deadline of every hostile item, without queueing if several are asked at once."""
     slots = asyncio.Semaphore(num_at_once)
 
     async def one(item: reward_pb2.VerifyItem) -> float:
@@ -106,7 +106,7 @@ async def _lateness(client: RewardClient, num_at_once: int) -> list[float]:
 async def _clean_latencies(
     client: RewardClient, seconds: float, rate: float, share: float, hostile_items: Sequence[reward_pb2.VerifyItem]
 ) -> list[float]:
-    """Latencies of items that are right and need a worker, sent at `rate` with a share of hostile ones among them."""
+    """Return latencies of right items that need a worker, sent at `rate` with a share of hostile ones among them."""
     rng = random.Random(0)
     clean, hostile = _symbolic_items(), itertools.cycle(rng.sample(hostile_items, len(hostile_items)))
     latencies: list[float] = []
@@ -131,7 +131,7 @@ _found: list[reward_pb2.VerifyItem] = []
 
 
 async def _hanging(client: RewardClient) -> list[reward_pb2.VerifyItem]:
-    """The hostile items that do hold a worker until their deadline."""
+    """Return the hostile items that hold a worker until their deadline."""
     if not _found:
         for item in _hostile_items():
             verdict, _ = await _ask(client, item)
@@ -141,7 +141,7 @@ async def _hanging(client: RewardClient) -> list[reward_pb2.VerifyItem]:
 
 
 def _memory_mb(pid: int) -> float:
-    """Proportional set size of the process and all its descendants."""
+    """Return the proportional set size of the process and all its descendants."""
     total_kb = 0
     pids = [pid]
     while pids:

@@ -1,4 +1,4 @@
-"""One kept-alive HTTP/1.1 connection: general clients cost more than the service, and would be what is measured."""
+"""One kept-alive HTTP/1.1 connection: general clients cost more than the service, and would dominate the numbers."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ class HttpConnection:
         await self._writer.wait_closed()
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Post `body` and return the answer's; anything but 200 is an error."""
+        """Post `body` and return the answer's body; any status but 200 is an error."""
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {self._address}\r\nContent-Type: application/json\r\n"
         self._writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)

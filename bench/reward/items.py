@@ -1,4 +1,4 @@
-"""What is verified in the benchmarks: drawn with a seed, like answers to questions of plane geometry."""
+"""Items for the benchmarks: drawn with a seed, like answers to questions of plane geometry."""
 
 import random
 from dataclasses import dataclass
@@ -28,20 +28,20 @@ class Question:
     response: str
 
     def to_proto(self, *, item_id: str = "", profile: str = "geo3k", deadline_s: float = 0.0) -> reward_pb2.VerifyItem:
-        """The question as the service's clients send it."""
+        """Return the question as the service's clients send it."""
         return reward_pb2.VerifyItem(
             item_id=item_id, golds=self.golds, response=self.response, profile=profile, deadline_s=deadline_s
         )
 
 
 def typical(count: int, *, seed: int = 0) -> list[Question]:
-    """Numbers as gold answers; responses of 300 to 600 characters, of which 3 in 5 are right and 1 in 20 has no box."""
+    """Return numbers as golds; responses of 300 to 600 characters, of which 3 in 5 are right and 1 in 20 has no box."""
     draw = random.Random(seed)
     return [_typical(draw) for _ in range(count)]
 
 
 def symbolic(count: int, *, seed: int = 0) -> list[Question]:
-    """Expressions and equations, half of the responses right, in another form; eight responses to each gold answer."""
+    """Return expressions and equations, half of the responses right, in another form; eight responses per gold."""
     draw = random.Random(seed)
     return [question for _ in range(-(-count // _GROUP)) for question in _symbolic_group(draw)][:count]
 
@@ -57,7 +57,7 @@ def _typical(draw: random.Random) -> Question:
 
 
 def _number(draw: random.Random) -> tuple[str, str, str]:
-    """A gold answer as data sets write it, the same as models write it, and another number."""
+    """Return a gold answer as data sets write it, the same as models write it, and another number."""
     a, b = draw.randint(2, 60), draw.choice([2, 3, 5, 6, 7, 10, 13])
     kind = draw.random()
     if kind < 0.6:

@@ -1,4 +1,4 @@
-"""Many clients at once, each with a connection of its own: is every answer there, and is it the asker's?"""
+"""Many clients at once, each with its own connection: is every answer there, and does it belong to the asker?"""
 
 import asyncio
 import resource
@@ -17,7 +17,7 @@ _TIMEOUT_S = 120.0
 
 
 async def measure(report: Report, *, num_clients: int, num_calls: int) -> None:
-    """Print what became of `num_clients` times `num_calls` calls over gRPC, and of as many over HTTP."""
+    """Print the outcomes of `num_clients` times `num_calls` calls over gRPC, and of as many over HTTP."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     rows, num_bad = [], 0
@@ -66,7 +66,7 @@ Ask = Callable[[str, str], Awaitable[tuple[str, str]]]
 
 
 async def _calling(ask: Ask, number: int, num_calls: int, outcomes: list[str], times_s: list[float]) -> None:
-    """Ask for answers that nobody else asks for."""
+    """Ask for answers that no other client asks for."""
     for call in range(num_calls):
         name, answer = f"{number}-{call}", str(1 + number * num_calls + call)
         started = time.perf_counter()

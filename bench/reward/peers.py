@@ -1,11 +1,11 @@
-"""Other verifiers, as their users run them: in one process, on plain text, from the libraries that they are made of.
+"""Other verifiers, as their users run them: in one process, on plain text, from their own libraries.
 
-- math-verify: what verl's `math_verify` reward does: the gold answer boxed, the response read as expression or LaTeX.
-- mathruler: what verl's `geo3k` reward does for its accuracy part: the last box, MATH's text rules, then sympy.
-- slime: what its `math` reward does: the last box, without which all is wrong, and the same text rules and sympy
-  comparison (that of PRM800K), here from mathruler too.
+- math-verify: as in verl's `math_verify` reward: the gold answer boxed, the response read as expression or LaTeX.
+- mathruler: as in the accuracy part of verl's `geo3k` reward: the last box, MATH's text rules, then sympy.
+- slime: as in its `math` reward: the last box, without which all is wrong, and the same text rules and sympy comparison
+  (that of PRM800K), here from mathruler too.
 
-Each lives in a process of its own, which is killed when an item takes longer than a limit that none of them has itself.
+Each lives in its own process, which is killed when an item exceeds a limit that none of them has itself.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from bench.reward.items import Question
 _MEMORY_BYTES = 4 * 2**30
 
 Grade = Callable[[str, str], bool]
-"""Whether a response, the second, has the value of a gold answer."""
+"""Returns whether a response, the second argument, has the value of a gold answer."""
 
 
 class Peer:
     """One verifier, in a process that can be killed; use it as a context manager."""
 
     def __init__(self, name: str, *, limit_s: float = 10.0) -> None:
-        """`name` is a key of PEERS; an item may take `limit_s`."""
+        """Use the verifier `name`, a key of PEERS; an item may take `limit_s`."""
         self.name = name
         self._limit_s = limit_s
         self._context = multiprocessing.get_context("spawn")
@@ -46,12 +46,12 @@ class Peer:
         self._end()
 
     def grade(self, question: Question) -> bool | None:
-        """Is it right? None: there was no answer in time."""
+        """Return whether the answer is right; None if there was no verdict in time."""
         found = self._ask([question], self._limit_s)
         return None if found is None else found[0][0]
 
     def measure(self, questions: Sequence[Question]) -> tuple[list[bool], float]:
-        """The verdicts and the seconds that they took, measured beside the verifier: no message between them counts."""
+        """Return the verdicts and their seconds, measured in the verifier's process, so that messages do not count."""
         found = self._ask(questions, max(60.0, self._limit_s * len(questions)))
         if found is None:
             raise RuntimeError(f"{self.name} did not end on ordinary items")

@@ -1,4 +1,4 @@
-"""What a benchmark run says: tables and bars on standard output, and all of it as one JSON object."""
+"""The report of a benchmark run: tables and bars on standard output, and everything as one JSON object."""
 
 import importlib.metadata
 import json
@@ -12,15 +12,15 @@ _PACKAGES = ("penstock", "math-verify", "sympy", "mathruler", "pylatexenc", "grp
 
 
 class Report:
-    """Prints as it grows."""
+    """A report that prints as it grows."""
 
     def __init__(self) -> None:
         self._parts: list[dict[str, Any]] = []
         self.all_hold = True
-        """No bar failed so far."""
+        """Whether no bar has failed so far."""
 
     def machine(self) -> None:
-        """Say what the numbers were measured on."""
+        """Print the machine that the numbers were measured on."""
         versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
         memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
@@ -41,7 +41,7 @@ class Report:
         self._say("\n".join(lines))
 
     def bar(self, name: str, *, holds: bool, measured: str) -> None:
-        """Print whether the service is as good as it has to be."""
+        """Print whether the service meets a bar."""
         self.all_hold &= holds
         self._parts.append({"bar": name, "holds": holds, "measured": measured})
         self._say(f"\nbar: {name}: {'holds' if holds else 'FAILS'} ({measured})")
@@ -56,7 +56,7 @@ class Report:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest of `values` that at least `share` of them do not exceed."""
+    """Return the smallest of `values` that at least `share` of them do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 

@@ -1,4 +1,4 @@
-"""A reward service as its users start it: `penstock serve reward`, a process of its own, with its children."""
+"""A reward service as its users start it: `penstock serve reward`, in its own process, with its children."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 class ServiceProcess:
-    """Started and stopped by the context; `settings` are overrides of [reward]."""
+    """A service started and stopped by the context; `settings` are overrides of [reward]."""
 
     def __init__(self, **settings: object) -> None:
         self._settings = {"workers": 2, **settings}
@@ -48,7 +48,7 @@ class ServiceProcess:
             while health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=30).status != 1:
                 time.sleep(0.005)
         self.start_s = time.perf_counter() - started
-        threading.Thread(target=self._process.stderr.read, daemon=True).start()  # or its log would fill the pipe
+        threading.Thread(target=self._process.stderr.read, daemon=True).start()  # otherwise its log would fill the pipe
         return self
 
     def __exit__(
@@ -58,24 +58,24 @@ class ServiceProcess:
         self._process.wait(30)
 
     def memory_bytes(self) -> int:
-        """Memory of the whole tree; pages that several processes share count once."""
+        """Return the memory of the whole tree; pages that several processes share count once."""
         return sum(size for process in self._tree() if (size := _pss_bytes(process)) is not None)
 
     def server_memory_bytes(self) -> int:
-        """Memory of the server process alone."""
+        """Return the memory of the server process alone."""
         return _pss_bytes(psutil.Process(self._process.pid)) or 0
 
     def server_own_memory_bytes(self) -> int:
-        """What of it the server process allocated; the rest is of files, which other processes may share."""
+        """Return the memory that the server process allocated; the rest belongs to files, which processes may share."""
         lines = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
 
     def num_fds(self) -> int:
-        """Open files of the server process."""
+        """Return the number of open files of the server process."""
         return int(psutil.Process(self._process.pid).num_fds())
 
     def num_processes(self) -> int:
-        """Processes of the tree, dead ones that nobody has reaped included."""
+        """Return the number of processes of the tree, including dead ones that were not reaped."""
         return len(self._tree())
 
     def _tree(self) -> list[psutil.Process]:

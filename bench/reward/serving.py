@@ -1,4 +1,4 @@
-"""The running service: its start, its memory, how long a batch takes, and how much each frontend carries."""
+"""The running service: its start, its memory, the duration of a batch, and the throughput of each frontend."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ _IN_FLIGHT = 64
 
 
 async def measure(report: Report, *, num_batches: int, num_calls: int) -> None:
-    """Print the table of batches, that of the frontends and that of the start."""
+    """Print the tables of batches, of the frontends and of the start."""
     with ServiceProcess() as service:
         memory_at_start = service.memory_bytes()
         async with RewardClient(service.address) as client:
@@ -151,7 +151,7 @@ async def _always(ask: Callable[[int], Awaitable[None]]) -> Callable[[int], Awai
 
 
 async def _shared(num_calls: int, connected: Callable[[], Awaitable[Callable[[int], Awaitable[None]]]]) -> float:
-    """Seconds for `num_calls` calls by _IN_FLIGHT callers, each with what `connected` gives it."""
+    """Return the seconds for `num_calls` calls by _IN_FLIGHT callers, each with its own result of `connected`."""
     numbers = iter(range(num_calls))
 
     async def calling(ask: Callable[[int], Awaitable[None]]) -> None:

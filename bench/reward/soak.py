@@ -24,11 +24,11 @@ _REST_S = 2.0
 _NUM_BATCHES = 50
 _KILLED = (reward_pb2.VERDICT_STATUS_TIMEOUT, reward_pb2.VERDICT_STATUS_OUT_OF_MEMORY)
 _PROFILES = ("math", "math_verify")
-"""Those of hostile items: math refuses most of them, math_verify keeps workers busy until they are killed."""
+"""Profiles of hostile items: math refuses most of them, math_verify keeps workers busy until they are killed."""
 
 
 def hostile_questions() -> list[Question]:
-    """What hangs or bloats verifiers, bodies of megabytes left out."""
+    """Return questions that hang or bloat verifiers, except bodies of megabytes."""
     items = [*stored_items(_STORED), *generated_items()]
     items = [item for item in items if len(item.gold) + len(item.response) < 10_000]
     return [Question(golds=(item.gold,), response=item.response) for item in items]
@@ -42,7 +42,7 @@ async def measure(
     num_hostile: int,
     hostile_deadline_s: float,
 ) -> None:
-    """Send both kinds at once in ten rounds, and look at the service at rest after each."""
+    """Send both kinds at once in ten rounds, and measure the service at rest after each."""
     soak = _Soak(hostile, hostile_deadline_s)
     rows: list[tuple[object, ...]] = []
     samples: list[dict[str, float]] = []
@@ -94,7 +94,7 @@ async def measure(
 
 
 class _Soak:
-    """What is sent, and how much of it is done."""
+    """The items to send, and the number done."""
 
     def __init__(self, hostile: list[Question], deadline_s: float) -> None:
         self.num_fast = 0

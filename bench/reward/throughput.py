@@ -1,4 +1,4 @@
-"""Throughput per core: what needs no worker process, what needs one, and the peers on the same items."""
+"""Throughput per core: items without a worker process, items that need one, and the peers on the same items."""
 
 import statistics
 import time
@@ -24,7 +24,7 @@ _ROUNDS = 5
 async def measure(report: Report, *, num_typical: int, num_symbolic: int) -> None:
     """Print both tables."""
     rate, num_right, num_undecided = _decide(num_typical)
-    # The peers take milliseconds per item; a twentieth of the items is enough of them.
+    # The peers take milliseconds per item; a twentieth of the items is enough for them.
     fewer = typical(max(200, num_typical // 20), seed=1)
     report.table(
         "Numbers: one thread, no worker process (tier 1)",
@@ -50,7 +50,7 @@ async def measure(report: Report, *, num_typical: int, num_symbolic: int) -> Non
 
 
 def _decide(num_questions: int) -> tuple[float, int, int]:
-    """Items per second, over rounds of items that were not there before; how many were right; how many undecided."""
+    """Return items per second over rounds of new items, how many were right, and how many undecided."""
     profile = make_profiles(RewardConfig(), {})[_PROFILE]
     rates, num_right, num_undecided = [], 0, 0
     for seed in range(_ROUNDS + 1):

@@ -1,9 +1,9 @@
-"""Cores that are not put to sleep while something is measured.
+"""Keeps cores awake during a measurement.
 
-A virtual core that has nothing to do is taken away, and on many hosts it takes milliseconds to come back: a benchmark
-of calls that take less measures the host. Here every core has something to do: a process of the scheduling class
-SCHED_IDLE, which gets only the time that nobody else wants. It is what `idle=poll` is to a kernel. Not for what keeps
-cores busy anyway: where two of them share a physical one, the spinning takes some of the other's speed.
+An idle virtual core is taken away, and on many hosts it takes milliseconds to come back: a benchmark of shorter calls
+measures the host. Here every core always has work: a process of the scheduling class SCHED_IDLE, which gets only idle
+time. It is what `idle=poll` is to a kernel. Do not use it for work that keeps cores busy anyway: if two cores share a
+physical one, the spinning takes some of the other's speed.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _SPIN = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n
 
 @contextlib.contextmanager
 def cores_awake() -> Iterator[None]:
-    """Have them so for the time of the context."""
+    """Keep the cores awake during the context."""
     spinners = [
         subprocess.Popen([sys.executable, "-c", _SPIN], preexec_fn=dying_with_parent()) for _ in os.sched_getaffinity(0)
     ]
@@ -33,18 +33,18 @@ def cores_awake() -> Iterator[None]:
 
 
 class StolenTime:
-    """Which share of all cores' time the host gave to others."""
+    """The share of all cores' time that the host gave to others."""
 
     def __init__(self) -> None:
-        """Count from now on."""
+        """Count from this moment on."""
         self._before = _times()
 
     def share(self) -> float:
-        """From 0 to 1, since the start."""
+        """Return the share since the start, from 0 to 1."""
         spent = [now - before for now, before in zip(_times(), self._before, strict=True)]
         return spent[7] / max(1, sum(spent))
 
 
 def _times() -> list[int]:
-    """user, nice, system, idle, iowait, irq, softirq, steal; in ticks, of all cores."""
+    """Return user, nice, system, idle, iowait, irq, softirq, steal; in ticks, of all cores."""
     return [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]

@@ -53,7 +53,7 @@ def main() -> None:
             os._exit(0)
         pids.append(pid)
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)  # still its own: nobody has waited for those that ended before
+        os.kill(pid, signal.SIGKILL)  # still its own process id, because ended children were not reaped before
         os.waitpid(pid, 0)
 
 

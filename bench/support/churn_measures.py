@@ -1,4 +1,4 @@
-"""What churn.py measures of the calls and the replicas that it saw. Pure."""
+"""The measures of churn.py, from the calls and replicas that it saw. Pure."""
 
 import itertools
 import math
@@ -8,46 +8,47 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class Life:
-    """When a replica was there, by one clock."""
+    """The life of a replica, by one clock."""
 
     replica_id: str
     max_running: int
     came_at: float = math.inf
     left_at: float = math.inf
-    """When it was killed or told to drain."""
+    """Time when it was killed or told to drain."""
 
     def is_there(self, at: float) -> bool:
-        """Whether a call may be given to it."""
+        """Return whether a call may be given to it."""
         return self.came_at <= at < self.left_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call that was answered."""
+    """One answered call."""
 
     started_at: float
     ended_at: float
     replica_ids: list[str]
-    """Whose tokens the answer has, in order."""
+    """Replicas whose tokens the answer has, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one replica had while it was there, by what it would have had if all were even."""
+    """What one replica had during its life, divided by its even share."""
 
     life: Life
     lived_s: float
     calls: float
-    """Of the calls that were given."""
+    """Ratio for the calls given."""
     load: float
-    """Of the time that calls were in flight, summed over them."""
+    """Ratio for the total time of calls in flight."""
 
 
 def shares(lives: Iterable[Life], sessions: Iterable[Sequence[Turn]], *, until: float) -> list[Share]:
-    """Of each replica, up to the time `until`.
+    """Return the shares of each replica, up to the time `until`.
 
-    At any moment the even part of a replica is its max_running by that of all that are there. Of a call it is
-    that of the moment in which the call was given; of the load, that of each moment times the calls then in flight.
+    At any moment the even share of a replica is its max_running divided by that of all present replicas. For a call,
+    the share at the moment when the call was given counts; for the load, the share at each moment times the calls then
+    in flight.
     """
     by_id = {life.replica_id: life for life in lives}
     attempts = [attempt for turn in itertools.chain.from_iterable(sessions) for attempt in _attempts(turn, by_id)]
@@ -55,7 +56,7 @@ def shares(lives: Iterable[Life], sessions: Iterable[Sequence[Turn]], *, until: 
     for replica_id, start, end in attempts:
         num_calls[replica_id] += 1
         load_s[replica_id] += end - start
-    events: list[tuple[float, int, str]] = []  # at one moment: who comes, who leaves, what ends, what begins
+    events: list[tuple[float, int, str]] = []  # order within one moment: joins, departures, ends, beginnings
     for life in (each for each in by_id.values() if each.came_at < until):
         events += [(life.came_at, 0, life.replica_id), (min(life.left_at, until), 1, life.replica_id)]
     for _, start, end in attempts:
@@ -88,7 +89,7 @@ def shares(lives: Iterable[Life], sessions: Iterable[Sequence[Turn]], *, until: 
 
 
 def _attempts(turn: Turn, by_id: dict[str, Life]) -> Iterable[tuple[str, float, float]]:
-    """Replica, beginning and end of each part of a call; one part ends when its replica begins to leave."""
+    """Return replica, beginning and end of each part of a call; a part ends when its replica begins to leave."""
     start = turn.started_at
     for number, replica_id in enumerate(turn.replica_ids, 1):
         is_last = number == len(turn.replica_ids)
@@ -98,7 +99,7 @@ def _attempts(turn: Turn, by_id: dict[str, Life]) -> Iterable[tuple[str, float, 
 
 
 def affinity(lives: Iterable[Life], sessions: Iterable[Sequence[Turn]]) -> tuple[int, int, int]:
-    """Second and later turns: how many, of how many the replica of the turn before stayed, and how many went there."""
+    """Return the numbers of later turns, of those whose previous replica stayed, and of those that went there."""
     by_id = {life.replica_id: life for life in lives}
     num_later = num_bound = num_kept = 0
     for turns in sessions:

@@ -1,4 +1,4 @@
-"""A raw torch.distributed broadcast, for pushes to be compared with: plain processes, memory that is there, no more."""
+"""A raw torch.distributed broadcast, to compare pushes with: plain processes, preallocated memory, nothing else."""
 
 import contextlib
 import multiprocessing
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from penstock.runtime.ports import free_ports
 
 AHEAD = 4
-"""Broadcasts that are under way at a time, as in a push."""
+"""Broadcasts in flight at a time, as in a push."""
 
 
 def _raw(rank: int, world_size: int, port: int, sizes: list[int], control: Connection, backend: str) -> None:
     torch.set_num_threads(1)
-    os.environ["NCCL_HOSTID"] = f"bench-raw-{rank}"  # NCCL takes processes that share a GPU for one, otherwise
+    os.environ["NCCL_HOSTID"] = f"bench-raw-{rank}"  # otherwise NCCL takes processes that share a GPU for one
     device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", 0)
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     buffers = [torch.full((size,), rank, dtype=torch.uint8, device=device) for size in sizes]
@@ -41,7 +41,7 @@ def _raw(rank: int, world_size: int, port: int, sizes: list[int], control: Conne
 
 @contextlib.contextmanager
 def raw_group(num_receivers: int, sizes: list[int], backend: str = "gloo") -> Iterator[list[Connection]]:
-    """Plain processes that broadcast when they are told to."""
+    """Run plain processes that broadcast on command."""
     context = multiprocessing.get_context("spawn")
     (port,) = free_ports(1)
     pipes = [context.Pipe() for _ in range(1 + num_receivers)]
@@ -61,7 +61,7 @@ def raw_group(num_receivers: int, sizes: list[int], backend: str = "gloo") -> It
 
 
 def broadcast_raw(pipes: list[Connection]) -> float:
-    """Seconds that one broadcast took, by the sender's clock."""
+    """Return the seconds that one broadcast took, by the sender's clock."""
     for pipe in pipes:
         pipe.send(True)
     return max(pipe.recv() for pipe in pipes)

@@ -1,4 +1,4 @@
-"""What bench/bench_router.py compares: simulated engines, the routers before them, and the ways to call them."""
+"""The subjects of bench/bench_router.py: simulated engines, the routers before them, and the ways to call them."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ RUN = "bench"
 TIMEOUT_S = 120.0
 
 Call = Callable[[str, float], Awaitable[None]]
-"""Plays one turn of the session that takes this many seconds in the engine."""
+"""Plays one turn of the session, which takes this many seconds in the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Subject:
     baseline: str
     """The subject whose latencies are subtracted from its own."""
     router: psutil.Process | None = None
-    """The process that stands between, if one does."""
+    """The router process, if there is one."""
 
 
 def processes(router: psutil.Process | None) -> Iterator[psutil.Process]:
@@ -47,12 +47,12 @@ def processes(router: psutil.Process | None) -> Iterator[psutil.Process]:
 
 
 def cpu_s(router: psutil.Process | None) -> float:
-    """User and system time."""
+    """Return user and system time."""
     return sum(each.cpu_times().user + each.cpu_times().system for each in processes(router))
 
 
 def pss_mib(router: psutil.Process | None) -> float:
-    """Proportional set size."""
+    """Return the proportional set size."""
     return sum(each.memory_full_info().pss for each in processes(router)) / 2**20
 
 
@@ -79,7 +79,7 @@ async def process(*command: str | Path) -> AsyncIterator[asyncio.subprocess.Proc
 
 @contextlib.asynccontextmanager
 async def engines(url: str, options: argparse.Namespace) -> AsyncIterator[list[tuple[str, str]]]:
-    """gRPC and HTTP address of each simulated engine."""
+    """Yield the gRPC and HTTP address of each simulated engine."""
     async with contextlib.AsyncExitStack() as stack:
         script = ROOT / "bench" / "simulated_engine_process.py"
         started = [
@@ -101,7 +101,7 @@ async def engines(url: str, options: argparse.Namespace) -> AsyncIterator[list[t
 async def penstock_router(
     url: str, num_engines: int, *, log_level: str = "warning"
 ) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """Address and process of a router that sees all engines."""
+    """Yield address and process of a router that sees all engines."""
     [port] = free_ports(1)
     overrides = (f"--bus.url={url}", f"--run.name={RUN}", f"--router.port={port}", f"--log.level={log_level}")
     async with process(sys.executable, "-P", "-m", "services.cli", "serve", "router", *overrides) as started:
@@ -119,7 +119,7 @@ async def penstock_router(
 async def sglang_router(
     python: Path, workers: list[str], session: aiohttp.ClientSession
 ) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """Address and process of an sglang-router whose workers are the engines' HTTP sides."""
+    """Yield address and process of an sglang-router whose workers are the engines' HTTP sides."""
     port, metrics_port = free_ports(2)
     async with process(
         *(python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", port),
@@ -148,7 +148,7 @@ def http_request(latency_s: float, num_tokens: int, prompt: list[int]) -> dict[s
 
 @contextlib.asynccontextmanager
 async def subjects(options: argparse.Namespace) -> AsyncIterator[list[Subject]]:
-    """All that is compared."""
+    """Yield all subjects."""
     prompt, num_tokens = list(range(1, options.prompt + 1)), options.tokens
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -1,7 +1,7 @@
-"""An engine without a model that costs as little as possible, so that a benchmark measures what stands before it.
+"""An engine without a model that costs as little as possible, so that a benchmark measures the router before it.
 
 It serves GenerateService over gRPC and SGLang's /generate over HTTP, holds a lease, and answers every request with the
-same ids after `sampling.temperature` seconds: the caller says how long a request takes. Streams get the same in even
+same ids after `sampling.temperature` seconds: the caller sets the duration of a request. Streams get the same in even
 chunks over that time. It prints its two addresses once it serves.
 
     python bench/support/simulated_engine_process.py --url=nats://... --run=NAME --replica-id=ID
@@ -30,7 +30,7 @@ SERVICE = "penstock.v1.GenerateService"
 
 
 class Engine:
-    """Answers made beforehand."""
+    """An engine with prepared answers."""
 
     def __init__(self, replica_id: str, num_tokens: int) -> None:
         self.replica_id = replica_id
@@ -62,7 +62,7 @@ class Engine:
         return message.SerializeToString()
 
     def chunks(self, size: int) -> list[bytes]:
-        """The answer in chunks of this many tokens."""
+        """Return the answer in chunks of this many tokens."""
         size = max(1, size)
         if size not in self._chunks:
             starts = range(0, self.num_tokens, size)
@@ -87,12 +87,12 @@ class Engine:
             yield chunk
 
     async def http_generate(self, request: web.Request) -> web.Response:
-        """SGLang's /generate, without streams."""
+        """Serve SGLang's /generate, without streams."""
         await asyncio.sleep((await request.json())["sampling_params"]["temperature"])
         return web.json_response(self.http_answer)
 
     async def http_tell(self, request: web.Request) -> web.Response:
-        """What a router asks before it sends requests."""
+        """Answer a router's questions before it sends requests."""
         return web.json_response({"status": "ok", "model_path": "simulated", "is_generation": True, "dp_size": 1})
 
 

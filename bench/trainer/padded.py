@@ -4,7 +4,7 @@ Legend: B = samples of a micro-batch, T = its longest sample, N = the policy's o
 hidden size, V = vocabulary.
 
 Padding is on the right, where causal attention from a real token never looks. Positions, masks and attention are
-transformers'; logits exist at the policy's own tokens only, all at a time.
+transformers'; logits exist only at the policy's own tokens, all at a time.
 """
 
 import math
@@ -19,7 +19,7 @@ from services.trainer.batching.sequences import TrainSequence
 
 
 def plan_padded(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut samples into micro-batches of at most `max_tokens`, padding included. Returns their numbers.
+    """Cut samples into micro-batches of at most `max_tokens`, padding included. Return their numbers.
 
     Longest first, so that samples of similar length share a micro-batch. A longer sample is alone.
     """
@@ -33,7 +33,7 @@ def plan_padded(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 class PaddedPolicy:
-    """Log-probabilities from a transformers model as it is."""
+    """Log-probabilities from an unchanged transformers model."""
 
     def __init__(self, model: Any, *, temperature: float, forbidden_ids: Sequence[int]) -> None:
         """Use `model` as it is, in evaluation mode."""
@@ -63,7 +63,7 @@ class PaddedPolicy:
         own_BT = torch.zeros(shape, dtype=torch.bool)
         for row, sequence in enumerate(sequences):
             width = len(sequence)
-            input_ids_BT[row] = int(sequence.token_ids_X[0])  # the padding; never a placeholder
+            input_ids_BT[row] = int(sequence.token_ids_X[0])  # padding that is never a placeholder
             input_ids_BT[row, :width] = torch.from_numpy(sequence.token_ids_X)
             attention_mask_BT[row, :width] = 1
             image_mask_BT[row, :width] = torch.from_numpy(sequence.image_mask_X.astype(np.int64))
@@ -84,7 +84,7 @@ class PaddedPolicy:
         return logits_NV.gather(1, targets_N[:, None]).squeeze(1) - logits_NV.logsumexp(1)
 
     def _image_features(self, images: Sequence[Any]) -> Any:
-        """Encode each different image once, and repeat its features where it occurs."""
+        """Encode each different image once, and repeat its features for each occurrence."""
         different = list({id(image): image for image in images}.values())
         numbers = [[id(other) for other in different].index(id(image)) for image in images]
         pixels = torch.cat([image.pixel_values_PD for image in different]).to(self._device)

@@ -1,4 +1,4 @@
-"""One number of ranks of `bench_ranks.py`, in processes of its own: prints one line of JSON.
+"""One number of ranks of `bench_ranks.py`, in its own processes: prints one line of JSON.
 
 python -m bench.trainer.ranks_process 2 --model DIR --workload FILE --steps 3
 """
@@ -22,7 +22,7 @@ MICRO_BATCH_TOKENS = 4096
 
 
 def main() -> None:
-    """Measure steps after one that is not counted."""
+    """Measure steps after a first that is not counted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", type=int)
     parser.add_argument("--model", type=Path, required=True)

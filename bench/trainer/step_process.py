@@ -1,4 +1,4 @@
-"""One subject of `bench_trainer.py` in a process of its own, for its memory is measured: prints one line of JSON.
+"""One subject of `bench_trainer.py` in its own process, because its memory is measured: prints one line of JSON.
 
 python -m bench.trainer.step_process group_rows --model DIR --workload FILE --steps 3 --threads 2
 """
@@ -33,7 +33,7 @@ Step = Callable[[], float]
 
 
 def rows(model: Path, groups: Sequence[TrainGroup], *, share_prompts: bool) -> Step:
-    """Penstock's own step."""
+    """Return Penstock's own step."""
     config = BackendConfig(
         device="cpu", micro_batch_tokens=MICRO_BATCH_TOKENS, share_prompts=share_prompts, optimizer=OPTIMIZER
     )
@@ -43,7 +43,7 @@ def rows(model: Path, groups: Sequence[TrainGroup], *, share_prompts: bool) -> S
 
 
 def padded(model: Path, groups: Sequence[TrainGroup]) -> Step:
-    """The same step on padded samples: same loss, same optimizer, same number of tokens per forward pass."""
+    """Return the same step on padded samples: same loss, same optimizer, same number of tokens per forward pass."""
     policy = PaddedPolicy.load(model, temperature=1.0, forbidden_ids=forbidden_token_ids(model))
     parameters = list(policy.model.parameters())
     adamw = torch.optim.AdamW(parameters, lr=OPTIMIZER.learning_rate, weight_decay=0.0, fused=True)
@@ -78,7 +78,7 @@ SUBJECTS: dict[str, Callable[[Path, Sequence[TrainGroup]], Step]] = {
 
 
 def main() -> None:
-    """Measure steps after one that is not counted."""
+    """Measure steps after a first that is not counted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("--model", type=Path, required=True)

@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer on the same step, in a process and a virtual environment of its own: prints one line of JSON.
+"""TRL's GRPOTrainer on the same step, in its own process and virtual environment: prints one line of JSON.
 
-Its rollout function returns the given responses, so what is measured from the beginning to the end of a step is its
-training: the image processor, forward, backward and AdamW. Imports nothing of Penstock's.
+Its rollout function returns the given responses, so the time from the beginning to the end of a step is its training:
+the image processor, forward, backward and AdamW. It imports nothing from Penstock.
 
 /path/to/trl/bin/python bench/trainer/trl_step.py --model DIR --workload FILE --steps 3 --threads 2 --out DIR
 """
@@ -26,7 +26,7 @@ SAMPLES_PER_FORWARD = 4
 
 
 class Clock(TrainerCallback):
-    """Takes the time from the beginning to the end of each optimizer step."""
+    """Measures the time from the beginning to the end of each optimizer step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -46,7 +46,7 @@ class Clock(TrainerCallback):
 
 
 def main() -> None:
-    """Train `steps` steps after one that is not counted."""
+    """Train `steps` steps after a first that is not counted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--model", "--workload", "--out"):
         parser.add_argument(name, type=Path, required=True)
@@ -67,7 +67,7 @@ def main() -> None:
     ]
 
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        """The given responses; the order of groups does not matter, each has as many tokens."""
+        """Return the given responses; the order of groups does not matter, because all have equally many tokens."""
         encoded = processor.apply_chat_template(
             prompts, add_generation_prompt=True, tokenize=True, return_dict=True, padding=False
         )

@@ -1,4 +1,4 @@
-"""What every subject of `bench_trainer.py` trains on: a cut-down Qwen3-VL, and groups like those of Geometry3K.
+"""The training data of all subjects of `bench_trainer.py`: a cut-down Qwen3-VL, and groups like those of Geometry3K.
 
 The model has Qwen3-VL-2B's proportions: a feed-forward part of three times the hidden size, twice as many query as key
 heads, deepstack at three of the tower's layers, a tied head, a tower of about 5% of a step's arithmetic. Its vocabulary
@@ -19,26 +19,26 @@ RESPONSES = ((100, 190, 280, 380, 490, 640, 900, 1500), (130, 220, 300, 360, 450
 """Tokens of each response of each group: fixed, and as long-tailed as responses to Geometry3K are."""
 REWARDS = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 ENGINE_LOGPROB = -8.0
-"""Of every token: about that of a random model."""
+"""Logprob of every token: about that of a random model."""
 VOCABULARY, HIDDEN, LAYERS = 4096, 512, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Of one optimizer step; plain data, so that a process without Penstock can read it."""
+    """The inputs of one optimizer step; plain data, so that a process without Penstock can read it."""
 
     text: str
-    """Of each prompt, behind its image."""
+    """Text of each prompt, after its image."""
     images: list[str]
     """PNG files, one per group."""
     responses: list[list[list[int]]]
     """Token ids, group by group."""
     rewards: list[float]
-    """Of the samples of each group."""
+    """Rewards of the samples of a group, the same for every group."""
 
     @classmethod
     def read(cls, file: Path) -> "Workload":
-        """Read what `write_workload` wrote."""
+        """Read a file of `write_workload`."""
         return cls(**json.loads(file.read_text()))
 
 

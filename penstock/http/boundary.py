@@ -1,14 +1,8 @@
 """Wraps every HTTP application: admission, body limit, errors, cancellation, drain, one log line per request.
 
-<<<<<<< HEAD
-Invariants: the body of a request without the token is not read, and every such request gets the same answer; only the
-health page (GET, HEAD) needs no token, and a request that has a key opens to the key too. The application runs with a
-complete body, and is cancelled when its client disconnects.
-=======
 Invariants: the body of a request without the token is not read, and every such request gets the same answer. Only the
-health page (GET, HEAD) needs no token; a path with its own key also opens to that key. The application gets a complete
+health page (GET, HEAD) needs no token; a request with its own key is also admitted by that key. The application gets a complete
 body, and is cancelled when its client disconnects.
->>>>>>> prose-a
 """
 
 import asyncio

@@ -70,11 +70,7 @@ class HttpServer:
             make_error_body: Makes the JSON of errors that the application never sees, such as 401, from status and
                 message.
             security: Token and certificates; None reads them from the environment.
-<<<<<<< HEAD
             name_of_key: Names the key that admits a request as the token does (`Security.key_of`); empty: none does.
-=======
-            name_of_key: Names the key that opens a path as the token does (`Security.key_of`); empty: there is none.
->>>>>>> prose-a
 
         Raises:
             ConfigError: TLS is on without a certificate for servers.

@@ -1,4 +1,4 @@
-"""Bounds the items in the service, running ones included: further ones are refused, or wait in order of arrival."""
+"""Bounds the items in the service, running ones included: further items are refused, or wait in order of arrival."""
 
 import asyncio
 import collections
@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 from penstock.errors import InvalidRequestError, OverloadedError
 
 MAX_ITEMS = 4096
-"""Items in the service at once, running ones included: larger than any group, and few enough that a caller hears of an
-overload while it can still send its items elsewhere. What they hold in memory is bounded where bodies are read."""
+"""Maximum items in the service at once, running ones included: larger than any group, and few enough that a caller
+learns of an overload while it can still send its items elsewhere. Their memory is bounded where bodies are read."""
 
 
 class AdmissionQueue:
@@ -18,9 +18,9 @@ class AdmissionQueue:
     def __init__(self, max_items: int = MAX_ITEMS) -> None:
         self.max_items = max_items
         self.num_admitted = 0
-        """Items that are in the service."""
+        """Number of items in the service."""
         self.num_served = 0
-        """Items that have left it, since the start."""
+        """Number of items that have left the service since the start."""
         self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ _WITH_USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 
 
 class ProfileConfig(Config):
-    """One profile: where it finds answers, and its scale. What is not given is as in the framework that the profile is
+    """One profile: where it finds answers, and its scale. Unset fields follow the framework that the profile is
     compatible with."""
 
     answers_in: Literal["box", "marks", "words"] | None = None
@@ -23,7 +23,7 @@ class ProfileConfig(Config):
     reward_max: float | None = None
     """Score of a right answer; by default 1."""
     reward_min: float | None = None
-    """Score of a wrong one, and of what could not be verified; by default 0, for dapo -1."""
+    """Score of a wrong answer, and of an answer that could not be verified; by default 0, for dapo -1."""
     format_weight: float | None = pydantic.Field(default=None, ge=0, le=1)
     """Share of the score that the format earns, whatever the answer; by default 0, for verl_geo3k 0.1."""
     format_pattern: str | None = None
@@ -45,17 +45,17 @@ class RemoteConfig(Config):
     """The service that the profile `remote` asks."""
 
     url: str = pydantic.Field(default="", pattern="^(https?://.+)?$")
-    """Where to POST {"prompt", "response", "label"}, as slime does; empty: there is no profile `remote`. No user and
-    password in it: `PENSTOCK_REMOTE_TOKEN` is shown to it."""
+    """Where to POST {"prompt", "response", "label"}, as slime does; empty: there is no profile `remote`. It has no user
+    and password: the service gets `PENSTOCK_REMOTE_TOKEN`."""
     timeout_s: float = pydantic.Field(default=10.0, gt=0)
-    """Limit of one attempt, of three. An item that asks for no deadline has the time of all three, 30 s at most."""
+    """Seconds for one attempt, of three. An item without a deadline has the time of all three, at most 30 s."""
     max_concurrency: int = pydantic.Field(default=64, ge=1, le=4096)
     """Requests at once; further items wait."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _holds_no_secret(cls, section: Any) -> Any:
-        # Of the whole section, and before anything else, so that no message shows the URL.
+        # Checks the whole section, and before anything else, so that no message shows the URL.
         url = section.get("url") if isinstance(section, dict) else None
         if isinstance(url, str) and _WITH_USER.match(url):
             raise ValueError(
@@ -73,12 +73,12 @@ class RemoteConfig(Config):
 
 
 class RewardConfig(Config):
-    """How the reward service listens, verifies and limits."""
+    """The reward service's ports, verification and limits."""
 
     port: int = pydantic.Field(default=0, ge=0, le=65535)
-    """Port to listen on for gRPC; 0 takes a free one."""
+    """Port to listen on for gRPC; 0 takes any free one."""
     http_port: int = pydantic.Field(default=0, ge=0, le=65535)
-    """Port to listen on for HTTP; 0 takes a free one."""
+    """Port to listen on for HTTP; 0 takes any free one."""
     http_profile: str = "math"
     """Profile of requests from slime and OpenRLHF whose URL has no ?profile=."""
     http_max_body_mb: int = pydantic.Field(default=64, ge=1, le=1024)
@@ -87,18 +87,18 @@ class RewardConfig(Config):
     workers: int = pydantic.Field(default=2, ge=1, le=256)
     """Worker processes for symbolic comparison; each has one item at a time."""
     deadline_s: float = pydantic.Field(default=1.0, gt=0)
-    """Wall-clock limit of one item that asks for none, from when a worker takes it; then the worker is killed.
+    """Wall-clock limit of one item without its own, in seconds from when a worker takes it; then the worker is killed.
     An item may ask for 30 s at most."""
     memory_limit_mb: int = pydantic.Field(default=256, ge=128)
-    """Address space of a worker process, in MiB; about 100 of it are its own libraries."""
+    """Address space of a worker process, in MiB; its own libraries take about 100."""
     sandbox: Literal["auto", "require", "off"] = "auto"
     """Confine worker processes (no network, no new process, no writing) where the kernel can; or refuse to start."""
     recycle_after: int = pydantic.Field(default=5000, ge=1)
-    """A worker process is replaced by a fresh one after this many items; 1 isolates the items of a verifier that runs
-    code out of responses from each other."""
+    """A worker process is replaced by a fresh one after this many items; 1 isolates items from each other if a verifier
+    runs code out of responses."""
     geo3k_tolerance: Decimal = pydantic.Field(default=Decimal("0.05"), ge=0)
-    """Profile geo3k: largest |answer - gold| that is right for gold answers that are rounded labels: written with a
-    decimal point, or an integer of at least 100 in absolute value; 0 is strict."""
+    """Profile geo3k: largest right |answer - gold| for gold answers that are rounded labels: written with a decimal
+    point, or an integer of at least 100 in absolute value; 0 is strict."""
     profiles: dict[str, ProfileConfig] = pydantic.Field(default_factory=dict)
     """Scales of the profiles, by profile: [reward.profiles.math] reward_min = -1."""
     verifiers: dict[str, str] = pydantic.Field(default_factory=dict)
@@ -109,7 +109,7 @@ class RewardConfig(Config):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings:
-    """All that a reward service receives."""
+    """Everything that a reward service receives."""
 
     reward: RewardConfig
     run: RunConfig

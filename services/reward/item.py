@@ -1,4 +1,4 @@
-"""A response to verify, with everything that verifying it needs."""
+"""A response to verify, with all inputs of the verification."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class Item:
     response: str
     """The policy's own text."""
     profile: str
-    """The profile to verify by, by name."""
+    """Name of the profile to verify by."""
     prompt: str = ""
-    """What was asked; only custom verifiers and the profile `remote` look at it."""
+    """The prompt; only custom verifiers and the profile `remote` read it."""
     deadline_s: float = 0.0
-    """Wall-clock limit in seconds; 0 takes the service's."""
+    """Wall-clock limit in seconds; 0 takes the service's limit."""

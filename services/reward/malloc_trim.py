@@ -1,7 +1,7 @@
-"""Gives memory that the C library keeps after a burst of items back to the system.
+"""Returns memory that the C library keeps after a burst of items to the system.
 
-Items allocate and free megabytes of text, and what remains allocated between them pins whole pages. In a day's run that
-was 9 MB of a 60 MB process: all of it free, and of no use until the next burst.
+Items allocate and free megabytes of text, and the remaining allocations between them pin whole pages. After a day's run
+that was 9 MB of a 60 MB process, all of it free and useless until the next burst.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ _INTERVAL_S = 1.0
 
 
 def find_trim() -> Callable[[int], int] | None:
-    """glibc's `malloc_trim`, which releases every free page of every arena; other C libraries have none."""
+    """Return glibc's `malloc_trim`, which releases every free page of every arena; None with other C libraries."""
     try:
         return ctypes.CDLL(None).malloc_trim  # called with the interpreter lock released
     except AttributeError:
@@ -22,9 +22,9 @@ def find_trim() -> Callable[[int], int] | None:
 
 
 async def trim_when_idle(queue: AdmissionQueue) -> None:
-    """Release free memory once after each burst of items, when none is left in the service; until cancelled.
+    """Release free memory once after each burst of items, when the service is empty; run until cancelled.
 
-    It takes milliseconds, for which a call that arrives meanwhile waits.
+    It takes milliseconds, during which arriving calls wait.
     """
     trim = find_trim()
     num_served = queue.num_served

@@ -1,4 +1,4 @@
-"""What the service counts, for Prometheus, in a registry of its own."""
+"""The service's metrics for Prometheus, in their own registry."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -11,7 +11,7 @@ _BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0
 
 
 class Metrics:
-    """Counters that the verifier feeds, and gauges that are read when somebody asks."""
+    """Counters that the verifier updates, and gauges that are read on request."""
 
     def __init__(self, pool: WorkerPool, queue: AdmissionQueue) -> None:
         self._registry = CollectorRegistry()
@@ -51,5 +51,5 @@ class Metrics:
         seconds.observe(elapsed_s)
 
     def page(self) -> bytes:
-        """All of them, in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,8 +1,8 @@
 """Verification by another service over HTTP, in the format of slime's `remote_rm`.
 
 One request is POST {"prompt", "response", "label"}; the answer is a bare JSON number, or an object with the number as
-`score` or `reward`. The label is the gold answer, or a list where there are several. A failure is a finding with
-status FAILED and a logged reason, never a silent 0.
+`score` or `reward`. The label is the gold answer, or a list if there are several. A failure is a finding with status
+FAILED and a logged reason, never a silent 0.
 """
 
 import asyncio
@@ -27,31 +27,31 @@ from services.reward.verdict import Finding, Method
 log = structlog.get_logger()
 
 ATTEMPTS = 3
-"""How often to try in all, where the connection or the service fails: two more bridge a restart of seconds."""
+"""Maximum attempts if the connection or the service fails: two more bridge a restart of seconds."""
 _BACKOFF = wait_random_exponential(multiplier=0.2, max=5.0)
 _WORTH_ANOTHER_TRY = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
 
 
 class _RemoteError(Exception):
-    """The remote service gave no number; another try would not help."""
+    """The remote service returned no number; another attempt would not help."""
 
 
 class RemoteVerifier:
-    """A client of the remote service, with connections that are kept. Close it."""
+    """A client of the remote service, with persistent connections. Close it after use."""
 
     def __init__(self, config: RemoteConfig, tls: Tls | None = None, *, attempts: int = ATTEMPTS) -> None:
-        """Use the authorities of `tls`, beside the public ones, where the service speaks https."""
+        """Trust the authorities of `tls` beside the public ones, if the service speaks https."""
         self._config = config
         self._attempts = attempts
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        # Its token is not that of this process's own ports, for it may be anybody's service.
+        # Its token differs from that of this process's own ports, because it may be any third party's service.
         token = read_secret(REMOTE_TOKEN)
         self._client = httpx.AsyncClient(
-            timeout=None,  # of httpx's own, which hold for each read by itself
+            timeout=None,  # httpx's own limits apply to each read separately
             limits=httpx.Limits(
                 max_connections=config.max_concurrency, max_keepalive_connections=config.max_concurrency
             ),
-            trust_env=False,  # the URL is what was configured, whatever proxies the environment names
+            trust_env=False,  # use the configured URL, whatever proxies the environment names
             headers={"Authorization": f"Bearer {token}"} if token else {},
             verify=_tls_context(tls),
         )
@@ -61,7 +61,7 @@ class RemoteVerifier:
         await self._client.aclose()
 
     async def verify(self, item: Item, deadline_s: float) -> tuple[Finding, float]:
-        """Ask the remote service; return its finding and the seconds that it took, queueing excluded."""
+        """Ask the remote service; return its finding and the seconds that it took, without queueing."""
         async with self._slots:
             started = time.monotonic()
             finding = await self._verify_within(item, deadline_s)
@@ -124,7 +124,7 @@ class RemoteVerifier:
 
 
 def _tls_context(tls: Tls | None) -> ssl.SSLContext:
-    """For https: the public authorities, and those of [security]."""
+    """Return the context for https, with the public authorities and those of [security]."""
     context = httpx.create_ssl_context(trust_env=False)
     if tls is not None and tls.ca_file is not None:
         context.load_verify_locations(tls.ca_file)

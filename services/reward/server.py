@@ -22,10 +22,10 @@ from services.reward.profiles.custom import find_verifiers
 from services.reward.verifier import Verifier
 
 MAX_OVERTIME = 8
-"""Enough for a batch with a few hostile items to go on, and few enough not to fill the cores."""
+"""Maximum items in overtime: a batch with a few hostile items can go on, and they do not fill the cores."""
 OVERTIME_MEMORY_BYTES = 192 * 2**20
-"""What worker processes may allocate together; beyond it, the largest item is answered with OUT_OF_MEMORY. It bounds
-what hostile items take of a container together, as memory_limit_mb bounds each."""
+"""Memory that worker processes may allocate together; beyond it, the largest item is answered with OUT_OF_MEMORY. It
+bounds the total of hostile items in a container, as memory_limit_mb bounds each."""
 
 
 class RunningService(NamedTuple):
@@ -46,18 +46,18 @@ async def running(
     max_overtime: int = MAX_OVERTIME,
     max_items: int = MAX_ITEMS,
 ) -> AsyncIterator[RunningService]:
-    """Run the service for as long as the context lasts; on leaving it, calls in progress may finish within `grace_s`.
+    """Run the service during the context; on leaving it, calls in progress may finish within `grace_s`.
 
     Args:
         config: The settings.
         host: Address to listen on.
         grace_s: Seconds that calls in progress get at the end.
-        security: What callers must show; None: what the environment says.
-        max_overtime: Items that take long and leave their worker's turn to others, at once.
+        security: Credentials that callers must show; None: from the environment.
+        max_overtime: Slow items that may give up their worker's turn to others, at once.
         max_items: Items in the service at once.
 
     Raises:
-        ConfigError: a setting names a profile that there is not, or is wrong for it.
+        ConfigError: a setting names an unknown profile, or is wrong for it.
         SetupError: a port is in use, or the worker processes or a custom verifier do not start.
     """
     security = security or Security.from_environment()

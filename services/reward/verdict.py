@@ -18,11 +18,11 @@ class Method(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What was found about one response."""
+    """The finding about one response."""
 
     status: Status
     credit: float = 0.0
-    """How right the answer is: 1 right, 0 wrong, between where a profile gives partial credit."""
+    """Degree of correctness: 1 right, 0 wrong, between where a profile gives partial credit."""
     extracted: str = ""
     """The answer as the response has it."""
     method: Method = Method.UNSPECIFIED

@@ -25,14 +25,14 @@ from services.reward.verdict import Finding
 log = structlog.get_logger()
 
 _TURN_S = 0.005
-"""So long may the cheap decisions of a batch hold the event loop at a time."""
+"""Seconds that the cheap decisions of a batch may hold the event loop at a time."""
 _MAX_DEADLINE_S = 30.0
-"""The most an item may ask for: enough for three attempts of a remote service, and for hostile items too short to hold
-the workers for long."""
+"""Maximum seconds that an item may ask for: enough for three attempts of a remote service, and too short for hostile
+items to hold the workers for long."""
 _SHARE_FOR_ITEM = 0.9
-"""Of the time that a caller still waits; the rest is for the answer's way back."""
+"""Share of the caller's remaining time; the rest is for returning the answer."""
 _LEAST_S = 0.01
-"""What a check of the format is given where the rest of the item took all of its time."""
+"""Seconds for a check of the format if the rest of the item took all of its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Scored:
     finding: Finding
     score: float
     elapsed_s: float
-    """Queueing excluded."""
+    """Seconds, without queueing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class Verifier:
         tls: Tls | None = None,
         max_items: int = MAX_ITEMS,
     ) -> None:
-        """Make a verifier; close it.
+        """Create a verifier; close it after use.
 
         Args:
             config: The settings.
             pool: Worker processes.
-            verifiers: The custom verifiers that they have loaded: what, by name.
+            verifiers: The custom verifiers that they have loaded: locations by name.
             tls: Authorities for the remote service.
             max_items: Items in the service at once.
 
@@ -80,7 +80,7 @@ class Verifier:
         self._pool = pool
         self._remote = RemoteVerifier(config.remote, tls) if config.remote.url else None
         self.queue = AdmissionQueue(max_items)
-        """Taken by the items that are in the service."""
+        """Holds a place for each item in the service."""
         self.metrics = Metrics(pool, self.queue)
         self.profiles = make_profiles(config, verifiers)
 
@@ -90,10 +90,10 @@ class Verifier:
             await self._remote.close()
 
     async def verify(self, items: Sequence[Item], *, within_s: float | None = None) -> list[Scored]:
-        """Verify `items`; the verdicts come in their order. Cancelling it kills the workers that are at it.
+        """Verify `items` and return their verdicts in order. Cancelling it kills the workers in use.
 
         Args:
-            items: What to verify.
+            items: The items to verify.
             within_s: How long the caller waits; no item's deadline is longer.
 
         Raises:
@@ -105,7 +105,7 @@ class Verifier:
             return await self._verify(plans)
 
     async def verify_when_free(self, items: Sequence[Item], *, within_s: float | None = None) -> list[Scored]:
-        """As `verify`, for callers that cannot come back later: while the queue is full, it waits.
+        """Verify like `verify`, for callers that cannot come back later: wait while the queue is full.
 
         Raises:
             InvalidRequestError: a profile is unknown, a deadline is invalid, or there are too many items.
@@ -140,14 +140,14 @@ class Verifier:
         return [verdict.result() if isinstance(verdict, asyncio.Task) else verdict for verdict in verdicts]
 
     def _score_at_once(self, plan: _Plan, decision: Decision, spent_s: float) -> Scored | None:
-        """The verdict, if nobody else need be asked."""
+        """Return the verdict if no worker or service need be asked, else None."""
         if not isinstance(decision, Finding):
             return None
         has_format = plan.profile.scoring.check_format(decision, plan.item.response)
         return self._score(plan, decision, spent_s, has_format=has_format) if isinstance(has_format, bool) else None
 
     async def _resolve(self, plan: _Plan, decision: Decision, spent_s: float) -> Scored:
-        """The verdict, once a worker or the remote service was asked what is left to ask."""
+        """Return the verdict, after asking a worker or the remote service any open questions."""
         verified_s = 0.0
         if isinstance(decision, Undecided):
             finding, verified_s = await self._ask(plan, decision)
@@ -198,6 +198,6 @@ class Verifier:
 def _decide(plan: _Plan) -> Decision:
     try:
         return plan.profile.decide(plan.item)
-    except Exception:  # a profile's fault is its item's status, and the rest of the batch goes on
+    except Exception:  # a profile's fault becomes its item's status, and the rest of the batch continues
         log.exception("profile.crashed", profile=plan.profile.name)
         return Finding(status=Status.FAILED)

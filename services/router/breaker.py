@@ -4,8 +4,8 @@
                                    ^                                  |
                                    +------ failure: pause doubles ----+
 
-Invariant: a replica whose breaker is not CLOSED gets one call at a time, the probe; a probe that has reported nothing
-for the length of the pause is no longer waited for.
+Invariant: a replica whose breaker is not CLOSED gets one call at a time, the probe. A probe without a report for the
+length of the pause is abandoned.
 """
 
 import enum
@@ -23,7 +23,7 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """Whether one replica gets calls. `begin` each call and end it with `succeed`, `fail` or `abandon`."""
+    """Decides whether one replica gets calls. `begin` each call and end it with `succeed`, `fail` or `abandon`."""
 
     __slots__ = ("_num_failures", "_open_s", "_open_until", "_tuning", "state")
 
@@ -41,11 +41,11 @@ class Breaker:
         return -math.inf if self.state is BreakerState.CLOSED else self._open_until
 
     def allows(self, now: float) -> bool:
-        """Whether a call may begin."""
+        """Return whether a call may begin."""
         return now >= self.blocked_until
 
     def begin(self, now: float) -> bool:
-        """Begin a call that is allowed; return whether it is a probe."""
+        """Begin an allowed call; return whether it is a probe."""
         if self.state is BreakerState.CLOSED:
             return False
         self.state = BreakerState.HALF_OPEN
@@ -53,14 +53,14 @@ class Breaker:
         return True
 
     def succeed(self, *, probe: bool) -> None:
-        """The call got an answer, or the first part of one."""
+        """Note that the call got an answer, or the first part of one."""
         if probe or self.state is BreakerState.CLOSED:  # calls from before the failure say nothing about the present
             self.state = BreakerState.CLOSED
             self._num_failures = 0
             self._open_s = self._tuning.open_s
 
     def fail(self, now: float, *, probe: bool, unreachable: bool = False) -> None:
-        """The replica broke the call off, or could not be reached."""
+        """Note that the replica broke the call off, or could not be reached."""
         if self.state is BreakerState.CLOSED:
             self._num_failures += 1
             if not unreachable and self._num_failures < self._tuning.failures:
@@ -73,7 +73,7 @@ class Breaker:
         self._open_until = now + self._open_s
 
     def abandon(self, *, probe: bool) -> None:
-        """The call ended without a verdict on the replica, as when its caller left: the next call probes."""
+        """Note that the call ended without a verdict on the replica, as when its caller left: the next call probes."""
         if probe and self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.OPEN
             self._open_until = -math.inf

@@ -1,4 +1,4 @@
-"""A channel to one replica, for calls whose bytes the router passes on unread."""
+"""A channel to one replica, for calls whose bytes the router passes on without parsing."""
 
 import grpc.aio
 
@@ -16,7 +16,7 @@ class ReplicaConnection:
         """Prepare the channel; it connects when first used, with the tokens and TLS of `security`."""
         self.address = address
         self.name = f"replica {replica_id} at {address}"
-        """How messages call it."""
+        """The replica's name in messages."""
         self.channel = connect(address, security)
         self._unary = self.channel.unary_unary(_GENERATE, None, None)  # bytes to bytes
         self._stream = self.channel.unary_stream(_GENERATE_STREAM, None, None)
@@ -30,5 +30,5 @@ class ReplicaConnection:
         return self._stream(request, timeout=timeout_s)
 
     async def close(self) -> None:
-        """Close the channel; calls that run are cancelled."""
+        """Close the channel; running calls are cancelled."""
         await self.channel.close(None)

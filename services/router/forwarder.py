@@ -1,7 +1,7 @@
-"""Forwards calls to the replicas of a pool, whichever frontend they came to.
+"""Forwards calls to the replicas of a pool, from any frontend.
 
-Unary calls and streams both run as streams on the engine, so that a replica that dies costs a call only the tokens that
-it had not delivered. Invariant: the caller sees one answer, as of one engine.
+Unary calls and streams both run as streams on the engine, so that a replica that dies costs a call only its undelivered
+tokens. Invariant: the caller sees one answer, as if from one engine.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class RequestForwarder:
 
     @property
     def context_length(self) -> int | None:
-        """Most tokens of prompt and answer together that a replica takes; None: the leases do not say."""
+        """Maximum tokens of prompt and answer together that a replica takes; None: the leases do not say."""
         largest = self._slots.view.largest()
         return None if largest == UNBOUNDED else largest
 
@@ -44,17 +44,17 @@ class RequestForwarder:
         wait_s: float = 0.0,
         restore_images: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the chunks of the answer, from one replica after another until it is whole. Leaving early aborts the
+        """Yield the chunks of the answer, from one replica after another until it is complete. Leaving early aborts the
         request in the engine.
 
         Args:
             stream: The call.
             timeout_s: Its deadline.
-            wait_s: How long it may wait while no replica can take it, if longer than `router.wait_for_replica_s`.
-            restore_images: Stores the images that the call names, for the case that an engine misses one.
+            wait_s: Seconds that it may wait while no replica can take it, if more than `router.wait_for_replica_s`.
+            restore_images: Stores the call's images, in case an engine misses one.
 
         Raises:
-            MissingImageError: an image is not stored, also after it was restored.
+            MissingImageError: an image is not stored, even after it was restored.
             InvalidRequestError: the request is invalid; raised by the call itself, the following by the iteration.
             PoisonError: too many replicas failed.
             PenstockError: no replica could answer it to the end.
@@ -74,7 +74,7 @@ class RequestForwarder:
 async def _restoring(
     run: Callable[[], AsyncGenerator[bytes, None]], stream: ResumableStream, restore: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[bytes, None]:
-    """What `run` yields. An image that an engine misses is restored, once for each token that the stream got on."""
+    """Yield the chunks of `run`. Restore an image that an engine misses, once without new tokens in between."""
     restored_at: int | None = None
     while True:
         try:

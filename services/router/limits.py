@@ -1,7 +1,7 @@
-"""How many calls a replica gets at once. Pure: it sees only what the replica reports.
+"""Limits how many calls a replica gets at once. Pure: it sees only the replica's reports.
 
-Additive increase, multiplicative decrease: several routers that each do this share a replica fairly without talking to
-each other. Invariant: 1 <= max_in_flight <= max(1, max_running * factor).
+Additive increase, multiplicative decrease: several routers that each do this share a replica fairly without
+communication. Invariant: 1 <= max_in_flight <= max(1, max_running * factor).
 """
 
 from services.router.tuning import LimitTuning
@@ -27,13 +27,13 @@ class Limit:
             self._was_used = True
 
     def reject(self) -> None:
-        """The replica rejected a call as one too many, whatever its lease says; the next report does not raise the
-        limit."""
+        """Shrink the limit because the replica rejected a call as one too many, whatever its lease says; the next
+        report does not raise the limit."""
         self._was_rejected = True
         self._set(self._value * self._tuning.decrease)
 
     def report(self, *, max_running: int, num_queued: int, kv_use: float) -> None:
-        """Adapt to the replica's lease; to be called once per lease interval."""
+        """Adapt to the replica's lease; call it once per lease interval."""
         tuning, may_grow = self._tuning, self._was_used and not self._was_rejected
         self._was_used = self._was_rejected = False
         if max_running >= 1 and max_running != self._max_running:

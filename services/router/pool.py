@@ -1,4 +1,4 @@
-"""The replicas that hold a lease, the published policy version, and the held-out replicas, as the bus says.
+"""The replicas that hold a lease, the published policy version, and the held-out replicas, read from the bus.
 
 Invariant: a replica is listed exactly while its lease lives.
 """
@@ -21,21 +21,21 @@ from penstock.v1 import common_pb2, trainer_pb2
 log = structlog.get_logger()
 
 _REFRESH_S = 0.2
-"""Listeners are called at least this often: leases end, and circuit breakers open, without an event."""
+"""Maximum seconds between calls of the listeners: leases end, and circuit breakers open, without an event."""
 _REFRESH_SHARE = 0.05
-"""Of the router's time. A look at all leases takes a millisecond for each 500, and 500 are renewed 300 times a
-second."""
+"""Share of the router's time for refreshing. A look at all leases takes a millisecond for each 500, and 500 are renewed
+300 times a second."""
 
 
 class Pool:
-    """What the router knows of the run; it follows the buckets `replicas` and `policy`."""
+    """The router's knowledge of the run, from the buckets `replicas` and `policy`."""
 
     def __init__(self, replicas: Watch, policy: Watch, held_out: Watch) -> None:
         """Use `open_pool`."""
         self.leases: Mapping[str, common_pb2.Replica] = {}
-        """The replicas by id. An entry is replaced when its lease says something new."""
+        """The replicas by id. A changed lease replaces its entry."""
         self.published_version = 0
-        """The policy version published last; 0 before the first."""
+        """The most recently published policy version; 0 before the first."""
         self.min_version = 0
         """Oldest policy version within the staleness bound."""
         self.held_out = trainer_pb2.HeldOutReplicas()
@@ -43,7 +43,7 @@ class Pool:
         self.on_change: Callable[[], None] = lambda: None
         """Called when something may have changed, and every `_REFRESH_S`."""
         self.on_lease_interval: Callable[[], None] = lambda: None
-        """Called as often as leases are renewed."""
+        """Called once per lease renewal interval."""
         self._replicas = replicas
         self._policy = policy
         self._held_out = held_out
@@ -68,7 +68,7 @@ class Pool:
         self.on_change()
 
     def read_held_out(self) -> None:
-        """Read which replicas are held out of pushes."""
+        """Read the held-out replicas."""
         value = self._held_out.values.get(HELD_OUT_KEY)
         if value is None:
             return
@@ -80,7 +80,7 @@ class Pool:
         self.on_change()
 
     async def follow_replicas(self) -> None:
-        """Call `refresh` for ever, once for all changes that came since the last time."""
+        """Call `refresh` forever, once for all changes since the last time."""
         duty = DutyCycle(share=_REFRESH_SHARE, max_rest_s=_REFRESH_S)
         while True:
             await self._replicas.changed(_REFRESH_S)
@@ -89,19 +89,19 @@ class Pool:
             await duty.rest()
 
     async def follow_policy(self) -> None:
-        """Call `read_versions` for ever."""
+        """Call `read_versions` forever."""
         while True:
             if await self._policy.changed(_REFRESH_S):
                 self.read_versions()
 
     async def follow_held_out(self) -> None:
-        """Call `read_held_out` for ever."""
+        """Call `read_held_out` forever."""
         while True:
             if await self._held_out.changed(_REFRESH_S):
                 self.read_held_out()
 
     async def follow_interval(self, interval_s: float) -> None:
-        """Call `on_lease_interval` for ever."""
+        """Call `on_lease_interval` forever."""
         while True:
             await asyncio.sleep(interval_s)
             self.on_lease_interval()
@@ -111,8 +111,8 @@ class Pool:
 async def open_pool(bus: Bus) -> AsyncIterator[Pool]:
     """Follow the run's replicas during the context; on entry all present ones are known.
 
-    If following fails, the context is cancelled and the error is raised in its place: the router would otherwise go on
-    with the replicas of that moment for ever.
+    If following fails, the context is cancelled and the error is raised in its place: otherwise the router would keep
+    its last list of replicas forever.
     """
     ttl_s = bus.config.lease_ttl_s
     replicas, policy = await bus.bucket("replicas", ttl_s=ttl_s), await bus.bucket(POLICY_BUCKET)
@@ -131,7 +131,7 @@ async def open_pool(bus: Bus) -> AsyncIterator[Pool]:
                     tasks.create_task(pool.follow_replicas()),
                     tasks.create_task(pool.follow_policy()),
                     tasks.create_task(pool.follow_held_out()),
-                    tasks.create_task(pool.follow_interval(ttl_s / 3)),  # leases are renewed as often
+                    tasks.create_task(pool.follow_interval(ttl_s / 3)),  # leases are renewed at this interval
                 ]
                 try:
                     yield pool

@@ -14,10 +14,11 @@ from services.router.limits import Limit
 from services.router.tuning import Tuning
 
 REJECT_PAUSE_S = 0.25
-"""A replica that rejected a call is offered none for this long; it is asked four times a second whether it is ready."""
+"""Seconds without calls for a replica that rejected one; it is asked four times a second whether it is ready."""
 _MAX_REJECT_PAUSE_S = 2.0
-"""While it rejects every call for another reason than load, as when it cannot reach the image store, each pause is
-twice as long as the last, up to this: what a call may wait longer than it must when the replica is ready again."""
+"""Maximum pause in seconds. While a replica rejects every call for reasons other than load, such as an unreachable
+image store, each pause doubles up to this; a call waits at most this much longer than needed once the replica is ready
+again."""
 
 _REJECT_PAUSES = Backoff(REJECT_PAUSE_S, _MAX_REJECT_PAUSE_S)
 
@@ -30,7 +31,7 @@ _REASON_OF_STATE = {
 
 
 class ReplicaSlots:
-    """What the slot pool keeps of one replica. The pool and its slots mutate it; everybody else reads `status`."""
+    """The slot pool's record of one replica. The pool and its slots mutate it; all others read `status`."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class ReplicaSlots:
         self.is_gone = False
         """Whether its lease has ended; calls may still run."""
         self.num_rejections = 0
-        """Calls that it rejected since its last whole answer."""
+        """Calls that it rejected since its last complete answer."""
         self.partners = Partners()
         self._publish = publish
         self._limit = Limit(tuning.limit, lease.max_running)
@@ -81,19 +82,19 @@ class ReplicaSlots:
     def update(self, lease: common_pb2.Replica) -> None:
         """Take a new lease."""
         if (lease.state, lease.policy_version) != (self.lease.state, self.lease.policy_version):
-            self._num_pauses, self._rejecting_until = 0, 0.0  # why it rejected calls may be over
+            self._num_pauses, self._rejecting_until = 0, 0.0  # the reason for its rejections may be gone
         self.lease = lease
         self._num_elsewhere = max(0, lease.num_running + lease.num_queued - self._num_in_flight)
         self._refresh()
 
     def hold_out(self, is_held_out: bool) -> None:
-        """Take whether it is held out of pushes."""
+        """Set whether it is held out of pushes."""
         if is_held_out != self._is_held_out:
             self._is_held_out = is_held_out
             self._refresh()
 
     def pair(self, partners: Partners) -> bool:
-        """Take its partners; return whether it lacks them for a new reason."""
+        """Set its partners; return whether it lacks them for a new reason."""
         if partners == self.partners:
             return False
         is_new = partners.lack is not None and partners.lack is not self.partners.lack
@@ -102,9 +103,9 @@ class ReplicaSlots:
         return is_new
 
     def adapt_limit(self) -> None:
-        """Let the limit follow the lease; once per lease interval.
+        """Adapt the limit to the lease; once per lease interval.
 
-        During a push all calls are queued, and just after it the lease may still say so: that is not load.
+        During a push all calls are queued, and just after it the lease may still report that: it is not load.
         """
         is_settled, was_settled = self.status.is_settled, self._was_settled
         self._was_settled = is_settled
@@ -127,12 +128,12 @@ class ReplicaSlots:
         self._refresh()
 
     def succeed(self, *, probe: bool) -> None:
-        """The call got an answer, or the first part of one."""
+        """Note that the call got an answer, or the first part of one."""
         self._breaker.succeed(probe=probe)
         self._refresh()
 
     def reject(self, now: float, *, is_overload: bool) -> None:
-        """The replica rejected the call, which is no failure."""
+        """Note that the replica rejected the call, which is not a failure."""
         self.num_rejections += 1
         if self._rejecting_until <= now:  # once for all calls that it rejects at the same moment
             if is_overload:
@@ -142,16 +143,16 @@ class ReplicaSlots:
         self._refresh()
 
     def complete(self) -> None:
-        """An answer is whole, so the replica no longer rejects calls."""
+        """Note a complete answer: the replica no longer rejects calls."""
         self.num_rejections = self._num_pauses = 0
 
     def fail(self, now: float, *, probe: bool, unreachable: bool) -> None:
-        """The replica broke the call off, or could not be reached."""
+        """Note that the replica broke the call off, or could not be reached."""
         self._breaker.fail(now, probe=probe, unreachable=unreachable)
         self._refresh()
 
     def abandon(self, *, probe: bool) -> None:
-        """The call ended without a verdict on the replica."""
+        """Note that the call ended without a verdict on the replica."""
         self._breaker.abandon(probe=probe)
         self._refresh()
 
@@ -177,13 +178,13 @@ class ReplicaSlots:
 
 
 def _find_lease_reason(lease: common_pb2.Replica) -> UnroutableReason | None:
-    """What the lease says against the replica, versions and partners aside."""
+    """Return the lease's reason against the replica, apart from versions and partners."""
     reason = _REASON_OF_STATE.get(lease.state)
     if lease.role in PD_ROLES:
         if not lease.HasField("disaggregation"):
             return reason or UnroutableReason.ROLE
         if lease.state == common_pb2.REPLICA_STATE_UPDATING:
-            # It would take no call before the end of the push, and then have another version than its partner.
+            # It would take no call before the end of the push, and then have a version different from its partner's.
             return UnroutableReason.UPDATING
     elif lease.role != common_pb2.REPLICA_ROLE_UNIFIED:
         return reason or UnroutableReason.ROLE

@@ -1,8 +1,8 @@
-"""The answer to one call while it streams, from one replica after another if need be. Pure.
+"""The answer to one call while it streams, from several replicas in turn if needed. Pure.
 
-While no replica fails, requests and chunks stay the bytes that came: serialized messages of one type, concatenated, are
-the serialized message with their lists joined, and that is parsed once, at the end. Invariant: the request is kept
-once; what an attempt sends is made when it is sent.
+While no replica fails, requests and chunks stay the received bytes: concatenated serialized messages of one type are
+the serialized message with their lists joined, which is parsed once, at the end. Invariant: the request is kept once;
+each attempt's request is made when it is sent.
 """
 
 from google.protobuf.message import DecodeError
@@ -14,7 +14,7 @@ from services.router.balancing import Query, hash_blocks
 
 
 def read_query(raw: bytes, *, with_blocks: bool) -> Query:
-    """What the serialized GenerateRequest wants. Nothing else of it is kept, because images are large.
+    """Read the needs of the serialized GenerateRequest. Nothing else of it is kept, because images are large.
 
     Raises:
         InvalidRequestError: it is not a GenerateRequest, asks for no tokens, or is one part of a PD pair's call.
@@ -23,7 +23,7 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
         request = generate_pb2.GenerateRequest.FromString(raw)
     except DecodeError:
         raise InvalidRequestError(f"{len(raw)} bytes are not a GenerateRequest") from None
-    if request.sampling.max_new_tokens < 1:  # the rest of a turn is counted by it
+    if request.sampling.max_new_tokens < 1:  # the rest of a turn is counted against it
         raise InvalidRequestError(f"sampling.max_new_tokens = {request.sampling.max_new_tokens} must be at least 1")
     if request.HasField("bootstrap"):
         raise InvalidRequestError("bootstrap is set by routers; leave it out of calls to a router")
@@ -44,7 +44,7 @@ class ResumableStream:
     """One call (`penstock.clients.turn.TurnProgress` over bytes)."""
 
     def __init__(self, *parts: bytes, chunk_tokens: int = 0) -> None:
-        """Begin the call of the serialized GenerateRequest whose `parts` these are; calls may share parts.
+        """Begin the call of the serialized GenerateRequest made of `parts`; calls may share parts.
 
         `chunk_tokens` above 0 overrides the request's own.
         """
@@ -64,14 +64,14 @@ class ResumableStream:
         return 0 if self._turn is None else self._turn.num_tokens
 
     def read_query(self, *, with_blocks: bool) -> Query:
-        """What the call wants; see `read_query`."""
+        """Read the call's needs; see the function `read_query`."""
         return read_query(self._raw(), with_blocks=with_blocks)
 
     def make_request(self, bootstrap: generate_pb2.Bootstrap | None) -> bytes:
-        """The serialized request of the next attempt.
+        """Return the serialized request of the next attempt.
 
         Raises:
-            PenstockError: another replica cannot continue what was delivered.
+            PenstockError: another replica cannot continue the delivered tokens.
         """
         if self._turn is not None:
             self._turn.require_continuable()
@@ -80,12 +80,12 @@ class ResumableStream:
         return raw + added.SerializeToString()  # no copy if nothing is added
 
     def is_last(self, chunk: bytes) -> bool:
-        """Whether nothing follows this serialized GenerateChunk."""
+        """Return whether this serialized GenerateChunk is the last."""
         reason = generate_pb2.GenerateChunk.FromString(chunk).finish_reason
         return bool(reason != generate_pb2.FINISH_REASON_UNSPECIFIED)
 
     def take(self, chunk: bytes) -> bytes:
-        """Take a chunk that the attempt delivered; return it as the caller should see it.
+        """Take an attempt's chunk; return it as the caller should see it.
 
         Raises:
             PenstockError: the chunk breaks the contract of GenerateStream. In the first attempt `end_attempt` raises.
@@ -96,10 +96,10 @@ class ResumableStream:
         return self._turn.take(generate_pb2.GenerateChunk.FromString(chunk)).SerializeToString()
 
     def end_attempt(self) -> bool:
-        """The attempt has ended, well or not; return whether the answer is whole.
+        """End the attempt, successful or not; return whether the answer is complete.
 
         Raises:
-            PenstockError: what the replica sent breaks the contract of GenerateStream.
+            PenstockError: the replica's chunks break the contract of GenerateStream.
         """
         if self._turn is None:
             self._turn = ResumableTurn(generate_pb2.GenerateRequest.FromString(self._raw()))
@@ -107,11 +107,11 @@ class ResumableStream:
             if chunks:
                 self._turn.add(generate_pb2.GenerateChunk.FromString(chunks))
             if not self._turn.is_finished:
-                self._turn.remaining()  # stands for the attempt that has ended, so that the next gets an id of its own
+                self._turn.remaining()  # stands for the finished attempt, so that the next gets its own id
         return self._turn.is_finished
 
     def response(self) -> bytes:
-        """The whole turn as a serialized GenerateResponse; only after `end_attempt` returned true."""
+        """Return the whole turn as a serialized GenerateResponse; only after `end_attempt` returned true."""
         assert self._turn is not None
         return self._turn.response().SerializeToString()
 

@@ -1,4 +1,4 @@
-"""Slots that clients hold by themselves, to call a replica without the router in between.
+"""Slots that clients hold themselves, to call a replica without the router in between.
 
 Invariant: each ends exactly once, by its release or by its time.
 """
@@ -26,7 +26,7 @@ class Routes:
     """The slots that clients hold."""
 
     def __init__(self) -> None:
-        """Hold none."""
+        """Start without slots."""
         self._slots: dict[str, tuple[Slot, asyncio.TimerHandle]] = {}
 
     def open(self, slot: Slot, *, ttl_s: float) -> str:
@@ -43,7 +43,7 @@ class Routes:
 
         Args:
             route_id: The route's id.
-            outcome: What became of the call.
+            outcome: The result of the call.
         """
         slot = self._end(route_id)
         if slot is None:

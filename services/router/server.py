@@ -1,6 +1,6 @@
 """The router's server: start, services, stop.
 
-It keeps nothing that another router would need: several can serve one pool and share nothing but NATS.
+It keeps no state that another router would need: several can serve one pool and share nothing but NATS.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ async def routing(
 
     Args:
         config: Its settings.
-        bus: The run.
+        bus: The run's bus.
         host: Address to listen on, for gRPC and HTTP.
         grace_s: Seconds that running calls get at the end.
-        backend: What the OpenAI-compatible frontend serves; None: there is none.
+        backend: The policy served by the OpenAI-compatible frontend; None: no such frontend.
         tuning: Constants.
-        security: Who may call, and what calls to replicas carry; None: by the environment.
+        security: Credentials of callers and for calls to replicas; None: by the environment.
     """
     security = security or Security.from_environment()
     async with (
@@ -82,7 +82,7 @@ async def routing(
 async def serve(settings: RouterSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
     """Run a router until `stop`.
 
-    Meant for a process of its own: transformers is kept from importing torch.
+    Needs its own process, because it keeps transformers from importing torch.
 
     Raises:
         ConfigError: router.http_port is set, and there is no model, or its folder has no usable tokenizer.
@@ -125,7 +125,7 @@ def _load_backend(settings: RouterSettings) -> "ChatBackend":
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let garbage collection see fewer objects and run less often: thousands of calls in flight are many objects, and
+    """Make garbage collection see fewer objects and run less often: thousands of calls in flight are many objects, and
     each full collection pauses all of them."""
     thresholds = gc.get_threshold()
     gc.collect()

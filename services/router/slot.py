@@ -22,14 +22,14 @@ from services.router.connection import ReplicaConnection
 from services.router.replica_slots import ReplicaSlots
 
 _LEASE_DELAY_S = 1.0
-"""How long news of a replica's lease may take to arrive, on a machine that is busy."""
+"""Seconds that news of a replica's lease may take to arrive on a busy machine."""
 _LEASE_POLL_S = 0.02
 
 
 class Slot:
-    """A slot on one replica; on a decode replica it comes with the slot on its prefill replica.
+    """A slot on one replica; on a decode replica it includes the slot on its prefill replica.
 
-    It is what attempts run in (`penstock.clients.turn.AttemptSlot`).
+    Attempts run in it (`penstock.clients.turn.AttemptSlot`).
     """
 
     __slots__ = (
@@ -64,7 +64,7 @@ class Slot:
         self.bootstrap = bootstrap
         """How the peers of the pair find each other."""
         self.culprit = self
-        """Whose failure it is if the call fails: this slot, or `prefill`."""
+        """The slot at fault if the call fails: this one, or `prefill`."""
         self._replica = replica
         self._on_release = on_release
         self._clock = clock
@@ -81,7 +81,7 @@ class Slot:
 
     @property
     def is_first_rejection(self) -> bool:
-        """Whether the replica had rejected no call since its last whole answer before this one."""
+        """Whether this is the replica's first rejection since its last complete answer."""
         return self._replica.num_rejections == 1
 
     @property
@@ -96,29 +96,29 @@ class Slot:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of prompt and response together; 0: the leases do not say."""
+        """Maximum tokens of prompt and response together; 0: the leases do not say."""
         own = self._replica.lease.max_tokens
         other = 0 if self.prefill is None else self.prefill.max_tokens
         return min(own, other) if own and other else own or other
 
     def begin_answer(self) -> None:
-        """The first chunk came. A probe has succeeded then; the last chunk may take minutes."""
+        """Note the first chunk. A probe has then succeeded; the last chunk may take minutes."""
         if self._is_probe:
             self._is_probe = False
             self._replica.succeed(probe=True)
 
     def hand_over(self) -> None:
-        """The prefill replica is done: settle and release its slot."""
+        """Settle and release the slot of the prefill replica, which is done."""
         assert self.prefill is not None
         self.prefill.settle(None)
         self.prefill.release()
 
     def succeed(self) -> None:
-        """The call's answer is whole."""
+        """Note that the call's answer is complete."""
         self.settle(None)
 
     async def fail(self, error: PenstockError, *, is_prefill: bool) -> PenstockError:
-        """The call failed with `error`; settle the culprit. Returns what the call should take the error for."""
+        """Settle the culprit of a call that failed with `error`; return the error that the call should see."""
         if is_prefill and self.prefill is not None:
             self.culprit = self.prefill
         error = await self.judge(error)
@@ -127,30 +127,30 @@ class Slot:
         return error
 
     def settle(self, error: PenstockError | None) -> None:
-        """Note what became of the call; without this, nothing is learnt about the replica."""
+        """Note the outcome of the call; without it, nothing is learnt about the replica."""
         self._is_settled = True
         replica, now = self._replica, self._clock()
         if error is None:
             replica.complete()
         if isinstance(error, UnavailableError) and not isinstance(error, UnreachableError) and self._is_pushed:
             error = NotReadyError(str(error))
-        if isinstance(error, OverloadedError | NotReadyError):  # it is well, and rejected the call
+        if isinstance(error, OverloadedError | NotReadyError):  # it is healthy, but rejected the call
             replica.reject(now, is_overload=isinstance(error, OverloadedError))
         if error is None or isinstance(
             error, OverloadedError | NotReadyError | InvalidRequestError | MissingImageError
         ):
             replica.succeed(probe=self._is_probe)
-        elif isinstance(error, DeadlineError):  # perhaps the caller's impatience
+        elif isinstance(error, DeadlineError):  # perhaps the caller was impatient
             replica.abandon(probe=self._is_probe)
         else:
             replica.fail(now, probe=self._is_probe, unreachable=isinstance(error, UnreachableError))
 
     async def judge(self, error: PenstockError) -> PenstockError:
-        """Whether the call failed by an event that its replica's lease explains: NotReadyError then, else `error`.
+        """Return NotReadyError if an event in the replica's lease explains the failure, else `error`.
 
         A replica that drains, breaks in a push, or is taken for an evaluation, hands its calls over. A push to one peer
         of a PD pair breaks off its calls and thereby its partner's; the lease may report that a moment later. None of
-        this is a failure of the replica, nor of the call. May set `culprit`.
+        this is a failure of the replica or of the call. May set `culprit`.
         """
         if not isinstance(error, UnavailableError) or isinstance(error, UnreachableError):
             return error
@@ -169,7 +169,7 @@ class Slot:
         return NotReadyError(f"{error} (a push broke it off)")
 
     def release(self) -> None:
-        """Free the slot for the next call, and that on the prefill replica; no effect the second time."""
+        """Free the slot for the next call, and the slot on the prefill replica; no effect the second time."""
         if self.prefill is not None:
             self.prefill.release()
         if self._is_released:
@@ -181,7 +181,7 @@ class Slot:
         self._on_release(self._replica)
 
     def split(self) -> "Slot | None":
-        """Part with the slot on the prefill replica, which is then released by itself."""
+        """Give up the slot on the prefill replica, which is then released separately, and return it."""
         prefill, self.prefill = self.prefill, None
         if prefill is not None:
             self.sibling, prefill.sibling = prefill, self
@@ -189,7 +189,7 @@ class Slot:
 
     @property
     def _is_pushed(self) -> bool:
-        """Whether the replica, a peer of a pair, takes a push or has taken one since the call began."""
+        """Whether the replica, a peer of a pair, is in a push or has been since the call began."""
         replica = self._replica
         return replica.partners.replica_ids is not None and (
             replica.lease.state == common_pb2.REPLICA_STATE_UPDATING
@@ -198,7 +198,7 @@ class Slot:
 
 
 async def _first_pushed(slots: Sequence[Slot]) -> Slot | None:
-    """The slot whose replica is said to be pushed to, now or within `_LEASE_DELAY_S`; None if that is of none."""
+    """Return the slot whose lease reports a push, now or within `_LEASE_DELAY_S`; None if none does."""
     for _ in range(round(_LEASE_DELAY_S / _LEASE_POLL_S)):
         for slot in slots:
             if slot._is_pushed:

@@ -1,9 +1,9 @@
 """The slots of all replicas, given out first come, first served.
 
 A call holds a slot from the moment its replica is chosen until its attempt ends. On a PD pair it gets both slots at
-once or none, so that no call holds one while it waits for the other. While there is no slot, calls wait in queues
-bounded in calls and in bytes. Invariant: a slot that becomes free goes to one call that can use it, and wakes no other:
-to the one that has waited longest among those that wait for this replica, or else among all.
+once or none, so that no call holds one while it waits for the other. Without a free slot, calls wait in queues bounded
+in calls and in bytes. Invariant: a freed slot goes to one call that can use it, and wakes no other: the call that has
+waited longest for this replica, or else the longest of all.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ from services.router.wait_queue import Ticket, Waiter, WaitQueue
 log = structlog.get_logger()
 
 _RECHECK_S = 5.0
-"""How often a waiting call checks whether there is still something to wait for."""
+"""Seconds between checks of a waiting call whether waiting still makes sense."""
 _RECHECK_SOON_S = 1.0
 """The same for a call that has used up most of `wait_for_replica_s`."""
 _TIME_TO_ANSWER_S = 0.2
-"""Waiting ends this long before the caller's deadline, so that the caller still hears why."""
+"""Seconds before the caller's deadline at which waiting ends, so that the caller still receives the reason."""
 
 
 class SlotPool:
@@ -70,14 +70,14 @@ class SlotPool:
             config: How to balance, and how long to wait.
             pool: The replicas.
             tuning: Constants.
-            security: What calls to replicas carry.
+            security: Credentials for calls to replicas.
             clock: Seconds; monotonic.
         """
         self.balancer: Balancer = make_balancer(config.balancing, tuning)
         self.num_waiting = 0
         """Calls in the wait queues."""
         self.num_waiting_bytes = 0
-        """Memory that their requests take."""
+        """Memory of their requests."""
         self._config = config
         self._pool = pool
         self._tuning = tuning
@@ -91,9 +91,9 @@ class SlotPool:
         self._closing: set[asyncio.Task[None]] = set()
         self._orders = itertools.count(1)
         self._queues: dict[Need, WaitQueue[Slot]] = {}
-        """By need: no call waits behind one with other needs. None is empty."""
+        """Queues by need, so that no call waits behind one with other needs. None is empty."""
         self._sizes: list[int] = []
-        """The pool's sizes, by which needs are told apart."""
+        """The pool's sizes, which distinguish needs."""
         pool.on_change = self._follow
         pool.on_lease_interval = self._adapt_limits
         self._follow()
@@ -106,15 +106,15 @@ class SlotPool:
         await asyncio.gather(*self._closing)
 
     async def take(self, ticket: Ticket) -> Slot:
-        """A slot, after waiting for one if need be.
+        """Return a slot, after waiting for one if needed.
 
         Raises:
             OverloadedError: the wait queue is full, or all replicas were full or rejected the call for as long as it
-                waited. A call that has had a slot may always wait: otherwise the tokens it already has would be lost.
-            UnavailableError: for `wait_for_replica_s`, or the ticket's own time, no replica could take the call, or up
-                to the deadline of a patient one.
+                waited. A call that has had a slot may always wait: otherwise its tokens would be lost.
+            UnavailableError: no replica could take the call for `wait_for_replica_s`, or for the ticket's own time; for
+                a patient call, until its deadline.
             PromptTooLongError: no replica is large enough for it.
-            InvalidRequestError: it is an evaluation's, and that has ended.
+            InvalidRequestError: its evaluation has ended.
         """
         self._require_evaluation(ticket.query)
         slot = self._take_now(ticket.query)
@@ -125,11 +125,11 @@ class SlotPool:
         return slot or await self._wait(ticket)
 
     def is_too_long(self, query: Query) -> bool:
-        """Whether no present replica is large enough for the call."""
+        """Return whether no present replica is large enough for the call."""
         return query.num_tokens > self.view.largest()
 
     def _follow(self) -> None:
-        """Bring the replicas in line with their leases, and serve the queues."""
+        """Synchronise the replicas with their leases, and serve the queues."""
         leases = self._pool.leases
         for replica_id in self.replicas.keys() - leases.keys():
             self._remove(replica_id)
@@ -195,7 +195,7 @@ class SlotPool:
             self._serve_queues("" if is_paired else replica.replica_id)
 
     def _require_evaluation(self, query: Query) -> None:
-        """A call of an evaluation that has ended, perhaps with its trainer, would wait for a version in vain."""
+        """Refuse a call of an evaluation that has ended, perhaps with its trainer: its version will not come back."""
         exact, pool = query.exact_version, self._pool
         if 0 < exact < pool.published_version and exact != pool.held_out.policy_version:
             raise InvalidRequestError(
@@ -204,7 +204,7 @@ class SlotPool:
             )
 
     def _require_size(self, query: Query) -> None:
-        """A call that has been with a replica may wait for another as large; a new one would wait in vain."""
+        """Refuse a new call that is too large. A call that has been with a replica may wait for another as large."""
         if self.is_too_long(query) and not query.excluded:
             raise PromptTooLongError(
                 f"a prompt of {query.num_tokens - 1} ids is too long: the largest replica takes {self.view.largest()} "
@@ -226,7 +226,7 @@ class SlotPool:
             )
 
     def _take_now(self, query: Query) -> Slot | None:
-        """A slot, if there is one and nobody waits for it."""
+        """Return a free slot; None if there is none, or if calls already wait for it."""
         self._bind(query)
         must_wait = self._measure(query)
         return None if must_wait or query.need in self._queues else self._choose(query)
@@ -238,7 +238,7 @@ class SlotPool:
         return is_full
 
     def _bind(self, query: Query) -> None:
-        """Bind the query to the versions of this moment: an evaluation's own, or those inside the staleness bound."""
+        """Bind the query to the current versions: an evaluation's own, or those inside the staleness bound."""
         if query.exact_version:
             query.min_version = query.exact_version
             query.wants_held_out = self._pool.held_out.policy_version > 0
@@ -261,10 +261,10 @@ class SlotPool:
         return Slot(decode, self._on_release, self._clock, prefill=prefill, bootstrap=_bootstrap(replica.lease))
 
     def _serve_queues(self, freed: str = "") -> None:
-        """Give free slots to waiting calls; of each queue only the head is looked at.
+        """Give free slots to waiting calls; only the head of each queue is considered.
 
         Calls whose session or group has begun come first: they wait for one replica, and a new group would only take
-        what theirs needs. Among the others the oldest is first. What is left goes to those that wait for another one.
+        their slots. Among the others the oldest is first. Remaining slots go to calls that wait for another replica.
 
         Args:
             freed: Only this replica has a new free slot; empty: any may.
@@ -281,7 +281,7 @@ class SlotPool:
     def _serve_elsewhere(self) -> None:
         """Let the call that has waited longest for its own replica go elsewhere, and then the rest of its group.
 
-        For when a free slot is left over: calls do not wait beside one.
+        Used when a free slot is left over, because calls do not wait beside one.
         """
         begun = [need for need in self._queues if need[-1]]
         need = min(begun, key=lambda need: self._queues[need].head().ticket.order, default=None)
@@ -289,7 +289,7 @@ class SlotPool:
             pass
 
     def _serve_head(self, need: Need) -> bool:
-        """Give a slot to the head of a queue, if there is one for it; return whether there was."""
+        """Give a slot to the head of a queue if possible; return whether it got one."""
         now, queue = self._clock(), self._queues[need]
         query = queue.head().ticket.query
         slot = self._choose(query)
@@ -302,11 +302,11 @@ class SlotPool:
         return True
 
     def _rank(self, need: Need) -> tuple[bool, int, Need]:
-        """What queues are sorted by: those that are served first come first."""
+        """Return the sort key of queues; smaller keys are served first."""
         return not need[-1], self._queues[need].head().ticket.order, need
 
     def _is_starved(self, query: Query, now: float) -> bool:
-        """Whether no replica is merely busy, with calls or a push that will end."""
+        """Return whether no replica is merely busy, with calls or a push that will end."""
         return all(self.view.find_reason(each, query, now) not in TRANSIENT for each in self._statuses.values())
 
     async def _wait(self, ticket: Ticket) -> Slot:
@@ -322,10 +322,10 @@ class SlotPool:
             self.num_waiting_bytes -= ticket.size_bytes
 
     async def _wait_in_queue(self, ticket: Ticket) -> Slot | None:
-        """The slot that the call got, or None when it is time to look again.
+        """Return the call's slot, or None when it must be measured and queued again.
 
         Raises:
-            PenstockError: there is nothing left to wait for.
+            PenstockError: waiting no longer makes sense.
         """
         waiter, need = Waiter[Slot](ticket), ticket.query.need
         queue = self._queues.setdefault(need, WaitQueue())
@@ -351,18 +351,18 @@ class SlotPool:
         return None if waiter.slot.cancelled() else waiter.slot.result()
 
     def _patience_s(self, ticket: Ticket, *, is_starved: bool) -> float:
-        """How long to wait before looking again; 0 or less: no longer."""
+        """Return the seconds to wait before the next check; 0 or less: stop waiting."""
         wait_s = max(self._config.wait_for_replica_s, ticket.wait_s)
         allowed_s = math.inf if ticket.is_patient else wait_s - ticket.waited_s
         if allowed_s > 0 and not is_starved:
-            # Look again often, so that a pool that becomes unusable is noticed before most of the time is over.
+            # Check often, so that a pool that becomes unusable is noticed before most of the time is over.
             allowed_s = min(max(allowed_s, _RECHECK_SOON_S), _RECHECK_S)
         left_s = min(ticket.deadline - self._clock() - _TIME_TO_ANSWER_S, allowed_s)
         return min(left_s, REJECT_PAUSE_S) if ticket.query.excluded else left_s
 
 
 def _bootstrap(prefill: common_pb2.Replica) -> generate_pb2.Bootstrap:
-    """How both peers of a call find each other: in a room of its own."""
+    """Return how both peers of a call find each other, in a room of their own."""
     described = prefill.disaggregation
     return generate_pb2.Bootstrap(
         host=described.bootstrap_host,

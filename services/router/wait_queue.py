@@ -1,6 +1,6 @@
 """Calls that wait for a slot.
 
-Invariant: of the calls with equal needs, the oldest is the first to get a slot.
+Invariant: among calls with equal needs, the oldest gets the first slot.
 """
 
 import asyncio
@@ -16,23 +16,23 @@ SlotT = TypeVar("SlotT")
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Ticket:
-    """A call's position in the wait queue; it keeps it over all its attempts."""
+    """A call's position in the wait queue, kept over all its attempts."""
 
     query: Query
-    """What the call wants."""
+    """The call's needs."""
     deadline: float
     """Time of `time.monotonic()` at which its caller stops waiting."""
     size_bytes: int = 0
-    """Memory that its request takes while it waits."""
+    """Memory of its request while it waits."""
     order: int = 0
     """Its number, ascending; 0 before it first asks."""
     waited_s: float = 0.0
-    """How long it has waited while no replica could have taken it; a replica that gives it tokens resets this."""
+    """Seconds that it has waited while no replica could take it; a replica that gives it tokens resets this."""
     wait_s: float = 0.0
-    """How much of that it may, if more than `router.wait_for_replica_s`."""
+    """Maximum of `waited_s`, if more than `router.wait_for_replica_s`."""
     is_patient: bool = False
-    """Whether it waits to its deadline, however long there is no replica: it may be what breaks them, and the count of
-    those that it broke ends with the call."""
+    """Whether it waits until its deadline even without any replica: the call may be breaking them, and the count of
+    broken replicas ends with it."""
     last_error: PenstockError | None = None
     """The failure of its last attempt."""
 
@@ -46,34 +46,34 @@ class Waiter(Generic[SlotT]):
         """Wait on behalf of `ticket`."""
         self.ticket = ticket
         self.slot: asyncio.Future[SlotT] = asyncio.get_running_loop().create_future()
-        """The slot that it gets; cancelled when it has left or must."""
+        """The slot that it gets; cancelled when it has left or must leave."""
 
     def __lt__(self, other: "Waiter[SlotT]") -> bool:
         return self.ticket.order < other.ticket.order
 
 
 class WaitQueue(Generic[SlotT]):
-    """Waiters with equal needs, the oldest first. Those that left are skipped, and cleared out now and then.
+    """Waiters with equal needs, the oldest first. Those that left are skipped, and cleared out from time to time.
 
-    The queue, not the waiter, accumulates time without a usable replica: at the moment when a single waiter looks, a
-    replica that rejects everybody may be full of the next calls that it will reject.
+    The queue, not the waiter, accumulates time without a usable replica: when a single waiter looks, a replica that
+    rejects every call may be full of the next calls that it will reject.
     """
 
     __slots__ = ("_heap", "_num_left", "checked_at", "is_starved", "starved_s")
 
     def __init__(self) -> None:
-        """Nobody waits."""
+        """Start empty."""
         self._heap: list[Waiter[SlotT]] = []
         self._num_left = 0
         self.starved_s = 0.0
         """Seconds without any usable replica, up to `checked_at`."""
         self.is_starved = False
-        """Whether that was so at `checked_at`."""
+        """Whether there was no usable replica at `checked_at`."""
         self.checked_at = 0.0
         """Time of the last `check`."""
 
     def __len__(self) -> int:
-        """Number of waiters."""
+        """Return the number of waiters."""
         return len(self._heap) - self._num_left
 
     def join(self, waiter: Waiter[SlotT]) -> None:
@@ -81,7 +81,7 @@ class WaitQueue(Generic[SlotT]):
         heapq.heappush(self._heap, waiter)
 
     def head(self) -> Waiter[SlotT]:
-        """The oldest waiter; there must be one."""
+        """Return the oldest waiter; there must be one."""
         while self._heap[0].slot.done():
             heapq.heappop(self._heap)
             self._num_left -= 1
@@ -92,13 +92,13 @@ class WaitQueue(Generic[SlotT]):
         heapq.heappop(self._heap).slot.set_result(slot)
 
     def check(self, now: float, *, is_starved: bool) -> None:
-        """Record whether there is no usable replica now; since the last check nothing had changed."""
+        """Record whether there is no usable replica now; nothing has changed since the last check."""
         if self.is_starved:
             self.starved_s += now - self.checked_at
         self.is_starved, self.checked_at = is_starved, now
 
     def dissolve(self) -> None:
-        """Send all waiters off to queue anew; nobody may join or be served afterwards."""
+        """Send all waiters off to queue again; none may join or be served afterwards."""
         for waiter in self._heap:
             waiter.slot.cancel()
 

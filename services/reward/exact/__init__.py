@@ -1,1 +1,1 @@
-"""What an answer is: found in a response, brought to one spelling, read as a value, compared. Pure, without sympy."""
+"""Finds the answer in a response, normalises its spelling, reads its value, and compares it. Pure, without sympy."""

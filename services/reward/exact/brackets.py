@@ -8,14 +8,14 @@ _SPACES = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])|(?<=[A-Za-z]) (?=[0-9]
 
 
 def squeeze(text: str) -> str:
-    """Without spaces, except where they keep words and numbers apart, and without braces around single characters."""
+    """Remove spaces, except where they separate words and numbers, and braces around single characters."""
     if " " in text:
         text = _SPACES.sub("", text)
     return _LONE.sub(r"\1\2", text) if "{" in text else text
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[tuple[str, str]]:
-    """The parts of `text` between separators outside of brackets, each with the separator before it."""
+    """Return the parts of `text` between separators outside of brackets, each with the separator before it."""
     cuts = list(_outside(text, separator))
     parts: list[tuple[str, str]] = []
     start, sign = 0, ""
@@ -44,7 +44,7 @@ def _rise(text: str, start: int, end: int) -> int:
 
 
 def closes(text: str, start: int = 0) -> int:
-    """Where the bracket that opens at `start` is closed; -1 if it is not."""
+    """Return where the bracket that opens at `start` closes; -1 if it does not."""
     depth = 0
     for position in range(start, len(text)):
         char = text[position]

@@ -1,8 +1,9 @@
-r"""The comparison of two answers: exact values first, then structure; what is left is a question for a worker process.
+r"""Compares two answers: exact values first, then structure; the rest is a question for a worker process.
 
-Pure and bounded: nothing here takes more than milliseconds, whatever the answers hold. An answer to a gold that is a
-number is always decided here, except for a few functions that this grammar lacks. What could cost a worker dearly and
-cannot be right (sums, integrals, limits that the gold answer does not have, towers of powers) is refused here.
+Pure and bounded: nothing here takes more than milliseconds, whatever the answers hold. If the gold is a number, the
+answer is always decided here, except for a few functions that this grammar lacks. Answers that could cost a worker
+dearly and cannot be right (sums, integrals, limits that the gold answer does not have, towers of powers) are refused
+here.
 """
 
 import functools
@@ -34,27 +35,27 @@ _MAX_POWER = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """A gold answer or a response's, read."""
+    """A gold answer or a response's answer, after reading."""
 
     text: str
-    """In one spelling, still LaTeX."""
+    """The normalised spelling, still LaTeX."""
     node: Node
     is_too_large: bool = False
     raw: str = ""
-    """As it was given."""
+    """The text as given."""
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing is left but punctuation and marks."""
+        """Whether only punctuation and marks are left."""
         return _CONTENT.search(self.text.replace("^\\circ", "")) is None
 
     @classmethod
     def of(cls, text: str) -> "Side":
-        """Read `text`. What was read lately is remembered."""
+        """Read `text`. Recent results are cached."""
         return _read(text) if len(text) <= _MAX_REMEMBERED else _read.__wrapped__(text)
 
     def separated(self) -> "Side":
-        """The same with every comma between digits a separator, not part of a number."""
+        """Return the same answer, with every comma between digits as a separator, not part of a number."""
         return _read_text(normalise(self.raw, join_thousands=False), self.raw)
 
 
@@ -72,12 +73,12 @@ def _read_text(text: str, raw: str) -> Side:
         return Side(text=text, node=read(text), raw=raw)
     except NoValueError:
         return Side(text=text, node=Opaque(text=squeeze(text)), raw=raw)
-    except ArithmeticError:  # TooLargeError, or beyond what Decimal holds
+    except ArithmeticError:  # TooLargeError, or beyond Decimal's range
         return Side(text=text, node=Opaque(text=text), is_too_large=True, raw=raw)
 
 
 def compare(gold: Side, answer: Side, rules: Rules) -> Outcome:
-    """Whether the answer has the value of the gold answer."""
+    """Return whether the answer has the value of the gold answer."""
     if gold.is_too_large or answer.is_too_large:
         if "".join(gold.text.split()) == "".join(answer.text.split()):
             return Outcome.RIGHT
@@ -89,7 +90,7 @@ def compare(gold: Side, answer: Side, rules: Rules) -> Outcome:
 
 
 def _compare_large(gold: Side, answer: Side) -> Outcome:
-    """Compare powers that are too large to write out. A sum counts only where the gold answer is one."""
+    """Compare powers that are too large to write out. A sum counts only if the gold answer is one."""
     (our_name, wanted), (name, found) = _read_large(gold.text), _read_large(answer.text)
     if wanted is not None and found is not None and (not our_name or not name or our_name == name):
         if wanted[0] == found[0] and (wanted[1] or not found[1]):
@@ -100,7 +101,7 @@ def _compare_large(gold: Side, answer: Side) -> Outcome:
 
 
 def _read_large(text: str) -> tuple[str, tuple[int, bool] | None]:
-    """The name that is given to a number, and what stands for its value."""
+    """Return the number's name, if it has one, and the stand-in for its value."""
     name, equals, value = text.partition("=")
     is_named = equals != "" and is_name(name.strip())
     try:
@@ -121,13 +122,13 @@ def _compare(gold: Side, answer: Side, rules: Rules) -> Outcome:
 
 
 def is_structural(gold: Side) -> bool:
-    """Whether the gold answer is anything but a number."""
+    """Return whether the gold answer is not a number."""
     node = gold.node.body if isinstance(gold.node, Named) else gold.node
     return not isinstance(node, Scalar)
 
 
 def _refusal(gold: str, answer: str) -> Outcome | None:
-    """Why no worker should be asked, if so."""
+    """Return the outcome if no worker should be asked, else None."""
     if not answer.isascii() and gold.isascii():  # digits of other scripts would be read as numbers
         return Outcome.UNREADABLE
     wanted = {found[0] for found in _COSTLY.finditer(gold)}

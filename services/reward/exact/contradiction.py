@@ -1,4 +1,4 @@
-"""Whether what a response says later takes its answer back."""
+"""Decides whether later text of a response takes its answer back."""
 
 from services.reward.exact.comparison import Outcome, Rules, Side, compare
 from services.reward.exact.nodes import Chain, Choice, Intervals, Matrix, Named, Node, Ratio, Scalar, Set, Tuple
@@ -10,10 +10,10 @@ _MAX_CHARS = 512
 
 
 def contradicts(first: str, later: str) -> bool:
-    """Whether `later` is another value than `first`.
+    """Return whether `later` is a different value from `first`.
 
-    It is not where it cannot be read as a value, where it is a rounding or the letter of a choice beside a value, and
-    where only symbolic algebra could tell.
+    False if it cannot be read as a value, if it is a rounding or the letter of a choice beside a value, and if only
+    symbolic algebra could tell.
     """
     if max(len(first), len(later)) > _MAX_CHARS:
         return False

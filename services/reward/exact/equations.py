@@ -1,4 +1,4 @@
-"""Equations of polynomials: the same if one is a multiple of the other."""
+"""Equations of polynomials: equal if one is a multiple of the other."""
 
 from services.reward.exact.nodes import Equation, Named, Scalar
 from services.reward.exact.numbers.algebra import (
@@ -14,7 +14,7 @@ from services.reward.exact.numbers.number import read_number
 
 
 def same_equation(one: Named | Equation, other: Named | Equation) -> bool | None:
-    """Whether the equations have the same solutions because they are proportional; None unless both are polynomial."""
+    """Return whether the equations are proportional, so that they have the same solutions; None if not polynomial."""
     left, right = _difference(one), _difference(other)
     if left is None or right is None:
         return None
@@ -25,7 +25,7 @@ def same_equation(one: Named | Equation, other: Named | Equation) -> bool | None
 
 
 def _difference(side: Named | Equation) -> Terms | None:
-    """left - right, as a polynomial: times what is in a denominator."""
+    """Return left - right as a polynomial, multiplied by any denominator."""
     found: Value | None
     if isinstance(side, Equation):
         found = side.difference

@@ -1,13 +1,13 @@
-r"""Where in a response the answer is, found in time linear in the text.
+r"""Finds the answer in a response, in time linear in the text.
 
-What counts is the text after the last `</think>`; a `<think>` that is never closed leaves no answer. In it: the last
-balanced `\boxed{}` or `\fbox{}` (the outermost, where they are nested), wherever it stands, else the last `<answer>`
-element, else the last line that begins with `Answer:`, or, if words count, what a sentence states. A later answer that
-contradicts it, of a less formal kind, takes its place.
+Only the text after the last `</think>` counts; a `<think>` that is never closed leaves no answer. In that text: the
+last balanced `\boxed{}` or `\fbox{}` (the outermost, if nested), wherever it stands, else the last `<answer>` element,
+else the last line that begins with `Answer:`, or, if words count, a sentence that states an answer. A later answer of a
+less formal kind replaces it if the two contradict.
 
 Hedging does not pay: boxes (elements, lines, sentences) that stand side by side are one answer with several values.
-They do where hardly a word is between them (signs, labels, "or", "vs"), or a few words that offer a choice ("; option
-two: ") and none that correct ("but rechecking gives"). The same content twice counts once.
+They are side by side if hardly a word is between them (signs, labels, "or", "vs"), or a few words that offer a choice
+("; option two: ") and none that correct ("but rechecking gives"). The same content twice counts once.
 """
 
 import enum
@@ -48,13 +48,13 @@ _ANSWER_LINE = re.compile(
 
 
 class Forms(enum.StrEnum):
-    """In which forms an answer counts; each has those before it too."""
+    """The forms in which an answer counts; each includes those before it."""
 
     BOX = "box"
     MARKS = "marks"
-    """`<answer>` and `Answer:` too."""
+    """Also `<answer>` and `Answer:`."""
     WORDS = "words"
-    """Sentences that say what the answer is, too."""
+    """Also sentences that state the answer."""
 
 
 Finder = Callable[[str], list[Span]]
@@ -74,8 +74,8 @@ def extract_answer(
     Args:
         response: The policy's own text.
         max_chars: Only the last `max_chars` characters are searched for the answer.
-        forms: In which forms an answer counts.
-        stated: Finds answers that are said in words.
+        forms: The forms in which an answer counts.
+        stated: Finds answers that are stated in words.
         contradicts: Whether the second answer, which comes later in a less formal form, takes back the first.
     """
     closed = response.rfind("</think>")
@@ -89,7 +89,7 @@ def extract_answer(
     for number, find in enumerate(finders):
         spans = find(text)
         if not any(span[2].strip() for span in spans):
-            continue  # an empty box is what a response repeats of its prompt
+            continue  # a response repeats empty boxes from its prompt
         answer = _last_of(text, spans).strip()
         later = _later(text, spans[-1][1], finders[number + 1 :])
         if later is not None and answer and contradicts(answer, later[2]):
@@ -101,7 +101,7 @@ def extract_answer(
 
 
 def _later(text: str, position: int, finders: Sequence[Finder]) -> Span | None:
-    """The last answer of these forms from `position` on."""
+    """Return the last answer of these forms from `position` on."""
     found = sorted(span for find in finders for span in find(text) if span[0] >= position and span[2].strip())
     spans = [span for number, span in enumerate(found) if not number or span[0] >= found[number - 1][1]]
     return (spans[-1][0], spans[-1][1], _last_of(text, spans).strip()) if spans else None
@@ -112,7 +112,7 @@ def _lines(text: str) -> list[Span]:
 
 
 def _boxes(text: str) -> list[Span]:
-    """The outermost boxes in order."""
+    """Return the outermost boxes in order."""
     boxes: list[Span] = []
     position = 0
     while (box := _BOX.search(text, position)) is not None:
@@ -130,7 +130,7 @@ def _boxes(text: str) -> list[Span]:
 
 
 def _elements(text: str) -> list[Span]:
-    """The last few `<answer>` elements in order."""
+    """Return the last few `<answer>` elements in order."""
     elements: list[Span] = []
     start = len(text)
     while len(elements) < _MAX_ELEMENTS:
@@ -143,7 +143,7 @@ def _elements(text: str) -> list[Span]:
 
 
 def _last_of(text: str, spans: list[Span]) -> str:
-    """The content of the last of `spans`, and of those that it stands beside."""
+    """Return the content of the last of `spans`, and of those beside it."""
     start, _, content = spans[-1]
     contents = {content: None}  # a dictionary, to keep order
     for begin, end, content in reversed(spans[:-1]):
@@ -155,7 +155,7 @@ def _last_of(text: str, spans: list[Span]) -> str:
 
 
 def _are_side_by_side(between: str) -> bool:
-    """Whether what is on either side of this text is offered for the one answer."""
+    """Return whether the text on both sides of `between` is offered as one answer."""
     if _offers_choice(between):
         return True
     if _CORRECTION.search(between):
@@ -164,14 +164,14 @@ def _are_side_by_side(between: str) -> bool:
 
 
 def _offers_choice(between: str) -> bool:
-    """Whether words of this text, such as `or`, `option two`, offer both sides, and none corrects."""
+    """Return whether words of this text, such as `or`, `option two`, offer both sides, and none corrects."""
     if _LABEL.search(between) or _OFFER.search(between):
         return True
     return _ALTERNATIVE.search(between) is not None and _CORRECTION.search(between) is None
 
 
 def _closing_brace(text: str, position: int) -> int | None:
-    """Where the brace that was opened just before `position` is closed, and past it."""
+    """Return the position after the brace that closes the one opened just before `position`; None if there is none."""
     depth = 1
     for brace in _BRACE.finditer(text, position):
         sign = brace[0]
@@ -185,7 +185,7 @@ def _closing_brace(text: str, position: int) -> int | None:
 
 
 def _boxes_in_open_one(text: str, start: int) -> list[Span]:
-    """The outermost closed boxes from `start`, where a box opens that is never closed."""
+    """Return the outermost closed boxes from `start`, where a box opens that is never closed."""
     boxes: list[Span] = []
     open_braces: list[tuple[int, int] | None] = []  # start of a box and of its content; None for a plain brace
     for token in _TOKEN.finditer(text, start):

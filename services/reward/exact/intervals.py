@@ -18,7 +18,7 @@ _INEQUALITY = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")
 
 
 def read_bracketed_interval(text: str, squeezed: str, *, force: bool = False) -> Intervals | None:
-    """An interval in brackets. Two numbers in brackets of one shape are one only if `force`: they may be a point."""
+    """Read an interval in brackets. Two numbers in brackets of one shape count only if `force`: they may be a point."""
     ends = text[1:-1].split(",")
     if len(ends) != 2 or text[0] not in "([" or text[-1] not in ")]":
         return None
@@ -34,7 +34,7 @@ def read_bracketed_interval(text: str, squeezed: str, *, force: bool = False) ->
 
 
 def read_inequality(parts: list[tuple[str, str]], squeezed: str) -> Intervals | None:
-    """A solved inequality: `parts` are its sides, each with the relation before it."""
+    """Read a solved inequality; `parts` are its sides, each with the relation before it."""
     texts = [part for part, _ in parts]
     signs = [sign for _, sign in parts[1:]]
     if len(parts) == 2:
@@ -74,7 +74,7 @@ def read_inequality(parts: list[tuple[str, str]], squeezed: str) -> Intervals | 
 
 
 def read_set_builder(inner: str, squeezed: str) -> Intervals | None:
-    r"""`x | x > 3`: the condition, if that is a solved inequality."""
+    r"""Read `x | x > 3`: the condition, if that is a solved inequality."""
     built = _BUILDER.fullmatch(inner)
     if built is None:
         return None
@@ -90,7 +90,7 @@ def _read_condition(condition: str, squeezed: str) -> Intervals | None:
 
 
 def read_complement(points: str, squeezed: str) -> Intervals | None:
-    """All real numbers but `points`."""
+    """Return all real numbers except `points`."""
     ends = [_end(point) for point in points.split(",")]
     values = [end.value for end in ends if end is not None and end.value is not None]
     if len(values) != len(ends):
@@ -106,7 +106,7 @@ def read_complement(points: str, squeezed: str) -> Intervals | None:
 
 
 def unite(parts: list[Intervals], squeezed: str) -> Intervals:
-    """The union, in ascending order, with touching ones joined."""
+    """Return the union, in ascending order, with touching intervals joined."""
     names = {part.variable for part in parts if part.variable}
     pieces = [piece for part in parts for piece in part.parts]
     pieces.sort(key=functools.cmp_to_key(_by_low))
@@ -121,7 +121,7 @@ def unite(parts: list[Intervals], squeezed: str) -> Intervals:
 
 
 def intersect(parts: list[Intervals], squeezed: str) -> Node:
-    """The intersection of several intervals of one variable."""
+    """Return the intersection of several intervals of one variable."""
     pieces = [part.parts[0] for part in parts]
     if len({part.variable for part in parts}) > 1 or any(len(part.parts) != 1 for part in parts):
         return Opaque(text=squeezed)
@@ -136,7 +136,7 @@ def intersect(parts: list[Intervals], squeezed: str) -> Node:
 
 
 def same_intervals(gold: Intervals, answer: Intervals) -> bool:
-    """Whether both are the same numbers, of the same variable where both name one."""
+    """Return whether both are the same numbers, of the same variable if both name one."""
     if gold.variable and answer.variable and gold.variable != answer.variable:
         return False
     if len(gold.parts) != len(answer.parts):

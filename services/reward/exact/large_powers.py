@@ -1,10 +1,10 @@
 r"""Numbers with powers that are too large to write out: `2^{2024} - 1`, `4^{1012}`, `\frac{3}{10^{100}}`.
 
 They are compared by their remainders. A rational number has a remainder for every prime that does not divide its
-denominator, and equal numbers have equal remainders. Numbers that differ have the same remainder for a random prime of
+denominator, and equal numbers have equal remainders. Different numbers have the same remainder for a random prime of
 256 bits with a probability below 2^-100: their difference has fewer than 2^110 bits within the bounds below, so at most
-2^102 of the 2^248 primes divide it. Each process draws its own prime and shows it to nobody, so that no answer can be
-made to fit it.
+2^102 of the 2^248 primes divide it. Each process draws its own prime and keeps it secret, so that no answer can be made
+to fit it.
 """
 
 import re
@@ -19,15 +19,15 @@ _CLOSING = {"(": ")", "{": "}", "[": "]"}
 _PRIME_BITS = 256
 _MAX_EXPONENT_BITS = 64
 _MAX_NESTED = 4
-"""Powers of what has powers in it; their exponents are at most `MAX_EXPONENT`."""
+"""Maximum number of powers that contain powers; their exponents are at most `MAX_EXPONENT`."""
 _ROUNDS = 40
-"""Of the Miller-Rabin test: a number that passes is not prime with a probability below 4^-40."""
+"""Rounds of the Miller-Rabin test: a number that passes is not prime with a probability below 4^-40."""
 
 
 def read_large(text: str) -> "tuple[int, bool] | None":
-    """Return what stands for the value of a rational number with powers of any size, and whether it has a sum in it.
+    """Return a stand-in for the value of a rational number with powers of any size, and whether it contains a sum.
 
-    Values of one process are equal if and only if the numbers are. None if the text is not such a number: integers,
+    Stand-ins of one process are equal if and only if the numbers are. None if the text is not such a number: integers,
     decimals, brackets, `+ - * /`, fractions, and powers whose exponents are integers of at most 64 bits.
 
     Raises:
@@ -49,7 +49,7 @@ class _Reader:
         self._has_sum = False
 
     def whole(self) -> tuple[int, bool]:
-        """All of the tokens."""
+        """Read all tokens."""
         value = self._sum(0)
         if self._next != len(self._tokens):
             raise NoValueError
@@ -106,7 +106,7 @@ class _Reader:
         return pow(value if exponent >= 0 else _inverse(value), abs(exponent), _prime())
 
     def _exponent(self, depth: int) -> int:
-        """An integer: digits, in brackets or not, with a sign, or a power of such, from the right."""
+        """Read an integer: digits, in brackets or not, with a sign, or a power of integers, from the right."""
         if depth > MAX_DEPTH:
             raise TooLargeError(f"nested deeper than {MAX_DEPTH}")
         token = self._take()
@@ -180,7 +180,7 @@ def _prime() -> int:
 
 
 def _is_prime(number: int) -> bool:
-    """The Miller-Rabin test of an odd number above 3."""
+    """Run the Miller-Rabin test on an odd number above 3."""
     odd = number - 1
     twos = (odd & -odd).bit_length() - 1
     odd >>= twos

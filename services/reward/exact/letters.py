@@ -1,6 +1,6 @@
 r"""The letter of a multiple choice: `B`, `(b)`, `\text{B}`, `option B`, `B. 90 cm`, and where a response chooses one.
 
-Several letters are none: a list of all, `A or B`, `A. 5 B. 6`, `B, c, d`.
+Several letters are no choice: a list of all, `A or B`, `A. 5 B. 6`, `B, c, d`.
 """
 
 import re
@@ -18,20 +18,20 @@ _OTHERS = re.compile(
     r"^[(\[]?[A-J][)\].:]?$|\([A-J]\)|(?<![A-Za-z])[A-J][.):]|^(?:or|and|not|nor)\b"
     r"|(?:\b(?:or|and)\b|[,;/&]) *[(\[]?[A-J]\b(?! *[a-z])|^(?:which|where)\b.*\b(?:wrong|incorrect|not|also)\b"
 )
-"""Refuses what stands beside a letter if it lists, joins or negates another in capitals, or denies the letter."""
+"""Refuses text beside a letter that lists, joins or negates another in capitals, or denies the letter."""
 _OTHER = re.compile(
     r"(?<![\w'\\])(?<!\\ )(?<![+*^])(?<![+*^] )(?:([A-Ja-j])(?= *(?:[.,:;)\]]|$))|([A-Jb-j])(?= +[-$(\\]*\d))"
     r"|(?<=\d) +(a)(?= +\d)|^ *[+*^/&|] *([A-Ja-j])(?!\w)"
 )
-"""A letter that stands for another choice: in brackets, before `.`, `,`, `:` or a number, or at the end."""
+"""A letter of another choice: in brackets, before `.`, `,`, `:` or a number, or at the end."""
 _NAME = re.compile(
     r"\b(?:vitamin|hepatitis|type|group|class|grade|set|point|angle|line|side|segment|ray|vertex|plane|circle|region"
     r"|figure|graph|curve|city|town|train|car|team|box|bag|jar|container|plan|person)s? +[A-Ja-j]\b(?! *[.:)] *[^\s.])"
     r"|\\(?:angle|circ|triangle|odot|overline)(?![A-Za-z]) *[A-J]\b|(?<![A-Za-z])[A-Za-z]\([a-j]\)|\d *[ghJ]\b",
     re.IGNORECASE,
 )
-"""Where a letter is a name, an argument or a unit: `vitamin C`, `\\angle A`, `f(a)`, `5 g`. In `point c. 45` it is a
-label, since something follows its mark."""
+"""Matches a letter that is a name, an argument or a unit: `vitamin C`, `\\angle A`, `f(a)`, `5 g`. In `point c. 45` it
+is a label, because text follows its mark."""
 _LONE = re.compile(r"(?<![\w'])[A-J](?![\w'])")
 _OPTION = r"[*_]{0,3}[(\[]?([A-J])[)\]]?[*_]{0,3}(?![\w'])"
 _CHOOSES = re.compile(
@@ -47,7 +47,7 @@ _MAX_LINE_CHARS = 200
 
 
 def read_letter(text: str) -> tuple[str, str] | None:
-    """The letter that `text` is, as a capital, and what is written beside it; None if it is not one letter."""
+    """Return the letter of `text`, as a capital, and the text beside it; None if it is not exactly one letter."""
     if len(text) > _MAX_CHARS:
         return None
     plain = normalise(text.strip(" \t\n*_"))
@@ -60,18 +60,18 @@ def read_letter(text: str) -> tuple[str, str] | None:
 
 
 def names_another(letter: str, rest: str) -> bool:
-    """Whether `rest`, which stands beside `letter`, names another choice too, in capitals or not."""
+    """Return whether `rest`, which stands beside `letter`, names another choice too, in capitals or not."""
     found = _OTHER.finditer(_NAME.sub("0", rest))
     return any((other[1] or other[2] or other[3] or other[4]).upper() != letter for other in found)
 
 
 def has_letters(text: str) -> bool:
-    """Whether `text` holds several letters of choices."""
+    """Return whether `text` holds several letters of choices."""
     return len(set(_LONE.findall(text))) > 1
 
 
 def find_choices(text: str) -> list[Span]:
-    """Where `text` chooses, in order: what it says the answer is, the option it calls right, or the last line."""
+    """Return where `text` chooses, in order: the stated answer, the option it calls right, or the last line."""
     stated = find_statements(text)
     letters = [span for span in stated if read_letter(span[2]) is not None or has_letters(span[2])]
     for choice in list(_CHOOSES.finditer(text))[-_MAX_CHOICES:]:
@@ -83,7 +83,7 @@ def find_choices(text: str) -> list[Span]:
 
 
 def _last_line(text: str) -> list[Span]:
-    """The last line, if it is a letter and no other line is: a list of the options chooses none."""
+    """Return the last line, if it is a letter and no other line is: a list of the options chooses none."""
     found = ((line.start(1), line[1].rstrip()) for line in _LINE.finditer(text))
     lines = [(begin, begin + len(line), line.rstrip(" *_")) for begin, line in found if len(line) <= _MAX_LINE_CHARS]
     lettered = [line for line in lines if read_letter(line[2]) is not None or has_letters(line[2])]

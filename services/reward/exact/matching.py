@@ -1,4 +1,4 @@
-"""The comparison of two answers that were read: by what the gold answer is, part by part.
+"""Compares two answers that were read, part by part, by the kind of the gold answer.
 
 Every part of a structure is compared like an answer of its own: a tuple of numbers follows the rules of numbers.
 """
@@ -47,19 +47,19 @@ _OTHER_CHOICE = re.compile(r"\( ?[A-J] ?\)|\b[A-J][.)]|^(?:not|or|and)\b")
 
 
 class Outcome(enum.Enum):
-    """How a comparison ends."""
+    """Outcome of a comparison."""
 
     RIGHT = enum.auto()
     WRONG = enum.auto()
     UNREADABLE = enum.auto()
-    """The answer is nothing that could be compared with this gold answer."""
+    """The answer cannot be compared with this gold answer."""
     TOO_LARGE = enum.auto()
     OPEN = enum.auto()
     """Only symbolic algebra can tell."""
 
 
 def match(gold: Node, answer: Node, rules: Rules) -> Outcome:
-    """How `answer` compares with `gold`. May raise ArithmeticError where a value is beyond the bounds."""
+    """Compare `answer` with `gold`. May raise ArithmeticError if a value is beyond the bounds."""
     if gold.text == answer.text:
         return Outcome.RIGHT
     if isinstance(gold, Named | Equation) and isinstance(answer, Named | Equation):
@@ -110,18 +110,18 @@ def _same_named(gold: Named | Equation, answer: Named | Equation, rules: Rules) 
             return Outcome.OPEN if found is None else _decided(found)
         return outcome
     if isinstance(gold, Named) and isinstance(gold.body, Scalar) and not has_variables(gold.body.number.value):
-        return Outcome.UNREADABLE  # what is still to be solved
+        return Outcome.UNREADABLE  # still unsolved
     found = same_equation(gold, answer)
     return Outcome.OPEN if found is None else _decided(found)
 
 
 def _is_of_variables(side: Named) -> bool:
-    """Whether it is an equation between variables, such as y = 2x."""
+    """Return whether it is an equation between variables, such as y = 2x."""
     return isinstance(side.body, Opaque) or (isinstance(side.body, Scalar) and has_variables(side.body.number.value))
 
 
 def _are_other_names(one: str, other: str) -> bool:
-    """Whether two names cannot mean the same: other letters, other points."""
+    """Return whether two names cannot mean the same: other letters, other points."""
     one, other = one.removeprefix("\\angle").removeprefix("\\triangle"), other.removeprefix("\\angle")
     other = other.removeprefix("\\triangle")
     if one in {other, other[::-1]}:
@@ -137,13 +137,13 @@ def _are_other_names(one: str, other: str) -> bool:
 
 
 def _same_chain(gold: Node, chain: Chain, rules: Rules) -> Outcome:
-    """Values that are said to be equal must be, and one must be the gold's."""
+    """Compare a chain: its values must be equal as it says, and one must be the gold's."""
     first = chain.parts[0]
     outcomes = [match(gold, part, rules) for part in chain.parts]
     if not chain.is_named and not any(chain.is_approximate):
         whole = as_rational(gold.number.value) if isinstance(gold, Scalar) else None
         if whole is not None and whole.denominator == 1 and len({part.text for part in chain.parts}) == 1:
-            return Outcome.UNREADABLE  # 0 = 0 is what is left of an equation without a solution
+            return Outcome.UNREADABLE  # 0 = 0 remains of an equation without a solution
         is_right = set(outcomes) == {Outcome.RIGHT} or (Outcome.RIGHT in outcomes and _sides_agree(chain.parts))
         return Outcome.RIGHT if is_right else Outcome.UNREADABLE
     for part, is_approximate in zip(chain.parts[1:], chain.is_approximate, strict=True):
@@ -157,7 +157,7 @@ def _same_chain(gold: Node, chain: Chain, rules: Rules) -> Outcome:
 
 
 def _sides_agree(sides: tuple[Node, ...]) -> bool:
-    """Whether all are numbers, and the same one: work and what it comes to."""
+    """Return whether all sides are the same number: work and its result."""
     first = sides[0]
     return isinstance(first, Scalar) and all(
         isinstance(side, Scalar)
@@ -181,7 +181,7 @@ def _same_choice(gold: Choice, answer: Node, rules: Rules) -> Outcome:
 
 
 def _agree(gold: Node | None, answer: Node | None, rules: Rules) -> bool:
-    """Whether what is written beside the letter does not make it another answer."""
+    """Return whether the text beside the letter still belongs to the same answer."""
     if answer is None:
         return True
     if isinstance(answer, Choice) or _OTHER_CHOICE.search(answer.text):
@@ -225,7 +225,7 @@ def _same_ratio(gold: Ratio, answer: Node) -> Outcome:
 
 
 def _is_time(gold: Ratio) -> bool:
-    """Whether it is a time of day or a duration: no ratio is written 12:30 or 8:05."""
+    """Return whether it is a time of day or a duration: ratios are not written 12:30 or 8:05."""
     time = _TIME.fullmatch(gold.text)
     return time is not None and (time[2][0] == "0" or math.gcd(int(time[1]), int(time[2])) > 1)
 
@@ -261,7 +261,7 @@ def _same_set(gold: Set, answer: Node, rules: Rules) -> Outcome:
 
 
 def _same_assignments(golds: tuple[Node, ...], answer: Node, rules: Rules) -> Outcome | None:
-    """x = 1, y = 2: by name, in any order; or as a point, in the order of the names."""
+    """Compare x = 1, y = 2: by name, in any order; or as a point, in the order of the names."""
     ours = {item.name: item.body for item in golds if isinstance(item, Named)}
     if len(ours) != len(golds):
         return None
@@ -335,7 +335,7 @@ def _allmatch(golds: tuple[Node, ...], answers: tuple[Node, ...], rules: Rules) 
 
 
 def _distinct(items: tuple[Node, ...], rules: Rules) -> tuple[Node, ...]:
-    """Without repetitions."""
+    """Return the items without repetitions."""
     strict = Rules(decimal_figures=0)
     distinct: list[Node] = []
     for item in items:
@@ -345,7 +345,7 @@ def _distinct(items: tuple[Node, ...], rules: Rules) -> tuple[Node, ...]:
 
 
 def _letters_of(items: tuple[Node, ...]) -> set[str]:
-    """The names of items, x_1 and x_2 counting as one."""
+    """Return the names of items, with x_1 and x_2 counting as one."""
     return {item.name.partition("_")[0] for item in items if isinstance(item, Named)}
 
 

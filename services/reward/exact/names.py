@@ -35,15 +35,15 @@ _QUANTITY_PHRASE = re.compile(_PHRASE, re.IGNORECASE)
 
 
 def is_quantity(text: str) -> bool:
-    """Whether `text` names a quantity in words."""
+    """Return whether `text` names a quantity in words."""
     return _QUANTITY_PHRASE.fullmatch(text) is not None
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` is only a name; an expression such as `2x` is not."""
+    """Return whether `text` is only a name; an expression such as `2x` is not."""
     return _NAME.fullmatch(text) is not None
 
 
 def canonical_name(text: str) -> str:
-    """The name in one spelling: without `m` and marks."""
+    """Return the name in one spelling: without `m` and marks."""
     return re.sub(r"[ {}()]", "", re.sub(r"^m *\(? *(?=\\angle)|\\(?:overline|vec|bar|hat)(?![A-Za-z])", "", text))

@@ -1,4 +1,4 @@
-"""What an answer is once it is read: a tree of numbers, collections, intervals, words."""
+"""The tree of an answer: numbers, collections, intervals, words."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class Node:
     """Any answer."""
 
     text: str
-    """As it is written, in one spelling and without needless spaces."""
+    """The normalised spelling, without needless spaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Scalar(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named(Node):
-    """A value that is given a name: `x = 5`."""
+    """A value with a name: `x = 5`."""
 
     name: str
     body: Node
@@ -33,11 +33,11 @@ class Named(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain(Node):
-    """Values that are said to be equal, exactly or about: `3 sqrt(2) = 4.2426...`."""
+    """Values stated as equal, exactly or approximately: `3 sqrt(2) = 4.2426...`."""
 
     parts: tuple[Node, ...]
     is_approximate: tuple[bool, ...]
-    """For each part after the first: whether it is only about equal."""
+    """For each part after the first: whether it is only approximately equal."""
     is_named: bool = False
 
 
@@ -86,13 +86,13 @@ class Intervals(Node):
     """A union of intervals in ascending order."""
 
     variable: str
-    """Of an inequality; empty where none is written."""
+    """The variable of an inequality; empty if none is written."""
     parts: tuple[Interval, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice(Node):
-    """The letter of a multiple choice, and what is written beside it."""
+    """The letter of a multiple choice, and the text beside it."""
 
     letter: str
     rest: Node | None = None
@@ -100,10 +100,10 @@ class Choice(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equation(Node):
-    """left = right, where neither is just a name."""
+    """left = right, where neither side is only a name."""
 
     difference: Value | None
-    """left - right, where both are in the grammar."""
+    """left - right, if both are in the grammar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,4 +125,4 @@ class Words(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque(Node):
-    """An expression that is beyond this grammar."""
+    """An expression beyond this grammar."""

@@ -1,4 +1,4 @@
-r"""One spelling for what means the same: Unicode signs, LaTeX layout and synonyms, spaces, thousands separators.
+r"""Normalises spelling: Unicode signs, LaTeX layout and synonyms, spaces, thousands separators.
 
 Nothing here computes; the text stays LaTeX. Every rewrite takes time linear in the text.
 """
@@ -52,7 +52,7 @@ _ARC = re.compile(r"\\(?:overset|stackrel) *\{ *\\(?:small|big)?frown *\}|\\(?:o
 _CASES = re.compile(r"(?:\\left *\\\{ *)?\\begin *\{cases\}([^&]*)\\end *\{cases\}(?: *\\right *\.)?")
 _PLAIN = re.compile(r"-?(?:\d{1,3}|\d{5,30})(?:\.\d+)?", re.ASCII)
 _BARE = re.compile(r"(?=[^\\]*\\)(?:[0-9 {}^-]|\\(?:sqrt|frac|pi)(?![A-Za-z]))*+")
-"""Numbers with nothing to rewrite in them."""
+"""Matches numbers that need no rewriting."""
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\, ?|\\;|\\ |\{ *, *\})\d{3})+(?![\d])(?!\}? *,\d)", re.ASCII)
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d]|,\d)", re.ASCII)
 _DIGIT = re.compile(r"\d")
@@ -116,7 +116,7 @@ def normalise(text: str, *, join_thousands: bool = True) -> str:
 
 
 def _plain_latex(text: str) -> str:
-    """LaTeX without its layout, and one command for each meaning."""
+    """Remove LaTeX layout, and use one command for each meaning."""
     text = (
         text.replace(r"\$", r"\dollar ")
         .replace(r"\-", "")
@@ -162,7 +162,7 @@ def _one_command(match: re.Match[str]) -> str:
 
 
 def _lines(match: re.Match[str]) -> str:
-    """The lines of a system, which has no cells, in one."""
+    """Join the lines of a system, which has no cells."""
     return ", ".join(line.strip(" ,") for line in match[1].split("\\\\"))
 
 
@@ -171,7 +171,7 @@ def _digits(match: re.Match[str]) -> str:
 
 
 def _plain_signs(text: str) -> str:
-    """Replace common Unicode signs by ASCII and LaTeX; characters that are not text become U+FFFD or are dropped."""
+    """Replace common Unicode signs by ASCII and LaTeX; replace non-text characters by U+FFFD or drop them."""
     out: list[str] = []
     raised = False
     for char in text:

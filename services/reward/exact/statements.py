@@ -50,7 +50,7 @@ _NO_NAME = re.compile(
     r"|\\(?:leq?|geq?|neq?|lt|gt|d?frac|sqrt|pm|approx)(?![A-Za-z])",
     re.IGNORECASE,
 )
-"""What stands before `is` in no name: a further subject, a comparison, another value."""
+"""Matches text before `is` that is no name: a further subject, a comparison, another value."""
 _SPACE = re.compile(r"[\s*_:]*+")
 _LIST_MARK = re.compile(r"(?:[-*•]|\d{1,2}[.)]) +")
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
@@ -65,7 +65,7 @@ _REASON = re.compile(
 )
 _OTHERWISE = re.compile(r"\b(?:or|else|otherwise|unless|if|maybe|perhaps|wrong|incorrect|wait|actually|also)\b")
 _OTHER_VALUE = re.compile(r"\d|[=<>≤≥≠√½¼¾⅓⅔]|\\[A-Za-z]|\b(?:not|never|false)\b|n['’]t\b")
-"""What a clause with `which` or `where` says of the answer may deny it, or be another one."""
+"""Matches a clause with `which` or `where` that may deny the answer, or give another one."""
 _SECOND_THOUGHT = re.compile(
     r"[.!;,\s*_$)]*+(?:(?:but|oh|hmm|well),? +)?(?:wait|no|actually|sorry|oops|correction)\b(?! +doubt\b)",
     re.IGNORECASE,
@@ -74,7 +74,7 @@ _TOKEN = re.compile(r"\d(?:[\d.,]*\d)?|(?<![\w\\])[A-HJ](?![\w'])")
 _GOES_ON = re.compile(
     r"(?:^|[,(]|\b(?:so|thus|therefore|hence|then|and|that|is|but|or|wait|no))[\s*_#>\"'(]*$", re.IGNORECASE
 )
-"""What may stand before an answer that no article begins; a `reference answer` is not the response's own."""
+"""Matches text that may stand before an answer without an article; a `reference answer` is not the response's."""
 _UNSURE = re.compile(
     r"\b(?:if|whether|suppos\w+|assum\w+|unless|could|might|may|maybe|perhaps|possibl\w+|probably|example|e\.g|guess\w*"
     r"|wrong|incorrect|given|says?|said|claim\w*|when|either|would|unlikely|unsure|not|never|cannot|don't)\b",
@@ -92,7 +92,7 @@ _MAX_WORDS = 4
 
 
 def find_statements(text: str) -> list[Span]:
-    """The last answers that `text` states, in order."""
+    """Return the last answers that `text` states, in order."""
     found = [*_sentences(text), *_headings(text)]
     spans = [_with_second_thought(text, span) for span in sorted(found) if not _MARK.search(span[2])]
     values = [span for span in spans if _VALUE.search(span[2])]
@@ -100,7 +100,7 @@ def find_statements(text: str) -> list[Span]:
 
 
 def _with_second_thought(text: str, span: Span) -> Span:
-    """`span`, beside the other number or letter that the words right behind it take it back for, if they do."""
+    """Return `span`, with the other number or letter that the words right after it correct it to, if there is one."""
     start, end, content = span
     thought = _SECOND_THOUGHT.match(text, end, end + _MAX_CHARS)
     if thought is None:
@@ -112,7 +112,7 @@ def _with_second_thought(text: str, span: Span) -> Span:
 
 
 def _sentences(text: str) -> list[Span]:
-    """What sentences say that the answer is."""
+    """Return the answers that sentences state."""
     spans = []
     for lead in list(_LEAD.finditer(text))[-_MAX_STATEMENTS:]:
         before = _before(text, lead.start())
@@ -125,19 +125,19 @@ def _sentences(text: str) -> list[Span]:
 
 
 def is_unsure(text: str, position: int) -> bool:
-    """Whether the sentence at `position` begins with a condition, a guess or a denial."""
+    """Return whether the sentence at `position` begins with a condition, a guess or a denial."""
     return _UNSURE.search(_before(text, position)) is not None
 
 
 def _before(text: str, position: int) -> str:
-    """The sentence up to `position`."""
+    """Return the sentence up to `position`."""
     before = text[max(0, position - _MAX_CHARS) : position]
     boundaries = [boundary.end() for boundary in _BOUNDARY.finditer(before)]
     return before[boundaries[-1] if boundaries else 0 :]
 
 
 def _headings(text: str) -> list[Span]:
-    """What stands below `## Final Answer`."""
+    """Return the answers below `## Final Answer`."""
     spans = []
     for heading in list(_HEADING.finditer(text))[-_MAX_STATEMENTS:]:
         content, end = read_value(text, heading.end())
@@ -147,7 +147,7 @@ def _headings(text: str) -> list[Span]:
 
 
 def read_value(text: str, position: int) -> tuple[str, int]:
-    """What is said from `position` on, to the end of the sentence, and where that is; "" if it says nothing."""
+    """Return the statement from `position` to the end of the sentence, and that end; "" if it states nothing."""
     space = _SPACE.match(text, position)
     assert space is not None, "it matches anything"
     begin = space.end()
@@ -157,7 +157,7 @@ def read_value(text: str, position: int) -> tuple[str, int]:
         begin = mark.end()
     behind = begin
     opening = _OPENING.match(text, begin)
-    if opening is not None:  # the end of a sentence may stand inside of mathematics
+    if opening is not None:  # a full stop inside mathematics does not end the sentence
         closing = text.find(_MATH[opening[0]], opening.end(), begin + _MAX_CHARS)
         if closing < 0:
             return "", position
@@ -179,12 +179,12 @@ def read_value(text: str, position: int) -> tuple[str, int]:
 
 
 def _takes_back(reason: re.Match[str]) -> bool:
-    """Whether what stands behind an answer denies it, or may give another."""
+    """Return whether the text after an answer denies it, or may give another."""
     return bool(_OTHERWISE.search(reason[0]) or (reason["reason"] is None and _OTHER_VALUE.search(reason[0])))
 
 
 def _lines_of_values(text: str, position: int) -> tuple[list[str], int]:
-    """The lines behind `position` that are nothing but a value each, and where they end: a list is one answer."""
+    """Return the lines after `position` that are only a value each, and where they end: a list is one answer."""
     found: list[str] = []
     line_end = text.find("\n", position)
     if line_end < 0 or text[position:line_end].strip(_TRIM + ".!"):
@@ -205,7 +205,7 @@ def _lines_of_values(text: str, position: int) -> tuple[list[str], int]:
 
 
 def _last_line(text: str) -> list[Span]:
-    """The answer at the end of the last line, without the word."""
+    """Return the answer at the end of the last line, if it is stated without the word "answer"."""
     whole = text.rstrip()
     begin = whole.rfind("\n") + 1
     line = whole[begin:]

@@ -1,7 +1,7 @@
-r"""Answers read as trees: names, tuples, sets, alternatives, intervals, choices, ratios, matrices, words.
+r"""Reads answers as trees: names, tuples, sets, alternatives, intervals, choices, ratios, matrices, words.
 
-Reading is by splitting at signs outside of brackets, never by evaluation, and is bounded: the depth of brackets and the
-number of parts are limited, and every split is linear.
+Reading splits at signs outside of brackets and never evaluates. It is bounded: the depth of brackets and the number of
+parts are limited, and every split is linear.
 """
 
 import re
@@ -76,7 +76,7 @@ _NOTHING = re.compile(r"\\emptyset|no (?:real )?solutions?|(?:the )?empty set", 
 
 
 def check_bounds(text: str) -> None:
-    """Refuse brackets nested too deep, numbers and texts too long.
+    """Refuse brackets nested too deep, and numbers and texts that are too long.
 
     Raises:
         TooLargeError: `text` is beyond the bounds.
@@ -102,7 +102,7 @@ def check_bounds(text: str) -> None:
 
 
 def read(text: str, level: int = 0) -> Node:
-    """Return what the normalised `text` is.
+    """Return the tree of the normalised `text`.
 
     Raises:
         TooLargeError: it is beyond the bounds.
@@ -199,7 +199,7 @@ def _structured(text: str, squeezed: str, level: int) -> Node | None:
 
 
 def _bracketed(text: str, squeezed: str, level: int) -> Node | None:
-    """The contents of one pair of brackets that encloses the whole text."""
+    """Read the contents of one pair of brackets that encloses the whole text."""
     if text.startswith("\\{"):
         if closes(text, 1) != len(text) - 1 or text[-2] != "\\":
             return None
@@ -225,10 +225,10 @@ def _bracketed(text: str, squeezed: str, level: int) -> Node | None:
 
 
 def _listed(text: str, parts: list[tuple[str, str]], squeezed: str, level: int) -> Node | None:
-    """A list without brackets; or a sentence with commas in it, or none."""
+    """Read a list without brackets, or a sentence with commas; None if it is neither."""
     texts = [part for part, _ in parts]
     joints = {joint for _, joint in parts[1:]} - {",", ";"}
-    if "" in texts:  # ", and" has nothing between its two separators
+    if "" in texts:  # ", and" has no text between its two separators
         texts = [part for part in texts if part]
         if len(texts) < 2:
             return read(texts[0], level + 1) if texts else None
@@ -259,7 +259,7 @@ def _listed(text: str, parts: list[tuple[str, str]], squeezed: str, level: int) 
 
 
 def _unmarked(side: str) -> str:
-    """The sides of a relation, without the marks of lines and segments."""
+    """Return a side of a relation, without the marks of lines and segments."""
     return re.sub(r"[{}]", "", squeeze(_LINE.sub("", side))).strip()
 
 
@@ -315,13 +315,13 @@ def _equality(parts: list[tuple[str, str]], squeezed: str, level: int) -> Node:
 
 
 def read_number_safely(text: str) -> Number | None:
-    """The number in `text` if it has no variables."""
+    """Return the number in `text` if it has no variables, else None."""
     number = read_number(text)
     return None if number is None or has_variables(number.value) else number
 
 
 def _both_signs(text: str, squeezed: str, level: int) -> Node:
-    """plus or minus: both."""
+    """Read plus or minus as both values."""
     upper = _SIGN.sub(lambda sign: "+" if sign[1] == "pm" else "-", text)
     lower = _SIGN.sub(lambda sign: "-" if sign[1] == "pm" else "+", text)
     return Set(text=squeezed, items=_flat([read(upper, level + 1), read(lower, level + 1)]))
@@ -342,7 +342,7 @@ def _matrix(inner: str, squeezed: str, level: int) -> Node:
 
 
 def _flat(nodes: list[Node]) -> tuple[Node, ...]:
-    """The items of unnamed sets among `nodes` in their place."""
+    """Return `nodes` with unnamed sets replaced by their items."""
     items: list[Node] = []
     for node in nodes:
         if isinstance(node, Set) and not node.text.startswith("\\{"):

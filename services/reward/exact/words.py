@@ -1,4 +1,4 @@
-r"""Answers that are language: the letter of a choice, the name of a figure, a time of day, words."""
+r"""Answers in language: the letter of a choice, the name of a figure, a time of day, words."""
 
 import re
 
@@ -20,7 +20,7 @@ _CLOCK = re.compile(r"(\d{1,2}:\d\d) *([AaPp])\.? ?[Mm]\.?")
 
 
 def read_choice(text: str) -> str | None:
-    """The letter of `B`, `(B)`, `(b)`, `B.`, `option B`; a small letter on its own is a variable."""
+    """Return the letter of `B`, `(B)`, `(b)`, `B.`, `option B`; a small letter on its own is a variable."""
     choice = _CHOICE.fullmatch(text)
     if choice is None or not (choice[1] or choice[2].isupper()):
         return None
@@ -28,13 +28,13 @@ def read_choice(text: str) -> str | None:
 
 
 def read_lettered(text: str) -> tuple[str, str] | None:
-    """The letter of `(B) 5` or `B. 5`, and what is beside it."""
+    """Return the letter of `(B) 5` or `B. 5`, and the text beside it."""
     choice = _CHOICE_WITH_REST.fullmatch(text)
     return None if choice is None else (choice[1] or choice[2], choice["rest"])
 
 
 def read_short_name(text: str) -> str | None:
-    r"""A short word, a figure with its points, or a number in a base: `SAS`, `\triangle ABC`, `101_2`."""
+    r"""Return a short word, a figure with its points, or a number in a base: `SAS`, `\triangle ABC`, `101_2`."""
     based = _BASED.fullmatch(text)
     if based is not None:
         return f"{based[1]} in base {based[2]}"
@@ -48,18 +48,18 @@ def read_short_name(text: str) -> str | None:
 
 
 def read_clock(text: str) -> str | None:
-    """A time of day with `a.m.` or `p.m.`."""
+    """Return a time of day with `a.m.` or `p.m.`."""
     clock = _CLOCK.fullmatch(text)
     return None if clock is None else f"{clock[1]} {clock[2].lower()}m"
 
 
 def is_plain(text: str) -> bool:
-    """Whether `text` is written in letters, digits and punctuation."""
+    """Return whether `text` is written in letters, digits and punctuation."""
     return _WORDS.fullmatch(text) is not None
 
 
 def read_words(text: str) -> str | None:
-    """Plain language in lower case, without articles and punctuation."""
+    """Return plain language in lower case, without articles and punctuation."""
     if not (is_plain(text) and _LETTERS.search(text)):
         return None
     words = _ARTICLE.sub(" ", re.sub(r"[^a-z0-9/%. -]", " ", text.casefold()))

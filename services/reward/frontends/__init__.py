@@ -1,1 +1,1 @@
-"""How callers reach the service: gRPC and HTTP/JSON, over the same verifier."""
+"""The service's interfaces to callers: gRPC and HTTP/JSON, over the same verifier."""

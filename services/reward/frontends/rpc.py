@@ -16,7 +16,7 @@ from services.reward.verifier import Scored, Verifier
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MAX_IN_FLIGHT = 256
-"""Items of one stream that were read but not answered; at this number the stream stops reading."""
+"""Maximum items of one stream that were read but not answered; at this number the stream stops reading."""
 _STATUS = {status: reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}") for status in Status}
 _METHOD = {method: reward_pb2.VerdictMethod.Value(f"VERDICT_METHOD_{method}") for method in Method}
 
@@ -29,7 +29,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._stopping = asyncio.Event()
 
     def end_streams(self) -> None:
-        """Stop streams from reading; each ends when the items that it has read are answered."""
+        """Stop streams from reading; each ends when all items that it has read are answered."""
         self._stopping.set()
 
     async def Verify(self, request: reward_pb2.VerifyRequest, context: Context) -> reward_pb2.VerifyResponse:  # noqa: N802 - the contract's name

@@ -1,1 +1,1 @@
-"""Processes that can be killed: one item at a time in each, under limits of time, memory and reach."""
+"""Processes that can be killed: one item at a time in each, with limits on time, memory and access."""

@@ -1,4 +1,4 @@
-"""The process that worker processes are forked from: math-verify is imported and warm.
+"""The process that worker processes are forked from, with math-verify imported and warm.
 
     python -m services.reward.isolation.forkserver SETTINGS WORKERS
 

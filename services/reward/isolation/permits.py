@@ -21,7 +21,7 @@ class Permit:
         self._timer = asyncio.get_running_loop().call_later(self._permits.overtime_after_s, self._pass_on)
 
     def end(self) -> None:
-        """Give back what is still held."""
+        """Give back the permit or the overtime."""
         if self._timer is not None:
             self._timer.cancel()
         self._permits.end(self)
@@ -34,7 +34,7 @@ class Permit:
 
 
 class Permits:
-    """At most `num_permits` at once, and `max_overtime` items in overtime beside them."""
+    """Gives out at most `num_permits` at once; `max_overtime` further items may be in overtime."""
 
     def __init__(self, num_permits: int, max_overtime: int, overtime_after_s: float) -> None:
         self.num_overtime = 0

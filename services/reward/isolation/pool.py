@@ -1,9 +1,4 @@
-"""Worker processes, one item each at a time, under wall-clock deadlines that are held here and end with SIGKILL.
-
-An item that takes long loses its permit, not its time: a spare worker, forked ahead, takes the next item meanwhile. If
-the item goes on, its worker's priority falls, in the end to processor time that nobody else wants. So items that hang
-hold up the others for moments only.
-"""
+"""Worker processes, one item each at a time, with wall-clock deadlines that are kept here and enforced by SIGKILL."""
 
 import asyncio
 import math
@@ -30,7 +25,7 @@ _BACKOFF = Backoff(first_s=0.1, max_s=5.0)
 _OVERTIME_AFTER_S = 0.01
 """A few times what a typical item takes."""
 _DEMOTED_AFTER_S = (0.04, 0.3)
-"""Processor time of an item at which its worker is demoted; not wall-clock time, which grows when cores are shared."""
+"""Seconds of an item's processor time at which its worker is demoted; wall-clock time grows when cores are shared."""
 _WATCH_INTERVAL_S = 0.02
 
 
@@ -48,19 +43,19 @@ class WorkerPool:
         sandbox: Sandbox = "auto",
         verifiers: Mapping[str, str] | None = None,
     ) -> None:
-        """Make a pool that is yet to start.
+        """Create a pool that is not yet started.
 
         Args:
             num_workers: Items at work at once, those in overtime not counted.
             memory_limit_bytes: Address space of a worker.
             recycle_after: Items after which a worker is replaced.
-            max_overtime: Items that may be in overtime at once; then workers that hang keep their permit.
-            overtime_memory_bytes: What workers may allocate together; beyond it, who has most is killed.
+            max_overtime: Items that may be in overtime at once; beyond it, hanging workers keep their permits.
+            overtime_memory_bytes: Memory that workers may allocate together; beyond it, the largest worker is killed.
             sandbox: Whether workers are confined, see `ForkserverSettings`.
             verifiers: Custom verifiers by name, see `WorkerSettings`.
         """
         self.num_killed = 0
-        """Workers killed over their item, by deadline, cancellation or memory, since the start."""
+        """Number of workers killed over their item, by deadline, cancellation or memory, since the start."""
         self._num_ready = 2 * num_workers if max_overtime else num_workers
         self._recycle_after = recycle_after
         self._overtime_memory_bytes = overtime_memory_bytes
@@ -86,7 +81,7 @@ class WorkerPool:
 
         Raises:
             WorkerDiedError: they do not come up.
-            OSError: no socket or no process can be had.
+            OSError: no socket or process is available.
         """
         await self._forkserver.start()
         while len(self._workers) < self._num_ready:
@@ -95,7 +90,7 @@ class WorkerPool:
         self._background = [asyncio.create_task(self._refill()), asyncio.create_task(self._watch())]
 
     async def close(self) -> None:
-        """Kill all workers and the forkserver, and wait until they are gone. Cancel waiting calls of `run` first."""
+        """Kill all workers and the forkserver, and wait for their end. Cancel waiting calls of `run` first."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -106,31 +101,31 @@ class WorkerPool:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers alive."""
+        """Process ids of the living workers."""
         return sorted(worker.pid for worker in self._workers)
 
     @property
     def num_workers(self) -> int:
-        """Workers alive, spare ones and those in overtime included."""
+        """Number of living workers, including spare ones and those in overtime."""
         return len(self._workers)
 
     @property
     def num_busy(self) -> int:
-        """Workers with an item, those in overtime included."""
+        """Number of workers with an item, including those in overtime."""
         return len(self._busy)
 
     @property
     def num_overtime(self) -> int:
-        """Workers whose item is in overtime."""
+        """Number of workers whose item is in overtime."""
         return self._permits.num_overtime
 
     @property
     def num_waiting(self) -> int:
-        """Items that wait for a permit."""
+        """Number of items that wait for a permit."""
         return self._permits.num_waiting
 
     async def run(self, task: Task, deadline_s: float) -> tuple[WorkerReply, float]:
-        """Have a worker do `task` and return its reply and the seconds that it took, queueing excluded.
+        """Have a worker do `task` and return its reply and the seconds that it took, without queueing.
 
         When the deadline passes or the caller is cancelled, the worker is killed and replaced.
         """
@@ -167,7 +162,7 @@ class WorkerPool:
         if isinstance(task, VerifierTask):
             detail = f"it ended its worker process, {_MAX_DEATHS} times"
             return WorkerReply(status=Status.FAILED, detail=detail), spent_s
-        return WorkerReply(status=Status.OUT_OF_MEMORY), spent_s  # which is what native code dies of
+        return WorkerReply(status=Status.OUT_OF_MEMORY), spent_s  # the usual end of native code without memory
 
     async def _take_idle(self, permit: Permit) -> WorkerProcess:
         while True:
@@ -194,7 +189,7 @@ class WorkerPool:
         self._has_overtime.set()
 
     async def _refill(self) -> None:
-        """Keep as many workers as there should be, with a new forkserver if the old one is gone."""
+        """Keep the required number of workers, with a new forkserver if the old one is gone."""
         num_failures = 0
         while True:
             while len(self._workers) - self.num_overtime >= self._num_ready:
@@ -204,7 +199,7 @@ class WorkerPool:
                 await self._spawn()
                 num_failures = 0
                 if self.num_overtime == 0:
-                    self._shrink()  # the item for which this one was forked has ended meanwhile
+                    self._shrink()  # its item has ended meanwhile
             except (WorkerDiedError, OSError) as error:
                 num_failures += 1
                 wait_s = _BACKOFF.after(num_failures)
@@ -220,7 +215,9 @@ class WorkerPool:
             await self._forkserver.start()
 
     async def _watch(self) -> None:
-        """While some are in overtime: demote who computes for long, and kill the largest if all are too large."""
+        """While items are in overtime, demote workers that compute for long, and kill the largest if together too
+        large.
+        """
         while True:
             if self.num_overtime == 0:
                 self._shrink()
@@ -240,6 +237,6 @@ class WorkerPool:
                 largest.kill()
 
     def _shrink(self) -> None:
-        """Let go of idle workers that there are too many of: those lent, and back from overtime."""
+        """End surplus idle workers: lent ones, and those back from overtime."""
         while len(self._workers) > self._num_ready and not self._idle.empty():
             self._discard(self._idle.get_nowait())

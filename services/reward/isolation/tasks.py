@@ -1,4 +1,4 @@
-"""What the server and its workers say to each other: frames over a socket pair."""
+"""Messages between the server and its workers: frames over a socket pair."""
 
 import re
 
@@ -11,7 +11,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class SymbolicGold(msgspec.Struct, frozen=True, kw_only=True):
-    """A gold answer that neither text nor exact value decided."""
+    """A gold answer that was decided neither by text nor by exact value."""
 
     text: str
     use_text: bool
@@ -19,7 +19,7 @@ class SymbolicGold(msgspec.Struct, frozen=True, kw_only=True):
     value: str
     """Its exact value as a fraction, if it is a number; else empty."""
     tolerance: str
-    """Largest difference from `value` that is right, as a fraction."""
+    """Largest right difference from `value`, as a fraction."""
     decimal_figures: int = 0
     """An irrational gold number accepts its decimal, rounded to at least this many significant figures; 0: never."""
 
@@ -29,9 +29,9 @@ class SymbolicTask(msgspec.Struct, frozen=True, kw_only=True, tag="symbolic"):
 
     golds: tuple[SymbolicGold, ...]
     body: str
-    """The answer, without the name that it was given."""
+    """The answer without its name."""
     text: str
-    """All of the answer."""
+    """The whole answer."""
 
 
 class Prm800kTask(msgspec.Struct, frozen=True, kw_only=True, tag="prm800k"):
@@ -66,16 +66,16 @@ class VerifierTask(msgspec.Struct, frozen=True, kw_only=True, tag="verifier"):
 
 
 Task = SymbolicTask | Prm800kTask | MathVerifyTask | FormatTask | VerifierTask
-"""Everything that a worker can be asked; a union of tagged structs."""
+"""All tasks of workers; a union of tagged structs."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the forkserver is told of its workers."""
+    """The forkserver's settings for its workers."""
 
     memory_limit_bytes: int
     """Address space of a worker."""
     verifiers: dict[str, str] = {}
-    """Custom verifiers by name, to be loaded before any worker is forked: "file.py:function" or "module:function"."""
+    """Custom verifiers by name, loaded before any worker is forked: "file.py:function" or "module:function"."""
 
 
 class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,16 +93,16 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     credit: float = 0.0
     extracted: str = ""
-    """The answer that it verified, where it found that itself."""
+    """The answer that it verified, if it found the answer itself."""
     method: Method = Method.UNSPECIFIED
     detail: str = ""
-    """What failed, where the status is FAILED."""
+    """What failed, if the status is FAILED."""
     token: int = 0
-    """The request's."""
+    """The request's token."""
     is_spoilt: bool = False
-    """The worker ends with this reply: it ran out of memory, has grown, or has threads that outlive the item."""
+    """Whether the worker ends with this reply: it ran out of memory, has grown, or left threads behind."""
 
 
 def sendable(text: str) -> str:
-    """`text` with U+FFFD for lone surrogates, which no record can carry."""
+    """Return `text` with U+FFFD for lone surrogates, which no record can carry."""
     return _SURROGATE.sub("\ufffd", text)

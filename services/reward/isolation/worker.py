@@ -1,6 +1,6 @@
-"""A worker process: does one task at a time, within limits of memory, time and reach, until its pipe closes.
+"""A worker process: does one task at a time, within limits of memory, time and access, until its pipe closes.
 
-It keeps no deadline of its own: the server holds it and kills. The limits here are for when the server cannot.
+It has no deadline of its own: the server keeps it and kills. The limits here are for when the server cannot.
 """
 
 import resource
@@ -18,10 +18,10 @@ from services.reward.isolation.tasks import Task, VerifierTask, WorkerReply, Wor
 from services.reward.worker_tasks.perform import perform
 
 _NEARLY = 0.9
-"""Address space used, as a share of the limit, from which a failed comparison counts as out of memory: sympy and
-math-verify swallow MemoryError. The kernel keeps the peak of the process's life, so its worker is replaced then."""
+"""Share of the limit of address space from which a failed comparison counts as out of memory: sympy and math-verify
+swallow MemoryError. The kernel keeps the peak of the process's life, so its worker is then replaced."""
 _MAX_GROWTH_BYTES = 48 * 2**20
-"""A worker that has grown by more since it was forked is replaced."""
+"""Maximum growth since the fork; beyond it, a worker is replaced."""
 _THREAD_END_S = 0.02
 
 
@@ -59,12 +59,12 @@ def _perform(task: Task) -> WorkerReply:
 
 
 def _resident_bytes() -> int:
-    """Memory that this process has, what it shares with the forkserver included."""
+    """Return the memory of this process, including what it shares with the forkserver."""
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
 
 
 def _has_threads_left() -> bool:
-    """Whether there are other threads, which would see the next item; those that were joined end in a moment."""
+    """Return whether there are other threads, which would see the next item; joined threads end in a moment."""
     until = time.monotonic() + _THREAD_END_S
     while _ProcessStatus.read().num_threads > 1:
         if time.monotonic() > until:
@@ -74,14 +74,14 @@ def _has_threads_left() -> bool:
 
 
 class _ProcessStatus(NamedTuple):
-    """What the kernel reports about this process."""
+    """The kernel's report about this process."""
 
     peak_bytes: int
-    """The most address space that it had."""
+    """Peak size of its address space."""
     num_threads: int
 
     @classmethod
     def read(cls) -> "_ProcessStatus":
-        """As it is now."""
+        """Read the report."""
         lines = dict(line.split(b":", 1) for line in Path("/proc/self/status").read_bytes().splitlines())
         return cls(peak_bytes=int(lines[b"VmPeak"].split()[0]) * 1024, num_threads=int(lines[b"Threads"]))

@@ -1,4 +1,4 @@
-"""The handle of a worker, in the server: ask, demote, kill. Nothing here blocks the event loop."""
+"""The server's handle of a worker: ask, demote, kill. Nothing here blocks the event loop."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from penstock.runtime.isolation.frames import HEADER, frame
 from services.reward.isolation.tasks import Task, WorkerReply, WorkerRequest
 
 _MAX_REPLY_BYTES = 2**20
-"""Honest replies are a few kilobytes; memory of the server is not for a worker to fill."""
+"""Maximum size of a reply. Honest replies are a few kilobytes, and a worker must not fill the server's memory."""
 
 
 class WorkerProcess:
@@ -23,9 +23,9 @@ class WorkerProcess:
     def __init__(self, forked: ForkedWorker, forkserver: Forkserver) -> None:
         self.pid = forked.pid
         self.num_items = 0
-        """Items that it was given so far."""
+        """Number of items that it has received."""
         self.num_demotions = 0
-        """Steps down in priority; there is no way back up without privileges."""
+        """Steps down in priority; it cannot go up again without privileges."""
         self._cpu_before_s = 0.0
         self._reader = forked.reader
         self._writer = forked.writer
@@ -38,7 +38,7 @@ class WorkerProcess:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that it has, what it shares with the forkserver included; 0 if it is gone."""
+        """Its memory, including what it shares with the forkserver; 0 if it is gone."""
         try:
             return int(Path(f"/proc/{self.pid}/statm").read_bytes().split()[1]) * resource.getpagesize()
         except OSError:
@@ -48,7 +48,7 @@ class WorkerProcess:
         """Send `task` and return the reply; if cancelled, the worker must be killed.
 
         Raises:
-            WorkerDiedError: it died, or does not keep to the protocol.
+            WorkerDiedError: it died, or broke the protocol.
         """
         self.num_items += 1
         self._cpu_before_s = self._cpu_s()
@@ -62,32 +62,32 @@ class WorkerProcess:
             reply = _REPLIES.decode(await self._reader.readexactly(size_bytes))
         except (EOFError, OSError, msgspec.MsgspecError) as error:
             raise WorkerDiedError(f"worker {self.pid}: {error}") from None
-        if reply.token != token:  # a verifier, or what it ran, wrote to the socket
+        if reply.token != token:  # a verifier, or its child, wrote to the socket
             raise WorkerDiedError(f"worker {self.pid}: a reply to another request")
         return reply
 
     @property
     def item_cpu_s(self) -> float:
-        """Processor time that its item has taken so far."""
+        """Processor time of its item so far, in seconds."""
         return self._cpu_s() - self._cpu_before_s
 
     def _cpu_s(self) -> float:
         try:
-            return time.clock_gettime(~self.pid << 3 | 2)  # the kernel's number of the process's clock
+            return time.clock_gettime(~self.pid << 3 | 2)  # the kernel's id of the process's clock
         except OSError:
             return self._cpu_before_s
 
     def demote(self) -> None:
-        """Let it have a tenth of what others get of a busy core; the second time, only what nobody else wants."""
+        """Give it a tenth of the others' share of a busy core; the second time, only idle time."""
         self.num_demotions += 1
-        with contextlib.suppress(OSError):  # it may be gone; and it is not worth an error where the kernel refuses
+        with contextlib.suppress(OSError):  # it may be gone, and a refusal by the kernel is not worth an error
             if self.num_demotions == 1:
                 os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0) + 10)
             else:
                 os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
 
     def kill(self) -> None:
-        """Kill it, whatever it does."""
+        """Kill it, whatever it is doing."""
         self._writer.close()
         self._forkserver.kill_worker(self.pid)
 

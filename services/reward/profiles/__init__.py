@@ -1,1 +1,1 @@
-"""The profiles: named ways to verify, of which a caller picks one per item."""
+"""The profiles: named ways to verify. A caller picks one for each item."""

@@ -11,16 +11,16 @@ ENTRY_POINT_GROUP = "penstock.verifiers"
 
 
 def find_verifiers(configured: Mapping[str, str]) -> dict[str, str]:
-    """Return what to load for each custom verifier, by name: those that installed packages offer and those configured.
+    """Return the location of each custom verifier by name: those of installed packages and those configured.
 
-    Nothing is imported. Of two of one name, the configured one is taken.
+    Nothing is imported. A configured verifier replaces an installed one of the same name.
     """
     offered = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
     return offered | dict(configured)
 
 
 class CustomProfile(BoundedProfile):
-    """Right is what the user's function says is right."""
+    """Right is what the user's function calls right."""
 
     def decide(self, item: Item) -> Decision:
         """Return the question that the verifier must decide."""

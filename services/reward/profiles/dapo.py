@@ -41,7 +41,7 @@ _REWRITTEN = [
 
 
 class DapoProfile(BoundedProfile):
-    """Right is an answer that is spelt as the gold integer is."""
+    """Right is an answer with the same spelling as the gold integer."""
 
     def decide(self, item: Item) -> Decision:
         """Return the finding of `item`."""
@@ -57,7 +57,7 @@ class DapoProfile(BoundedProfile):
 
 
 def _read_integer(gold: str) -> str | None:
-    """The gold answer as an integer, cut off at its decimal point; None if it is not a number."""
+    """Return the gold answer as an integer, cut off at its decimal point; None if it is not a number."""
     try:
         return str(int(float(_normalise(gold))))
     except (ValueError, OverflowError):

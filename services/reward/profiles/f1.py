@@ -1,4 +1,4 @@
-"""The profile `f1`: how many words the response and the gold answer have in common.
+"""The profile `f1`: scores the words that the response and the gold answer have in common.
 
 The score is that of slime (rm_hub/f1.py, `f1_score`, Apache-2.0), which is SQuAD's: the harmonic mean of precision and
 recall over words, in lower case, without punctuation and articles.
@@ -20,7 +20,7 @@ _CLOSED = frozenset({"yes", "no", "noanswer"})
 
 
 class F1Profile(BoundedProfile):
-    """The credit is the F1 of the words, with the gold answer that they fit best."""
+    """The credit is the F1 of the words, with the best-matching gold answer."""
 
     def decide(self, item: Item) -> Decision:
         """Return the finding of `item`."""

@@ -1,8 +1,8 @@
-r"""Whether a response has the format that a pattern demands.
+r"""Checks whether a response has the format that a pattern demands.
 
 Responses are hostile and Python's `re` backtracks: `<think>.*</think>.*\\boxed\{.*\}.*` already takes time that grows
-with the fourth power of a response made for it. So a pattern of literals and `.*` only, as most are, is searched in
-linear time here; any other goes to a worker process, under the item's deadline.
+with the fourth power of a response made for it. So patterns of only literals and `.*`, which are most patterns, are
+searched here in linear time; any other goes to a worker process, under the item's deadline.
 """
 
 import re
@@ -16,13 +16,13 @@ class Format:
     """A pattern that the whole of a response must match; `.` matches line ends too."""
 
     def __init__(self, pattern: str, *, max_chars: int) -> None:
-        """`max_chars`: what a worker sees of a longer response, half from its start, half from its end."""
+        """Read `pattern`. A worker sees `max_chars` of a longer response, half from its start, half from its end."""
         self._pattern = pattern
         self._max_chars = max_chars
         self._literals = _split_at_wildcards(pattern)
 
     def check(self, response: str) -> bool | FormatTask:
-        """Whether `response` has the format, or the task that finds out."""
+        """Return whether `response` has the format, or the task that finds out."""
         if self._literals is not None:
             return _is_sequence(response, self._literals)
         if len(response) > self._max_chars:
@@ -32,7 +32,7 @@ class Format:
 
 
 def _split_at_wildcards(pattern: str) -> list[str] | None:
-    """The literals between the pattern's `.*`, or None if there is more to it than that."""
+    """Return the literals between the pattern's `.*`; None if it has other parts."""
     literals = [""]
     for part in _PART.finditer(pattern):
         if part["other"]:
@@ -45,7 +45,7 @@ def _split_at_wildcards(pattern: str) -> list[str] | None:
 
 
 def _is_sequence(text: str, literals: list[str]) -> bool:
-    """Whether `text` is these literals in their order, with anything between them. Each is found where it is first."""
+    """Return whether `text` is these literals in order, with any text between them. Each matches at its first place."""
     first, *rest = literals
     if not rest:
         return text == first

@@ -1,8 +1,8 @@
 r"""The profile `gpqa`: which letter a response chooses.
 
-The decisions are those of slime (rm_hub/gpqa.py, `compute_gpqa_reward`, Apache-2.0) without other metadata than
-`correct_answer`: a gold answer of one letter from A to J is the right choice, any other is its text. So a label C
-with the metadata {"correct_answer": "a proton"} is here the gold answers "C" and "a proton".
+The decisions are those of slime (rm_hub/gpqa.py, `compute_gpqa_reward`, Apache-2.0) with only `correct_answer` as
+metadata: a gold answer of one letter from A to J is the right choice, any other is its text. So a label C with the
+metadata {"correct_answer": "a proton"} is here the gold answers "C" and "a proton".
 """
 
 import re
@@ -14,7 +14,7 @@ from services.reward.profiles.profile import MAX_RESPONSE_CHARS, BoundedProfile,
 from services.reward.verdict import Finding, Method
 
 _LETTERS = frozenset(string.ascii_uppercase[:10])
-# The first match of each counts, if its letter is one; blanks are never given back, which would take quadratic time.
+# The first match of each counts, if its letter is valid; blanks never backtrack, which would take quadratic time.
 _STATEMENTS = (
     re.compile(r"(?:answer|option|choice)\s*+(?:(?:is|:)\s*+)?([A-Z])", re.IGNORECASE),
     re.compile(r"([A-Z])\s*+is\s*+(?:the\s*+)?correct", re.IGNORECASE),
@@ -24,7 +24,7 @@ _LONE_LETTER = re.compile(r"\b[A-Z]\b")
 
 
 class GpqaProfile(BoundedProfile):
-    """Right is the gold letter; of a response without one, a text that holds the gold answer's."""
+    """Right is the gold letter; for a response without a letter, a text that contains the gold answer's."""
 
     def decide(self, item: Item) -> Decision:
         """Return the finding of `item`."""
@@ -48,7 +48,7 @@ class GpqaProfile(BoundedProfile):
 
 
 def _chosen_letter(solution: str) -> str:
-    """The letter that a response chooses, empty if none."""
+    """Return the letter that a response chooses; empty if none."""
     for statement in _STATEMENTS:
         found = statement.search(solution)
         if found and found[1].upper() in _LETTERS:

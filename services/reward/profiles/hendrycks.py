@@ -1,4 +1,4 @@
-r"""The spelling that graders descended from MATH compare first, right down to its oddities.
+r"""The spelling that graders descended from MATH compare first, including its oddities.
 
 The rules are those of the MATH benchmark's `math_equivalence`, in the version of openai/prm800k (math_normalize.py,
 MIT), which slime (rm_hub/math_utils.py, `mathd_normalize_answer`) and MathRuler 0.1.0 (math_normalize.py) both carry.
@@ -24,7 +24,7 @@ def normalise(answer: str, *, strip_percent: bool) -> str:
 
     Args:
         answer: A gold answer, or a response's.
-        strip_percent: Whether a bare `%` goes too (MathRuler), and not only `\\%` (slime).
+        strip_percent: Whether to remove a bare `%` too (MathRuler), and not only `\\%` (slime).
     """
     answer = answer.strip()
     enclosed = _TEXT.search(answer)
@@ -64,7 +64,7 @@ def _respell(text: str, strip_percent: bool) -> str:
 
 
 def _without_unit(text: str) -> str:
-    r"""A unit is what a single `\text{ ` begins."""
+    r"""Remove a unit, which a single `\text{ ` begins."""
     value, *units = text.split(r"\text{ ")
     if len(units) > 1:
         raise _MalformedError
@@ -72,7 +72,7 @@ def _without_unit(text: str) -> str:
 
 
 def _with_braced_roots(text: str) -> str:
-    r"""`\sqrt3` becomes `\sqrt{3}`."""
+    r"""Turn `\sqrt3` into `\sqrt{3}`."""
     before, *radicands = text.split(r"\sqrt")
     if "" in radicands:
         raise _MalformedError
@@ -83,7 +83,7 @@ def _with_braced_roots(text: str) -> str:
 
 
 def _with_braced_fractions(text: str) -> str:
-    r"""`\frac12` and `\frac1{72}` become `\frac{1}{2}` and `\frac{1}{72}`; one that is cut short stops it all."""
+    r"""Turn `\frac12` and `\frac1{72}` into `\frac{1}{2}` and `\frac{1}{72}`; change nothing if one is cut short."""
     parts, *fractions = text.split(r"\frac")
     for fraction in fractions:
         if not fraction:

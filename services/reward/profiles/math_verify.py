@@ -1,6 +1,6 @@
 """The profile `math_verify`: huggingface/Math-Verify 0.9.0 (Apache-2.0) with its defaults, in a worker process.
 
-Both the gold answers and the response go through its own `parse`, so LaTeX in a gold answer wants its dollar signs or
+Both the gold answers and the response go through its own `parse`, so LaTeX in a gold answer needs its dollar signs or
 box.
 """
 
@@ -12,7 +12,7 @@ from services.reward.verdict import Finding
 
 
 class MathVerifyProfile(BoundedProfile):
-    """Right is what math-verify's own extraction and comparison say is right."""
+    """Right is what math-verify's own extraction and comparison call right."""
 
     def decide(self, item: Item) -> Decision:
         """Return the question that a worker process must decide."""

@@ -1,8 +1,8 @@
 """The profile `mcq`: which letter a response chooses.
 
-Gold answers are letters; gold answers that are not are the text or the value of the right choice, and right too. A
-choice counts where it stands last: in a box, in `<answer>`, behind `Answer:`, or in words. Several letters are wrong,
-unless the gold choice's text has them, and so is the right letter beside another choice's value.
+Gold answers are letters; other gold answers are the text or the value of the right choice, and also right. A choice
+counts where it stands last: in a box, in `<answer>`, after `Answer:`, or in words. Several letters are wrong, unless
+the gold choice's text has them, and so is the right letter beside another choice's value.
 """
 
 from fractions import Fraction
@@ -24,14 +24,14 @@ from services.reward.verdict import Finding, Method
 
 _RULES = Rules()
 _VALUES = (Scalar, Ratio, Intervals, Matrix, Set, Tuple)
-"""What is not a text, and therefore compared where it stands beside a letter."""
+"""Kinds of answers that are not texts, and are therefore compared when they stand beside a letter."""
 
 
 class McqProfile(ValueProfile):
-    """Right is the gold letter; of a response without one, a value that is the gold choice's."""
+    """Right is the gold letter; for a response without a letter, the gold choice's value."""
 
     def __init__(self, *, answers_in: Forms = Forms.WORDS, **settings: Any) -> None:
-        """As any profile, and `answers_in`: in which forms an answer counts."""
+        """Take the settings of any profile, and `answers_in`: the forms in which an answer counts."""
         super().__init__(tolerance=Fraction(0), answers_in=answers_in, **settings)
 
     def decide(self, item: Item) -> Decision:
@@ -73,7 +73,7 @@ class McqProfile(ValueProfile):
 
 
 def _chooses_otherwise(first: str, later: str) -> bool:
-    """Whether the second answer chooses something else; a letter comes before a value."""
+    """Return whether the second answer is a different choice; a letter takes precedence over a value."""
     one, other = read_letter(first), read_letter(later)
     if other is not None:
         return one is None or one[0] != other[0]
@@ -81,13 +81,13 @@ def _chooses_otherwise(first: str, later: str) -> bool:
 
 
 def _is_another(rest: str, texts: list[Side]) -> bool:
-    """Whether a value beside a letter is none of the right choice's."""
+    """Return whether a value beside a letter differs from all of the right choice's."""
     values = [text for text in texts if isinstance(_body(text.node), _VALUES)]
     return bool(rest and values) and _has_another(Side.of(rest), values)
 
 
 def _has_another(beside: Side, values: list[Side]) -> bool:
-    """Whether `beside`, or any part of it, is a value that none of `values` is."""
+    """Return whether `beside`, or any part of it, is a value outside `values`."""
     if any(compare(value, beside, _RULES) is Outcome.RIGHT for value in values):
         return False
     match beside.node:

@@ -1,8 +1,8 @@
 r"""The profiles `slime_math`, `deepscaler` and `verl_geo3k`: three ways to find the answer, and one grader.
 
 The grader is that of openai/prm800k (grader.py, MIT), which slime (rm_hub/math_utils.py) and MathRuler 0.1.0
-(grader.py) both carry: right is what has the same spelling, decided here, or what sympy simplifies to the same value,
-decided by `services.reward.worker_tasks.prm800k_grader` in a worker process.
+(grader.py) both carry. An answer is right if it has the same spelling, decided here, or if sympy simplifies it to the
+same value, decided by `services.reward.worker_tasks.prm800k_grader` in a worker process.
 """
 
 import re
@@ -20,23 +20,23 @@ _BRACE = re.compile(r"[{}]")
 
 
 class Reading(NamedTuple):
-    """Where a framework finds what it compares."""
+    """Where a framework finds the texts it compares."""
 
     find_solution: Callable[[str], str | None]
-    """The part of a response that is searched, None if it has none."""
+    """Returns the part of a response that is searched, None if it has none."""
     find_answer: Callable[[str], str | None]
-    """The answer in that part, None if there is none."""
+    """Returns the answer in that part, None if there is none."""
     find_gold: Callable[[str], str | None]
-    """The answer in a label, None if there is none."""
+    """Returns the answer in a label, None if there is none."""
     strip_percent: bool
     """Whether a bare `%` is dropped before spellings are compared."""
 
 
 class Prm800kProfile(BoundedProfile):
-    """Right is what prm800k's grader says is right."""
+    """Right is what prm800k's grader calls right."""
 
     def __init__(self, *, reading: Reading, **settings: Any) -> None:
-        """As any profile, and where its framework finds what it compares."""
+        """Take the settings of any profile, and where its framework finds the texts it compares."""
         super().__init__(**settings)
         self._reading = reading
 
@@ -65,7 +65,7 @@ def _all(response: str) -> str | None:
 
 
 def _after_thinking(response: str) -> str | None:
-    """What follows the last `</think>`, else what is between the first two `###Response`."""
+    """Return the text after the last `</think>`, else between the first two `###Response`."""
     _, mark, solution = response.rpartition("</think>")
     if mark:
         return solution
@@ -74,13 +74,13 @@ def _after_thinking(response: str) -> str | None:
 
 
 def _last_box(text: str) -> str | None:
-    r"""The content of the last `\boxed`, provided that a brace follows at once and is closed."""
+    r"""Return the content of the last `\boxed`, if a brace follows at once and is closed."""
     start = text.rfind("\\boxed")
     return _braced(text, start + len("\\boxed")) if start >= 0 else None
 
 
 def _last_braced_box(text: str) -> str | None:
-    r"""The content of the last `\boxed{`, provided that it is closed, without blanks around it."""
+    r"""Return the content of the last `\boxed{`, if it is closed, without blanks around it."""
     start = text.rfind("\\boxed{")
     content = _braced(text, start + len("\\boxed")) if start >= 0 else None
     return None if content is None else content.strip()

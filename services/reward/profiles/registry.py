@@ -1,4 +1,4 @@
-r"""All profiles by name: what each is made of, says of itself, and scores by default."""
+r"""All profiles by name: their construction, description and default scale."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,18 +34,18 @@ class _Kind:
     format_weight: float = 0.0
     format_pattern: str | None = None
     answers_in: Forms | None = None
-    """In which forms an answer counts; None where that cannot be chosen."""
+    """The forms in which an answer counts; None if the profile has no choice of them."""
 
 
 def make_profiles(config: RewardConfig, verifiers: Mapping[str, str] | None = None) -> dict[str, Profile]:
-    """All profiles by name, with the settings' limits and scales.
+    """Return all profiles by name, with the settings' limits and scales.
 
     Args:
         config: The settings.
-        verifiers: What to load for each custom verifier, by name.
+        verifiers: The location of each custom verifier, by name.
 
     Raises:
-        ConfigError: a custom verifier has a profile's name, or a scale is of no profile or not complete.
+        ConfigError: a custom verifier has a profile's name, or a scale names no profile or is incomplete.
     """
     kinds = _kinds(config)
     for name, spec in (verifiers or {}).items():
@@ -146,7 +146,7 @@ def _kinds(config: RewardConfig) -> dict[str, _Kind]:
 
 
 def _forms(name: str, kind: _Kind, config: RewardConfig) -> dict[str, Forms]:
-    """The argument that says in which forms an answer counts, for profiles that have one.
+    """Return the argument for the forms in which an answer counts, for profiles that have one.
 
     Raises:
         ConfigError: the settings choose forms for another profile.

@@ -10,10 +10,10 @@ class RemoteProfile(BoundedProfile):
     """The credit is the number that the remote service answers."""
 
     def __init__(self, *, default_deadline_s: float, **settings: Any) -> None:
-        """As any profile, and the limit of an item that asks for none."""
+        """Take the settings of any profile, and the limit of an item that asks for none."""
         super().__init__(**settings)
         self.default_deadline_s = default_deadline_s
 
     def decide(self, item: Item) -> Decision:
-        """Return that the remote service decides."""
+        """Forward the item to the remote service."""
         return Forwarded()

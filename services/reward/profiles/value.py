@@ -1,19 +1,20 @@
 r"""The profiles `math` and `geo3k`: the final answer, compared by value.
 
-Where the answer may stand is `answers_in`: `box`, `marks` (`geo3k`) or `words` (`math`); see
-`services.reward.exact.extraction`. Right is what has the value of a gold answer, exactly. Two settings widen that:
+`answers_in` decides where the answer may stand: `box`, `marks` (`geo3k`) or `words` (`math`); see
+`services.reward.exact.extraction`. An answer is right if it has exactly the value of a gold answer. Two settings widen
+that:
 
 - `decimal_figures` (4; both profiles). A gold answer in exact form, such as `3\sqrt{2}`, `\frac{16}{3}` or `8\pi`, also
   accepts the decimal that it rounds to, from this many significant figures on: 4.243 is right, 4.24 and 4.242 are not.
-  Gold answers that are written as an integer or a decimal do not: 62.5 takes 125/2, but not 62.4. 0 turns it off.
+  Gold answers written as an integer or a decimal do not: 62.5 takes 125/2, but not 62.4. 0 turns it off.
 - `tolerance` (0.05 in `geo3k`, 0 in `math`). A gold answer that is a rounded label takes |answer - gold| <= tolerance.
-  A rounded label is a plain number that is written with a decimal point (8.5, 20.0), or a plain integer of at least 100
-  in absolute value (270). Never does the tolerance apply to smaller integers, to fractions, radicals, multiples of pi
-  or anything else that is not one plain number, except to such numbers inside of a tuple or set. 0 is strict.
+  A rounded label is a plain number written with a decimal point (8.5, 20.0), or a plain integer of at least 100 in
+  absolute value (270). The tolerance never applies to smaller integers, to fractions, radicals, multiples of pi or
+  anything else that is not one plain number, except to such numbers inside a tuple or set. 0 is strict.
 
-Unfinished work is not an answer: sums of rationals that are not carried out (`2+3`, `\frac{180-40}{2}`), big operators
-and unsolved equations are not right. Work with its result is (`2+3=5`), if both sides agree. Products, powers,
-fractions and roots are ways to write a number.
+Unfinished work is not an answer: uncomputed sums of rationals (`2+3`, `\frac{180-40}{2}`), big operators and unsolved
+equations are not right. Work with its result is (`2+3=5`), if both sides agree. Products, powers, fractions and roots
+are ways to write a number.
 """
 
 from fractions import Fraction
@@ -32,7 +33,7 @@ from services.reward.verdict import Finding, Method
 
 
 class ValueProfile(BoundedProfile):
-    """Right is what has the value of a gold answer."""
+    """Right is the value of a gold answer."""
 
     def __init__(
         self,
@@ -42,12 +43,12 @@ class ValueProfile(BoundedProfile):
         answers_in: Forms = Forms.MARKS,
         **settings: Any,
     ) -> None:
-        """As any profile.
+        """Take the settings of any profile, and those of this one.
 
         Args:
-            tolerance: Largest |answer - gold| that is right for a rounded label.
+            tolerance: Largest right |answer - gold| for a rounded label.
             decimal_figures: Significant figures from which on a decimal is right for an exact form; 0: never.
-            answers_in: In which forms an answer counts.
+            answers_in: The forms in which an answer counts.
             settings: As for any profile.
         """
         super().__init__(**settings)
@@ -96,7 +97,7 @@ def _method(gold: Side) -> Method:
 
 
 def _question(golds: list[Side], answer: Side, decimal_figures: int) -> SymbolicTask:
-    """What a worker is asked: whether `answer` equals one of `golds`."""
+    """Return the task for a worker: whether `answer` equals one of `golds`."""
     body = answer.node.body.text if isinstance(answer.node, Named) else answer.node.text
     questions = []
     for gold in golds:

@@ -1,1 +1,1 @@
-"""What worker processes do with an item. Runs in workers only: it may take any time and any memory."""
+"""The tasks of worker processes. Runs only in workers: it may take any time and any memory."""

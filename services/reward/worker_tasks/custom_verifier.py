@@ -31,7 +31,7 @@ _MAX_EXTRACTED_CHARS = 512
 
 
 class CustomVerifier(Protocol):
-    """What a custom verifier must be."""
+    """The interface of a custom verifier."""
 
     def __call__(self, golds: list[str], response: str, prompt: str, /) -> Any:
         """Return the credit, from 0 to 1, or a dict or object with `credit` and `extracted`."""
@@ -49,7 +49,7 @@ def load_verifier(name: str, spec: str) -> CustomVerifier:
     """Return the verifier that `spec`, "path/to/file.py:function" or "package.module:function", names.
 
     Raises:
-        VerifierLoadError: naming the verifier, its spec and the cause.
+        VerifierLoadError: names the verifier, its spec and the cause.
     """
     module_or_file, colon, function = spec.rpartition(":")
     try:
@@ -73,7 +73,7 @@ def load_verifier(name: str, spec: str) -> CustomVerifier:
 
 
 def run_verifier(verifier: CustomVerifier, task: VerifierTask) -> WorkerReply:
-    """Call `verifier` on the task; whatever it does short of dying, there is a reply."""
+    """Call `verifier` on the task; return a reply whatever it does, short of dying."""
     try:
         returned = verifier(list(task.golds), task.response, task.prompt)
         credit, extracted = _read(returned)
@@ -86,14 +86,14 @@ def run_verifier(verifier: CustomVerifier, task: VerifierTask) -> WorkerReply:
 
 
 def _read(returned: Any) -> tuple[float, str]:
-    """The credit and the extracted answer."""
+    """Return the credit and the extracted answer."""
     extracted: Any = ""
     credit = returned
     if isinstance(returned, Mapping):
         credit, extracted = returned.get("credit"), returned.get("extracted", "")
     elif hasattr(returned, "credit"):
         credit, extracted = returned.credit, getattr(returned, "extracted", "")
-    if not (isinstance(credit, numbers.Real) and 0 <= float(credit) <= 1):  # NaN is not between
+    if not (isinstance(credit, numbers.Real) and 0 <= float(credit) <= 1):  # NaN fails this comparison
         raise _BadReturnError(f"it returned {repr(returned)[:200]}; return a number from 0 to 1")
     if not isinstance(extracted, str):
         raise _BadReturnError(f"it returned extracted = {repr(extracted)[:200]}; return text")

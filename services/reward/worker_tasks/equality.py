@@ -1,8 +1,8 @@
-r"""Whether two expressions are the same function, or two relations the same condition, by their values at points.
+r"""Decides by values at points whether two expressions are the same function, or two relations the same condition.
 
-Equal means agreement to `_AGREE_DIGITS` digits at points that nobody could foresee, real ones where both are real;
-different means that they differ at one. None means that values do not decide: undefined nearly everywhere, or close.
-Variables count: an expression in x is not one in y, and 2x + 1 is not 2y + 1.
+Equal means agreement to `_AGREE_DIGITS` digits at unpredictable points, real ones if both values are real; different
+means that they differ at one. None means that values do not decide: undefined nearly everywhere, or close. Variables
+count: an expression in x is not one in y, and 2x + 1 is not 2y + 1.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _NUM_POINTS = 6
 _FAR = frozenset({3, 4})
 """Points with large coordinates, where |x + 10| - 10 is not x."""
 _LARGE, _LARGE_EXPONENT = 10**4, 20
-"""How large; the less where exponentials would leave too few digits of a difference."""
+"""Size of large coordinates: the second where exponentials would leave too few digits of a difference."""
 _EXPONENTIAL = frozenset({"sinh", "cosh", "tanh"})
 _AGREE_DIGITS = 70
 _DIFFER_DIGITS = 30
@@ -29,7 +29,7 @@ _FLIPPED = {">": "<", ">=": "<="}
 
 
 def are_equal(gold: Tree, given: Tree) -> bool | None:
-    """Whether the two have the same variables and the same values; None if that remains open."""
+    """Return whether the two have the same variables and the same values; None if that remains open."""
     symbols = symbols_of(gold)
     if symbols != symbols_of(given):
         return False
@@ -42,7 +42,7 @@ def are_equal(gold: Tree, given: Tree) -> bool | None:
 
 
 def are_same_relations(gold: Sequence[Relation], given: Sequence[Relation]) -> bool | None:
-    """Whether the chains say the same, link by link; None if that remains open."""
+    """Return whether the chains say the same, link by link; None if that remains open."""
     ours, theirs = [_upward(chain) for chain in (gold, given)]
     if _symbols_of(ours) != _symbols_of(theirs):
         return False
@@ -53,7 +53,7 @@ def are_same_relations(gold: Sequence[Relation], given: Sequence[Relation]) -> b
 
 
 def distance(tree: Tree, value: Fraction) -> Any:
-    """|tree - value| for a real number `tree`; None otherwise."""
+    """Return |tree - value| for a real number `tree`; None otherwise."""
     if symbols_of(tree):
         return None
     try:
@@ -68,7 +68,7 @@ def distance(tree: Tree, value: Fraction) -> Any:
 
 
 def _is_same_relation(gold: Relation, given: Relation) -> bool:
-    """Whether the differences are proportional, with a factor that keeps the direction."""
+    """Return whether the differences are proportional, with a factor that keeps the direction."""
     if gold.operator != given.operator:
         return False
     ours, theirs = gold.difference, given.difference
@@ -83,7 +83,7 @@ def _is_same_relation(gold: Relation, given: Relation) -> bool:
 
 
 def _upward(chain: Sequence[Relation]) -> list[Relation]:
-    """The chain with < and <= only; 3 > x > 1 becomes 1 < x < 3."""
+    """Return the chain with only < and <=; 3 > x > 1 becomes 1 < x < 3."""
     if all(relation.operator in _FLIPPED for relation in chain):
         return [Relation(_FLIPPED[relation.operator], relation.right, relation.left) for relation in reversed(chain)]
     return list(chain)
@@ -94,7 +94,7 @@ def _symbols_of(chain: Sequence[Relation]) -> frozenset[str]:
 
 
 def _values(left: Tree, right: Tree, symbols: frozenset[str]) -> list[tuple[Any, Any]]:
-    """Both values at several points where both are defined; where both are real, if there are such points."""
+    """Return both values at several points where both are defined; where both are real, if there are such points."""
     large = _LARGE_EXPONENT if _has_exponentials(left) or _has_exponentials(right) else _LARGE
     found = []
     for point in _points(sorted(symbols), repr(left), large):
@@ -107,7 +107,7 @@ def _values(left: Tree, right: Tree, symbols: frozenset[str]) -> list[tuple[Any,
 
 
 def _has_exponentials(tree: Tree) -> bool:
-    """Whether a variable is in an exponent."""
+    """Return whether a variable is in an exponent."""
     parts = [part for part in tree[1:] if isinstance(part, tuple)]
     if tree[0] in _EXPONENTIAL or (tree[0] == "power" and symbols_of(tree[2])):
         return True
@@ -115,7 +115,7 @@ def _has_exponentials(tree: Tree) -> bool:
 
 
 def _points(names: Sequence[str], seed: str, large: int) -> Iterator[dict[str, Any]]:
-    """Points with 19-digit coordinates, drawn from `seed`: two positive ones, then such with other signs too."""
+    """Yield points with 19-digit coordinates, drawn from `seed`: two positive ones, then points of any sign."""
     for index in range(_NUM_POINTS if names else 1):
         point = {}
         for name in names:

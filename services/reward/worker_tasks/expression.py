@@ -1,7 +1,7 @@
 r"""Plain algebra in LaTeX as a tree, and the values of trees at given points.
 
-Plain is what people write one way and read one way: numbers, variables, the four operations, powers, roots, fractions,
-absolute values and the usual functions. What is ambiguous (`1/2x`, `\sin x / 2`, `f(x)`, `2 3`) or more than that
+Plain algebra has one way to write and read it: numbers, variables, the four operations, powers, roots, fractions,
+absolute values and the usual functions. Ambiguous text (`1/2x`, `\sin x / 2`, `f(x)`, `2 3`) and anything beyond it
 (sums, integrals, factorials, words) is not read here. A tree is a tuple: an operation, then its arguments.
 """
 
@@ -51,34 +51,34 @@ class UndefinedError(ArithmeticError):
 
 
 def number(value: int | Fraction) -> Tree:
-    """The rational `value`."""
+    """Return the rational `value`."""
     return ("number", Fraction(value))
 
 
 def negative(tree: Tree) -> Tree:
-    """-tree."""
+    """Return -tree."""
     return ("multiply", number(-1), tree)
 
 
 def difference(left: Tree, right: Tree) -> Tree:
-    """left - right."""
+    """Return left - right."""
     return ("add", left, negative(right))
 
 
 def quotient(left: Tree, right: Tree) -> Tree:
-    """left / right."""
+    """Return left / right."""
     return ("multiply", left, ("power", right, number(-1)))
 
 
 def symbols_of(tree: Tree) -> frozenset[str]:
-    """The names of its variables."""
+    """Return the names of its variables."""
     if tree[0] == "symbol":
         return frozenset((tree[1],))
     return frozenset().union(*(symbols_of(part) for part in tree[1:] if isinstance(part, tuple)))
 
 
 def evaluate(tree: Tree, point: Mapping[str, Any]) -> Any:
-    """Its complex value to about `DIGITS` digits, with the variables' values from `point`.
+    """Return its complex value to about `DIGITS` digits, with the variables' values from `point`.
 
     Raises:
         UndefinedError: it has none.
@@ -132,7 +132,7 @@ def _power(base: Any, exponent: Tree, point: Mapping[str, Any]) -> Any:
 
 
 def _root(radicand: Any, index: Any) -> Any:
-    """The real root where there is one."""
+    """Return the real root if there is one."""
     is_odd = CONTEXT.isint(index) and int(CONTEXT.re(index)) % 2 == 1
     if is_odd and not CONTEXT.im(radicand) and CONTEXT.re(radicand) < 0:
         return -CONTEXT.root(-CONTEXT.re(radicand), int(CONTEXT.re(index)))

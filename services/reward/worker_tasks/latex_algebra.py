@@ -56,7 +56,7 @@ class Relation:
 
     @property
     def difference(self) -> Tree:
-        """What the relation compares with zero."""
+        """The expression that the relation compares with zero."""
         return difference(self.left, self.right)
 
 
@@ -65,7 +65,7 @@ class Collection:
     """Several expressions or relations together."""
 
     brackets: str
-    """`()` and other pairs for what is ordered, `{}` for what is not."""
+    """`()` and other pairs if it is ordered, `{}` if it is not."""
     items: "tuple[Plain, ...]"
 
 
@@ -74,7 +74,7 @@ Plain = Tree | list[Relation] | Collection
 
 @functools.lru_cache(maxsize=2048)
 def read(latex: str) -> Plain | None:
-    """The expression, the chain of relations or the collection of such that `latex` is; None if it is not plain."""
+    """Read `latex` as an expression, a chain of relations, or a collection of these; return None if it is not plain."""
     try:
         if _WORD.search(latex) or _CALL.search(latex):
             return None
@@ -95,7 +95,7 @@ def _read_collection(tokens: list[tuple[str, str]]) -> Plain:
 
 
 def _closes_at_end(texts: list[str]) -> bool:
-    """Whether the first bracket is closed by the last."""
+    """Return whether the last bracket closes the first."""
     depth = 0
     for position, text in enumerate(texts):
         depth += (text in _OPENING) - (text in _CLOSING)
@@ -105,7 +105,7 @@ def _closes_at_end(texts: list[str]) -> bool:
 
 
 def _split(tokens: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """At the commas that are in no bracket."""
+    """Split at the commas outside brackets."""
     parts: list[list[tuple[str, str]]] = [[]]
     depth = 0
     for token in tokens:
@@ -134,7 +134,7 @@ def _tokens(latex: str) -> list[tuple[str, str]]:
 
 
 class _Reader:
-    """One pass over the tokens, by recursive descent."""
+    """Reads the tokens once, by recursive descent."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self._tokens = tokens
@@ -257,7 +257,7 @@ class _Reader:
         raise NotPlainError
 
     def _mixed(self, whole: Tree) -> Tree:
-        r"""`2\frac{1}{2}` is two and a half."""
+        r"""Read `2\frac{1}{2}` as two and a half."""
         if [token for _, token in self._tokens[self._position : self._position + 2]] != ["\\frac", "{"]:
             return whole
         here = self._position
@@ -299,7 +299,7 @@ class _Reader:
         raise NotPlainError
 
     def _group(self) -> Tree:
-        """What a command takes: braces, or one digit or letter."""
+        """Read a command's argument: braces, or one digit or letter."""
         kind, text = self._tokens[self._position]
         if text == "{":
             return self._atom()
@@ -333,7 +333,7 @@ class _Reader:
         return tree if exponent is None else ("power", tree, exponent)
 
     def _argument(self) -> Tree:
-        r"""In brackets, or factors up to the next operation or function: `\sin 2x \cos x`."""
+        r"""Read an argument in brackets, or factors up to the next operation or function: `\sin 2x \cos x`."""
         if self._peek() in ("(", "{", "|"):
             return self._closed(self._atom())
         if self._peek() == "-" or self._peek() in _FUNCTIONS:

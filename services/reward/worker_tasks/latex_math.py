@@ -1,9 +1,9 @@
 r"""Mathematics beyond plain algebra, read by math-verify's LaTeX parser and compared by sympy: sets, intervals,
-matrices, sums, and equations that have to be solved.
+matrices, sums, and equations that must be solved.
 
-math-verify is lenient where a policy would learn to please it: it takes a set of one for its element, an equation for
-its right side, five equal digits for equality, and the first of several parsings. So kinds are compared first, numbers
-by value to many digits, and only what remains is left to sympy.
+math-verify is lenient in ways that a policy would learn to exploit: it takes a set of one for its element, an equation
+for its right side, five equal digits for equality, and the first of several parsings. So kinds are compared first,
+numbers by value to many digits, and only the rest is left to sympy.
 """
 
 import functools
@@ -32,7 +32,7 @@ _OPERATORS = {
     sympy.GreaterThan: ">=",
 }
 UNEVALUATED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
-"""Work that is left to do."""
+"""Operations that are still to be computed."""
 
 
 class UnreadableError(ValueError):
@@ -41,10 +41,10 @@ class UnreadableError(ValueError):
 
 @functools.lru_cache(maxsize=512)
 def read(latex: str, is_real: bool) -> Any:
-    """What sympy makes of `latex`; variables are real numbers, or complex ones.
+    """Return sympy's reading of `latex`; variables are real numbers if `is_real`, else complex.
 
     Raises:
-        UnreadableError: nothing.
+        UnreadableError: the text cannot be read.
     """
     try:
         found = latex2sympy(
@@ -66,7 +66,7 @@ def read(latex: str, is_real: bool) -> Any:
 
 
 def are_same(gold: Any, given: Any) -> bool:
-    """Whether the two are of one kind and the same; may take any time."""
+    """Return whether the two are of one kind and the same; may take any time."""
     kind = _kind_of(gold)
     if kind != _kind_of(given):
         return _is_interval_of(gold, given) or _is_interval_of(given, gold)
@@ -102,7 +102,7 @@ def _names_of(value: Any) -> frozenset[str]:
 
 
 def _links(value: Any) -> list[Any]:
-    """The relations of a chain; None if the text is not a relation."""
+    """Return the relations of a chain, with None for each part that is not a relation."""
     parts = value._unsorted_args if isinstance(value, And) else [value]  # sympy's own order loses the chain's
     return [part if isinstance(part, Relational) else None for part in parts]
 
@@ -125,7 +125,7 @@ def _are_same_expressions(gold: Any, given: Any) -> bool:
 
 
 def _exact(expr: Any) -> Any:
-    """With fractions for decimals, which sympy would compare to fifteen digits."""
+    """Replace decimals by fractions, because sympy would compare decimals to fifteen digits."""
     return expr.xreplace({number: sympy.Rational(str(number)) for number in expr.atoms(sympy.Float)})
 
 
@@ -147,7 +147,7 @@ def _are_same_sets(gold: Any, given: Any) -> bool:
 
 
 def _match(gold: list[Any], given: list[Any]) -> bool:
-    """Whether each of the one is one of the others, one to one."""
+    """Return whether the two lists match one to one."""
     if len(gold) != len(given):
         return False
     left = list(given)
@@ -162,7 +162,7 @@ def _match(gold: list[Any], given: list[Any]) -> bool:
 
 
 def _is_interval_of(found: Any, chain: Any) -> bool:
-    """Whether an inequality in one variable says what an interval, or a union of such, says."""
+    """Return whether an inequality in one variable says the same as an interval, or a union of intervals."""
     if not isinstance(found, sympy.Interval | sympy.Union) or _kind_of(chain) != "relation":
         return False
     if len(chain.free_symbols) != 1 or found.free_symbols or any(isinstance(link, sympy.Eq) for link in _links(chain)):
@@ -172,7 +172,7 @@ def _is_interval_of(found: Any, chain: Any) -> bool:
 
 
 def _are_same_relations(gold: Sequence[Any], given: Sequence[Any]) -> bool:
-    """By proportion; then equations and inequalities by their solutions."""
+    """Compare by proportion; then equations and inequalities by their solutions."""
     if {name for link in gold for name in _names_of(link)} != {name for link in given for name in _names_of(link)}:
         return False
     try:

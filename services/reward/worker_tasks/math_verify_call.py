@@ -1,7 +1,7 @@
 """math-verify with its defaults: its own extraction and comparison. Runs in worker processes only.
 
-Its parser of plain expressions evaluates Python; its own regular expression lets only digits, operators, brackets and
-blanks get there. Its time limits are off, because the server holds the deadline and kills.
+Its parser of plain expressions evaluates Python, but its own regular expression admits only digits, operators, brackets
+and blanks. Its time limits are off, because the server keeps the deadline and kills.
 """
 
 import logging
@@ -17,7 +17,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def verify_response(task: MathVerifyTask) -> WorkerReply:
-    """Whether what math-verify finds in the response equals what it finds in one of the gold answers."""
+    """Return whether math-verify's answer from the response equals its answer from one of the golds."""
     golds = [found for gold in task.golds if (found := parse(gold, parsing_timeout=None))]
     if not golds:
         return WorkerReply(status=Status.GOLD_INVALID)
@@ -25,5 +25,5 @@ def verify_response(task: MathVerifyTask) -> WorkerReply:
     if not given:
         return WorkerReply(status=Status.NO_ANSWER)
     right = any(verify(gold, given, timeout_seconds=None) for gold in golds)
-    extracted = given[-1] if isinstance(given[-1], str) else ""  # what it parsed, as text, comes last
+    extracted = given[-1] if isinstance(given[-1], str) else ""  # the parsed text comes last
     return WorkerReply(status=Status.OK, credit=float(right), extracted=extracted, method=Method.SYMBOLIC)

@@ -19,10 +19,10 @@ _verifiers: dict[str, custom_verifier.CustomVerifier] = {}
 
 
 def prepare(verifiers: Mapping[str, str]) -> None:
-    """Load what workers inherit, once, before any is forked; it may raise anything, with a message for the user."""
+    """Load once what workers inherit, before any is forked; it may raise anything, with a message for the user."""
     for name, spec in verifiers.items():
         _verifiers[name] = custom_verifier.load_verifier(name, spec)
-    # Both graders fill caches and import the rest of sympy when they are first used; workers may not read files.
+    # On first use, both graders fill caches and import the rest of sympy; workers may not read files.
     for gold, answer in ((r"\frac{8\sqrt{3}}{3}", r"\frac{8}{\sqrt{3}}"), ("2x+ln(2)", "x*2+1"), ("(1,2)", "(1,3)")):
         prm800k_grader.grade(Prm800kTask(golds=(gold,), answer=answer))
     math_verify_call.verify_response(

@@ -1,8 +1,8 @@
 r"""prm800k's grader, from the point where the spellings differ. Runs in worker processes only.
 
 The decisions are those of openai/prm800k (prm800k/grading/grader.py, MIT) as slime (rm_hub/math_utils.py,
-`grade_answer_sympy`) and MathRuler 0.1.0 (`grade_answer`) carry it. They hand sympy's parser, which evaluates Python,
-whatever the model wrote; here only what `_is_arithmetic` lets through gets there.
+`grade_answer_sympy`) and MathRuler 0.1.0 (`grade_answer`) carry it. They pass any text of the model to sympy's parser,
+which evaluates Python; here only text that passes `_is_arithmetic` reaches it.
 """
 
 import builtins
@@ -38,7 +38,7 @@ _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 _HANGS = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+")
 _BRACKETS = frozenset("()[]")
 _MAX_LETTERS = 2
-"""An expression with more different letters, roots apart, is taken for words."""
+"""Maximum number of different letters in an expression, roots apart; one with more is taken for words."""
 
 _TOKEN = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+|(?P<name>[^\W\d]\w*)|[-+*/^!(),\s]")
 _NAMESPACE = {"__builtins__": {}} | {name: getattr(sympy, name) for name in sympy.__all__}
@@ -59,12 +59,12 @@ _TRANSFORMATIONS = (
     sympy_parser.implicit_multiplication_application,
 )
 _LATEX = LatexNodes2Text()
-# It warns of LaTeX that it reads only in part.
+# It warns about LaTeX that it reads only in part.
 logging.getLogger("pylatexenc").setLevel(logging.CRITICAL)
 
 
 def grade(task: Prm800kTask) -> WorkerReply:
-    """Whether the answer equals one of the gold answers."""
+    """Return whether the answer equals one of the gold answers."""
     given = _normalise(task.answer)
     right = any(_is_same(_normalise(gold), given) for gold in task.golds)
     return WorkerReply(status=Status.OK, credit=float(right), method=Method.SYMBOLIC)
@@ -106,7 +106,7 @@ def _plain(latex: str) -> str:
 
 
 def _integer(text: str) -> float | None:
-    """The number that `text` is, if it is as good as an integer."""
+    """Return the number in `text`, if it is practically an integer."""
     try:
         value = float(text)
         return value if abs(value - round(value)) <= 1e-7 else None
@@ -134,7 +134,7 @@ def _is_same(gold: str, given: str) -> bool:
 
 
 def _elements(text: str) -> list[str]:
-    """Those of a tuple or interval, else `text` itself."""
+    """Return the elements of a tuple or interval, else `text` itself."""
     text = _without_thousands(text)
     if not text:
         return []
@@ -145,7 +145,7 @@ def _elements(text: str) -> list[str]:
 
 def _is_same_element(gold: str, given: str) -> bool:
     if _FRACTION.search(gold) and _FRACTION.search(given):
-        return gold == given  # a fraction that is not reduced is wrong
+        return gold == given  # an unreduced fraction is wrong
     if (_integer(_without_thousands(gold)) is None) != (_integer(_without_thousands(given)) is None):
         return False  # an integer must be written as one
     difference = f"({gold})-({given})"
@@ -168,7 +168,7 @@ def _is_worth_trying(text: str) -> bool:
 
 
 def _is_arithmetic(text: str) -> bool:
-    """Whether `text` holds nothing but numbers, operators, brackets, variables and a few functions.
+    """Return whether `text` holds only numbers, operators, brackets, variables and a few functions.
 
     No Python name, attribute or string can occur in it, so evaluating it only computes.
     """

@@ -1,4 +1,4 @@
-"""Symbolic comparison of an answer with gold answers: plain algebra by its values, all else by math-verify and sympy.
+"""Symbolic comparison of an answer with gold answers: plain algebra by its values, the rest by math-verify and sympy.
 
 Runs in worker processes only: it may take any time and any memory. Only LaTeX is parsed: math-verify's parser of plain
 expressions evaluates them as Python, and is not used.
@@ -23,7 +23,7 @@ from services.reward.worker_tasks.latex_math import UnreadableError
 from services.reward.worker_tasks.sympy_tree import NoTreeError, to_tree
 
 _LOOSE_NUMBERS = re.compile(r"\d\s+\d|(?<![\\A-Za-z])[A-Za-z]\d|\d\s*_")
-"""Two numbers side by side, which the parser adds; `x2`, which it takes for twice x; bases, which it drops."""
+"""Two numbers side by side, which the parser adds; `x2`, which it reads as twice x; bases, which it drops."""
 _DECIMAL = re.compile(r"-?\d*\.\d+")
 
 
@@ -32,7 +32,7 @@ class _GoldInvalidError(Exception):
 
 
 def compare(task: SymbolicTask) -> WorkerReply:
-    """Whether the answer equals one of the gold answers."""
+    """Return whether the answer equals one of the gold answers."""
     readable_gold = readable_answer = False
     for gold in task.golds:
         try:
@@ -83,7 +83,7 @@ def _compare_plain(ours: Plain, theirs: Plain) -> bool | None:
 
 
 def _compare_collections(ours: Collection, theirs: Collection) -> bool | None:
-    """Item by item, in any order in braces; None where that does not decide."""
+    """Compare item by item, in any order in braces; return None if that does not decide."""
     if ours.brackets != theirs.brackets or len(ours.items) != len(theirs.items):
         return None
     left = list(theirs.items)
@@ -100,7 +100,7 @@ def _compare_collections(ours: Collection, theirs: Collection) -> bool | None:
 
 
 def _is_near(given: str, value: Fraction, tolerance: Fraction) -> bool:
-    """Whether `given` is one real number, within `tolerance` of `value`."""
+    """Return whether `given` is one real number, within `tolerance` of `value`."""
     tree: Any = latex_algebra.read(given)
     if tree is None:
         found = _read(given, is_real=True)
@@ -136,7 +136,7 @@ def _read(given: str, is_real: bool) -> Any:
 
 
 def _is_rounded(gold: Plain, given: str, figures: int) -> bool:
-    """Whether `given` is the gold number, which no fraction equals, correctly rounded to at least `figures` figures."""
+    """Return whether `given` is the irrational gold number, correctly rounded to at least `figures` figures."""
     if not isinstance(gold, tuple) or symbols_of(gold) or not figures or not _DECIMAL.fullmatch(given):
         return False
     decimal = Decimal(given)

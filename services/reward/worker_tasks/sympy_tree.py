@@ -1,4 +1,4 @@
-"""Trees of `expression` from sympy's expressions."""
+"""Converts sympy's expressions to trees of `expression`."""
 
 from fractions import Fraction
 
@@ -30,7 +30,7 @@ class NoTreeError(ValueError):
 
 
 def to_tree(expr: sympy.Basic) -> Tree:
-    """The same expression as a tree; numbers as they were written, floats by their decimal digits.
+    """Return the same expression as a tree; numbers as they were written, floats by their decimal digits.
 
     Raises:
         NoTreeError: it has no such form.
@@ -44,7 +44,7 @@ def to_tree(expr: sympy.Basic) -> Tree:
     if isinstance(expr, sympy.Symbol):
         return ("symbol", expr.name)
     if isinstance(expr, AppliedUndef):
-        return ("symbol", str(expr))  # f(x) is a variable of its own
+        return ("symbol", str(expr))  # f(x) becomes a variable of its own
     parts = [to_tree(part) for part in expr.args] if isinstance(expr, sympy.Expr) else []
     match expr:
         case sympy.Add():

@@ -9,47 +9,47 @@ from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunCo
 from services.rollout.engine import sglang_settings
 
 MAX_PUSH_S = 3600.0
-"""A push whose deadline is longer is refused: for so long an engine would neither generate nor say what is wrong."""
+"""Pushes with a longer deadline are refused: until it passes, the engine would neither generate nor report a fault."""
 
 
 class RolloutConfig(Config):
-    """How the rollout engines run. Every engine of a run reads the same."""
+    """Settings of the rollout engines, the same for every engine of a run."""
 
     replicas: int = pydantic.Field(default=1, ge=0)
-    """Unified engines that `penstock train` starts: each generates by itself."""
+    """Unified engines that `penstock train` starts: each computes prompts and generates."""
     prefill: int = pydantic.Field(default=0, ge=0)
-    """Prefill engines that `penstock train` starts beside them. They compute prompts, for decode engines."""
+    """Prefill engines that `penstock train` starts as well. They compute prompts for decode engines."""
     decode: int = pydantic.Field(default=0, ge=0)
-    """Decode engines that `penstock train` starts beside them. They go on where prefill engines end."""
+    """Decode engines that `penstock train` starts as well. They generate from the prompts of prefill engines."""
     role: Literal["unified", "prefill", "decode"] = "unified"
-    """The part that the engine plays which `penstock serve rollout` starts: unified, prefill or decode."""
+    """Role of the engine that `penstock serve rollout` starts: unified, prefill or decode."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
-    """Port to listen on; 0 takes any that is free. `penstock train` with several engines needs 0."""
+    """Port to listen on; 0 takes any free one. `penstock train` with several engines needs 0."""
 
     transfer_backend: Literal["auto", "mooncake", "nixl"] = "auto"
-    """What carries the KV cache from prefill to decode engines: mooncake or nixl, the same in all engines. auto: nixl
-    on a CPU, where it needs no other library, and mooncake on a GPU."""
+    """Library that carries the KV cache from prefill to decode engines: mooncake or nixl, the same in all engines.
+    auto: nixl on a CPU, where it needs no other library, and mooncake on a GPU."""
     pair_deadline_s: float = pydantic.Field(default=10.0, ge=1)
     """The longest that one peer of a prefill/decode pair waits for the other, rounded up to seconds. It covers the
     other's queue, so raise it where prompts take seconds to compute."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
-    """GPUs over which the layers of one engine are spread; the same in prefill and decode engines. On a CPU they
-    are processes, which gain nothing: `penstock train` refuses them there, tests start them."""
+    """GPUs that share the layers of one engine; the same in prefill and decode engines. On a CPU they are processes,
+    which gain nothing: `penstock train` refuses them there, tests start them."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and KV cache. auto: on a GPU the checkpoint's own, or bfloat16 if that is float32; on a CPU float32 up
-    to 50 million parameters, else bfloat16."""
+    """Precision of weights and KV cache. auto: on a GPU the checkpoint's own, or bfloat16 if that is float32; on a CPU
+    float32 up to 50 million parameters, else bfloat16."""
     context_length: int = pydantic.Field(default=0, ge=0)
-    """The most tokens of prompt and response together; 0: what the model allows."""
+    """Maximum tokens of prompt and response together; 0: the model's own limit."""
     max_running: int = pydantic.Field(default=64, ge=1)
-    """Requests that generate at once; four times as many may wait beside them, more are refused as overloaded."""
+    """Requests that generate at once. Four times as many may wait; more are refused as overloaded."""
     max_total_tokens: int = pydantic.Field(default=0, ge=0)
-    """Tokens that the KV cache holds; 0: on a GPU what fits, on a CPU what max_running needs, at most 65,536."""
+    """Tokens that the KV cache holds; 0: as many as fit on a GPU, on a CPU what max_running needs, at most 65,536."""
     gpu_memory_fraction: float = pydantic.Field(default=0.85, gt=0, lt=1)
     """Share of the GPU's memory for weights and KV cache. Lower it where the trainer shares the GPU."""
     sglang: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
     """Further settings of SGLang, by the names of its ServerArgs: `attention_backend = "fa3"`, `chunked_prefill_size =
-    4096`. A name that SGLang does not know, or that Penstock sets itself, is refused. What they do is not tested
+    4096`. Names that SGLang does not know, or that Penstock sets itself, are refused. Their effects are not tested
     here."""
 
     @pydantic.field_validator("sglang")
@@ -72,7 +72,7 @@ class RolloutConfig(Config):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """All that an engine process receives."""
+    """Everything that an engine process receives."""
 
     rollout: RolloutConfig
     run: RunConfig
@@ -80,7 +80,7 @@ class EngineSettings:
     bus: BusConfig
     model: ModelConfig
     float32_head: bool
-    """trainer.float32_head: engines and trainer compute the same logits, or both would not be the policy's."""
+    """trainer.float32_head: engines and trainer must compute the same logits, or their log-probabilities disagree."""
     group_timeout_s: float
-    """The longest that forming the process group of a broadcast may take: trainer.weight_sync.stage_timeout_s, so that
-    engines wait as long as the trainer does."""
+    """Maximum seconds to form the process group of a broadcast: trainer.weight_sync.stage_timeout_s, so that engines
+    wait as long as the trainer does."""

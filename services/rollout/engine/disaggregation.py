@@ -24,11 +24,11 @@ ROLES = {
 }
 
 _FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-"""In place of a prefill engine's host: run without a peer (SGLang's constant of this name). No KV cache is transferred,
-so the tokens are meaningless; they only show that the engine runs."""
+"""Stands in for a prefill engine's host: run without a peer (SGLang's constant of this name). No KV cache is
+transferred, so the tokens are meaningless; they only show that the engine runs."""
 
 _DEBIAN_PACKAGES = {"libibverbs.so": "libibverbs1", "libnuma.so": "libnuma1", "libcurl.so": "libcurl4"}
-"""Libraries that the wheels expect from the system, and the packages that have them."""
+"""System libraries that the wheels need, and the Debian packages that contain them."""
 
 _MAX_PORT = 65_535
 _NUM_ROOMS = 1 << 62
@@ -39,12 +39,12 @@ _HEARTBEAT_S = 2
 
 
 def is_disaggregated(config: RolloutConfig) -> bool:
-    """Whether this engine has the prefill or the decode role of a PD pair."""
+    """Return whether this engine has the prefill or the decode role of a PD pair."""
     return config.role != "unified"
 
 
 def with_transfer_backend(config: RolloutConfig, *, cuda: bool) -> RolloutConfig:
-    """The configuration with `auto` replaced by this machine's transfer backend."""
+    """Return the configuration with `auto` replaced by this machine's transfer backend."""
     if config.transfer_backend != "auto":
         return config
     return config.model_copy(update={"transfer_backend": "mooncake" if cuda else "nixl"})
@@ -93,7 +93,7 @@ def _require_import(name: str, config: RolloutConfig, remedy: str) -> None:
 
 
 def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) -> dict[str, str]:
-    """SGLang's environment variables for this role; set them before SGLang is imported."""
+    """Return SGLang's environment variables for this role; set them before SGLang is imported."""
     if not is_disaggregated(config):
         return {}
     deadline = str(math.ceil(config.pair_deadline_s))
@@ -117,7 +117,7 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) ->
 
 
 def server_args(config: RolloutConfig, network: NetworkConfig, *, bootstrap_port: int, cuda: bool) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` for this role; a prefill engine listens on `bootstrap_port` for decode engines."""
+    """Return `sglang.Engine`'s arguments for this role; a prefill engine serves decode engines on `bootstrap_port`."""
     args: dict[str, Any] = {}
     if not is_disaggregated(config):
         return args
@@ -134,7 +134,7 @@ def server_args(config: RolloutConfig, network: NetworkConfig, *, bootstrap_port
 
 
 def describe(config: RolloutConfig, *, host: str, bootstrap_port: int) -> common_pb2.Disaggregation | None:
-    """The role's part of the lease; None for a unified engine. `host` is where others reach this machine."""
+    """Return the role's part of the lease; None for a unified engine. `host` is this machine's address for others."""
     if not is_disaggregated(config):
         return None
     described = common_pb2.Disaggregation(
@@ -165,12 +165,12 @@ def require_registered(listens_on: str, bootstrap_port: int) -> None:
 
 
 def alone(version: int) -> generate_pb2.Bootstrap:
-    """The bootstrap of a health check, which the engine plays without a peer."""
+    """Return the bootstrap of a health check, which the engine plays without a peer."""
     return generate_pb2.Bootstrap(host=_FAKE_BOOTSTRAP_HOST, policy_version=version)
 
 
 def request_args(bootstrap: generate_pb2.Bootstrap | None) -> dict[str, Any]:
-    """The pair's part of SGLang's request."""
+    """Return the pair's part of SGLang's request."""
     if bootstrap is None:
         return {}
     return {
@@ -181,7 +181,7 @@ def request_args(bootstrap: generate_pb2.Bootstrap | None) -> dict[str, Any]:
 
 
 def check_bootstrap(request: generate_pb2.GenerateRequest, *, disaggregated: bool) -> generate_pb2.Bootstrap | None:
-    """The bootstrap through which the request's peers find each other; None for a unified engine.
+    """Return the bootstrap through which the request's peers find each other; None for a unified engine.
 
     Raises:
         InvalidRequestError: bootstrap is missing, not allowed, or out of range.

@@ -1,4 +1,4 @@
-"""Drains a replica: it takes no new call, running calls may finish within a grace period, the rest are handed over."""
+"""Drains a replica: refuses new calls, lets running calls finish within a grace period, hands over the rest."""
 
 import asyncio
 import dataclasses
@@ -12,7 +12,7 @@ import structlog
 log = structlog.get_logger()
 
 _HAND_OVER_S = 5.0
-"""Callers have this long to take the tokens of calls that are handed over."""
+"""Seconds that callers have to take the tokens of calls that are handed over."""
 
 
 class Calls(Protocol):
@@ -26,7 +26,7 @@ class Calls(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """What became of the running calls."""
+    """Outcome of a drain: what happened to the running calls."""
 
     num_finished: int
     num_handed_over: int
@@ -36,7 +36,7 @@ class Drain:
     """Drains once, for good."""
 
     def __init__(self, calls: Calls, begin: Callable[[], Awaitable[None]]) -> None:
-        """`begin` must stop new calls."""
+        """Drain `calls`, after `begin` has stopped new ones."""
         self._calls = calls
         self._begin = begin
         self._deadline = math.inf

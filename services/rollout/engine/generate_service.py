@@ -21,10 +21,10 @@ from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _REQUEST_DEADLINE_S = 600.0
-"""The longest a request may take whose caller sets no deadline of its own, as grpcurl does; routers and workers do."""
+"""Maximum seconds for requests whose caller sets no deadline. Routers and workers set one; grpcurl does not."""
 _QUEUED_PER_RUNNING = 4
-"""So many requests may wait for each that runs. A router keeps fewer here; the bound is for callers without one, whose
-requests would wait for minutes."""
+"""Requests that may wait for each running one. A router keeps fewer here; the bound is for callers without a router,
+whose requests would wait for minutes."""
 _FINISH_REASONS = {
     True: generate_pb2.FINISH_REASON_STOP,
     False: generate_pb2.FINISH_REASON_LENGTH,
@@ -43,7 +43,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         view: ReplicaView,
         images: ImageSource,
     ) -> None:
-        """Generate with `engine`, while `receiver` holds sound weights; `images` finds images named by hash."""
+        """Generate with `engine` while `receiver` holds sound weights; `images` finds images by hash."""
         self._config = config
         self._images = images
         self._engine = engine
@@ -60,7 +60,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
     async def GenerateStream(  # noqa: N802 - the contract's name
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
-        """Play one turn and tell of its tokens as they come."""
+        """Play one turn and stream its tokens as they arrive."""
         if request.chunk_tokens < 0:
             raise InvalidRequestError(f"chunk_tokens = {request.chunk_tokens} must be 0 (every token) or greater")
         remaining_s = deadline_s(context, default=_REQUEST_DEADLINE_S)
@@ -70,7 +70,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 checked = await self._check(request)
             async with aclosing(self._engine.stream(checked, chunk_tokens=request.chunk_tokens)) as parts:
                 while True:
-                    # Not around the loop: a deadline that passes while a chunk is written must not end the writer.
+                    # The deadline does not cover the loop: passing while a chunk is written must not end the writer.
                     async with asyncio.timeout_at(deadline):
                         part = await anext(parts, None)
                     if part is None:
@@ -96,7 +96,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             )
 
     def _require_serving(self, request: generate_pb2.GenerateRequest) -> None:
-        """Refuse a request that this engine may not answer, by its state or its version."""
+        """Refuse a request that this engine may not answer, because of its state or its version."""
         state, version = self._view.state, self._receiver.version
         if state in (common_pb2.REPLICA_STATE_BROKEN, common_pb2.REPLICA_STATE_DRAINING):
             raise NotReadyError(f"this engine is {common_pb2.ReplicaState.Name(state)}; ask another replica")
@@ -115,7 +115,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         if not request.images:
             return self._engine.checker.check(request, ())
         files = await self._images.files(request.images)
-        # Decoding takes milliseconds that the event loop does not have.
+        # Decoding takes milliseconds, too long for the event loop.
         checked = await asyncio.to_thread(self._engine.checker.check, request, files)
         self._require_serving(request)  # again: the state may have changed
         return checked

@@ -13,7 +13,7 @@ _FINISHED_BY = {"stop": True, "length": False}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopIds:
-    """The likeliest ids at one position, likeliest first."""
+    """The most likely ids at one position, most likely first."""
 
     ids: list[int]
     logprobs: list[float]
@@ -21,11 +21,11 @@ class TopIds:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
-    """What the model makes of each prompt token but the first."""
+    """The model's scores of each prompt token but the first."""
 
     logprobs: list[float]
     top: list[TopIds]
-    """Empty unless the request asked for the likeliest ids."""
+    """Empty unless the request asked for the most likely ids."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +44,16 @@ class Generation:
     num_tokens_so_far: int
     """Output tokens of the turn so far, earlier parts included."""
     top: list[TopIds] = dataclasses.field(default_factory=list)
-    """The likeliest ids at each token; empty unless the request asked for them."""
+    """Most likely ids at each token; empty unless the request asked for them."""
     prompt: PromptScores | None = None
-    """In the first part, if the request asked for it."""
+    """Only in the first part, and only if the request asked for it."""
 
 
 def require_sound(response: dict[str, Any]) -> None:
     """Raise if SGLang refused or gave up the request.
 
     Raises:
-        InvalidRequestError: SGLang refuses the request itself.
+        InvalidRequestError: SGLang refused the request itself.
         UnavailableError: SGLang gave it up.
     """
     reason = response["meta_info"]["finish_reason"]
@@ -66,12 +66,12 @@ def require_sound(response: dict[str, Any]) -> None:
 
 
 def num_tokens_of(response: dict[str, Any]) -> int:
-    """Output tokens that the response reports. Its lists may have grown since: SGLang's streams share them."""
+    """Return the number of output tokens reported. The lists may be longer: SGLang's streams share and extend them."""
     return int(response["meta_info"]["completion_tokens"])
 
 
 def read_generation(response: dict[str, Any], *, first: int = 0) -> Generation:
-    """The tokens of a sound response, which is cumulative, from index `first` on.
+    """Return the tokens of a sound, cumulative response from index `first` on.
 
     Raises:
         RuntimeError: ids, logprobs and version spans do not match.
@@ -106,7 +106,7 @@ def read_generation(response: dict[str, Any], *, first: int = 0) -> Generation:
 
 
 def _prompt_scores(meta: dict[str, Any]) -> PromptScores | None:
-    """The scores of the prompt's tokens after the first; None if SGLang did not score all of them."""
+    """Return the scores of the prompt's tokens after the first; None if SGLang did not score all of them."""
     scored = meta.get("input_token_logprobs") or ()
     if len(scored) != meta["prompt_tokens"]:
         return None

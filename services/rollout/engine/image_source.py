@@ -9,7 +9,7 @@ from penstock.v1 import common_pb2
 
 
 class ImageSource:
-    """Finds the encoded files of a request's images."""
+    """Finds the encoded image files of a request."""
 
     def __init__(self) -> None:
         """Start without a store: only images inside requests are found."""
@@ -20,7 +20,7 @@ class ImageSource:
         self._store = store
 
     async def files(self, images: Sequence[common_pb2.Image]) -> list[bytes]:
-        """The encoded files of `images`, in their order.
+        """Return the encoded files of `images`, in their order.
 
         Raises:
             InvalidRequestError: an image has neither bytes nor a valid hash, or this engine has no bus.

@@ -1,8 +1,8 @@
 """Keeps pushes and PD pairs apart: a KV cache is decoded only by the weights that computed it.
 
 Invariant: a request passes only under the policy version that its pair was chosen for, and no request is inside SGLang
-while weights change. SGLang's own pauses do not work for pairs: each peer would resume by itself, with what the other
-computed from older weights.
+while weights change. SGLang's own pauses do not work for pairs: each peer would resume alone, with KV or tokens that
+the other computed from older weights.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ class PdBarrier:
     """Open between pushes; while it is closed, requests wait."""
 
     def __init__(self) -> None:
-        """Open, at version 0."""
+        """Start open, at version 0."""
         self.version = 0
         self._opened = asyncio.Event()
         self._opened.set()

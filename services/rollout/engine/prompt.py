@@ -20,12 +20,12 @@ from penstock.v1 import generate_pb2
 from services.rollout.engine.disaggregation import check_bootstrap
 
 MAX_TOP_LOGPROBS = 20
-"""Of each token; OpenAI's bound. Each costs the scheduler time and the stream bytes."""
+"""Maximum number of likely ids reported per token, as at OpenAI. Each costs scheduler time and stream bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
-    """A request that was found to be sound."""
+    """A request that passed every check."""
 
     input_ids: list[int]
     images: list[Image.Image]
@@ -33,25 +33,25 @@ class CheckedRequest:
     top_p: float
     top_k: int
     max_new_tokens: int
-    """Cut to what the context leaves."""
+    """Limited to the rest of the context."""
     stop_token_ids: list[int]
-    """The model's own and the request's."""
+    """The stop tokens of the model and of the request."""
     ignore_end: bool = False
-    """No token ends it."""
+    """Ignore stop tokens: generate up to the length limit."""
     constraint: dict[str, str] = dataclasses.field(default_factory=dict)
-    """SGLang's sampling parameter for the form that the output must have, if there is one."""
+    """SGLang's sampling parameter for the required form of the output; empty if there is none."""
     num_top_logprobs: int = 0
     prompt_logprobs: bool = False
     bootstrap: generate_pb2.Bootstrap | None = None
-    """How the peers of its PD pair find each other; None: the engine is unified."""
+    """How the peers of the PD pair find each other; None on a unified engine."""
 
 
 class PromptChecker:
     """Checks requests against one model."""
 
     def __init__(self, model_path: Path, *, max_tokens: int, disaggregated: bool = False) -> None:
-        """`max_tokens`: the most tokens of prompt, images expanded, and response together. `disaggregated`: each
-        request must name a PD pair.
+        """Check against the model at `model_path`. `max_tokens`: maximum tokens of prompt (images expanded) and
+        response together. `disaggregated`: each request must name a PD pair.
         """
         self.max_tokens = max_tokens
         self._disaggregated = disaggregated
@@ -71,7 +71,7 @@ class PromptChecker:
             files: The encoded files of its images, in their order.
 
         Raises:
-            InvalidRequestError: naming the field, its value and the remedy.
+            InvalidRequestError: names the field, its value and the remedy.
             PromptTooLongError: the prompt leaves no room for a token.
         """
         sampling = request.sampling
@@ -90,7 +90,7 @@ class PromptChecker:
             )
         return CheckedRequest(
             input_ids=input_ids,
-            # Last: decoding takes memory and time, so every other check comes first.
+            # Last, because decoding costs the most memory and time.
             images=[decode_image(data, field=f"images[{index}]") for index, data in enumerate(files)],
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -118,7 +118,7 @@ class PromptChecker:
             raise InvalidRequestError("sampling.stop_token_ids and sampling.ignore_end are both set; leave one out")
 
     def _check_report(self, request: generate_pb2.GenerateRequest, *, num_images: int) -> None:
-        """What the request wants to know beside its output."""
+        """Check what the request asks to have reported beside its output."""
         if not 0 <= request.num_top_logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidRequestError(
                 f"num_top_logprobs = {request.num_top_logprobs} must be from 0 to {MAX_TOP_LOGPROBS}"
@@ -160,10 +160,10 @@ class PromptChecker:
 
 
 def _sglang_constraint(constraint: generate_pb2.Constraint) -> dict[str, str]:
-    """The constraint under SGLang's name for it, which is ours.
+    """Return the constraint under SGLang's name, which is the same as ours.
 
     Raises:
-        InvalidRequestError: its schema is no JSON object.
+        InvalidRequestError: its schema is not a JSON object.
     """
     form = constraint.WhichOneof("form")
     if form is None:

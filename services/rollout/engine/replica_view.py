@@ -1,4 +1,4 @@
-"""What this engine tells others about itself, in its lease and in GetReplica."""
+"""Describes this engine to others, in its lease and in GetReplica."""
 
 import uuid
 
@@ -10,10 +10,10 @@ from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 
 
 class ReplicaView:
-    """This engine, as its lease tells others."""
+    """This engine as others see it."""
 
     def __init__(self, config: RolloutConfig, engine: SglangEngine, receiver: WeightReceiver) -> None:
-        """A view of `engine` and `receiver`; it is complete when it `listens`."""
+        """View `engine` and `receiver`; the view is complete once `listens` was called."""
         self.replica_id = f"engine-{uuid.uuid4().hex[:12]}"
         self.address = ""
         self._disaggregation: common_pb2.Disaggregation | None = None
@@ -24,26 +24,26 @@ class ReplicaView:
         self._load = Load(num_running=0, num_queued=0, kv_use=0.0)
 
     def listens(self, host: str, port: int) -> None:
-        """The server listens; `host` is where others reach this machine."""
+        """Note that the server listens; `host` is this machine's address for others."""
         self.address = f"{host}:{port}"
         self._disaggregation = disaggregation.describe(
             self._config, host=host, bootstrap_port=self._engine.bootstrap_port
         )
 
     async def refresh(self) -> None:
-        """Take note of the engine's load."""
+        """Read the engine's load."""
         self._load = await self._engine.load()
 
     @property
     def state(self) -> common_pb2.ReplicaState.ValueType:
-        """Where the engine is in its life."""
+        """The engine's current state."""
         return common_pb2.REPLICA_STATE_DRAINING if self.draining else self._receiver.state
 
     def describe(self) -> common_pb2.Replica:
-        """The replica as it is now."""
+        """Return a description of the replica at this moment."""
         num_running = self._load.num_running
         if self._engine.is_disaggregated:
-            # Those whose KV is on its way, which SGLang counts as waiting, are being worked on.
+            # SGLang counts requests whose KV is in transfer as waiting, but they are being worked on.
             num_running = min(self._engine.num_in_flight, self._config.max_running)
         return common_pb2.Replica(
             replica_id=self.replica_id,

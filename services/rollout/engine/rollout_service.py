@@ -1,4 +1,4 @@
-"""The engine's gRPC service that controls it: pushes of weights, and the order to drain."""
+"""The engine's gRPC control service: weight pushes and draining."""
 
 import math
 from collections.abc import AsyncIterator
@@ -17,10 +17,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """Takes pushes, and the order to drain."""
+    """Receives pushes and orders to drain."""
 
     def __init__(self, receiver: WeightReceiver, view: ReplicaView, drain: Drain) -> None:
-        """Hand pushes to `receiver`; `view` answers for the replica, `drain` ends its service."""
+        """Hand pushes to `receiver`; `view` describes the replica, `drain` drains it."""
         self._receiver = receiver
         self._view = view
         self._drain = drain
@@ -28,7 +28,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def GetReplica(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.GetReplicaRequest, context: Context
     ) -> rollout_pb2.GetReplicaResponse:
-        """Tell what the lease tells."""
+        """Return what the lease announces."""
         await self._view.refresh()
         return rollout_pb2.GetReplicaResponse(replica=self._view.describe())
 
@@ -76,7 +76,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def VerifyWeights(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.VerifyWeightsRequest, context: Context
     ) -> rollout_pb2.VerifyWeightsResponse:
-        """Compute digests."""
+        """Compute and return the digests."""
         return rollout_pb2.VerifyWeightsResponse(digests=await self._receiver.verify(request.push_id))
 
     async def CommitWeights(  # noqa: N802 - the contract's name
@@ -89,7 +89,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ResumeGeneration(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.ResumeGenerationRequest, context: Context
     ) -> rollout_pb2.ResumeGenerationResponse:
-        """Let generation go on."""
+        """Resume generation."""
         await self._receiver.resume(request.push_id)
         return rollout_pb2.ResumeGenerationResponse()
 
@@ -102,7 +102,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def DrainReplica(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.DrainReplicaRequest, context: Context
     ) -> rollout_pb2.DrainReplicaResponse:
-        """Take nothing new, and return when nothing runs."""
+        """Take no new calls, and return when none is running."""
         if not (math.isfinite(request.grace_s) and request.grace_s >= 0):
             raise InvalidRequestError(f"grace_s = {request.grace_s} must be 0 (hand over at once) or greater")
         drained = await self._drain.run(request.grace_s)

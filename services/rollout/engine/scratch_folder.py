@@ -1,9 +1,9 @@
-"""A folder for the temporary files of this process and its children, removed with it, also after kill -9.
+"""A folder for the temporary files of this process and its children, removed with it, even after kill -9.
 
-SGLang makes a file for each of its sockets and removes none of them, nor its segments of shared memory, since it ends
-its processes by SIGKILL; those are noted in the folder and go with it. The path of a socket has at most 107 characters,
-so the folder is in /tmp where TMPDIR leaves too few. Invariant: a folder whose process has ended is removed by the next
-process that makes one in the same place; a folder in use never is, nor one that was not made here.
+SGLang makes a file for each of its sockets and ends its processes by SIGKILL, so neither these files nor its segments
+of shared memory are removed. The segments are noted in the folder and removed with it. A socket's path has at most 107
+characters, so the folder is in /tmp where TMPDIR leaves too few. Invariant: a folder whose process has ended is removed
+by the next process that makes one in the same place. A folder in use, or not made here, is never removed.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from pathlib import Path
 
 _PREFIX = "penstock-engine-"
 _MAX_PARENT_CHARS = 107 - len(f"/{_PREFIX}xxxxxxxx") - len("/tmpxxxxxxxxxxx")
-"""Of the folder above: what Linux allows a socket, less the names that `tempfile` gives the folder and the socket."""
+"""Longest path of the parent folder: Linux's limit for a socket, less the names of the folder and the socket."""
 _SHORT_PARENT = Path("/tmp")
 _LOCK = ".penstock-engine.lock"
-"""The file in a folder that its process has locked. A folder without it is somebody else's, whatever its name."""
+"""The file that the folder's process has locked. A folder without it belongs to another program, whatever its name."""
 _SEGMENTS = ".shared-memory"
-"""The file in a folder that names segments of shared memory."""
+"""The file that names segments of shared memory."""
 _SHARED_MEMORY = Path("/dev/shm")
 _OF_SGLANG = ("sgl_shm_", "sglang_loads_")
-"""How the names of SGLang's segments begin."""
+"""Prefixes of the names of SGLang's segments."""
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Use a folder of this process's own as TMPDIR during the context, and remove what dead processes left.
+    """Use a new folder as TMPDIR during the context, and remove those that dead processes left.
 
     It sets the environment variable, for children, and `tempfile.tempdir`, for this process.
     """
@@ -54,7 +54,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def note_segments(folder: Path) -> None:
-    """Have SGLang's segments of shared memory removed with the folder: those that this process and its children map."""
+    """Note SGLang's segments that this process and its children map, to be removed with the folder."""
     names = set[str]()
     for pid in _family(os.getpid()):
         with contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ def note_segments(folder: Path) -> None:
 
 
 def _family(pid: int) -> Iterator[int]:
-    """The process and all that descend from it."""
+    """Yield the process and all its descendants."""
     yield pid
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -73,7 +73,7 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def _make(parent: Path) -> tuple[Path, int]:
-    """A new folder, and the descriptor that holds its lock until it is closed or the process ends."""
+    """Return a new folder, and the descriptor that holds its lock until it is closed or the process ends."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         lock = _lock(folder, os.O_RDWR | os.O_CREAT)
@@ -99,12 +99,12 @@ def _remove(folder: Path) -> None:
 
 
 def _lock(folder: Path, flags: int) -> int | None:
-    """Lock the folder; None if it has no lock, or another process has it or has removed it meanwhile."""
+    """Lock the folder; return None if it has no lock file, or another process holds the lock or has removed it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder / _LOCK, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.stat(folder / _LOCK)  # locked, but perhaps removed just before
+            os.stat(folder / _LOCK)  # the folder may have been removed just before the lock
         except OSError:
             os.close(descriptor)
             raise

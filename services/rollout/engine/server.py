@@ -1,7 +1,7 @@
-"""The life of a rollout engine: start SGLang, serve, hold a lease, drain.
+"""Life of a rollout engine: start SGLang, serve, hold a lease, drain.
 
 SGLang starts first: it forks, so no other thread may run yet. If one of its processes dies, this process drops its
-lease and ends with an error, so that its supervisor starts another.
+lease and ends with an error, so that its supervisor restarts it.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ log = structlog.get_logger()
 
 _LOAD_INTERVAL_S = 1.0
 _LAST_WORDS_S = 2.0
-"""Answers that are ready may take this long to be sent."""
+"""Seconds that finished answers have to be sent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class EngineServer:
     drain: Drain
     images: ImageSource
     changed: asyncio.Event
-    """Set by every change that the lease must announce at once."""
+    """Set on every change that the lease must announce at once."""
 
     async def end_service(self, grace_s: float) -> None:
         """Drain, without grace if the engine died."""
@@ -65,7 +65,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
         SetupError: NATS is out of reach, a port is in use, or SGLang does not start.
         UnavailableError: one of SGLang's processes died.
     """
-    # Checked before a minute of loading, as is the bus.
+    # This and the bus are checked before a minute of loading.
     require_free_port(settings.network.host, settings.rollout.port, key="rollout.port")
     async with connect(settings.bus, run=settings.run.name, security=security):
         log.debug("bus.reached")

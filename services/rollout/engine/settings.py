@@ -25,14 +25,14 @@ from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang_plugin.variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
 
 MAX_CPU_TOKENS = 65_536
-"""The most tokens that an engine on a CPU gives its KV cache by default."""
+"""Default limit of the KV cache of an engine on a CPU, in tokens."""
 
 MAX_FLOAT32_PARAMETERS = 50_000_000
 """Up to this size an engine on a CPU computes in float32, which agrees with the trainer to 1e-6."""
 
 IMAGE_CACHE_MB = 256
-"""Preprocessed images that an engine on a CPU keeps for the other samples of their group and for later turns. They do
-not depend on weights. On GPUs SGLang decides: on some it has a faster way for features that are not kept."""
+"""Megabytes of preprocessed images that an engine on a CPU keeps for the other samples of their group and for later
+turns. They do not depend on weights. On GPUs SGLang decides, because on some it handles uncached features faster."""
 
 _CPU_DEFAULTS = {
     "mm_preprocess_cache_size_mb": IMAGE_CACHE_MB,
@@ -47,16 +47,16 @@ _CPU_ARGS = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,  # otherwise an idle scheduler spins on a core that the trainer needs
-    "disable_custom_all_reduce": True,  # those are GPUs' own
+    "disable_custom_all_reduce": True,  # only GPUs have it
 }
 
 
 _LAYOUT_OF_EXPERTS_KEPT = "triton"
-"""Others repack experts when they are loaded (on Blackwell by default), so that no push would fit."""
+"""Other layouts repack experts at load (the default on Blackwell), so that no push would fit."""
 
 
 def has_cuda() -> bool:
-    """Whether this process may use a GPU. It asks the driver, so that torch need not be imported yet."""
+    """Return whether this process may use a GPU. Asks the driver, so that torch need not be imported yet."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -66,9 +66,10 @@ def has_cuda() -> bool:
 
 
 def environment(config: RolloutConfig, network: NetworkConfig, *, group_timeout_s: float, cuda: bool) -> dict[str, str]:
-    """Environment variables to set before torch or SGLang is imported."""
+    """Return the environment variables to set before torch or SGLang is imported."""
     shared = {
-        # SGLang keeps its cache of image embeddings over a weight update, and would serve those of the old weights.
+        # SGLang keeps its cache of image embeddings over a weight update, and would serve embeddings of the old
+        # weights.
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
         # If this process inherited 1, SGLang would return logprobs of the distribution before the temperature.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
@@ -90,9 +91,10 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, group_timeout_
 
 
 def _cores_of_ranks(count: int) -> dict[str, str]:
-    """A core for each process of an engine on a CPU; SGLang starts no more of them than there are NUMA nodes without.
+    """Return the variable that binds each process of an engine on a CPU to a core.
 
-    Where there are fewer cores, processes share them. The first is drawn, or else all engines would have the same.
+    Without it SGLang starts at most one process per NUMA node. With too few cores, processes share them. The first core
+    is random, so that engines do not all choose the same.
     """
     if count == 1:
         return {}
@@ -110,10 +112,10 @@ def server_args(
     bootstrap_port: int,
     cuda: bool,
 ) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`: what the recipe passes on, over defaults and under what Penstock needs.
+    """Return `sglang.Engine`'s arguments: the recipe's override our defaults, Penstock's requirements override both.
 
     Raises:
-        ConfigError: the recipe passes on what an engine on a CPU cannot have, or the model is damaged.
+        ConfigError: the recipe sets a value that an engine on a CPU cannot have, or the model is damaged.
     """
     args: dict[str, Any] = {
         "model_path": str(model_path),
@@ -149,7 +151,7 @@ def server_args(
 
 
 def _require_heads_for(tensor_parallel: int, model: Mapping[str, Any]) -> None:
-    """On a GPU processes may hold the same heads; on a CPU SGLang pads them, and then cannot load them."""
+    """Refuse processes that would share heads on a CPU: SGLang pads these heads and then cannot load them. GPUs can."""
     text = model.get("text_config", model)
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
     if heads % tensor_parallel:
@@ -160,12 +162,12 @@ def _require_heads_for(tensor_parallel: int, model: Mapping[str, Any]) -> None:
 
 
 def _dtype_of(model: Mapping[str, Any]) -> str:
-    """The precision of a checkpoint, from its config; empty if that does not say."""
+    """Return the precision of a checkpoint from its config; empty if the config has none."""
     return str(model.get("dtype") or model.get("torch_dtype") or model.get("text_config", {}).get("dtype") or "")
 
 
 def context_length(config: RolloutConfig, model_path: Path) -> int:
-    """The most tokens of prompt and response together.
+    """Return the maximum tokens of prompt and response together.
 
     Raises:
         ConfigError: neither the recipe nor the model sets it.
@@ -180,7 +182,7 @@ def context_length(config: RolloutConfig, model_path: Path) -> int:
 
 
 def num_parameters(model_path: Path) -> int:
-    """The number of parameters in the checkpoint, from the headers of its safetensors files.
+    """Return the number of parameters in the checkpoint, from the headers of its safetensors files.
 
     Raises:
         ConfigError: a file is truncated, or not a safetensors file.

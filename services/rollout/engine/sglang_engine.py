@@ -41,8 +41,8 @@ FORBIDDEN_BIAS = -1e4
 """Added to the logits of ids that may never be sampled: their probability is exactly 0 in float32."""
 
 MAX_STREAM_INTERVAL = 4
-"""The most tokens that SGLang collects before it reports them, for callers who want many at a time anyway. Each report
-costs the event loop 0.1 ms; tokens that were not reported are lost if SGLang dies."""
+"""Maximum tokens that SGLang collects before it reports them, for callers who take large chunks. Each report costs the
+event loop 0.1 ms; unreported tokens are lost if SGLang dies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +66,17 @@ class _Call:
     failure: str = ""
     is_aborted: bool = False
     version: int | None = None
-    """On a PD pair: the policy version under which it starts and ends."""
+    """On a PD pair: the policy version of the whole call."""
 
     @property
     def hint(self) -> str:
-        """The remedy, for the error when SGLang ends the call."""
+        """Return the remedy, for the error when SGLang ends the call."""
         if self.bootstrap is None:
             return ""
         return "; its peer is late or gone: send it to another pair"
 
     def stamped(self, part: Generation) -> Generation:
-        """`part` with a version span of our own on a PD pair, where SGLang's spans are unreliable."""
+        """Return `part`; on a PD pair with our own version span, because SGLang's are unreliable there."""
         if self.version is None:
             return part
         return dataclasses.replace(part, version_spans=[(len(part.output_ids), self.version)])
@@ -98,7 +98,7 @@ class SglangEngine:
         self.is_disaggregated = disaggregation.is_disaggregated(config)
         scheduler = engine._scheduler_init_result.scheduler_infos[0]
         context = settings.context_length(config, model_path)
-        # SGLang keeps a few tokens of the context for itself.
+        # SGLang reserves a few tokens of the context.
         max_tokens = min(context - 1, int(scheduler["max_total_num_tokens"]) - 1, int(scheduler["max_req_input_len"]))
         self.checker = PromptChecker(model_path, max_tokens=max_tokens, disaggregated=self.is_disaggregated)
 
@@ -125,13 +125,13 @@ class SglangEngine:
         disaggregation.require_transfer_backend(config, cuda=cuda)
         if not cuda:
             sys.modules["flashinfer"] = None  # type: ignore[assignment]  # kernels for GPUs: seconds to import, of no use
-        # Warnings: of kernels that a machine without a GPU lacks.
+        # It warns about kernels that a machine without a GPU lacks.
         with kept_for_ever(), warnings.catch_warnings(action="ignore"):
             from sglang.srt.entrypoints.engine import Engine
 
         imported = time.monotonic()
         try:
-            with held_ports(2) as (nccl_port, bootstrap_port):  # until SGLang listens on them
+            with held_ports(2) as (nccl_port, bootstrap_port):  # the ports are held until SGLang listens on them
                 args = settings.server_args(
                     config,
                     network,
@@ -171,7 +171,7 @@ class SglangEngine:
 
     @property
     def num_in_flight(self) -> int:
-        """How many calls of `generate` and `stream` have not ended."""
+        """The number of `generate` and `stream` calls in flight."""
         return len(self._running)
 
     async def idle(self) -> None:
@@ -202,7 +202,7 @@ class SglangEngine:
         tokens = TokenStream(min_tokens=chunk_tokens)
         call = _Call(request, checked.bootstrap)
         with self._in_flight(call, self._pump(call, tokens)) as task:
-            task.add_done_callback(lambda _: tokens.close())  # also if it is cancelled before its first step
+            task.add_done_callback(lambda _: tokens.close())  # even if it is cancelled before its first step
             while (part := await tokens.take()) is not None:
                 yield call.stamped(part)
             await task
@@ -213,13 +213,13 @@ class SglangEngine:
             call.failure = reason
             if call.task is not None:
                 call.task.cancel()
-            self._abort(call)  # now: callers may be slow to take the tokens that are ready
+            self._abort(call)  # now, because callers may be slow to take the finished tokens
 
     async def check_health(self, *, timeout_s: float) -> None:
         """Generate one token.
 
         Raises:
-            UnavailableError: none came within `timeout_s` seconds.
+            UnavailableError: no token arrived within `timeout_s` seconds.
         """
         checked = CheckedRequest(
             input_ids=[0], images=[], temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=[],
@@ -234,7 +234,7 @@ class SglangEngine:
             raise UnavailableError(f"the engine produced no token within {timeout_s} s") from None
 
     async def load(self) -> Load:
-        """SGLang's load by its last report."""
+        """Return SGLang's load as last reported."""
         loads = await self._tokenizer_manager.get_loads()
         return Load(
             num_running=sum(load.num_running_reqs for load in loads),
@@ -254,7 +254,7 @@ class SglangEngine:
         await asyncio.to_thread(self._engine.shutdown)
 
     def _watch(self) -> None:
-        """Replace SGLang's signal handlers, which are made for its own server."""
+        """Replace SGLang's signal handlers, which are meant for its own server."""
 
         engine = self
 
@@ -263,7 +263,7 @@ class SglangEngine:
                 pass
 
             def sigterm_handler(self) -> None:
-                # SGLang takes SIGTERM over; SIGINT, which stays with this process, means the same here.
+                # SGLang takes over SIGTERM but not SIGINT, which means the same here.
                 signal.raise_signal(signal.SIGINT)
 
             def running_phase_sigquit_handler(self) -> None:
@@ -277,7 +277,7 @@ class SglangEngine:
         self._tokenizer_manager.auto_create_handle_loop()
 
     def _request(self, checked: CheckedRequest, *, stream_interval: int = 0) -> Any:
-        """`stream_interval`: SGLang reports each time it has this many new tokens; 0: once, at the end."""
+        """Build SGLang's request. It reports every `stream_interval` new tokens; 0: once, at the end."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         return GenerateReqInput(
@@ -319,7 +319,7 @@ class SglangEngine:
             raise
         except ValueError as error:
             raise InvalidRequestError(f"SGLang refuses the request: {error}") from None
-        except HTTPException as error:  # SGLang's own failure of a request that is not a stream
+        except HTTPException as error:  # SGLang's own failure of a request that is not streamed
             raise UnavailableError(f"SGLang ended the request: {error.detail}{call.hint}") from None
         except UnavailableError as error:
             raise UnavailableError(f"{error}{call.hint}") from None
@@ -360,6 +360,6 @@ class SglangEngine:
 
 
 def _retrieve(task: "asyncio.Task[Any]") -> None:
-    """Retrieve the task's error, in case nobody waits for it; asyncio warns of errors that nobody saw."""
+    """Retrieve the task's error, because asyncio warns of errors that no caller retrieved."""
     if not task.cancelled():
         task.exception()

@@ -1,7 +1,7 @@
-"""SGLang's settings that a recipe passes on in [rollout.sglang]: which exist, and which are Penstock's own.
+"""Checks SGLang's settings in [rollout.sglang]: whether SGLang has them, and whether Penstock sets them itself.
 
-Names are read from the source of the installed SGLang, which is not imported: that takes seconds, and a mistyped name
-is worth an answer before a run starts. Values are SGLang's to check.
+Names are read from the source of the installed SGLang. It is not imported, because that takes seconds, and a mistyped
+name should be reported before a run starts. SGLang checks the values.
 """
 
 import ast
@@ -60,7 +60,7 @@ def require_free(names: Iterable[str]) -> None:
     """Check that none of `names` is Penstock's own.
 
     Raises:
-        ValueError: one is; the message says what to set instead.
+        ValueError: one is; the message names the setting to use instead.
     """
     for name in names:
         if (instead := OWN_NAMES.get(name.replace("-", "_"))) is not None:
@@ -68,10 +68,10 @@ def require_free(names: Iterable[str]) -> None:
 
 
 def require_known(names: Iterable[str]) -> None:
-    """Check that the installed SGLang knows `names`; where none is installed, or one of another layout, anything goes.
+    """Check that the installed SGLang knows `names`; pass all if none is installed, or its source has another layout.
 
     Raises:
-        ConfigError: it does not; the message has the most similar name.
+        ConfigError: it does not know one; the message suggests the most similar name.
     """
     wanted = list(names)
     known = known_names() if wanted else frozenset()
@@ -83,7 +83,7 @@ def require_known(names: Iterable[str]) -> None:
 
 
 def require_used(passed: Mapping[str, Any], args: Mapping[str, Any]) -> None:
-    """Check that what a recipe passes on is in `args`, the arguments of an engine on a CPU, which needs some itself.
+    """Check that a recipe's settings are in `args`, the arguments of an engine on a CPU, which fixes some itself.
 
     Raises:
         ConfigError: the engine needs another value.
@@ -97,7 +97,7 @@ def require_used(passed: Mapping[str, Any], args: Mapping[str, Any]) -> None:
 
 
 def known_names() -> frozenset[str]:
-    """The fields of SGLang's ServerArgs; empty if no SGLang is installed, or its source has another layout."""
+    """Return the fields of SGLang's ServerArgs; empty if SGLang is not installed, or its source has another layout."""
     package = importlib.util.find_spec("sglang")
     folders = package.submodule_search_locations if package is not None else None
     files = [file for folder in folders or () for file in Path(folder).glob("srt/arg_groups/fields/*.py")]

@@ -1,6 +1,6 @@
 """Turns SGLang's cumulative stream, which repeats all tokens in each response, into parts that hold each token once.
 
-Invariant: every token that was put before `close` is taken exactly once, in order, however the stream ends.
+Invariant: every token put before `close` is taken exactly once, in order, however the stream ends.
 """
 
 import asyncio
@@ -9,17 +9,18 @@ from typing import Any
 from services.rollout.engine.generation import Generation, num_tokens_of, read_generation, require_sound
 
 MAX_WAIT_S = 1.0
-"""The longest that a token waits for others to be delivered with, and so what is sampled again if the engine dies.
-Chunks are most of what a stream costs router and worker, so callers of many slow streams would pay for less."""
+"""Maximum seconds that a token waits to be delivered with others. Tokens that still wait are sampled again if the
+engine dies. Chunks are most of a stream's cost to router and worker, so a shorter wait would be dear to callers of many
+slow streams."""
 
 
 class TokenStream:
-    """One producer `put`s SGLang's responses, one consumer `take`s parts."""
+    """Queue between one producer, who `put`s SGLang's responses, and one consumer, who `take`s parts."""
 
     def __init__(self, *, min_tokens: int) -> None:
-        """A part has at least `min_tokens`; fewer if its first token has waited `MAX_WAIT_S`, or in the last part.
+        """Make parts of at least `min_tokens`; fewer if the first token has waited `MAX_WAIT_S`, or in the last part.
 
-        The first token of all is due at once: with it the prefill is over, which callers may wait for.
+        The very first token is delivered at once: it ends the prefill, which callers may wait for.
         """
         self._min_tokens = max(1, min_tokens)
         self._last: dict[str, Any] | None = None
@@ -49,7 +50,7 @@ class TokenStream:
         self._due.set()
 
     async def take(self) -> Generation | None:
-        """Wait for the next part and return it; None once the stream is closed and all tokens were taken."""
+        """Wait for the next part and return it; return None once the stream is closed and all tokens are taken."""
         await self._due.wait()
         if not self._closed:
             self._due.clear()

@@ -1,4 +1,4 @@
-"""The innermost part of a simulated engine: tensors in memory instead of a model, and faults that can strike."""
+"""The core of a simulated engine: tensors in memory instead of a model, with injected faults."""
 
 import asyncio
 import datetime
@@ -24,7 +24,7 @@ from services.rollout.engine.sglang_plugin.variables import HeldParameter
 from services.rollout.engine.sglang_plugin.weight_loader import take_into
 
 Action = Literal["refuse", "die", "hang", "hold", "corrupt"]
-"""refuse: answer with an error. die: kill -9. hang: never answer. hold: continue when the faults are set anew. corrupt:
+"""refuse: answer with an error. die: kill -9. hang: never answer. hold: continue when faults are set again. corrupt:
 change one value, and continue."""
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -32,7 +32,7 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong at one point, and how often."""
+    """A fault at one point, and how often it strikes."""
 
     action: Action
     times: int = 1
@@ -40,19 +40,19 @@ class Fault:
 
 @dataclass(slots=True)
 class Faults:
-    """What is still to go wrong, by the name of the point."""
+    """Faults still to strike, by the name of the point."""
 
     left: dict[str, Fault] = field(default_factory=dict)
     replaced: asyncio.Event = field(default_factory=asyncio.Event)
 
     def replace(self, left: dict[str, Fault]) -> None:
-        """Set other faults, and release what the old ones hold."""
+        """Replace the faults, and release what the old ones hold."""
         self.left = left
         self.replaced.set()
         self.replaced = asyncio.Event()
 
     def take(self, point: str) -> Action | None:
-        """The action for now."""
+        """Return the point's action, and count it; None if there is none."""
         fault = self.left.get(point)
         if fault is None or fault.times < 1:
             return None
@@ -60,7 +60,7 @@ class Faults:
         return fault.action
 
     async def strike(self, point: str, corrupt: Callable[[], None] = lambda: None) -> None:
-        """Do what is to be done at `point`."""
+        """Carry out the fault at `point`, if any."""
         action = self.take(point)
         if action == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -122,7 +122,7 @@ class MemorySink:
         self.loads.append(
             "whole" if isinstance(transport, DeltaTransport) and not transport.base_version else transport.name
         )
-        # In two parts where that can be, so that something can happen between them.
+        # Load in two parts if possible, so that something can happen between them.
         cut = 1 if isinstance(transport, BroadcastTransport) else len(manifest.buckets)
         for buckets in (manifest.buckets[:cut], manifest.buckets[cut:]):
             if buckets:
@@ -153,7 +153,7 @@ class MemorySink:
 
 
 def joined_group(source: rollout_pb2.BroadcastSource, *, timeout: datetime.timedelta) -> Any:
-    """Join the process group of a push, as SGLang's `init_custom_process_group` does it."""
+    """Join the process group of a push, like SGLang's `init_custom_process_group`."""
     address = f"tcp://{source.master_host}:{source.master_port}"
     store, rank, world_size = next(dist.rendezvous(address, source.rank_offset, source.world_size, timeout=timeout))
     store.set_timeout(timeout)
@@ -166,7 +166,7 @@ def joined_group(source: rollout_pb2.BroadcastSource, *, timeout: datetime.timed
 
 
 def _message_of(work: Callable[[], None]) -> str:
-    """What went wrong, as SGLang answers it: as text, so that no traceback keeps a group alive."""
+    """Run the work and return its error as text, as SGLang does, so that no traceback keeps a group alive."""
     try:
         work()
     except (RuntimeError, ValueError, OSError, NotReadyError) as error:

@@ -1,7 +1,7 @@
 """A rollout engine without SGLang, for tests of pushes: a process with a real lease, receiver and process group.
 
-Everything is the engine's own code but for the innermost part: tensors in memory stand for the model, and they are
-loaded by one thread, as SGLang loads them in its one scheduler. It can be told to fail at any point of a push.
+All code is the engine's own except for the core: tensors in memory stand for the model, and one thread loads them, as
+SGLang does in its one scheduler. It can be told to fail at any point of a push.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from services.rollout.testing.memory_sink import Fault, Faults, MemorySink, Shap
 
 POINTS = ("GetReplica", "PrepareWeights", "SendWeights", "PauseGeneration", "ReceiveWeights", "VerifyWeights",
     "CommitWeights", "ResumeGeneration", "AbortWeights")  # fmt: skip
-"""Calls at whose beginning a fault can strike; the others are "join", before joining the group, and "bucket", when the
-first bucket has been loaded."""
+"""Calls at whose beginning a fault can strike. Other points are "join", before joining the group, and "bucket", after
+loading the first bucket."""
 
 SHAPES: Shapes = {
     "embed.weight": (torch.float32, (64, 32)),
@@ -41,12 +41,12 @@ SHAPES: Shapes = {
     "head.weight": (torch.bfloat16, (128, 33)),
     "scale": (torch.float32, (1,)),
 }
-"""The model that all simulated replicas have."""
+"""The model of all simulated replicas."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What a replica says of itself."""
+    """A replica's report about itself."""
 
     state: int
     version: int
@@ -60,12 +60,12 @@ class Report:
     loads: list[str]
     """The transport of each push that was received; "whole" for a delta with all weights."""
     serving_digests: list[dict[str, int]]
-    """What it held each time it began to serve again."""
+    """Its digests each time it began to serve again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Options:
-    """What the process is started with."""
+    """Arguments of the process."""
 
     url: str
     run: str
@@ -82,7 +82,7 @@ class _Options:
 
 
 class _View:
-    """Implements what the servicer needs of `ReplicaView`."""
+    """Implements the servicer's part of `ReplicaView`."""
 
     def __init__(self, options: _Options, receiver: WeightReceiver) -> None:
         self.address = ""
@@ -198,12 +198,12 @@ class SimulatedReplica:
         self._control = control
 
     async def report(self) -> Report:
-        """What it says of itself now."""
+        """Return the replica's report at this moment."""
         report: Report = await self._ask("report", None)
         return report
 
     async def set_faults(self, **faults: Fault) -> None:
-        """From now on these, and none of before."""
+        """Replace all faults by these."""
         await self._ask("faults", faults)
 
     async def set_state(self, state: int) -> None:
@@ -211,7 +211,7 @@ class SimulatedReplica:
         await self._ask("state", state)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the process with -9."""
         self.process.kill()
         self.process.join(10)
 
@@ -220,14 +220,14 @@ class SimulatedReplica:
         return await asyncio.to_thread(self.receive)
 
     def receive(self, timeout_s: float = 60.0) -> Any:
-        """The next word of the process. Blocking."""
+        """Return the next message of the process. Blocking."""
         if not self._control.poll(timeout_s):
             raise TimeoutError(f"simulated replica {self.replica_id} says nothing")
         return self._control.recv()
 
 
 def start_forkserver() -> None:
-    """Start the process that replicas are forked from, which imports torch once for all. It stays to the end."""
+    """Start the process that replicas are forked from, which imports torch once for all. It runs until the end."""
     forkserver.set_forkserver_preload([__name__])
     forkserver.ensure_running()
 
@@ -246,10 +246,10 @@ async def simulated_replica(
     elsewhere: bool = False,
     **faults: Fault,
 ) -> AsyncIterator[SimulatedReplica]:
-    """Run a replica during the context; `state` is what it claims to be in, `reported_id` what it calls itself.
+    """Run a replica during the context; it claims to be in `state` and to have the id `reported_id`.
 
-    With `audits` it notes the digests of what it holds whenever it begins to serve, which reads every byte; `elsewhere`
-    it takes itself to be on another machine than the trainer.
+    With `audits` it records its digests whenever it begins to serve, which reads every byte; with `elsewhere` it
+    believes that it is on another machine than the trainer.
     """
     start_forkserver()
     context = multiprocessing.get_context("forkserver")
@@ -274,6 +274,6 @@ async def simulated_replica(
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
-    """Weights for the simulated model, others for each version."""
+    """Return weights for the simulated model, different for each version."""
     generator = torch.Generator().manual_seed(version)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, (dtype, shape) in SHAPES.items()}

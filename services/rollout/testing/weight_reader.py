@@ -9,15 +9,15 @@ from penstock.weights.shared_memory import ALIGNMENT, SharedMemoryHandle, open_s
 
 
 class WeightReader:
-    """The weights of the newest push."""
+    """Holds the digests of the newest push."""
 
     def __init__(self) -> None:
-        """Nothing was read yet."""
+        """Start without digests."""
         self._push_id = ""
         self._digests: dict[str, int] = {}
 
     def read(self, push: rollout_pb2.PrepareWeightsRequest) -> dict[str, int]:
-        """Return the digest of each parameter as it stands in the trainer's memory.
+        """Return the digest of each parameter in the trainer's memory.
 
         Raises:
             NotReadyError: the memory cannot be opened here.

@@ -11,38 +11,37 @@ from services.rollout.worker.environments.config import MAX_PROCESSES, Environme
 
 
 class WorkerConfig(Config):
-    """How many groups a worker plays, with whom, and for how long."""
+    """How many groups a worker plays, its peers, and its time limits."""
 
     num: int = pydantic.Field(default=1, ge=1)
     """Worker processes that `penstock train` starts."""
     concurrency: int = pydantic.Field(default=16, ge=1)
     """Prompt groups that one worker process plays at once."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
-    """Port on which it answers health checks; 0 takes any that is free. Several workers on one machine need 0."""
+    """Port for health checks; 0 takes any free one. Several workers on one machine need 0."""
     router_address: str = ""
     """host:port of the router, or of a single engine. Empty: the router's port on this machine."""
     reward_address: str = ""
     """host:port of the reward service. Empty: the reward service's port on this machine."""
     environments: EnvironmentTables = pydantic.Field(default_factory=dict)
-    """Your own environments, and arguments of built-in ones: name, as prompts call it, to "package.module:Class", or to
-    a table."""
+    """Your own environments, and arguments of built-in ones: the name that prompts use, mapped to
+    "package.module:Class" or to a table."""
     environment_processes: int = pydantic.Field(default=MAX_PROCESSES, ge=1)
-    """Episodes with a process of their own that one worker process, or server of environments, plays at once. Further
-    ones wait before they begin, which their deadline does not count. Lower it for environments that take much
-    memory."""
+    """Episodes with their own process that one worker process, or server of environments, plays at once. Further
+    episodes wait before they begin, outside their deadline. Lower it for environments that need much memory."""
     agents: dict[str, AgentConfig] = pydantic.Field(default_factory=dict)
-    """Your own agents, by the name with which prompts call them in place of an environment."""
+    """Your own agents, by the name that prompts use in place of an environment."""
     router_url: str = ""
     """http(s)://host:port of the router's OpenAI-compatible API, as agents reach it. Empty: router.http_port on this
     machine."""
     episode_timeout_s: float = pydantic.Field(default=900.0, gt=0)
-    """Seconds for all turns of an episode and its environment, queues and verdicts not counted. A sample that takes
-    longer ends with the tokens that came, finish reason `deadline`. `data.limits` may ask for less."""
+    """Seconds for all turns of an episode and its environment, without queues and verdicts. A sample that takes longer
+    ends with the tokens it has, finish reason `deadline`. `data.limits` may set less."""
 
     strip_thinking: bool = False
-    """Whether an environment's messages leave out what the policy thought in turns before them, where the model's chat
-    template does; else the policy goes on from all that it said. Left out, thoughts take no room in `data.limits`, and
-    the sample is trained as one sequence for each text that the policy saw. Agents keep them."""
+    """Whether later turns leave out the policy's earlier thoughts when an environment answers, where the model's chat
+    template does; otherwise the policy continues from all that it said. Thoughts left out take no room in
+    `data.limits`, and the sample is trained as one sequence for each text that the policy saw. Agents keep them."""
 
     @pydantic.model_validator(mode="after")
     def _names_are_different(self) -> Self:
@@ -53,7 +52,7 @@ class WorkerConfig(Config):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """All that a worker process receives."""
+    """Everything that a worker process receives."""
 
     worker: WorkerConfig
     run: RunConfig
@@ -62,7 +61,7 @@ class WorkerSettings:
     model: ModelConfig
     sampling: SamplingConfig
     context_length: int
-    """Largest number of tokens of prompt and response together; 0: the model's own limit."""
+    """Maximum tokens of prompt and response together; 0: the model's own limit."""
     router_address: str
     """host:port of the router."""
     reward_address: str

@@ -1,7 +1,7 @@
 """The images of one group while it is played: the prompt's, and those that its environments add.
 
-Each is stored once, however many samples show it in however many turns; requests and records name it by its hash. The
-bytes are kept here until the group is played, so that an image that was lost can be stored again.
+Each is stored once, no matter how many samples and turns show it; requests and records name it by its hash. The bytes
+are kept here until the group is played, so that a lost image can be stored again.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from penstock.v1 import common_pb2
 
 
 class Store(Protocol):
-    """Where images are kept: `penstock.bus.image_store.ImageStore`."""
+    """Stores images: `penstock.bus.image_store.ImageStore`."""
 
     async def put(self, scope: str, data: bytes) -> str:
         """Store an image and return its hash."""
         ...
 
     async def wait_for(self, scope: str, sha256: str) -> bytes:
-        """A stored image, when the store can be reached."""
+        """Return a stored image, as soon as the store can be reached."""
         ...
 
 
@@ -30,7 +30,7 @@ class GroupImages:
     """The images of one group."""
 
     def __init__(self, store: Store, scope: str, prompt: Sequence[bytes]) -> None:
-        """`prompt`: the prompt's images, which are stored already; use `load`."""
+        """Start with `prompt`, the prompt's stored images; use `load`."""
         self._store = store
         self._scope = scope
         self.prompt = tuple(prompt)
@@ -52,7 +52,7 @@ class GroupImages:
         return images
 
     async def add(self, files: Sequence[bytes]) -> list[str]:
-        """Store what is new of `files` and return all their hashes."""
+        """Store those of `files` that are new, and return all their hashes."""
         async with self._storing:  # samples often show the same image at the same time
             for data in files:
                 if data not in self._hashes:
@@ -60,9 +60,9 @@ class GroupImages:
         return [self._hashes[data] for data in files]
 
     async def store_again(self, asked_at: float) -> None:
-        """Store every image anew, after a request of time `asked_at` (`time.monotonic()`) found one missing.
+        """Store every image anew, after a request of time `asked_at` (`time.monotonic()`) missed one.
 
-        A loss concerns all samples at once: a request that is older than the last storing needs no other one.
+        A loss concerns all samples at once: requests older than the last storing need no other.
         """
         async with self._storing:
             if asked_at < self._stored_again_at:
@@ -72,5 +72,5 @@ class GroupImages:
                 await self._store.put(self._scope, data)
 
     def reference(self, sha256: str) -> common_pb2.Image:
-        """The image, as a request names it."""
+        """Return the image as requests name it."""
         return common_pb2.Image(stored=common_pb2.StoredImage(sha256=sha256, scope=self._scope))

@@ -1,7 +1,7 @@
 """Plays a prompt group: all its samples at once, then one verdict for each.
 
-Invariant: a group holds every sample of its prompt or none. A sample that has tokens never fails its group, however it
-ended; one that its environment or its replicas failed is unjudged.
+Invariant: a group holds every sample of its prompt or none. A sample with tokens never fails its group, however it
+ended; if its environment or its replicas failed, it is unjudged.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ class GroupRollout:
                     for number in range(prompt.num_samples)
                 ]
         except ExceptionGroup as failures:
-            # One error decides what becomes of the group: one that no other delivery can mend, if there is any.
+            # One error decides about the group: a permanent one, if there is any.
             hopeless = [error for error in failures.exceptions if isinstance(error, InvalidRequestError | PoisonError)]
             raise (hopeless or failures.exceptions)[0] from None
         return [task.result() for task in playing]
@@ -111,7 +111,7 @@ class GroupRollout:
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, float | int | dict[str, int]]:
-    """Numbers of a played group for one line of log."""
+    """Return statistics of a played group for one log line."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     statuses = Counter(sample.verdict.status for sample in samples if sample.verdict is not None)
     return {

@@ -1,6 +1,6 @@
 """Asks the reward service for verdicts, for finished samples and for environments that check answers.
 
-Invariant: what could not be judged has a status that says so and no score; it is never a silent zero.
+Invariant: an unjudged answer has a status that says so and no score; it is never a silent zero.
 """
 
 import time
@@ -20,22 +20,22 @@ log = structlog.get_logger()
 _STATUS_PREFIX, _METHOD_PREFIX = "VERDICT_STATUS_", "VERDICT_METHOD_"
 
 _VERIFY_TIMEOUT_S = 60.0
-"""Deadline of one call that has a group judged: a service judges a group in milliseconds, unless every item takes its
+"""Deadline in seconds of one call for a group: a service judges a group in milliseconds, unless every item uses up its
 deadline. The call is repeated until the wait timeout is over."""
 
 
 class Verifier(Protocol):
-    """What judges responses: `penstock.clients.RewardClient`."""
+    """Judges responses: `penstock.clients.RewardClient`."""
 
     async def verify_batch(
         self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
     ) -> list[reward_pb2.Verdict]:
-        """Judge `items`; verdicts come in their order."""
+        """Judge `items`; return their verdicts in order."""
         ...
 
 
 class Judge:
-    """Has answers to prompts judged."""
+    """Gets verdicts on answers to prompts."""
 
     def __init__(self, verifier: Verifier, *, wait_timeout_s: float = WAIT_TIMEOUT_S) -> None:
         """Ask `verifier`; while it does not answer, ask again for `wait_timeout_s`."""
@@ -43,11 +43,11 @@ class Judge:
         self._wait_timeout_s = wait_timeout_s
 
     async def judge(self, prompt: Prompt, answers: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Verdicts on `answers` (item id, text) to `prompt`, in their order.
+        """Return verdicts on `answers` (item id, text) to `prompt`, in order.
 
         Raises:
             InvalidRequestError: the prompt's gold answers are wrong, or there is no such profile.
-            PenstockError: no service answers, or not in its own terms.
+            PenstockError: no service answers, or an answer breaks the contract.
         """
         items = [
             reward_pb2.VerifyItem(item_id=item_id, golds=prompt.golds, response=text, profile=prompt.profile)
@@ -62,11 +62,11 @@ class Judge:
 
 
 def _to_record(verdict: reward_pb2.Verdict, prompt: Prompt) -> Verdict:
-    """The verdict as it travels to the trainer.
+    """Return the verdict as a record for the trainer.
 
     Raises:
         InvalidRequestError: the gold answer is wrong; no other delivery will judge this group.
-        PenstockError: the verdict has no status that is known.
+        PenstockError: the verdict has no known status.
     """
     try:
         name = reward_pb2.VerdictStatus.Name(verdict.status).removeprefix(_STATUS_PREFIX)

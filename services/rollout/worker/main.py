@@ -1,7 +1,7 @@
 """The worker process: takes prompt groups from the bus, plays them, publishes each finished group once.
 
-Invariant: a prompt is acked only after its group is stored. A worker that is killed leaves its prompts unacked; another
-plays them, and the group's message id keeps a second copy from being stored.
+Invariant: a prompt is acked only after its group is stored. A killed worker leaves its prompts unacked; another plays
+them, and the group's message id prevents a second copy.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ log = structlog.get_logger()
 
 _CONSUMER = "workers"
 MAX_DELIVERIES = 20
-"""With the pauses between them they span almost three minutes, in which a router or a reward service comes back.
-A group that fails for so long fails for good."""
+"""With the pauses between them they span almost three minutes, in which a router or a reward service comes back. A
+group that still fails then fails for good."""
 _MAX_IN_HAND = 10_000
 """Unacked prompts over all workers. The trainer's gate is the real bound; this only has to exceed it."""
 
@@ -56,13 +56,13 @@ async def serve(
 ) -> None:
     """Play prompt groups until `stop`, then put back those that do not finish within the grace period.
 
-    Needs a process of its own: it keeps transformers from importing torch. A group that has failed `max_deliveries`
-    times is given up and reported to the trainer as failed. `wait_timeout_s` is how long a turn may wait for a replica,
-    and a group for its verdicts.
+    Needs its own process, because it keeps transformers from importing torch. A group that has failed `max_deliveries`
+    times is given up and reported to the trainer as failed. A turn may wait `wait_timeout_s` for a replica, and a group
+    for its verdicts.
 
     Raises:
         ConfigError: an environment or agent cannot be loaded, or the model has no tokenizer.
-        SetupError: NATS is out of reach, or has lost what the run stores there.
+        SetupError: NATS is out of reach, or has lost the run's data.
     """
     config = settings.worker
     security = security or Security.from_environment()

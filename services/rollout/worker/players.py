@@ -1,4 +1,4 @@
-"""Whoever plays a prompt's samples: its environment, turn by turn, or an agent, by itself."""
+"""Chooses the player of a prompt's samples: its environment, turn by turn, or an agent on its own."""
 
 from typing import Protocol
 
@@ -14,7 +14,7 @@ class Played(Protocol):
 
     @property
     def answer(self) -> str:
-        """What the reward service judges."""
+        """The text for the reward service to judge."""
         ...
 
     @property
@@ -28,7 +28,7 @@ class Played(Protocol):
         ...
 
     def to_sample(self, verdict: Verdict | None) -> Sample:
-        """The finished sample; `verdict` is the reward service's, if it was asked."""
+        """Return the finished sample; `verdict` is the reward service's, if it was asked."""
         ...
 
 
@@ -41,10 +41,10 @@ class Player(Protocol):
 
 
 class Players:
-    """Has each prompt played by the one it names."""
+    """Gives each prompt to the player that it names."""
 
     def __init__(self, episodes: EpisodePlayer, agents: AgentPlayer) -> None:
-        """Prompts whose environment is the name of an agent are played by `agents`, all others by `episodes`."""
+        """Have `agents` play prompts whose environment is the name of an agent, and `episodes` all others."""
         self._episodes = episodes
         self._agents = agents
 

@@ -1,4 +1,4 @@
-"""A prompt message in, a group message out.
+"""Turns a prompt message into a group message.
 
 Invariant: `handle` returns only after the group is stored, so the prompt is acked last. The group's message id is the
 prompt's, so a redelivered prompt never stores a second group.
@@ -35,7 +35,7 @@ class PromptHandler:
         try:
             prompt = decode(delivery.payload, Prompt)
         except CorruptMessageError:
-            # Without a prompt there is no group to report; the message id still names the one that will not come.
+            # Without a prompt there is no group to report, but the message id still names the one that will not come.
             await self._bus.publish(self._bus.groups, delivery.payload, message_id=delivery.message_id)
             return
         await self._publish(

@@ -1,6 +1,6 @@
 """Chooses the replica of a call. Pure: no network, no clock (time is passed in), and only immutable views of replicas.
 
-Balancers choose who reads the prompt, a unified or a prefill replica, because a session comes back for that one's
+Balancers choose the replica that reads the prompt, a unified or a prefill one, because sessions come back for its
 prefix cache. The prefill replica's least loaded partner decodes (`PoolView.find_partner`).
 """
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def make_balancer(name: Balancing, tuning: Tuning) -> Balancer:
-    """The balancer that `router.balancing` names."""
+    """Return the balancer that `router.balancing` names."""
     match name:
         case Balancing.AFFINITY:
             return AffinityBalancer(max_sessions=tuning.max_sessions)

@@ -1,8 +1,8 @@
 """Session affinity; new sessions go to their group's replica, new groups to the least loaded one.
 
-Invariant: a session stays on its replica while that is fit, because its prefix cache holds the earlier turns; the
-sessions of a group begin where the first of them began, because the prefix cache holds their prompt. They may
-exceed its limit a little, and then wait for it, unless another has a free slot.
+Invariant: a session stays on its replica while that is fit, because its prefix cache holds the earlier turns. A group's
+sessions begin where the first of them began, because that prefix cache holds their prompt. They may exceed the
+replica's limit a little, and then wait for it, unless another has a free slot.
 """
 
 import collections
@@ -13,14 +13,14 @@ from services.router.balancing.pool_view import PoolView, Query
 from services.router.balancing.replica_status import ReplicaStatus, UnroutableReason
 
 _BEGUN_FACTOR = 1.5
-"""A session or group that has begun may exceed its replica's limit, up to max_running times this: its calls then wait a
-moment in the engine's own queue, which costs less than to compute their prompt again. The limit bounds what is new."""
+"""A begun session or group may exceed its replica's limit, up to max_running times this: its calls then wait a moment
+in the engine's own queue, which costs less than computing their prompt again. The limit bounds new sessions."""
 _FULL = (UnroutableReason.FULL, UnroutableReason.PARTNERS_FULL)
 _MAX_LOAD_RATIO = _BEGUN_FACTOR
-"""A call leaves its full replica for one that has this many times fewer calls per slot, which is one with a free slot.
-Behind half as many calls as the replica runs it would wait far longer than its prompt takes, and the rest of its group
-goes along, so that they pay once. With 2.0, eight replicas of eight slots and groups of eight took 3% fewer optimizer
-steps, and computed a prompt 1.6 instead of 2.0 times (simulated lengths as in bench/async_loop)."""
+"""A call leaves its full replica for one that has this many times fewer calls per slot, and so a free slot. Behind half
+as many calls as the replica runs, the call would wait far longer than its prompt takes; the rest of its group follows,
+so that they pay once. With 2.0, eight replicas of eight slots and groups of eight took 3% fewer optimizer steps, and
+computed a prompt 1.6 instead of 2.0 times (simulated lengths as in bench/async_loop)."""
 
 
 class Sessions:
@@ -33,15 +33,15 @@ class Sessions:
         self._num_of: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Sessions remembered."""
+        """Return the number of sessions remembered."""
         return len(self._replica_of)
 
     def get(self, session_id: str) -> str | None:
-        """The session's replica, if it is remembered."""
+        """Return the session's replica; None if it is not remembered."""
         return self._replica_of.get(session_id)
 
     def num_of(self, replica_id: str) -> int:
-        """Sessions of the replica."""
+        """Return the number of the replica's sessions."""
         return self._num_of.get(replica_id, 0)
 
     def bind(self, session_id: str, replica_id: str) -> None:
@@ -63,11 +63,11 @@ class Sessions:
 
 
 class AffinityBalancer:
-    """The session's own replica, or else its group's, if it is fit; else the least loaded, of these that with the
-    fewest sessions.
+    """Chooses the session's own replica, or else its group's, if it is fit; else the least loaded, and among equals the
+    one with the fewest sessions.
 
-    Loads and sessions are counted per slot; the load includes the call to be given (shortest expected delay) and recent
-    over- or under-use (`fair_share`).
+    Loads and sessions are counted per slot; the load includes the new call (shortest expected delay) and recent over-
+    or under-use (`fair_share`).
     """
 
     reads_blocks = False
@@ -79,10 +79,10 @@ class AffinityBalancer:
         self._fair_share = FairShare()
 
     def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
-        """Return the replica that gets the call; None exactly if none is fit, or if it waits for its own.
+        """Return the replica that gets the call; None exactly if none is fit, or if the call waits for its own.
 
-        Only a call with a home waits. If its group has moved on, its own replica is another than its home, and the
-        prompt is in both: it goes to whichever takes it, its own first, and its own decides whether it waits.
+        Only a call with a home waits. If its group has moved on, its own replica is not its home, and both hold the
+        prompt: the call goes to whichever takes it, its own first, and its own decides whether it waits.
         """
         own = self._find_own(query, pool)
         if own is not None and _can_go_on(own, query, pool, now):
@@ -104,7 +104,7 @@ class AffinityBalancer:
     def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
         """Return the id of the call's own replica and whether it is full; an empty id if another should take the call.
 
-        Elsewhere the whole prompt would be computed again.
+        Any other replica would compute the whole prompt again.
         """
         own = self._find_own(query, pool)
         if own is not None and _can_go_on(own, query, pool, now):
@@ -120,13 +120,13 @@ class AffinityBalancer:
         self.sessions.bind(query.session_id, replica_id)
 
     def _find_own(self, query: Query, pool: PoolView) -> ReplicaStatus | None:
-        """The call's own replica, as balancer.py defines it; None if it has none, or that replica has left."""
+        """Return the call's own replica, as balancer.py defines it; None if it has none, or that replica has left."""
         own_id = self.sessions.get(query.session_id) or self._groups.get(query.group_id)
         return pool.replicas.get(own_id or "")
 
 
 def _can_go_on(own: ReplicaStatus, query: Query, pool: PoolView, now: float) -> bool:
-    """Whether the call's own replica, or its home, takes it; it may exceed the limit of what is new."""
+    """Return whether the call's own replica, or its home, takes it; it may exceed the limit for new sessions."""
     if pool.is_fit(own, query, now):
         return True
     most = max(own.max_in_flight, int(_BEGUN_FACTOR * own.max_running))
@@ -134,7 +134,7 @@ def _can_go_on(own: ReplicaStatus, query: Query, pool: PoolView, now: float) -> 
 
 
 def _should_wait(own: ReplicaStatus, query: Query, pool: PoolView, now: float) -> bool:
-    """Whether the call's own replica is merely full, and no other has a free slot."""
+    """Return whether the call's own replica is merely full, and no other has a free slot."""
     if pool.find_reason(own, query, now) not in _FULL:
         return False
     least = min((pool.load(each) for each in pool.find_fit(query, now)), default=pool.load(own))

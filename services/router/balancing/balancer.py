@@ -1,6 +1,6 @@
 """The interface of balancers.
 
-Two words name a replica that should get a call because the beginning of its prompt is there:
+Two words name a replica that should get a call because it has the beginning of the prompt:
 
     own     where the call's session, or else its group, was sent last, as the balancer remembers it at this moment
     home    `Query.home`: what `find_home` returned when the call was last measured, its own replica of that moment. The
@@ -16,18 +16,18 @@ from services.router.balancing.replica_status import ReplicaStatus
 
 
 class Balancer(Protocol):
-    """Chooses among the replicas that can take a call, by the view and what it remembers of its own choices."""
+    """Chooses among the replicas that can take a call, using the view and its memory of its own choices."""
 
     reads_blocks: bool
-    """Whether it wants `Query.blocks`."""
+    """Whether it uses `Query.blocks`."""
 
     def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
-        """Return the replica that gets the call; None exactly if none is fit, or if it waits for its own."""
+        """Return the replica that gets the call; None exactly if none is fit, or if the call waits for its own."""
         ...
 
     def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
-        """Return the id of the call's own replica, which should get it whether or not others could, and whether the
-        call must wait because that replica is full; an empty id and False if any replica will do."""
+        """Return the id of the call's own replica, which should get it even if others could, and whether the call must
+        wait because that replica is full; an empty id and False if any replica will do."""
         ...
 
     def record(self, query: Query, replica_id: str) -> None:

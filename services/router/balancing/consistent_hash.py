@@ -1,8 +1,7 @@
 """Consistent hashing of the session id, with bounded load.
 
 Weighted rendezvous hashing: each replica draws a number for the session, and the highest wins. Every router computes
-the same winner without having seen the session, and when a replica joins or leaves, only the sessions that it wins or
-loses move.
+the same winner, even for a new session. When a replica joins or leaves, only the sessions that it wins or loses move.
 """
 
 import functools
@@ -16,7 +15,7 @@ _HASH_RANGE = 2.0**64
 
 
 class ConsistentHashBalancer:
-    """The fit replica with the highest number that is not overloaded; weights are max_running."""
+    """Chooses the fit replica with the highest number that is not overloaded; weights are max_running."""
 
     reads_blocks = False
 
@@ -32,7 +31,7 @@ class ConsistentHashBalancer:
         return next((each for each in ranked if not is_overloaded(each, fit, self._max_load_ratio)), None)
 
     def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
-        """Have no call wait while a replica can take it."""
+        """Return no home: no call waits while a replica can take it."""
         return "", False
 
     def record(self, query: Query, replica_id: str) -> None:
@@ -40,7 +39,7 @@ class ConsistentHashBalancer:
 
 
 def _draw(key: bytes, replica_id: str, weight: int) -> float:
-    """The replica's number for the key: the highest with a probability proportional to `weight`.
+    """Return the replica's number for the key: the highest with a probability proportional to `weight`.
 
     -weight / ln(u) with u uniform in (0, 1) (Schindelhauer and Schomaker, 2005).
     """

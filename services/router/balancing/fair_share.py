@@ -1,9 +1,9 @@
 """Corrects the rounding of least-loaded balancing over time.
 
-A replica whose fair share is 3.4 calls runs 3 (12% less) or 4 (18% more), and nearly always the same of the two: least
+A replica whose fair share is 3.4 calls runs 3 (12% less) or 4 (18% more), and nearly always the same number: least
 loaded alone left replicas of eight slots 22 to 28% off over minutes (docs/benchmarks.md, "Replicas that come and go").
-So the difference is integrated over time and counted as load, as an integral controller does, and decays. Invariant:
-what is counted stays within a quarter of a replica's slots, so that the past never outweighs the present load.
+So the difference is integrated over time, counted as load, as an integral controller does, and decays. Invariant: the
+correction stays within a quarter of a replica's slots, so that the past never outweighs the present load.
 """
 
 import math
@@ -12,17 +12,17 @@ from services.router.balancing.pool_view import PoolView
 from services.router.balancing.replica_status import ReplicaStatus
 
 _STEP_S = 0.1
-"""Loads are integrated in steps of at least this: a step looks at every replica, and a call that starts need not."""
+"""Minimum seconds between integration steps: a step looks at every replica, which is too much for every call."""
 _TIME_CONSTANT_S = 5.0
 """One call above the fair share for this long counts as one call of load."""
 _DECAY_S = 60.0
-"""What was counted falls to 1/e in this time."""
+"""Seconds in which the correction falls to 1/e."""
 _MAX_SHARE = 0.25
-"""Most that is counted, as a share of a replica's slots, in either direction."""
+"""Maximum correction in either direction, as a share of a replica's slots."""
 
 
 class FairShare:
-    """The recent excess of each replica that reads prompts and takes calls, held-out ones aside."""
+    """The recent excess of each replica that reads prompts and takes calls, except held-out ones."""
 
     def __init__(self) -> None:
         """Start without a history."""
@@ -30,7 +30,7 @@ class FairShare:
         self._updated_at = -math.inf
 
     def update(self, pool: PoolView, now: float) -> None:
-        """Integrate the present loads over the time since the last step, if it is due; newcomers start at 0."""
+        """Integrate the present loads over the time since the last step, if a step is due; newcomers start at 0."""
         if now - self._updated_at < _STEP_S:
             return
         elapsed_s, self._updated_at = min(now - self._updated_at, _TIME_CONSTANT_S), now
@@ -51,5 +51,5 @@ class FairShare:
         self._excess_calls = excess_calls
 
     def excess_load(self, replica: ReplicaStatus) -> float:
-        """Calls per slot to add to its load; negative if it had less than its share."""
+        """Return the calls per slot to add to the replica's load; negative if it had less than its share."""
         return self._excess_calls.get(replica.replica_id, 0.0) / replica.max_running

@@ -1,7 +1,7 @@
-"""Which prefill and decode replicas form PD pairs. Pure, by their leases.
+"""Matches prefill and decode replicas into PD pairs. Pure, by their leases.
 
-The two peers of a pair have the same transfer back end, the same tensor parallelism and the same policy version: no KV
-cache is decoded by weights other than those that computed it. Invariant: partners are mutual.
+The two peers of a pair have the same transfer back end, the same tensor parallelism and the same policy version: a KV
+cache is decoded only by the weights that computed it. Invariant: partners are mutual.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from penstock.v1 import common_pb2
 from services.router.balancing.replica_status import PD_ROLES, UnroutableReason
 
 MISMATCHES = (UnroutableReason.OTHER_BACKEND, UnroutableReason.OTHER_TENSOR_PARALLEL)
-"""Reasons to be without a partner that a person must mend; the others pass, as after a push."""
+"""Reasons for a missing partner that need a person to fix them; the others pass, as after a push."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Partners:
 
 
 def pair_up(leases: Iterable[common_pb2.Replica]) -> Mapping[str, Partners]:
-    """The partners of each replica, by its id."""
+    """Return the partners of each replica, by its id."""
     replicas = list(leases)
     peers = {role: [each for each in replicas if _is_peer(each, role)] for role in PD_ROLES}
     prefill, decode = PD_ROLES

@@ -1,8 +1,8 @@
 """All replicas at one moment, and which of them can take a given call. Pure: time is passed in.
 
 Invariants: a replica that `find_fit` returns is alive, takes calls, is large enough and has at least the wanted policy
-version; a prefill replica has a partner of which the same is true. Replicas that are held out of pushes answer an
-evaluation's calls and no others.
+version; a prefill replica has a partner with the same properties. Replicas that are held out of pushes answer only an
+evaluation's calls.
 """
 
 import collections
@@ -17,14 +17,14 @@ Need: TypeAlias = tuple[int, int, frozenset[str], int, str]
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Query:
-    """What a call wants at this moment: while it waits, the version bound rises and failed replicas are excluded."""
+    """A call's current needs: while it waits, the version bound rises and failed replicas are excluded."""
 
     session_id: str = ""
     """Calls of one session belong together; empty: no session."""
     group_id: str = ""
     """Sessions of one group begin with the same prompt; empty: no group."""
     request_id: str = ""
-    """Stands in for the session where there is none."""
+    """Replaces the session where there is none."""
     min_version: int = 0
     """Oldest policy version that may answer."""
     exact_version: int = 0
@@ -37,9 +37,9 @@ class Query:
     blocks: tuple[int, ...] = ()
     """`prefix.hash_blocks` of the prompt, if the balancer wants it."""
     num_tokens: int = 0
-    """Tokens that it needs at least: those of its prompt, and one. 0: unknown."""
+    """Minimum tokens that it needs: those of its prompt, and one. 0: unknown."""
     num_small: int = 0
-    """How many of the pool's sizes (`PoolView.sizes`) are too small for `num_tokens`."""
+    """Number of the pool's sizes (`PoolView.sizes`) that are too small for `num_tokens`."""
 
     home: str = ""
     """Id of the replica in whose queue it waits, as `Balancer.find_home` returned it; empty: any will do. See
@@ -47,7 +47,7 @@ class Query:
 
     @property
     def need(self) -> "Need":
-        """Calls of equal needs can be taken by the same replicas."""
+        """Key of the call's needs: the same replicas can take calls of equal needs."""
         return self.exact_version, self.min_version, self.excluded, self.num_small, self.home
 
 
@@ -57,11 +57,11 @@ class PoolView:
     __slots__ = ("replicas",)
 
     def __init__(self, replicas: Mapping[str, ReplicaStatus]) -> None:
-        """See `replicas`; whoever owns that mapping replaces its immutable values."""
+        """View `replicas`; the mapping's owner replaces its immutable values."""
         self.replicas = replicas
 
     def is_fit(self, replica: ReplicaStatus, query: Query, now: float) -> bool:
-        """Whether a balancer may choose it: it can take the call, and so can a partner where it needs one."""
+        """Return whether balancers may choose the replica: it can take the call, and so can a partner if needed."""
         return (
             replica.reads_prompts
             and _is_able(replica, query, now)
@@ -69,35 +69,35 @@ class PoolView:
         )
 
     def find_fit(self, query: Query, now: float) -> list[ReplicaStatus]:
-        """The replicas that can take the call; if some of them take no push at the moment, only those."""
+        """Return the replicas that can take the call; if some of them take no push at the moment, only those."""
         fit = [each for each in self.replicas.values() if self.is_fit(each, query, now)]
         return [each for each in fit if each.is_settled] or fit
 
     def find_partner(self, replica: ReplicaStatus, query: Query, now: float) -> ReplicaStatus | None:
-        """The partner that takes the other part of the call: the least loaded of those that can."""
+        """Return the least loaded partner that can take the other part of the call; None if none can."""
         able = (each for each in self._partners(replica) if _is_able(each, query, now))
         return min(able, key=lambda each: (each.next_load, each.replica_id), default=None)
 
     def load(self, replica: ReplicaStatus) -> float:
-        """Calls per slot; for a pair plus the load of the least loaded partner, since a call takes a slot of both."""
+        """Return calls per slot; for a pair plus the least loaded partner's load, because a call takes both slots."""
         return replica.load + min((each.load for each in self._partners(replica)), default=0.0)
 
     def next_load(self, replica: ReplicaStatus) -> float:
-        """The same with one more call. Ranked without it, small replicas would run fuller than large ones: all are
-        filled to the same level, and one call more is a larger share of a small one."""
+        """Return the load with one more call. Ranking without that call would fill small replicas more than large ones:
+        all are filled to the same level, and one more call is a larger share of a small one."""
         return replica.next_load + min((each.next_load for each in self._partners(replica)), default=0.0)
 
     def sizes(self) -> list[int]:
-        """The different `max_tokens` that the leases name, in ascending order."""
+        """Return the distinct `max_tokens` in the leases, in ascending order."""
         return sorted({each.max_tokens for each in self.replicas.values()} - {UNBOUNDED})
 
     def largest(self) -> int:
-        """Most tokens that a replica or a pair takes; `UNBOUNDED` if a lease does not say, or without replicas."""
+        """Return the maximum tokens of any replica or pair; `UNBOUNDED` if a lease has none, or without replicas."""
         return max((self._size(each) for each in self.replicas.values()), default=UNBOUNDED)
 
     def find_reason(self, replica: ReplicaStatus, query: Query, now: float) -> UnroutableReason | None:
-        """Why neither the replica nor its partners can take (their part of) the call; None exactly if they can. The
-        reason that will last longest comes first."""
+        """Return why neither the replica nor its partners can take (their part of) the call; None exactly if they can.
+        The reason that will last longest comes first."""
         own = _find_own_reason(replica, query, now)
         if replica.partner_ids is None or own not in (None, UnroutableReason.FULL):
             return own
@@ -109,7 +109,7 @@ class PoolView:
         return UnroutableReason.PARTNERS_UNFIT
 
     def explain(self, query: Query, now: float) -> "NoReplica":
-        """Why no replica can take the call."""
+        """Return why no replica can take the call."""
         reasons = collections.Counter(self.find_reason(each, query, now) for each in self.replicas.values())
         return NoReplica(
             reasons={reason: count for reason, count in reasons.items() if reason is not None},
@@ -139,7 +139,7 @@ class NoReplica:
     """The newest policy version in the pool; 0 without replicas."""
 
     def __str__(self) -> str:
-        """One clause for an error message."""
+        """Return one clause for an error message."""
         if not self.reasons:
             return "no replica is registered; start one with `penstock serve rollout`"
         total = sum(self.reasons.values())
@@ -154,7 +154,7 @@ class NoReplica:
 
 
 def is_overloaded(replica: ReplicaStatus, fit: Sequence[ReplicaStatus], max_ratio: float) -> bool:
-    """Whether one more call would lift the replica's load above `max_ratio` times the mean of `fit`.
+    """Return whether one more call would raise the replica's load above `max_ratio` times the mean of `fit`.
 
     Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018), weighted by max_running. At least
     one of `fit` is never overloaded.
@@ -165,7 +165,7 @@ def is_overloaded(replica: ReplicaStatus, fit: Sequence[ReplicaStatus], max_rati
 
 
 def _is_able(replica: ReplicaStatus, query: Query, now: float) -> bool:
-    """Whether `_find_own_reason` finds none; spelled out because every new session asks it of every replica."""
+    """Return whether `_find_own_reason` finds none; written out because every new session asks it of every replica."""
     return (
         replica.unroutable is None
         and replica.policy_version >= query.min_version
@@ -179,7 +179,7 @@ def _is_able(replica: ReplicaStatus, query: Query, now: float) -> bool:
 
 
 def _is_meant_for(replica: ReplicaStatus, query: Query) -> bool:
-    """Whether calls like this one go to replicas like this one, by the evaluation that holds some out of pushes."""
+    """Return whether the evaluation, if one holds replicas out of pushes, lets this replica answer this call."""
     if not query.exact_version:
         return not replica.is_held_out
     return replica.policy_version == query.exact_version and (replica.is_held_out or not query.wants_held_out)

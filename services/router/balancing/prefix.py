@@ -1,4 +1,4 @@
-"""Prefix-aware balancing: to the replica that recently had the longest beginning of the prompt.
+"""Prefix-aware balancing: prefers the replica that recently had the longest beginning of the prompt.
 
 The samples of a group share a prompt, and a conversation's turns share a growing one; a replica that had the beginning
 holds it in its prefix cache.
@@ -15,17 +15,17 @@ BLOCK_TOKENS = 64
 """Prompts are compared in blocks of this many tokens."""
 
 _SLACK = 0.25
-"""By this many calls per slot a load may exceed the least load whatever the ratio: ratios of few calls mean nothing."""
+"""Calls per slot by which a load may exceed the least load at any ratio, because ratios of few calls mean nothing."""
 _IMAGE_TAIL_BYTES = 64
 
 
 class PrefixBalancer:
-    """The fit replica with the longest prefix unless it is overloaded; else the least loaded."""
+    """Chooses the fit replica with the longest prefix unless it is overloaded; else the least loaded."""
 
     reads_blocks = True
 
     def __init__(self, *, max_blocks: int, max_load_ratio: float) -> None:
-        """Remember `max_blocks`; leave a replica with more than `max_load_ratio` times the least load."""
+        """Remember `max_blocks`; avoid a replica with more than `max_load_ratio` times the least load."""
         self._max_blocks = max_blocks
         self._max_load_ratio = max_load_ratio
         self._replica_of: collections.OrderedDict[int, str] = collections.OrderedDict()
@@ -44,7 +44,7 @@ class PrefixBalancer:
         return least
 
     def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
-        """Have no call wait while a replica can take it."""
+        """Return no home: no call waits while a replica can take it."""
         return "", False
 
     def record(self, query: Query, replica_id: str) -> None:
@@ -57,10 +57,10 @@ class PrefixBalancer:
 
 
 def hash_blocks(input_ids: Sequence[int], images: Iterable[bytes] = ()) -> tuple[int, ...]:
-    """One number for each whole block of a prompt; it identifies the block and everything before it.
+    """Return one number for each whole block of a prompt; it identifies the block and everything before it.
 
     The position of images in the prompt is unknown here. The first image's size and last bytes count as the beginning,
-    which tells prompts with the same words and different pictures apart. Numbers mean nothing in other processes.
+    which distinguishes prompts with the same words and different pictures. Numbers mean nothing in other processes.
     """
     first = next(iter(images), b"")
     number = hash((len(first), first[-_IMAGE_TAIL_BYTES:]))

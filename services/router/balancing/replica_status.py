@@ -11,7 +11,7 @@ PD_ROLES = (common_pb2.REPLICA_ROLE_PREFILL, common_pb2.REPLICA_ROLE_DECODE)
 """Roles that answer in pairs only."""
 
 UNBOUNDED = sys.maxsize
-"""The `max_tokens` of a replica whose lease does not say."""
+"""The `max_tokens` of a replica whose lease has none."""
 
 
 class UnroutableReason(enum.Enum):
@@ -42,7 +42,7 @@ class UnroutableReason(enum.Enum):
 
 
 TRANSIENT = frozenset((UnroutableReason.UPDATING, UnroutableReason.PARTNERS_FULL, UnroutableReason.FULL))
-"""Reasons that are certain to pass: worth waiting for until a call's deadline."""
+"""Reasons that will certainly pass: calls wait for them until their deadline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +57,15 @@ class ReplicaStatus:
     role: "common_pb2.ReplicaRole.ValueType" = common_pb2.REPLICA_ROLE_UNIFIED
     policy_version: int = 0
     max_tokens: int = UNBOUNDED
-    """Most tokens of prompt and response together."""
+    """Maximum tokens of prompt and response together."""
     max_running: int = 1
-    """Calls that it runs at once, at least 1: what its load is relative to."""
+    """Calls that it runs at once, at least 1; its load is relative to this."""
     is_settled: bool = True
     """Whether it is READY and takes no push."""
     is_held_out: bool = False
-    """Whether it is held out of pushes and answers the calls of an evaluation only."""
+    """Whether it is held out of pushes and answers only the calls of an evaluation."""
     unroutable: UnroutableReason | None = None
-    """Why it can take no call at all, by the leases: its state, its role, or the lack of a partner."""
+    """Why the leases let it take no call at all: its state, its role, or the lack of a partner."""
     partner_ids: tuple[str, ...] | None = None
     """The replicas with which it forms PD pairs; None: it needs none."""
     num_in_flight: int = 0
@@ -73,20 +73,20 @@ class ReplicaStatus:
     num_elsewhere: int = 0
     """Calls that its lease reports beyond this router's own: those of other routers and clients."""
     max_in_flight: int = sys.maxsize
-    """Most calls that this router gives it at once."""
+    """Maximum calls that this router gives it at once."""
     rejecting_until: float = -math.inf
-    """Until when (monotonic) it is left alone because it rejected a call."""
+    """Monotonic time until which it gets no calls because it rejected one."""
     failing_until: float = -math.inf
-    """Until when (monotonic) its circuit breaker allows no call."""
+    """Monotonic time until which its circuit breaker allows no call."""
 
     @property
     def num_calls(self) -> int:
-        """Its calls, whoever made them."""
+        """Its calls from all routers and clients."""
         return self.num_in_flight + self.num_elsewhere
 
     @property
     def load(self) -> float:
-        """Calls per slot, partners aside."""
+        """Calls per slot, without partners."""
         return self.num_calls / self.max_running
 
     @property
@@ -96,7 +96,7 @@ class ReplicaStatus:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes calls while it is not full, and takes no push."""
+        """Whether it takes calls while it is not full, and no push is in progress."""
         return self.unroutable is None and self.is_settled
 
     @property

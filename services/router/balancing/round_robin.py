@@ -1,11 +1,11 @@
-"""Replicas in turn, by id."""
+"""Round robin: replicas in turn, by id."""
 
 from services.router.balancing.pool_view import PoolView, Query
 from services.router.balancing.replica_status import ReplicaStatus
 
 
 class RoundRobinBalancer:
-    """The next fit replica after the one chosen last; sessions and loads do not matter."""
+    """Chooses the next fit replica after the last choice; sessions and loads do not matter."""
 
     reads_blocks = False
 
@@ -20,9 +20,9 @@ class RoundRobinBalancer:
         return min(fit, key=lambda each: (each.replica_id <= last, each.replica_id), default=None)
 
     def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
-        """Have no call wait while a replica can take it."""
+        """Return no home: no call waits while a replica can take it."""
         return "", False
 
     def record(self, query: Query, replica_id: str) -> None:
-        """Go on after this replica."""
+        """Continue after this replica."""
         self._last = replica_id

@@ -1,1 +1,1 @@
-"""How callers reach the router: gRPC, and HTTP as OpenAI's clients speak it."""
+"""The router's interfaces to callers: gRPC, and HTTP in OpenAI's format."""

@@ -1,4 +1,4 @@
-"""GenerateService over a pool: a caller cannot tell it from one engine."""
+"""GenerateService over a pool, indistinguishable from a single engine for callers."""
 
 import contextlib
 from collections.abc import AsyncGenerator
@@ -18,7 +18,7 @@ class GenerateServicer:
     """Forwards calls; bytes in, bytes out."""
 
     def __init__(self, forwarder: RequestForwarder, tuning: Tuning) -> None:
-        """Let `forwarder` answer the calls."""
+        """Answer calls with `forwarder`."""
         self._forwarder = forwarder
         self._tuning = tuning
 

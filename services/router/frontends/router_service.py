@@ -1,4 +1,4 @@
-"""RouterService: what the router sees, slots for clients that bypass it, and draining."""
+"""RouterService: the router's view of replicas, slots for clients that bypass it, and draining."""
 
 import time
 
@@ -26,7 +26,7 @@ _BREAKER_STATES = {
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """The router's own side."""
+    """The router's own service."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         request: router_pb2.RouteRequest,
         context: grpc.aio.ServicerContext[router_pb2.RouteRequest, router_pb2.RouteResponse],
     ) -> router_pb2.RouteResponse:
-        """Choose a replica or a PD pair, and keep a slot there."""
+        """Choose a replica or a PD pair, and reserve a slot there."""
         if not request.ttl_s >= 0:
             raise InvalidRequestError(f"ttl_s = {request.ttl_s} is not a duration; send seconds, or 0")
         query = Query(
@@ -90,7 +90,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         )
         ttl_s = min(request.ttl_s or self._tuning.route_ttl_s, self._tuning.route_ttl_s)
         deadline = time.monotonic() + deadline_s(context, default=self._tuning.max_call_s)
-        # The client counts what its turn breaks, and loses the count with this call.
+        # The client counts the failures of its turn, and loses the count with this call.
         is_patient = bool(query.excluded) and not self._slots.is_too_long(query)
         ticket = Ticket(query=query, deadline=deadline, size_bytes=request.ByteSize(), is_patient=is_patient)
         slot = await self._slots.take(ticket)
@@ -123,14 +123,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             router_pb2.RouterServiceDrainReplicaRequest, router_pb2.RouterServiceDrainReplicaResponse
         ],
     ) -> router_pb2.RouterServiceDrainReplicaResponse:
-        """Drain the replica; all routers learn it from its lease."""
+        """Drain the replica; all routers learn of it from its lease."""
         lease = self._pool.leases.get(request.replica_id)
         if lease is None:
             known = ", ".join(sorted(self._pool.leases)) or "none"
             raise InvalidRequestError(
                 f"replica_id = {request.replica_id!r}: no replica of this id holds a lease; there are: {known}"
             )
-        # Not on the slot pool's channel: that closes when the lease ends, as it does at the end of a replica's life.
+        # Not on the slot pool's channel, which closes when the lease ends, as at the end of a replica's life.
         async with connect(lease.address, self._security) as channel:
             pending = rollout_pb2_grpc.RolloutServiceStub(channel).DrainReplica(
                 rollout_pb2.DrainReplicaRequest(grace_s=request.grace_s),

@@ -2,8 +2,8 @@ r"""Exact arithmetic on sums of rational multiples of square roots and symbols.
 
 A value is a sum of terms c * sqrt(r) * s1^k1 * s2^k2 ..., with c rational, r a square-free integer (negative for
 imaginary ones) and symbols s: the numbers pi and e, or variables. Different keys are linearly independent, so two
-values are equal exactly when their terms are. What leaves this form, such as a cube root, becomes a `Decimal` of
-`PRECISION` digits if it is a real number, and is refused if it has variables. Every operation is bounded.
+values are equal exactly when their terms are. Values outside this form, such as a cube root, become a `Decimal` of
+`PRECISION` digits if they are real numbers, and are refused if they have variables. Every operation is bounded.
 """
 
 import decimal
@@ -15,9 +15,9 @@ from services.reward.exact.numbers.integers import integer_root, square_free
 
 Rational = int | Fraction
 Monomial = tuple[tuple[str, int], ...]
-"""Symbols with their powers, none zero, in alphabetical order."""
+"""Symbols with their nonzero powers, in alphabetical order."""
 Terms = dict[tuple[int, Monomial], Rational]
-"""Coefficients, none zero, by radicand and symbols."""
+"""Nonzero coefficients by radicand and symbols."""
 Value = Terms | Decimal
 
 MAX_EXPONENT = 64
@@ -39,42 +39,42 @@ _MAX_LOGARITHM = 2000
 
 
 class TooLargeError(ArithmeticError):
-    """A number in the text is beyond the bounds of what is computed."""
+    """A number in the text is beyond the bounds of computation."""
 
 
 class NoValueError(ValueError):
-    """The text is not in the grammar, or its value not in the form."""
+    """The text is not in the grammar, or its value has no such form."""
 
 
 def constant(value: Rational) -> Terms:
-    """The rational `value`."""
+    """Return the rational `value`."""
     return {ONE: value} if value else {}
 
 
 def symbol(name: str) -> Terms:
-    """A variable, or one of the constants."""
+    """Return a variable, or one of the constants."""
     return {(-1, ()): 1} if name == "i" else {(1, ((name, 1),)): 1}
 
 
 def as_rational(value: Value) -> Rational | None:
-    """`value` if it is rational."""
+    """Return `value` if it is rational, else None."""
     if isinstance(value, Decimal) or len(value) > 1:
         return None
     return value.get(ONE) if value else 0
 
 
 def has_variables(value: Value) -> bool:
-    """Whether any symbol is a variable rather than a number."""
+    """Return whether any symbol is a variable rather than a number."""
     return not isinstance(value, Decimal) and any(name not in CONSTANTS for _, names in value for name, _ in names)
 
 
 def is_real(value: Value) -> bool:
-    """Whether it is a real number."""
+    """Return whether it is a real number."""
     return isinstance(value, Decimal) or (not has_variables(value) and all(radicand > 0 for radicand, _ in value))
 
 
 def add(left: Value, right: Value) -> Value:
-    """left + right."""
+    """Return left + right."""
     if isinstance(left, Decimal) or isinstance(right, Decimal):
         return CONTEXT.add(to_decimal(left), to_decimal(right))
     terms = dict(left)
@@ -84,14 +84,14 @@ def add(left: Value, right: Value) -> Value:
 
 
 def negate(value: Value) -> Value:
-    """-value."""
+    """Return -value."""
     if isinstance(value, Decimal):
         return CONTEXT.minus(value)
     return {key: -coefficient for key, coefficient in value.items()}
 
 
 def multiply(left: Value, right: Value) -> Value:
-    """left * right."""
+    """Return left * right."""
     if isinstance(left, Decimal) or isinstance(right, Decimal):
         return _finite(CONTEXT.multiply(to_decimal(left), to_decimal(right)))
     terms: Terms = {}
@@ -110,7 +110,7 @@ def multiply(left: Value, right: Value) -> Value:
 
 
 def divide(left: Value, right: Value) -> Value:
-    """left / right.
+    """Return left / right.
 
     Raises:
         ZeroDivisionError: right is zero.
@@ -140,7 +140,7 @@ def divide(left: Value, right: Value) -> Value:
 
 
 def power(base: Value, exponent: Value) -> Value:
-    """base ** exponent.
+    """Return base ** exponent.
 
     Raises:
         TooLargeError: the exponent or the result is beyond the bounds.
@@ -160,7 +160,7 @@ def power(base: Value, exponent: Value) -> Value:
 
 
 def root(value: Value, degree: int) -> Value:
-    """The principal root of `value`.
+    """Return the principal root of `value`.
 
     Raises:
         TooLargeError, NoValueError: as for `power`.
@@ -183,7 +183,7 @@ def root(value: Value, degree: int) -> Value:
 
 
 def surd(factor: Rational, radicand: int) -> Value:
-    """factor * sqrt(radicand), of a radicand that is not negative."""
+    """Return factor * sqrt(radicand) for a nonnegative radicand."""
     split = square_free(radicand) if factor and radicand else (0, 1)
     if split is None:
         return multiply(constant(factor), root(constant(radicand), 2))
@@ -195,7 +195,7 @@ def surd(factor: Rational, radicand: int) -> Value:
 
 
 def to_decimal(value: Value) -> Decimal:
-    """A real number to `PRECISION` digits.
+    """Return a real number to `PRECISION` digits.
 
     Raises:
         NoValueError: it is not real.
@@ -218,7 +218,7 @@ def to_decimal(value: Value) -> Decimal:
 
 
 def are_equal(left: Value, right: Value) -> bool:
-    """Whether the values are the same: exactly, or in `EQUAL_DIGITS` digits where one is a `Decimal`."""
+    """Return whether the values are equal: exactly, or in `EQUAL_DIGITS` digits if one is a `Decimal`."""
     if not isinstance(left, Decimal) and not isinstance(right, Decimal):
         return left == right
     if not (is_real(left) and is_real(right)):
@@ -229,7 +229,7 @@ def are_equal(left: Value, right: Value) -> bool:
 
 
 def is_near(left: Value, right: Value, distance: Rational) -> bool:
-    """Whether |left - right| <= distance; exactly so for rationals."""
+    """Return whether |left - right| <= distance; exact for rationals."""
     one, other = as_rational(left), as_rational(right)
     if one is not None and other is not None:
         return -distance <= one - other <= distance

@@ -39,7 +39,7 @@ _SINES: tuple[Terms, ...] = (
 
 
 def sine(angle: Value) -> Value:
-    """The sine of `angle` in radians."""
+    """Return the sine of `angle` in radians."""
     turns = None if isinstance(angle, Decimal) else as_rational(divide(angle, symbol("\\pi")))
     if turns is not None and (12 * turns).denominator == 1:
         steps = int(12 * turns) % 24
@@ -50,7 +50,7 @@ def sine(angle: Value) -> Value:
 
 
 def cosine(angle: Value) -> Value:
-    """The cosine of `angle` in radians."""
+    """Return the cosine of `angle` in radians."""
     quarter: Terms = {(1, (("\\pi", 1),)): Fraction(1, 2)}
     if isinstance(angle, Decimal):
         return _sine(_small(CONTEXT.add(angle, CONTEXT.divide(PI, Decimal(2)))))
@@ -61,7 +61,7 @@ def cosine(angle: Value) -> Value:
 
 
 def logarithm(value: Value, base: Value | None = None) -> Value:
-    """The logarithm of `value`, natural unless there is a `base`; rational ones are exact."""
+    """Return the logarithm of `value`, natural unless there is a `base`; rational ones are exact."""
     number, of = as_rational(value), None if base is None else as_rational(base)
     if number is not None and of is not None and of > 1 and number > 0:
         reached: int | Fraction = 1
@@ -81,7 +81,7 @@ def logarithm(value: Value, base: Value | None = None) -> Value:
 
 
 def factorial(value: Value) -> Terms:
-    """n! of a small n."""
+    """Return n! of a small n."""
     number = as_rational(value)
     if number is None or number.denominator != 1 or number < 0:
         raise NoValueError
@@ -91,7 +91,7 @@ def factorial(value: Value) -> Terms:
 
 
 def binomial(upper: Value, lower: Value) -> Terms:
-    """The binomial coefficient of small numbers."""
+    """Return the binomial coefficient of small numbers."""
     top, bottom = as_rational(upper), as_rational(lower)
     if top is None or bottom is None or top.denominator != 1 or bottom.denominator != 1 or bottom < 0 or top < 0:
         raise NoValueError
@@ -101,7 +101,7 @@ def binomial(upper: Value, lower: Value) -> Terms:
 
 
 def absolute(value: Value) -> Value:
-    """|value| of a real number."""
+    """Return |value| of a real number."""
     return negate(value) if to_decimal(value) < 0 else value
 
 
@@ -120,7 +120,7 @@ FUNCTIONS: dict[str, Callable[[Value], Value]] = {
 
 
 def _small(angle: Decimal) -> Decimal:
-    """The angle between -pi and pi with the same sine."""
+    """Return the angle between -pi and pi with the same sine."""
     if abs(angle) > _MAX_ARGUMENT:
         raise TooLargeError("an angle that is too large")
     turn = CONTEXT.multiply(PI, Decimal(2))

@@ -2,7 +2,7 @@ r"""The grammar of numbers and polynomials: recursive descent over tokens, bound
 
 Integers, decimals, `1.5e3`, `0.\overline{3}`, `\frac{a}{b}`, `\frac12`, `a/b`, mixed numbers `7\frac{3}{4}`, `8 1/2`,
 roots, powers, products with and without a sign, sums, brackets, bars, factorials and binomials of small numbers, sines
-and logarithms, and single letters. What it does not know, it does not guess at.
+and logarithms, and single letters. It never guesses at unknown text.
 """
 
 import re
@@ -31,9 +31,9 @@ from services.reward.exact.numbers.functions import FUNCTIONS, absolute, binomia
 MAX_DEPTH = 24
 MAX_DIGITS = 400
 MAX_WORK = 4096
-"""Products of terms in all of a text."""
+"""Maximum products of terms in a whole text."""
 MAX_FUNCTIONS = 16
-"""Functions, higher roots and irrational powers in all of a text."""
+"""Maximum functions, higher roots and irrational powers in a whole text."""
 
 _TOKEN = re.compile(
     r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+|\\(?:overline|bar|dot) ?\{ ?\d+ ?\})?|\\[A-Za-z]++|[A-Za-z]++|\*\*|\S",
@@ -46,7 +46,7 @@ _GREEK = re.compile(
 _DEGREE = constant(Fraction(1, 180))
 _OPENING = {"(": ")", "{": "}", "[": "]"}
 _MAX_WORD = 3
-"""So many letters in a row may be a product; more are a word."""
+"""Maximum letters in a row that may be a product; more are a word."""
 
 
 def parse(text: str) -> tuple[Value, bool]:
@@ -79,7 +79,7 @@ class _Reader:
         self._has_plain_sum = False
 
     def whole(self) -> tuple[Value, bool]:
-        """All of the tokens: their value, and whether it is unfinished."""
+        """Return the value of all tokens, and whether it is unfinished."""
         value = self._sum(0)
         if self._next != len(self._tokens):
             raise NoValueError
@@ -98,7 +98,7 @@ class _Reader:
         return value
 
     def _product(self, depth: int) -> Value:
-        """signed (('*' | '/')? signed)*: without a sign, only what cannot be mistaken."""
+        """signed (('*' | '/')? signed)*: without a sign, only factors that cannot be mistaken."""
         value = self._signed(depth)
         while True:
             operator = self._peek()
@@ -233,7 +233,7 @@ class _Reader:
         return value if exponent is None else power(value, exponent)
 
     def _symbol(self, name: str) -> Value:
-        """A symbol with its subscript and primes."""
+        """Read a symbol with its subscript and primes."""
         if self._peek() == "_":
             self._next += 1
             token = self._take()
@@ -251,7 +251,7 @@ class _Reader:
         return symbol(name)
 
     def _mixed(self, whole: Rational) -> Rational:
-        """`whole` with the proper fraction that follows it, if one does."""
+        """Return `whole` plus the proper fraction that follows it, if any."""
         ahead = self._tokens[self._next : self._next + 7]
         if whole.denominator != 1 or not ahead:
             return whole
@@ -274,7 +274,7 @@ class _Reader:
         return whole + Fraction(upper, lower)
 
     def _argument(self, depth: int) -> Value:
-        """A command's next argument: one in braces, a single digit or a symbol."""
+        """Read a command's next argument: in braces, or a single digit or symbol."""
         token = self._peek()
         if token.isdigit():
             if len(token) > 1:
@@ -327,7 +327,7 @@ class _Reader:
 
 
 def _plain(token: str) -> Rational:
-    """The value of a number token."""
+    """Return the value of a number token."""
     if len(token) > MAX_DIGITS:
         raise TooLargeError(f"a number of more than {MAX_DIGITS} digits")
     if token.isdigit():

@@ -33,7 +33,7 @@ def square_free(number: int) -> tuple[int, int] | None:
 
 
 def integer_root(number: int, degree: int) -> int | None:
-    """The exact root, if there is one."""
+    """Return the exact root; None if there is none."""
     low, high = 0, 1 << (number.bit_length() // degree + 1)
     while low <= high:
         middle = (low + high) // 2

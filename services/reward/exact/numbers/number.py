@@ -1,7 +1,7 @@
 r"""Numbers and polynomials as people write them, read to exact values without sympy, floats or `eval`.
 
-The commonest forms are read at once, all others by the grammar. How a number is written is kept, since what else is
-right than its value depends on that.
+The commonest forms are read at once, all others by the grammar. The spelling of a number is kept, because it decides
+which other values are right.
 """
 
 import decimal
@@ -21,7 +21,7 @@ from services.reward.exact.numbers.algebra import (
 from services.reward.exact.numbers.grammar import MAX_DIGITS, parse
 
 _LITERAL = re.compile(r"(?P<sign>[-+]?) *(?P<whole>\d*)(?:\.(?P<part>\d*))?(?P<dots> ?\.\.\.| ?\\l?dots)?", re.ASCII)
-_COMMON = re.compile(  # what most answers are, read at once
+_COMMON = re.compile(  # reads most answers at once
     r"(?P<sign>-?) *(?:\\frac ?\{ ?(?P<upper>\d{1,18}) ?\} ?\{ ?(?P<lower>[1-9]\d{0,17}) ?\}"
     r"|(?P<fraction>\\frac ?\{ ?)?(?P<factor>\d{1,18})? ?\\sqrt ?\{ ?(?P<radicand>\d{1,18}) ?\}"
     r"(?(fraction) ?\} ?\{ ?(?P<divisor>[1-9]\d{0,17}) ?\}))",
@@ -32,17 +32,17 @@ _MIN_REPEATED = 3
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A value, and how it is written."""
+    """A value and its spelling."""
 
     value: Value
     places: int | None = None
-    """Digits after the point of a plain decimal; 0 of a plain integer; None of any other form."""
+    """Digits after the point of a plain decimal; 0 for a plain integer; None for any other form."""
     figures: int = 0
     """Significant figures of a plain decimal or integer."""
     is_truncated: bool = False
-    """A plain decimal followed by an ellipsis."""
+    """Whether it is a plain decimal followed by an ellipsis."""
     is_unfinished: bool = False
-    """A rational number with a sum or difference of rationals in it that was not carried out: work, no answer."""
+    """Whether it is a rational number with an uncomputed sum or difference of rationals: work, not an answer."""
 
 
 def read_number(text: str) -> Number | None:
@@ -97,7 +97,7 @@ def _literal(match: re.Match[str]) -> Number | None:
 
 
 def read_common(text: str) -> Number | None:
-    """The value of a fraction of integers, or a rational multiple of a square root of one."""
+    """Return the value of a fraction of integers, or a rational multiple of a square root of one."""
     match = _COMMON.fullmatch(text)
     if match is None:
         return None

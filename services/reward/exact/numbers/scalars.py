@@ -1,6 +1,6 @@
-r"""The comparison of two numbers with their units: exactly, and what else the rules take.
+r"""Compares two numbers with their units: exactly, and with the tolerances of the rules.
 
-Percentages: `50\%` is 50 and 0.5; 50 is not 0.5. Units of one dimension are converted; where one side has none, the
+Percentages: `50\%` is 50 and 0.5; 50 is not 0.5. Units of one dimension are converted; if one side has none, the
 other's is ignored.
 """
 
@@ -26,21 +26,21 @@ from services.reward.exact.numbers.number import Number
 from services.reward.exact.numbers.units import DEGREE, PERCENT, Unit, find_unit
 
 _MIN_LABEL = 100
-"""Integers from here on are taken for rounded labels."""
+"""Integers of at least this absolute value are taken for rounded labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What else is right than the same value."""
+    """Rules for answers that are right without having the same value."""
 
     tolerance: Fraction = Fraction(0)
-    """Largest |answer - gold| that is right for a gold answer that is a rounded label."""
+    """Largest right |answer - gold| for a gold answer that is a rounded label."""
     decimal_figures: int = 4
     """A gold answer in exact form accepts its decimal, rounded to at least this many significant figures; 0: never."""
 
 
 def same_scalars(gold: Scalar, answer: Scalar, rules: Rules) -> bool:
-    """Whether the answer has the value of the gold answer."""
+    """Return whether the answer has the value of the gold answer."""
     ours, theirs = gold.number, answer.number
     if theirs.is_unfinished:
         return False
@@ -71,7 +71,7 @@ def same_scalars(gold: Scalar, answer: Scalar, rules: Rules) -> bool:
 
 
 def _measured(gold: Scalar, answer: Scalar) -> Scalar | None:
-    """`5m` as five metres if the gold answer is a length; otherwise m may be a variable."""
+    """Read `5m` as five metres if the gold answer is a length; otherwise m may be a variable."""
     value = answer.number.value
     if gold.unit is None or answer.unit is not None or isinstance(value, Decimal):
         return None
@@ -87,18 +87,18 @@ def _measured(gold: Scalar, answer: Scalar) -> Scalar | None:
 
 
 def _is_part_of_turn(value: Value) -> bool:
-    """Whether it is a fraction of pi, as angles in radians are."""
+    """Return whether it is a fraction of pi, as angles in radians are."""
     return not isinstance(value, Decimal) and [names for _, names in value] == [(("\\pi", 1),)]
 
 
 def _is_large(value: Value) -> bool:
-    """Whether an integer is of the size of rounded labels."""
+    """Return whether an integer is of the size of rounded labels."""
     number = as_rational(value)
     return number is not None and not -_MIN_LABEL < number < _MIN_LABEL
 
 
 def _scales(gold: Unit | None, answer: Unit | None) -> Sequence[Value | None] | None:
-    """The factors that may bring the answer to the gold's unit; None if its dimension is another."""
+    """Return the factors that may convert the answer to the gold's unit; None if its dimension is another."""
     if gold is answer or (gold == answer):
         return (None,)
     if gold == PERCENT or answer == PERCENT:
@@ -120,12 +120,12 @@ def _scales(gold: Unit | None, answer: Unit | None) -> Sequence[Value | None] | 
 
 
 def _is_vague(unit: Unit) -> bool:
-    """`units`, which says no more than no unit."""
+    """Return whether the unit is `units`, which says no more than a missing unit."""
     return all(quantity == "units" for quantity, _ in unit.dimension)
 
 
 def is_rounded(exact: Scalar, rounded: Scalar) -> bool:
-    """Whether a plain decimal is what the exact number rounds to."""
+    """Return whether the exact number rounds to the plain decimal."""
     number = rounded.number
     if number.places is None or not (is_real(exact.number.value) and is_real(number.value)):
         return False

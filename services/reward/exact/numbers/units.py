@@ -1,6 +1,6 @@
-"""Units of measure: what follows a number, its dimension and its size.
+"""Units of measure: reads the unit after a number, its dimension and its size.
 
-Two units of one dimension are converted exactly; a unit that is not in the table is not read as one.
+Two units of one dimension are converted exactly; a unit outside the table is not read as one.
 """
 
 import functools
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 Dimension = tuple[tuple[str, int], ...]
-"""Base quantities with their powers, none zero, in alphabetical order."""
+"""Base quantities with their nonzero powers, in alphabetical order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class Unit:
 
     dimension: Dimension
     size: Fraction
-    """In the dimension's base units."""
+    """Size in the dimension's base units."""
     has_pi: bool = False
-    """The size must be multiplied by pi: degrees, because radians are the base."""
+    """Whether the size must be multiplied by pi: true for degrees, because radians are the base."""
 
 
 PERCENT = Unit((("%", 1),), Fraction(1))
@@ -126,7 +126,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def find_unit(name: str) -> Unit | None:
-    """The unit of that name."""
+    """Return the unit of that name; None if it is unknown."""
     return _NAMES.get(name)
 
 
@@ -138,14 +138,14 @@ def _split_tail(text: str) -> tuple[str, Unit | None]:
         if unit is None:
             continue
         if text[start:].isalpha() and start == len(text) - 1 and (text[start - 1] != " " or _VARIABLE.search(value)):
-            return text, None  # 3m may well be three times m
+            return text, None  # 3m may be three times m
         return value, unit
     return text, None
 
 
 @functools.lru_cache(maxsize=2048)
 def _read(text: str) -> Unit | None:
-    """The unit that all of `text` is."""
+    """Return the unit that makes up all of `text`; None if it is not a unit."""
     powers: dict[str, int] = {}
     size = Fraction(1)
     position = count = 0

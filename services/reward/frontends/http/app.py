@@ -21,10 +21,10 @@ and OpenRLHF's remote reward model at `/get_reward`.
 
 
 def make_http_app(verifier: Verifier, config: RewardConfig) -> FastAPI:
-    """The application.
+    """Build the application.
 
     Raises:
-        InvalidRequestError: reward.http_profile names no profile.
+        InvalidRequestError: reward.http_profile does not name a profile.
     """
     find_profile(verifier.profiles, config.http_profile)
     app = make_app(
@@ -36,7 +36,7 @@ def make_http_app(verifier: Verifier, config: RewardConfig) -> FastAPI:
 
     @app.get("/healthz", tags=["operation"])
     async def healthz() -> dict[str, str]:
-        """200 while the service takes work; 503 while it is stopping."""
+        """Return 200 while the service takes work; 503 while it is stopping."""
         return {"status": "serving"}
 
     @app.get(
@@ -46,7 +46,7 @@ def make_http_app(verifier: Verifier, config: RewardConfig) -> FastAPI:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics() -> Response:
-        """Counters and gauges in Prometheus' text format."""
+        """Return counters and gauges in Prometheus' text format."""
         return Response(verifier.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
     _name_profiles(app, sorted(verifier.profiles))

@@ -9,10 +9,10 @@ from penstock.errors import InvalidRequestError
 
 
 def golds_of(label: Any, *, field: str) -> Sequence[str]:
-    """The gold answers in a label; none for null. Numbers must be given as text, as they were written.
+    """Return the gold answers in a label; none for null. Numbers must arrive as text, as they were written.
 
     Raises:
-        InvalidRequestError: the label is something else.
+        InvalidRequestError: the label has another type.
     """
     match label:
         case None:
@@ -25,5 +25,5 @@ def golds_of(label: Any, *, field: str) -> Sequence[str]:
 
 
 def text_of(value: Any) -> str:
-    """A prompt as text: a chat as its JSON."""
+    """Return a prompt as text: a chat as its JSON."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)

@@ -21,7 +21,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 _Strings = Annotated[list[str], pydantic.FailFast()]
-"""Only the first entry that is not a string is reported: an error takes a kilobyte, and a client may send many."""
+"""Report only the first entry that is not a string: an error takes a kilobyte, and a client may send many."""
 
 
 class _Model(pydantic.BaseModel):

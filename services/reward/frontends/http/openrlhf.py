@@ -23,10 +23,10 @@ from services.reward.profiles.registry import find_profile
 from services.reward.verifier import Verifier
 
 _TAIL_CHARS = 64
-"""This much of a prompt identifies it."""
+"""Characters of a prompt that identify it."""
 _MAX_CUTS = 64
 _EOS_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Those of Qwen, GPT-2, Llama and Gemma."""
+"""The end-of-text tokens of Qwen, GPT-2, Llama and Gemma."""
 _ENDS_OF_TEXT = re.compile("|".join([r"(?:\s", *(re.escape(token[::-1]) for token in _EOS_TOKENS)]) + ")*+")
 """White space and these tokens spelt backwards, to strip the end of a text in linear time."""
 _JUDGED = frozenset({Status.OK, Status.NO_ANSWER, Status.UNPARSEABLE, Status.TOO_LARGE})
@@ -150,7 +150,7 @@ def _list(request: dict[str, Any], field: str, length: int | None = None) -> lis
 
 
 def response_in(query: str, prompt: str) -> str:
-    """The response in `query`: the text after the prompt, without end-of-text tokens and white space at its end.
+    """Return the response in `query`: the text after the prompt, without end-of-text tokens and white space at its end.
 
     Decoding may add a token before the prompt, and truncation may remove the beginning of a long prompt; then the end
     of the prompt is searched. A query without the prompt is all response.

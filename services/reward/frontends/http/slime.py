@@ -1,8 +1,8 @@
 """The frontend for slime: `--rm-type remote_rm --rm-url http://HOST:PORT`.
 
 slime posts {"prompt", "response", "label"} for each sample, tries ten times on a status other than 2xx, then raises,
-and takes the whole JSON body as the reward (slime/rollout/rm_hub/__init__.py, `remote_rm`). A sample that cannot be
-verified is therefore answered 200 with 0.0, and the header X-Penstock-Status says why.
+and takes the whole JSON body as the reward (slime/rollout/rm_hub/__init__.py, `remote_rm`). So an unverifiable sample
+is answered with 200 and 0.0, and the header X-Penstock-Status gives the reason.
 """
 
 from typing import Any

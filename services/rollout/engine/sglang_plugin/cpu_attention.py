@@ -1,11 +1,11 @@
 """Attention on a CPU for many sequences at once. Runs inside SGLang's scheduler.
 
-SGLang's back end `torch_native` computes one sequence after the other, and computes the queries of a cached prefix
-again, only to drop them. Here a forward pass is planned once for all layers: sequences with one new token each are
-computed together, their keys padded to the longest, and so are prompts of the same length.
+SGLang's back end `torch_native` computes one sequence after the other, and recomputes the queries of a cached prefix
+only to drop them. Here a forward pass is planned once for all layers. Sequences with one new token each are computed
+together, their keys padded to the longest, and so are prompts of the same length.
 
-Invariants: what a sequence gets is what `torch_native` gives it, up to the order of float32 sums; it reads no keys but
-its own.
+Invariants: each sequence gets the same result as from `torch_native`, up to the order of float32 sums, and reads only
+its own keys.
 
 Legend: B = sequences of a block, Q = new tokens of each, L = keys of the longest, H = heads, K = heads of keys,
 D = size of a head.
@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 MAX_BLOCK_KEYS = 32_768
-"""Keys of a block, padding included, unless one sequence has more: keys and values are copied, which takes memory."""
+"""Maximum keys of a block, padding included, unless one sequence has more: copying keys and values takes memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,11 +30,11 @@ class _Block:
     shape: tuple[int, int, int]
     """B, Q, L."""
     rows_BQ: torch.Tensor
-    """Rows of the new tokens in the pass, flat."""
+    """Flat row numbers of the new tokens in the pass."""
     places_BL: torch.Tensor
-    """Places of the keys in the cache, flat."""
+    """Flat places of the keys in the cache."""
     mask: torch.Tensor | None
-    """Which keys each query sees, of a shape that broadcasts to [B, heads, Q, L]; None: those up to its own."""
+    """Which keys each query sees, broadcastable to [B, heads, Q, L]; None: those up to its own position."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,12 +42,12 @@ class _Plan:
     """The blocks of one forward pass."""
 
     seq_lens: torch.Tensor
-    """SGLang's tensor of the pass for which this was planned."""
+    """SGLang's tensor of the pass for which this was planned; it identifies the pass."""
     blocks: tuple[_Block, ...]
 
 
 def plan(_result: None, backend: Any, forward_batch: Any) -> None:
-    """Hook after the back end has been told of a forward pass."""
+    """Hook after the back end has prepared a forward pass."""
     num_keys = forward_batch.seq_lens.tolist()
     num_new = [1] * len(num_keys)
     if forward_batch.forward_mode.is_extend() and forward_batch.extend_seq_lens is not None:
@@ -58,14 +58,14 @@ def plan(_result: None, backend: Any, forward_batch: Any) -> None:
 
 
 def extend(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **options: Any) -> torch.Tensor:
-    """Hook around the attention of any number of new tokens for each sequence, behind a cached prefix or none."""
+    """Hook around the attention of any number of new tokens per sequence, with or without a cached prefix."""
     if not options["causal"]:
         return original(backend, *args, **options)
     return decode(original, backend, *args, **options)
 
 
 def decode(original: Callable[..., torch.Tensor], backend: Any, *args: Any, **options: Any) -> torch.Tensor:
-    """Hook around the attention of one new token for each sequence."""
+    """Hook around the attention of one new token per sequence."""
     query, output, k_cache, v_cache, _, _, seq_lens, *_, encoder_lens = args
     planned: _Plan | None = backend.forward_metadata
     is_plain = encoder_lens is None and not options["is_cross_attn"] and options["sliding_window_size"] is None
@@ -98,7 +98,7 @@ def _attend(
         for cache in (k_cache, v_cache)
     )
     new = query.index_select(0, block.rows_BQ)
-    if num_new == 1:  # the heads that share keys stand where else the queries of one head do
+    if num_new == 1:  # query heads that share keys take the dimension of the new tokens
         new = new.view(num_sequences, num_key_heads, num_heads // num_key_heads, size)
         attended = scaled_dot_product_attention(new, keys, values, attn_mask=block.mask, scale=scale)
         return attended.reshape(num_sequences, num_heads, -1)
@@ -121,7 +121,7 @@ def _plan_blocks(
 
     Args:
         req_to_token: The locations of each request's tokens, [requests, positions].
-        req_pool_indices: Each sequence's row of it.
+        req_pool_indices: Each sequence's row in `req_to_token`.
         num_keys: Tokens of each sequence, new ones included.
         num_new: New tokens of each.
     """
@@ -134,7 +134,7 @@ def _plan_blocks(
         mask = None
         if new == 1:
             is_own_BL = positions_L < num_keys_B1
-            # Beyond its end a row holds locations of other sequences.
+            # Past its end, a row holds locations of other sequences.
             places_BL = torch.where(is_own_BL, places_BL, places_BL[:, :1])
             mask = is_own_BL[:, None, None]
         elif new < longest:
@@ -146,7 +146,7 @@ def _plan_blocks(
 
 
 def _grouped(num_keys: Sequence[int], num_new: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the sequences, by number, in groups of one new token each or of the same lengths, the longest last."""
+    """Yield groups of sequence numbers, either with one new token each or of equal lengths, the longest last."""
     order = sorted(range(len(num_keys)), key=lambda number: (num_new[number], num_keys[number]))
     for _, alike in itertools.groupby(
         order, key=lambda number: (num_new[number], 0 if num_new[number] == 1 else num_keys[number])

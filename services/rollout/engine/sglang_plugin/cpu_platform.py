@@ -16,14 +16,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
-        """Attention in plain PyTorch."""
+        """Return the name of attention in plain PyTorch."""
         return "torch_native"
 
     def get_dispatch_key_name(self) -> str:
-        """Layers take their native path."""
+        """Return the key that sends layers down their native path."""
         return "native"
 
 
 def activate() -> str | None:
-    """The platform's class by name, or None where CUDA is available."""
+    """Return the name of the platform's class, or None where CUDA is available."""
     return None if torch.cuda.is_available() else f"{__name__}.{CpuPlatform.__name__}"

@@ -1,8 +1,8 @@
-"""Digests of an engine's parameters. What its processes share is put together by one of them, in turn.
+"""Computes digests of an engine's parameters. Its processes take turns to put together the parameters they share.
 
-SGLang's processes answer together: one that raised alone would leave the others in a collective until its timeout. So
-memory is taken before the first collective, and an error of one process is raised by all. Runs inside SGLang's
-scheduler processes.
+SGLang's processes answer together: if one raised alone, the others would wait in a collective until its timeout. So
+memory is allocated before the first collective, and all processes raise an error of one. Runs inside SGLang's scheduler
+processes.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 def digests_of(model: Any, kind: str) -> dict[str, str]:
-    """The digests of parameters by the trainer's name, as text: of those that every process has, and some others.
+    """Return digests as text by the trainer's names: of all unshared parameters, and of this process's shared ones.
 
     Every process must call it.
 
@@ -44,13 +44,13 @@ def digests_of(model: Any, kind: str) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Agreement:
-    """Has what one process of an engine could not do fail on all of them."""
+    """Makes a failure of one engine process fail all of them."""
 
     group: dist.ProcessGroup
-    """Of CPUs."""
+    """A process group on CPUs."""
 
     def on(self, work: Callable[[], _T]) -> _T:
-        """Do work that uses no collective, and wait for the others.
+        """Do work that uses no collective, and wait for the other processes.
 
         Raises:
             RuntimeError: it failed on some process.
@@ -69,10 +69,10 @@ class Agreement:
 def shared_digests(
     shards: Mapping[str, Shard], kind: str, group: dist.ProcessGroup, agree: Agreement
 ) -> dict[str, int]:
-    """The digests of those parameters that this process puts together.
+    """Return the digests of the parameters that this process puts together.
 
     Raises:
-        RuntimeError: there is no memory for it, or a digest failed, on some process.
+        RuntimeError: memory ran out, or a digest failed, on some process.
     """
     memory = agree.on(lambda: GatherMemory.of(shards.values(), group))
     digests: dict[str, int] = {}
@@ -96,18 +96,18 @@ def shared_digests(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatherMemory:
-    """Memory for one parameter after another, uint8[bytes] each."""
+    """Buffers for one parameter at a time, uint8[bytes] each."""
 
     group: dist.ProcessGroup
     sent: torch.Tensor
-    """A shard of the largest parameter."""
+    """Room for a shard of the largest parameter."""
     received: torch.Tensor
-    """All its shards."""
+    """Room for all its shards."""
     whole: torch.Tensor
 
     @classmethod
     def of(cls, shards: Iterable[Shard], group: dist.ProcessGroup) -> Self:
-        """Take what the largest of some shared parameters needs: twice the parameter, and a shard."""
+        """Allocate for the largest of these shared parameters: twice the parameter, and a shard."""
         shards = list(shards)
         sent = max(shard.stride_bytes for shard in shards)
         whole = max(shard.whole_bytes for shard in shards)
@@ -119,7 +119,7 @@ class GatherMemory:
         return cls(group, *memory)
 
     def gather(self, shard: Shard, to_rank: int) -> tuple[torch.Tensor, ...] | None:
-        """Return the shards of all processes, each as long as the longest, on one of them, and None on the others.
+        """Gather the shards of all processes on `to_rank`, each as long as the longest; return None on the other ranks.
 
         All must call it.
         """
@@ -133,9 +133,9 @@ class GatherMemory:
         return parts
 
     def put_together(self, shard: Shard, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the whole parameter. It is valid until the next one.
+        """Return the whole parameter, valid until the next call.
 
-        If processes that should hold the same shard do not, it is all that they hold: the digest of no parameter.
+        If processes that should hold the same shard differ, return all shards, whose digest matches no parameter.
         """
         cut = shard.cut
         assert cut is not None
@@ -151,5 +151,5 @@ class GatherMemory:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Without regard to what they mean: 0 and -0 are equal as numbers."""
+    """View a tensor as bytes, because 0 and -0 are equal as numbers."""
     return tensor.contiguous().view(-1).view(torch.uint8)

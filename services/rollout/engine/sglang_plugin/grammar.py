@@ -1,14 +1,14 @@
 """Grammars for engines without a tokenizer.
 
-SGLang makes no grammar back end if it reads no tokenizer, and Penstock's engines read none. The first request that has
-a grammar makes one, which takes a second or two for a large vocabulary; without such a request it costs nothing.
+SGLang makes no grammar back end without a tokenizer, and Penstock's engines read none. The first request with a grammar
+makes the back end, which takes a second or two for a large vocabulary; other requests pay nothing.
 """
 
 from typing import Any
 
 
 def prepare_backend(manager: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before SGLang's grammar manager looks at a request: see that there is a back end if the request needs one."""
+    """Hook before SGLang's grammar manager sees a request: make the back end if the request needs it."""
     params = req.sampling_params
     needs_grammar = any(each is not None for each in (params.json_schema, params.regex, params.ebnf))
     if needs_grammar and manager.grammar_backend is None:

@@ -1,6 +1,6 @@
-"""What Penstock changes in SGLang, through SGLang's own plugin hooks; nothing is patched.
+"""Penstock's changes to SGLang, through SGLang's own plugin hooks; nothing is patched.
 
-SGLang calls `register` in each of its processes (entry-point group `sglang.srt.plugins`), also when Penstock did not
+SGLang calls `register` in each of its processes (entry-point group `sglang.srt.plugins`), even if Penstock did not
 start it, so each hook must leave a plain SGLang unchanged.
 """
 
@@ -67,17 +67,17 @@ def _set_start_method(_result: None, *_args: Any, **_kwargs: Any) -> None:
     method = os.environ[START_METHOD_VARIABLE]
     multiprocessing.set_start_method(method, force=True)
     if threading.current_thread() is threading.main_thread():
-        # A child that dies while SGLang starts closes its pipe, which is reported as an error. SGLang's own handler
-        # would kill this process before it can report anything.
+        # A child that dies during SGLang's start closes its pipe, which is reported as an error. SGLang's own handler
+        # would kill this process before the report.
         signal.signal(signal.SIGQUIT, _note_signal)
 
 
 def _note_signal(_number: int, _frame: object) -> None:
-    """Ignore the signal; unlike SIG_IGN, children do not inherit this."""
+    """Ignore the signal. Children do not inherit this, unlike SIG_IGN."""
 
 
 def _detach_signals(_result: None) -> None:
-    """In a child: Ctrl-C reaches the whole OS process group, but children must outlive the draining of their engine."""
+    """Detach a child from signals: Ctrl-C reaches the whole OS process group, but children must outlive the drain."""
     signal.set_wakeup_fd(-1)  # after a fork it is still the parent's event loop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -113,13 +113,13 @@ def _receive_weights(receive: Callable[..., Any], updater: Any, **request: Any) 
 def _sleep_while_paused(_result: None, scheduler: Any) -> None:
     """Sleep while paused: SGLang's loop would spin, and take a core from sending or loading weights.
 
-    It needs `sleep_on_idle` (`settings.py`). Whatever ends a pause arrives at the sockets on which it sleeps.
+    It needs `sleep_on_idle` (`settings.py`). Messages that end a pause arrive at the sockets on which it sleeps.
     """
     scheduler.maybe_sleep_on_idle()
 
 
 def _add_version_spans(_result: None, accumulator: Any, *, req: Any) -> None:
-    """SGLang reports which weights made which tokens when a request ends; a stream needs it with every token."""
+    """Report with every token which weights made it, because streams need it; SGLang reports it only at the end."""
     if not accumulator.output_reqs or accumulator.output_reqs[-1] is not req:
         return  # nothing to report
     if req.stream and accumulator.weight_versions[-1] is None:

@@ -1,6 +1,7 @@
-"""Image processors for engines on CPUs: those of Qwen's models at first, all others only for a model that needs one.
+"""Image processors for engines on CPUs: only those of Qwen's models at first, the others when a model needs one.
 
-SGLang imports the processors of all its models, and with them the models, which takes three seconds of every start.
+By default SGLang imports the processors of all its models, and the models with them, which adds three seconds to every
+start.
 """
 
 import functools
@@ -12,8 +13,8 @@ _postponed: list[Callable[[], None]] = []
 
 
 def import_some(import_all: Callable[..., None], package: str, *args: Any, **kwargs: Any) -> None:
-    """Instead of importing all processors of SGLang's own package: import those of Qwen's models."""
-    if package != _OWN_PACKAGE:  # somebody's own processors, which come over SGLang's
+    """Hook around the import of a package of processors: import only those of Qwen's models if it is SGLang's own."""
+    if package != _OWN_PACKAGE:  # a user's processors, which override SGLang's
         import_all(package, *args, **kwargs)
         return
     from sglang.srt.managers.multimodal_processor import PROCESSOR_MAPPING
@@ -24,7 +25,7 @@ def import_some(import_all: Callable[..., None], package: str, *args: Any, **kwa
 
 
 def import_others(hf_config: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before SGLang makes the processor of a model: import the others if it is not among those that are there."""
+    """Hook before SGLang makes the processor of a model: import the others unless the processor is already there."""
     from sglang.srt.managers.multimodal_processor import PROCESSOR_MAPPING
 
     if not any(model.__name__ in hf_config.architectures for model in PROCESSOR_MAPPING):

@@ -1,7 +1,7 @@
 """SGLang's parameters under the trainer's names, which are those of transformers' `named_parameters`.
 
-SGLang fuses projections, ties and pads embeddings, drops prefixes and divides layers; this is undone with views,
-without copying. Runs inside SGLang's scheduler processes.
+SGLang fuses projections, ties and pads embeddings, drops prefixes and divides layers; views undo this without copying.
+Runs inside SGLang's scheduler processes.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from services.rollout.engine.sglang_plugin.variables import HeldParameter, descr
 
 
 def described_parameters(model: Any) -> dict[str, str]:
-    """Every parameter of an SGLang model by the trainer's name, whole, as `describe_parameter` writes it."""
+    """Describe every whole parameter of an SGLang model, as `describe_parameter` does, by the trainer's name."""
     return {
         name: describe_parameter(
             HeldParameter(dtype=str(shard.tensor.dtype).removeprefix("torch."), shape=tuple(shard.shape))
@@ -25,7 +25,7 @@ def described_parameters(model: Any) -> dict[str, str]:
 
 
 def trainer_parameters(model: Any) -> Iterator[tuple[str, Shard]]:
-    """Every parameter of a Qwen model, as far as this process has it, with fused ones taken apart."""
+    """Yield this process's part of every parameter of a Qwen model, with fused parameters taken apart."""
     is_multimodal = hasattr(model, "visual")
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ _DISAGGREGATION = "sglang.srt.disaggregation"
 _START_S = 240.0
 _POLL_S = 0.1
 _MOST_WAIT_US = 100_000
-"""The longest that nixl's own thread waits for an event before it looks all the same."""
+"""Longest wait of nixl's thread for an event, in microseconds, before it looks again."""
 
 
 def register() -> None:
@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def _bound_search(_result: None, queue: Any, *_args: Any, **_kwargs: Any) -> None:
-    """A decode engine looks for a missing prefill engine once a second; limit the number of attempts."""
+    """Limit a decode engine's attempts to find a missing prefill engine; it makes one per second."""
     queue._max_ensure_retries = int(os.environ[PAIR_DEADLINE_VARIABLE])
 
 
@@ -43,7 +43,7 @@ def _await_server(_manager: Any, url: str, *_args: Any, **_kwargs: Any) -> None:
     """Wait until the bootstrap server listens.
 
     SGLang's scheduler tries five times to register with it and then continues unregistered; on a busy machine the
-    server's process starts later than that.
+    server's process takes longer to start.
     """
     address = urllib.parse.urlsplit(url)
     deadline = time.monotonic() + _START_S
@@ -59,14 +59,14 @@ def _await_server(_manager: Any, url: str, *_args: Any, **_kwargs: Any) -> None:
 def _keep_indices_off_gpus(*_args: Any, **_kwargs: Any) -> None:
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
-    MooncakeKVSender.supports_host_tensor_indices = False  # they would be copied with a CUDA stream
+    MooncakeKVSender.supports_host_tensor_indices = False  # they would be copied on a CUDA stream
 
 
 def _take_host_memory(_result: None, agent: Any, *_args: Any, **_kwargs: Any) -> None:
-    """SGLang calls it GPU memory, but here it is host memory."""
+    """Hook that declares the memory as the host's; SGLang calls it GPU memory."""
     agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]
 
 
 def _wait_for_events(_agent: Any, _name: str, config: Any) -> None:
-    """With nixl's own delay of 0 its thread looks for events without a rest, and takes a core from all others."""
+    """Make nixl's thread wait for events: with its own delay of 0 it spins, and takes a core from all others."""
     config.pthrDelay = _MOST_WAIT_US

@@ -1,8 +1,8 @@
-"""What one process of a tensor-parallel engine holds of each parameter.
+"""Each tensor-parallel process's shards of the parameters.
 
 SGLang divides most matrices among an engine's processes: by rows, by columns, or projection by projection where it
-fuses several. Each process holds one shard, and shards of keys and values may be held by several. Runs inside SGLang's
-scheduler processes.
+fuses several. Each process holds one shard, and several may hold the same shard of keys and values. Runs inside
+SGLang's scheduler processes.
 """
 
 import math
@@ -14,19 +14,19 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How a parameter is divided: along one dimension, each of its projections by itself."""
+    """How a parameter is divided: along one dimension, each of its projections separately."""
 
     dim: int
     size: int
-    """Of the whole along it."""
+    """Size of the whole parameter along the dimension."""
     stride: int
-    """Of a projection: where the next shard begins. The last shards may be shorter, or empty."""
+    """Distance between the starts of two shards in a projection. The last shards may be shorter, or empty."""
     rank: int
-    """Number of the shard that this process holds."""
+    """Number of this process's shard."""
     projections: int = 1
-    """Those that lie behind each other along the dimension."""
+    """Number of projections that follow each other along the dimension."""
     replicas: int = 1
-    """Processes that hold the same shard, next to each other."""
+    """Number of adjacent processes that hold the same shard."""
 
     @property
     def of_projection(self) -> int:
@@ -35,29 +35,29 @@ class Cut:
 
     @property
     def length(self) -> int:
-        """Of this process's shard of a projection."""
+        """Length of this process's shard of a projection."""
         return self.length_of(self.rank)
 
     def start_of(self, rank: int) -> int:
-        """Where a shard begins in a projection."""
+        """Return where the rank's shard begins in a projection."""
         return min(rank * self.stride, self.of_projection)
 
     def length_of(self, rank: int) -> int:
-        """Of a shard of a projection."""
+        """Return the length of the rank's shard of a projection."""
         return min(self.stride, self.of_projection - self.start_of(rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A parameter, as far as this process has it."""
+    """One process's part of a parameter."""
 
     tensor: torch.Tensor
     """A view of SGLang's memory, without padding."""
     cut: Cut | None = None
-    """None: every process has all of it."""
+    """None: every process holds the whole parameter."""
 
     def __post_init__(self) -> None:
-        """Refuse what SGLang holds in another form."""
+        """Refuse a tensor that does not have the cut's shape."""
         cut = self.cut
         if cut is not None and self.tensor.shape[cut.dim] != cut.projections * cut.length:
             raise ValueError(
@@ -67,7 +67,7 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole parameter."""
         shape = list(self.tensor.shape)
         if self.cut is not None:
             shape[self.cut.dim] = self.cut.size
@@ -75,7 +75,7 @@ class Shard:
 
     @property
     def whole_bytes(self) -> int:
-        """Size of the whole."""
+        """Size of the whole parameter."""
         return math.prod(self.shape) * int(self.tensor.itemsize)
 
     @property
@@ -84,21 +84,21 @@ class Shard:
         return math.prod(self._padded_shape()) * int(self.tensor.itemsize)
 
     def write(self, whole: torch.Tensor) -> None:
-        """Take this process's shard of the whole parameter."""
+        """Copy this process's shard out of the whole parameter."""
         if self.cut is None:
             self.tensor.copy_(whole)
         else:
             self._by_projection().copy_(self.of_rank(self.cut.rank, whole))
 
     def of_rank(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
-        """A shard of the whole, as a view with a dimension more: [..., projection, shard of it, ...]."""
+        """Return a rank's shard of the whole, as a view with one more dimension: [..., projection, shard, ...]."""
         cut = self.cut
         assert cut is not None
         by_projection = whole.unflatten(cut.dim, (cut.projections, cut.of_projection))
         return by_projection.narrow(cut.dim + 1, cut.start_of(rank), cut.length_of(rank))
 
     def padded_into(self, memory: torch.Tensor) -> torch.Tensor:
-        """This process's shard with that dimension, as long as the longest: a view of it, or a copy.
+        """Return this process's shard with that dimension, as long as the longest: a view, or a copy.
 
         Args:
             memory: uint8[at least `stride_bytes`] for the copy.
@@ -127,12 +127,12 @@ def shards_of(owner: Any, kind: str, tensor: torch.Tensor, num_names: int) -> li
 
     Args:
         owner: The layer.
-        kind: What SGLang calls the parameter: weight, bias.
+        kind: SGLang's name of the parameter: weight, bias.
         tensor: The parameter.
-        num_names: Own parameters that it stands for.
+        num_names: Number of the trainer's parameters that it holds.
 
     Raises:
-        ValueError: it is divided in a way that is not known here.
+        ValueError: it is divided in an unknown way.
     """
     from sglang.srt.layers import linear
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -169,7 +169,7 @@ def _shard(
 
 
 def _of_embedding(owner: Any, tensor: torch.Tensor) -> Shard:
-    """SGLang pads its rows, also those of vision positions."""
+    """Return the shard of an embedding, whose rows SGLang pads, those of vision positions included."""
     rows = owner.org_vocab_size
     if owner.tp_size == 1:
         return Shard(tensor=tensor[:rows])
@@ -179,7 +179,7 @@ def _of_embedding(owner: Any, tensor: torch.Tensor) -> Shard:
 
 
 def _of_heads(owner: Any, tensor: torch.Tensor, num_names: int) -> list[Shard]:
-    """Queries, keys and values, which have fewer heads; with fewer heads than processes several hold the same."""
+    """Return shards of queries, keys and values. With fewer key heads than processes, several hold the same shard."""
     from sglang.srt.distributed.utils import get_group_rank_size
 
     rank, count = _rank_and_count(owner)
@@ -205,7 +205,7 @@ def _of_heads(owner: Any, tensor: torch.Tensor, num_names: int) -> list[Shard]:
 
 
 def _of_experts(owner: Any, kind: str, tensor: torch.Tensor) -> Shard:
-    """Gate and up of all experts as one tensor, [E, 2I, H], and down as another, [E, H, I]."""
+    """Return the shard of all experts' gate and up as one tensor, [E, 2I, H], or of their down, [E, H, I]."""
     rank, count = owner.moe_tp_rank, owner.moe_tp_size
     if owner.moe_ep_size > 1:
         raise ValueError(
@@ -218,7 +218,7 @@ def _of_experts(owner: Any, kind: str, tensor: torch.Tensor) -> Shard:
 
 
 def _rank_and_count(owner: Any) -> tuple[int, int]:
-    """Number of this process among those that share a layer, and how many they are."""
+    """Return this process's number among those that share a layer, and their count."""
     from sglang.srt.distributed.utils import get_group_rank_size
 
     rank, count = get_group_rank_size(getattr(owner, "tp_group", None))

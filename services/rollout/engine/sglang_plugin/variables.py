@@ -1,4 +1,4 @@
-"""Environment variables and names with which the engine's process addresses the hooks inside SGLang's processes."""
+"""Environment variables and names through which the engine's process reaches the hooks inside SGLang's processes."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ START_METHOD_VARIABLE = "PENSTOCK_SGLANG_START_METHOD"
 this SGLang."""
 
 GROUP_TIMEOUT_VARIABLE = "PENSTOCK_WEIGHT_GROUP_TIMEOUT_S"
-"""Timeout of SGLang's part in the process group of a push. Unset: torch's half an hour."""
+"""Timeout of SGLang's part in the process group of a push, in seconds. Unset: torch's 30 minutes."""
 
 PAIR_DEADLINE_VARIABLE = "PENSTOCK_PAIR_DEADLINE_S"
 """Seconds for which a decode engine looks for a prefill engine that does not answer. Unset: SGLang's 15."""
@@ -31,11 +31,11 @@ class HeldParameter:
 
 
 def describe_parameter(parameter: HeldParameter) -> str:
-    """The parameter as a string, the only kind of value that SGLang's weight checker returns."""
+    """Encode the parameter as a string, the only kind of value that SGLang's weight checker returns."""
     return f"{parameter.dtype}|{','.join(map(str, parameter.shape))}"
 
 
 def parse_parameter(text: str) -> HeldParameter:
-    """The inverse of `describe_parameter`."""
+    """Decode a string of `describe_parameter`."""
     dtype, shape = text.split("|")
     return HeldParameter(dtype=dtype, shape=tuple(int(size) for size in shape.split(",") if size))

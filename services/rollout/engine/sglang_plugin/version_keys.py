@@ -1,7 +1,7 @@
 """Keys the prefix cache by policy version, and stamps versions exactly to the token. Runs inside SGLang's scheduler.
 
 Invariant: a request without KV finds only prefixes that were computed from the current weights. SGLang's own cache does
-not know versions: after an update that does not flush it, it would serve prefixes of older weights.
+not know versions: after an update without a flush, it would serve prefixes of older weights.
 
 A request gets the version's key when it is queued, new or retracted, and again when the version changes while it waits.
 A request that holds KV keeps its key to the end, so no later request finds what it leaves in the cache.
@@ -19,14 +19,14 @@ def key_by_version(_scheduler: Any, req: Any, *_args: Any, **_kwargs: Any) -> No
 
 
 def note_version(record: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
-    """Hook around the change of the version, which happens while nothing runs."""
+    """Hook around a change of the version, which happens while nothing runs."""
     old_version = _version()
     record(scheduler, new_version)
     if new_version is None or new_version == old_version:
         return
     for req in scheduler.waiting_queue:
         _set_key(req, new_version)
-    # With overlap, the old weights have computed the last batch, but its tokens are not added yet.
+    # With overlap, the last batch was computed by the old weights, but its tokens are not added yet.
     for batch, _ in getattr(scheduler, "result_queue", ()):
         for req in batch.reqs:
             if not req.finished():
@@ -46,7 +46,7 @@ def pause(original: Callable[..., None], scheduler: Any, request: Any) -> None:
 
 
 def stamp_token_under_way(req: Any, old_version: str) -> None:
-    """Count the token that is computed but not added yet to those of `old_version`."""
+    """Count the token that is computed but not yet added as a token of `old_version`."""
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 
     events, num_tokens = req.weight_version_events, len(req.output_ids)

@@ -1,9 +1,9 @@
 """Loads the weights of a push into the parameters, inside SGLang's scheduler process.
 
-Several buckets are in flight while one is loaded. A bucket with one tensor is received in the memory of its parameter,
-without a copy; buckets of several small tensors go through a buffer, and so do parameters that several processes share:
-each receives all of them and keeps its shard. Until the places of the parameters are proven, SGLang's own loader takes
-the tensors one by one.
+Several buckets are in flight while one is loaded. A bucket with one tensor is received directly in its parameter's
+memory. Buckets of several small tensors go through a buffer, and so do parameters that several processes share: each
+process receives the whole parameter and keeps its shard. Until the places of the parameters are proven, SGLang's own
+loader takes the tensors one by one.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _PREFIX = "penstock:"
 
 
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine tells SGLang's scheduler beside names, dtypes and shapes, in the field `load_format`."""
+    """The engine's message to SGLang's scheduler beside names, dtypes and shapes, in the field `load_format`."""
 
     bucket_lengths: tuple[int, ...]
     """Number of tensors in each bucket."""
@@ -35,18 +35,18 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Write into the parameters, instead of using SGLang's loader."""
 
     def to_load_format(self) -> str:
-        """As text."""
+        """Encode as text."""
         return _PREFIX + msgspec.json.encode(self).decode()
 
     @classmethod
     def from_load_format(cls, text: str | None) -> Self | None:
-        """The inverse; None for SGLang's own load formats."""
+        """Decode from text; return None for SGLang's own load formats."""
         if text is None or not text.startswith(_PREFIX):
             return None
         return msgspec.json.decode(text.removeprefix(_PREFIX), type=cls)
 
     def manifest(self, specs: Sequence[TensorSpec]) -> Manifest:
-        """The tensors, bucket by bucket."""
+        """Group the tensors into buckets."""
         left = iter(specs)
         return Manifest(tuple(tuple(itertools.islice(left, length)) for length in self.bucket_lengths))
 
@@ -74,7 +74,7 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
 
 
 def take_into(shards: Mapping[str, Shard], manifest: Manifest, transport: Transport, groups: Mapping[str, Any]) -> None:
-    """Write each tensor into the parameter of its name, or this process's shard of it.
+    """Write each tensor, or this process's shard of it, into the parameter of its name.
 
     Raises:
         NotReadyError: shared memory was freed.

@@ -1,4 +1,4 @@
-"""A push as its announcement describes it, and the checks that it can be received here."""
+"""A push as announced, and the checks whether it can be received here."""
 
 import asyncio
 import dataclasses
@@ -31,11 +31,11 @@ class Stage(enum.IntEnum):
     PREPARED = 1
     PAUSED = 2
     RECEIVING = 3
-    """From here on weights are touched."""
+    """Weights are changed from here on."""
     RECEIVED = 4
     VERIFIED = 5
     COMMITTED = 6
-    """From here on weights are sound again."""
+    """# Weights are sound again from here on."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -47,32 +47,32 @@ class IncomingPush:
     transport: Transport
     manifest: Manifest
     digest: str
-    """The kind of digest that the trainer asks for."""
+    """The kind of digest requested by the trainer."""
     upload: Upload | None = None
-    """With delta."""
+    """Only with `delta`."""
     deadline_s: float
-    """As the trainer set it."""
+    """Seconds, as the trainer set it."""
     deadline: float
-    """On the clock of `time.monotonic`."""
+    """End of the deadline on the clock of `time.monotonic`."""
     stage: Stage = Stage.PREPARED
     held: dict[str, int] = dataclasses.field(default_factory=dict)
     """Digests of the received weights."""
     abort_reason: str = ""
-    """Why it is ended while one of its stages still runs."""
+    """Why the push is aborted while one of its stages still runs."""
     started: float = dataclasses.field(default_factory=time.monotonic)
 
 
 async def accept(
     source: Source, version: int, manifest: Manifest, *, held: int, is_sound: bool, num_ranks: int
 ) -> tuple[Transport, Upload | None]:
-    """The engine's end of the announced transport, and with delta the file for the upload.
+    """Return the engine's end of the announced transport and, with `delta`, the file for the upload.
 
     Args:
         source: Where the weights come from.
-        version: The version that they are.
+        version: Their policy version.
         manifest: The tensors.
-        held: The version that the engine holds.
-        is_sound: Whether it holds all weights of that version.
+        held: The engine's current version.
+        is_sound: Whether all weights of the engine are of that version.
         num_ranks: Processes of the engine, each with a shard of the weights.
 
     Raises:
@@ -98,10 +98,10 @@ def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter], *, is
     Args:
         manifest: The tensors.
         expected: The engine's parameters by name.
-        is_shared: Whether several processes hold a shard of them each.
+        is_shared: Whether several processes each hold a shard of them.
 
     Raises:
-        InvalidRequestError: it does not.
+        InvalidRequestError: the two differ.
     """
     pushed = {spec.name: spec for spec in manifest.tensors}
     missing, unknown = expected.keys() - pushed.keys(), pushed.keys() - expected.keys()

@@ -1,7 +1,7 @@
 """SGLang's side of a push: the receiver's calls, made so that they cannot wedge SGLang.
 
-SGLang answers such calls one at a time, and would take an answer that nobody awaits for the answer to the next call.
-So every call is awaited to its end, even if its caller has given up, and the next call waits for it.
+SGLang answers such calls one at a time, and would mistake an answer that no caller awaits for the answer to the next
+call. So every call is awaited to its end, even if its caller has given up, and the next call waits for it.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class SglangWeights:
         )
 
     async def leave_group(self, name: str) -> None:
-        """Leave the process group; no error if it has ended."""
+        """Leave the process group; a group that has ended is no error."""
         from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
 
         request = DestroyWeightsUpdateGroupReqInput(group_name=name)
@@ -73,7 +73,7 @@ class SglangWeights:
     async def pause(self, mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None:
         """Stop at a token boundary; `mode` decides what happens to running requests, see the contract.
 
-        A peer of a PD pair ends them in every mode: what the other peer computed does not match the new weights.
+        A PD peer ends them in every mode, because the other peer's results do not match the new weights.
         """
         if self._engine.is_disaggregated:
             self._engine.barrier.close()
@@ -91,8 +91,8 @@ class SglangWeights:
 
     async def _flush(self) -> None:
         """Empty the caches once nothing uses them."""
-        # SGLang refuses while the batch of a request that has just ended is not cleared, and in a PD peer while KV is
-        # being transferred.
+        # SGLang refuses until it has cleared the batch of a request that just ended, and in a PD peer while KV is in
+        # transfer.
         while not (await self._call(self._tokenizer_manager.flush_cache)).success:  # noqa: ASYNC110 - SGLang has no event
             await asyncio.sleep(_POLL_S)
 
@@ -112,7 +112,7 @@ class SglangWeights:
                     await asyncio.sleep(_POLL_S)
 
     async def resume(self) -> None:
-        """Continue; retracted requests compute their prefix again with the current weights."""
+        """Resume generation; retracted requests compute their prefix again with the current weights."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         request = ContinueGenerationReqInput(torch_empty_cache=False)
@@ -120,7 +120,7 @@ class SglangWeights:
         self._engine.barrier.open()
 
     async def begin(self) -> None:
-        """Open an update, after closing one that was left open."""
+        """Open an update, after closing any that was left open."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         await self.end_if_open()
@@ -131,7 +131,7 @@ class SglangWeights:
     async def load(self, manifest: Manifest, transport: Transport) -> None:
         """Receive all buckets and load them.
 
-        SGLang's own loader loads the first push, and its digests prove where each parameter is. Later pushes write into
+        SGLang's own loader loads the first push, whose digests prove where each parameter is. Later pushes write into
         the parameters directly.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
@@ -155,7 +155,7 @@ class SglangWeights:
         )
 
     async def end(self) -> None:
-        """Close the update: SGLang computes again what it derives from weights."""
+        """Close the update: SGLang recomputes what it derives from weights."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         await self._succeed(
@@ -169,14 +169,14 @@ class SglangWeights:
         await self._call(lambda: self._tokenizer_manager.end_weight_update(EndWeightUpdateReqInput()))
 
     async def parameters(self) -> dict[str, HeldParameter]:
-        """The engine's parameters, by checkpoint name."""
+        """Return the engine's parameters by checkpoint name."""
         ranks = await self._check(PARAMETERS_ACTION)
         return {name: parse_parameter(text) for name, text in ranks[0].items()}
 
     async def digests(self, kind: str) -> dict[str, int]:
-        """The digest of every parameter, by checkpoint name. Reads every byte.
+        """Return the digest of every parameter by checkpoint name. Reads every byte.
 
-        Where processes hold different bytes that should be the same, it is that of neither.
+        If processes hold different bytes that should be equal, the digest matches neither.
         """
         found: dict[str, set[int]] = collections.defaultdict(set)
         for rank in await self._check(DIGEST_ACTION + kind):
@@ -185,7 +185,7 @@ class SglangWeights:
         return {name: functools.reduce(operator.xor, digests) for name, digests in found.items()}
 
     async def _check(self, action: str) -> list[dict[str, str]]:
-        """Return what each process says."""
+        """Run an action of SGLang's weight checker and return the answer of each process."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         request = CheckWeightsReqInput(action=action)

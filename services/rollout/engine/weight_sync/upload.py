@@ -1,4 +1,4 @@
-"""The file that a delta is uploaded into. It has no name, so it disappears with this process."""
+"""The unnamed file that receives the upload of a delta. It disappears with this process."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ class Upload:
         """Reserve `size_bytes` in TMPDIR. Blocking.
 
         Raises:
-            NotReadyError: there is no room.
+            NotReadyError: there is not enough room.
         """
         self.size_bytes = size_bytes
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
@@ -34,7 +34,7 @@ class Upload:
 
     @property
     def path(self) -> str:
-        """Where processes of this engine open the file."""
+        """The path at which processes of this engine open the file."""
         return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     @property

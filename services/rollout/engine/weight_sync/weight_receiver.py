@@ -1,10 +1,10 @@
 """WeightReceiver: the engine's side of a push, prepare -> (upload) -> pause -> receive -> verify -> commit -> resume.
 
-Invariants: touched weights serve no token until a push is complete. The version changes at commit and nowhere else. No
-push outlives its deadline, so a trainer that vanishes costs one deadline. A push that ends early is cleaned up to the
-end before anything else begins, even if the call that ended it is cancelled. If its weights were touched, it leaves the
+Invariants: once a push has changed weights, they serve no token until it is complete. The version changes only at
+commit. No push outlives its deadline, so a vanished trainer costs one deadline. A push that ends early is cleaned up
+before anything else begins, even if the call that ended it is cancelled. If it had changed weights, it leaves the
 engine BROKEN: running requests fail, so that other replicas continue them, new ones are refused, and the next complete
-push heals it. Tokens of a call only grow in version: where a push replaces a newer version, running requests fail.
+push heals it. Versions only grow within a call: where a push replaces a newer version, running requests fail.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class WeightReceiver:
 
         Args:
             sink: The engine.
-            prepare_deadline_s: The longest that forming a process group may take.
+            prepare_deadline_s: Maximum seconds to form a process group.
             max_deadline_s: Upper bound of a push's deadline.
             num_ranks: Processes among which the engine divides its weights.
             on_change: Called after each change of `state` or `version`.
@@ -70,17 +70,17 @@ class WeightReceiver:
         self._committed: tuple[str, dict[str, int]] | None = None  # kind and digests of the weights of `version`
         self._background: set[asyncio.Task[None]] = set()
         self._clean_up: asyncio.Task[None] | None = None
-        """Of the last push that ended early."""
+        """Clean-up of the last push that ended early."""
         self._watchdog: asyncio.Task[None] | None = None
         self.state: ReplicaState.ValueType = REPLICA_STATE_READY
         self.version = 0
 
     async def open(self) -> None:
-        """Learn which parameters the engine has. Call it before the first push."""
+        """Ask the engine for its parameters. Call it before the first push."""
         self._expected = dict(await self._sink.parameters())
 
     async def close(self) -> None:
-        """End background work; the engine is shut down after this."""
+        """End background work; the engine is shut down afterwards."""
         while tasks := list(self._background):
             for task in tasks:
                 task.cancel()
@@ -200,7 +200,7 @@ class WeightReceiver:
             await self._sink.end()
 
     async def verify(self, push_id: str) -> dict[str, int]:
-        """The digest of every parameter that the engine now holds."""
+        """Compute and return the digest of every parameter that the engine holds."""
         async with self._stage(push_id, Stage.RECEIVED, Stage.VERIFIED) as push:
             push.held = dict(await self._sink.digests(push.digest))
             return push.held
@@ -209,7 +209,7 @@ class WeightReceiver:
         """Make the push's version the engine's.
 
         Raises:
-            NotReadyError: other weights were committed under this version, which a second trainer has published.
+            NotReadyError: a second trainer has published other weights under this version, and they were committed.
         """
         async with self._stage(push_id, Stage.VERIFIED, Stage.COMMITTED) as push:
             self._require_same_weights(push)
@@ -217,7 +217,7 @@ class WeightReceiver:
             is_older = push.version < self.version
             self.version, self._sound, self._committed = push.version, True, (push.digest, push.held)
             if is_older:
-                self._sink.fail_running(_TAKEN)  # those that came since the pause and may want a newer version
+                self._sink.fail_running(_TAKEN)  # calls that arrived after the pause and may want a newer version
 
     async def resume(self, push_id: str) -> None:
         """Let generation continue; the push is complete."""
@@ -225,7 +225,7 @@ class WeightReceiver:
             await self._finish(push)
 
     async def abort(self, push_id: str, reason: str) -> ReplicaState.ValueType:
-        """End the push in whatever stage it is, and return the resulting state. Repeating it changes nothing.
+        """End the push in any stage, and return the resulting state. Repeating it changes nothing.
 
         Raises:
             NotReadyError: another push is prepared.
@@ -236,14 +236,14 @@ class WeightReceiver:
         push = self._require(push_id)
         if self._holder is not None:
             push.abort_reason = reason
-            self._holder.cancel()  # a stage that may wait for ever
+            self._holder.cancel()  # a stage that may wait forever
         async with self._holding():
             if self._push is not None and self._push.push_id == push_id:
                 await self._end_push(self._push, reason)
         return self.state
 
     def _require_same_weights(self, push: IncomingPush) -> None:
-        """A version may be pushed again, to heal this engine or by a restarted trainer, but only with equal weights."""
+        """Check for equal weights if a version is pushed again, to heal this engine or by a restarted trainer."""
         if push.version != self.version or self._committed is None:
             return
         kind, digests = self._committed
@@ -261,7 +261,7 @@ class WeightReceiver:
 
     @asynccontextmanager
     async def _stage(self, push_id: str, before: Stage, after: Stage) -> AsyncIterator[IncomingPush]:
-        """Run one stage, of the right push, in order, within the push's deadline. A failure ends the push."""
+        """Run one stage of the right push, in order, within the push's deadline. A failure ends the push."""
         push = self._require(push_id)
         async with self._holding():
             self._require(push_id)
@@ -279,7 +279,7 @@ class WeightReceiver:
                 if push.abort_reason and task is not None:
                     task.uncancel()
                     raise UnavailableError(f"push {push_id!r} was ended: {push.abort_reason}") from None
-                # The trainer's call ended, perhaps with the trainer: end the push, but let this call return.
+                # The trainer's call ended, perhaps because the trainer did: end the push, but let this call return.
                 self._start(self._abort_quietly(push_id, f"stage {after.name} was cancelled"))
                 raise
 
@@ -315,7 +315,7 @@ class WeightReceiver:
         )
 
     async def _end_push(self, push: IncomingPush, reason: str) -> None:
-        """End the push: with the old weights, with the new ones if they were committed, or BROKEN."""
+        """End the push: with the old weights, with the new ones if committed, or BROKEN."""
         was_paused = self.state == REPLICA_STATE_UPDATING
         self._forget_push()
         log.warning(
@@ -330,7 +330,7 @@ class WeightReceiver:
         await asyncio.shield(self._clean_up)
 
     async def _cleaned_up(self) -> None:
-        """Wait for the clean-up of a push whose call has left."""
+        """Wait for the clean-up of a push whose call has ended."""
         if self._clean_up is not None:
             await asyncio.wait((self._clean_up,))
 
@@ -353,7 +353,7 @@ class WeightReceiver:
         try:
             await self._sink.join_group(source)
         except asyncio.CancelledError:
-            self._start(self._sink.leave_group(source.group_name))  # it may still form, and nobody would use it
+            self._start(self._sink.leave_group(source.group_name))  # it may still form, but has no user
             raise
         self._group_name = source.group_name
 
@@ -384,7 +384,7 @@ class WeightReceiver:
         self._watchdog = None
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run in a task that `close` ends."""
+        """Run as a task that `close` ends."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)

@@ -1,4 +1,4 @@
-"""What a push does to an engine, call by call."""
+"""The calls that a push makes to an engine."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -10,7 +10,7 @@ from services.rollout.engine.sglang_plugin.variables import HeldParameter
 
 
 class WeightSink(Protocol):
-    """What the receiver needs of an engine; `sglang_weights.SglangWeights` implements it."""
+    """The receiver's interface to an engine; `sglang_weights.SglangWeights` implements it."""
 
     async def join_group(self, source: rollout_pb2.BroadcastSource) -> None: ...
     async def leave_group(self, name: str) -> None: ...

@@ -1,1 +1,1 @@
-"""Agent episodes: somebody else's program plays the sample, and talks to the policy over an OpenAI-compatible URL."""
+"""Agent episodes: a user's program plays the sample, and talks to the policy over an OpenAI-compatible URL."""

@@ -1,8 +1,8 @@
-"""Plays one sample by an agent: opens a session, calls the runner, and takes what the session recorded.
+"""Plays one sample by an agent: opens a session, calls the runner, and collects the session's records.
 
-Invariants: a sample that has tokens is never thrown away; whatever ended it early is its finish reason, and it has a
-reward only if its runner came to its end. What is recorded after the session was closed is nobody's. A sample without
-any token fails its group: its runner is called again a few times first, in a session of its own each time.
+Invariants: a sample with tokens is never thrown away. If it ended early, its finish reason says why; it has a reward
+only if its runner finished. Calls recorded after the session closed are ignored. A runner that produced no token is
+called again a few times, each time in a new session; then the sample fails its group.
 """
 
 import asyncio
@@ -35,23 +35,23 @@ log = structlog.get_logger()
 Ending: TypeAlias = Literal["stop", "length", "deadline", "error"]
 
 MAX_ATTEMPTS = 3
-"""Calls of a runner that asked the policy nothing. A container that does not start may start the second time."""
+"""Maximum calls of a runner that asked the policy nothing. A container that failed to start may start next time."""
 _PAUSE_S = 1.0
 _BUS_TIMEOUT_S = 60.0
-"""How long a server that is away is waited for after a sample has ended, before its group is put back."""
+"""Seconds to wait for an absent server after a sample has ended, before its group is put back."""
 _ABANDON_S = 2.0
 _END_S = 10.0
-"""How long a cancelled runner may take to end."""
+"""Seconds that a cancelled runner has to end."""
 _MAX_MESSAGE_CHARS = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEpisode:
-    """A sample that an agent played, and that has no verdict yet."""
+    """A sample that an agent played and that has no verdict yet."""
 
     calls: Sequence[tuple[int, SessionCall]]
     texts: Sequence[str]
-    """What the policy said in each."""
+    """The policy's text in each call."""
     result: AgentResult
     finish_reason: Ending
     started_at: float
@@ -60,12 +60,12 @@ class AgentEpisode:
 
     @property
     def answer(self) -> str:
-        """The text of the session's last answer, which the reward service judges."""
+        """The text of the session's last answer, for the reward service."""
         return self.texts[-1]
 
     @property
     def error(self) -> str:
-        """Why the sample cannot be judged."""
+        """Why the sample cannot be judged; empty if it can."""
         return self.result.error
 
     @property
@@ -74,7 +74,7 @@ class AgentEpisode:
         return self.result.reward is None and not self.error
 
     def to_sample(self, verdict: Verdict | None) -> Sample:
-        """The finished sample; `verdict` is the reward service's, if it was asked."""
+        """Return the finished sample; `verdict` is the reward service's, if it was asked."""
         judged = None if verdict is None or not verdict.is_judged else verdict.score
         given = None if self.error else self.result.reward
         return Sample(
@@ -92,7 +92,7 @@ class AgentEpisode:
 
 
 class AgentPlayer:
-    """Plays samples by agents, at a router."""
+    """Plays samples by agents, through a router."""
 
     def __init__(
         self,
@@ -105,16 +105,16 @@ class AgentPlayer:
         security: Security,
         episode_timeout_s: float,
     ) -> None:
-        """Play with these parts.
+        """Create a player from these parts.
 
         Args:
-            agents: What calls the runner of each agent, by the agent's name.
-            judge: Whom runners ask what an answer is worth.
-            sessions: Where the router records what the policy says.
+            agents: The caller of each agent's runner, by the agent's name.
+            judge: Judges answers for runners.
+            sessions: Where the router records the policy's answers.
             renderer: The model's tokenizer.
             router_url: http(s)://host:port of the router's OpenAI-compatible API.
-            security: Makes the key of each session, and says what clients of the router need for TLS.
-            episode_timeout_s: What a sample may take; its prompt may allow less.
+            security: Makes the key of each session, and holds the TLS settings for clients of the router.
+            episode_timeout_s: Maximum seconds for a sample; its prompt may allow less.
         """
         self._agents = agents
         self._judge = judge
@@ -127,17 +127,17 @@ class AgentPlayer:
         self._episode_timeout_s = episode_timeout_s
 
     def plays(self, name: str) -> bool:
-        """Whether there is an agent of that name."""
+        """Return whether there is an agent of that name."""
         return name in self._agents
 
     async def play(self, prompt: Prompt, number: int, images: GroupImages) -> AgentEpisode:
         """Play sample `number` of `prompt`; `images` are the group's.
 
         Raises:
-            DeadlineError: the time was over before the policy was asked anything.
-            UnavailableError: the runner ended a few times without asking it anything, or NATS is away.
+            DeadlineError: time ran out before the policy was asked anything.
+            UnavailableError: the runner ended a few times without asking the policy, or NATS is away.
             SessionOverError: another worker plays the sample.
-            InvalidRequestError: the prompt's golds cannot be judged, and the runner had one judged.
+            InvalidRequestError: the runner requested a verdict, and the prompt's golds cannot be judged.
             PenstockError: an answer contradicts what the session allows.
         """
         item_id, problem = f"{prompt.id.message}/{number}", ""
@@ -154,7 +154,7 @@ class AgentPlayer:
         )
 
     async def _attempt(self, prompt: Prompt, number: int, images: GroupImages) -> tuple[AgentEpisode | None, str]:
-        """Have the runner play the sample once; None if nothing was said, with the reason."""
+        """Have the runner play once; return the episode, or None and the reason if the policy said nothing."""
         session = SessionId.new(prompt.id, number)
         timeout_s = min(prompt.limits.episode_timeout_s or math.inf, self._episode_timeout_s)
         opened = await self._sessions.open(session, _state_of(prompt, session, timeout_s))
@@ -211,13 +211,13 @@ class AgentPlayer:
         return episode, ""
 
     async def _abandon(self, opened: OpenedSession) -> None:
-        """Close the session of a group that is not played on."""
+        """Close the session of a group that is abandoned."""
         with contextlib.suppress(PenstockError, TimeoutError):
             async with asyncio.timeout(_ABANDON_S):
                 await self._sessions.close(opened)
 
     async def _end(self, opened: OpenedSession) -> Sequence[tuple[int, SessionCall]]:
-        """Close the session and return all that was said in it; its record is removed.
+        """Close the session, remove its record, and return its calls.
 
         Raises:
             SessionOverError: another session plays the sample.
@@ -238,7 +238,7 @@ class AgentPlayer:
 
 
 async def _limited(running: Coroutine[Any, Any, AgentResult], clock: EpisodeClock) -> AgentResult | None:
-    """What a runner returns; None if its time was over. One that does not let itself be ended is left behind."""
+    """Return the runner's result; None if its time ran out. Leave a runner that ignores its cancellation behind."""
     task = asyncio.create_task(running)
     try:
         with contextlib.suppress(DeadlineError):
@@ -251,7 +251,7 @@ async def _limited(running: Coroutine[Any, Any, AgentResult], clock: EpisodeCloc
         if not task.done():
             log.warning("runner.left_behind", reason="it does not end when it is cancelled")
         elif not task.cancelled():
-            task.exception()  # known, or of a runner that nobody waits for
+            task.exception()  # known, or from a runner whose result has no reader
 
 
 def _state_of(prompt: Prompt, session: SessionId, timeout_s: float) -> SessionState:
@@ -271,7 +271,7 @@ def _state_of(prompt: Prompt, session: SessionId, timeout_s: float) -> SessionSt
 
 
 def _check(calls: Sequence[tuple[int, SessionCall]], prompt: Prompt) -> None:
-    """Check that only policy versions answered that may; what engines say is not trusted."""
+    """Check that only allowed policy versions answered, because engines' reports are not trusted."""
     newest = math.inf if prompt.exact_version is None else prompt.exact_version
     versions = {span.policy_version for _, call in calls for span in call.version_spans}
     if wrong := sorted(version for version in versions if not prompt.min_version <= version <= newest):

@@ -1,7 +1,7 @@
 """Calls runners that are programs: one process group for each sample.
 
-Invariants: nothing of a program outlives its sample, nor the worker, though that be killed with -9; its environment has
-none of Penstock's secrets.
+Invariants: no process of a program outlives its sample or the worker, even if the worker is killed with -9. The
+program's environment has none of Penstock's secrets.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from services.rollout.worker.agents.runners import MAX_OUTPUT_BYTES, RunnerError
 
 _END_S = 5.0
 _MAX_TOLD_CHARS = 500
-"""Of what a program said last, in the reason of its failure."""
+"""Maximum characters of a program's last output that its failure quotes."""
 
 
 class CommandRunner:
     """Starts a program for each sample, in a process group that ends with the sample."""
 
     def __init__(self, command: Sequence[str], reaper: Reaper) -> None:
-        """Start `command`, and have `reaper` end what of it would outlive this process."""
+        """Start `command`, and have `reaper` end processes that would outlive this one."""
         self._command = command
         self._reaper = reaper
 
@@ -36,7 +36,7 @@ class CommandRunner:
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # asyncio would kill the program alone, and wait for all that its children hold open.
+            # asyncio would kill only the program, and wait for everything that its children hold open.
             with contextlib.suppress(RunnerError):
                 await self._end(await asyncio.shield(starting))
             raise
@@ -68,7 +68,7 @@ class CommandRunner:
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Kill the process group.
 
-        What it wrote is read away: until its pipes are empty asyncio does not see its end.
+        Its output is drained, because asyncio notices the exit only once the pipes are empty.
         """
         assert process.stdout is not None
         assert process.stderr is not None
@@ -84,7 +84,7 @@ class CommandRunner:
 
 
 def _read_one(output: bytes) -> Mapping[str, Any]:
-    """The one JSON object that a program wrote."""
+    """Return the one JSON object that a program wrote."""
     decoder, text, found = json.JSONDecoder(), output.decode(errors="replace").strip(), []
     while text:
         try:
@@ -103,14 +103,14 @@ def _read_one(output: bytes) -> Mapping[str, Any]:
 
 
 async def _talk(process: asyncio.subprocess.Process, sent: bytes) -> tuple[bytes, bytes]:
-    """Send the input, and read output and errors to their ends, the errors' last part only."""
+    """Send the input, and read output and errors to their ends, keeping only the last part of the errors."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
     output, complaints = bytearray(), bytearray()
 
     async def send(stream: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):  # it need not read it
+        with contextlib.suppress(ConnectionError):  # programs need not read it
             stream.write(sent)
             await stream.drain()
         stream.close()

@@ -8,7 +8,7 @@ from penstock.config import Config
 
 
 class AgentConfig(Config):
-    """Where an agent's runner is; exactly one of these."""
+    """The location of an agent's runner. Set exactly one of these."""
 
     function: str = ""
     """Python, in the worker's process: "package.module:function", a coroutine function or one that may block."""

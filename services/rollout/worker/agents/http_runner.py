@@ -15,12 +15,12 @@ _MAX_TOLD_BYTES = 500
 
 @functools.cache
 def _trust() -> ssl.SSLContext:
-    """Read the authorities of this machine once: it takes 50 ms, in which a worker's other episodes would wait."""
+    """Read this machine's certificate authorities once: it takes 50 ms, and would block the worker's other episodes."""
     return httpx.create_ssl_context()
 
 
 class HttpRunner:
-    """Posts the session to a URL. The answer is the result; leaving early closes the connection."""
+    """Posts the session to a URL. The response is the result; leaving early closes the connection."""
 
     def __init__(self, url: str) -> None:
         """Post to `url`."""

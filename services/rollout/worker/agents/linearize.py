@@ -1,11 +1,11 @@
-"""The answers of a session as sequences to train on. Pure.
+"""Turns the answers of a session into sequences to train on. Pure.
 
-Calls form a tree: a call is the child of the one whose prompt and answer its own prompt exactly begins with, images
-included; of several, the longest. Each leaf is a sequence: all that the engine saw and said on the way to it.
+Calls form a tree: a call's parent is the longest call whose prompt and answer are an exact prefix of the call's own
+prompt, images included. Each leaf is a sequence: all that the engine saw and said on the path to it.
 
 Invariants: every answer is trained in exactly one sequence, the first that holds it; in the others it is context. So
-the trained tokens are the sampled ones, each once, and each behind exactly the ids that it was sampled behind.
-Sequences come in the order of their last calls.
+the sampled tokens are trained once each, after exactly the ids that they were sampled after. Sequences are in the order
+of their last calls.
 """
 
 import dataclasses
@@ -23,21 +23,21 @@ class _Node:
     call: SessionCall
     prompt_ids: np.ndarray
     images: tuple[str, ...]
-    """Of the whole prompt."""
+    """Images of the whole prompt."""
     parent: int | None
-    """Among the nodes."""
+    """Index of the parent node; None for a root."""
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer."""
+        """Length of prompt and answer."""
         return len(self.prompt_ids) + len(self.call.output_ids)
 
 
 def linearize(calls: Sequence[tuple[int, SessionCall]]) -> tuple[TokenSequence, ...]:
-    """The sequences of a session's calls, which come with their numbers, in order; at least one call.
+    """Return the sequences of a session's numbered calls, in order; at least one call.
 
     Raises:
-        ValueError: a call continues one that is not there.
+        ValueError: a call continues one that is missing.
     """
     nodes = _tree(calls)
     parents = {node.parent for node in nodes}
@@ -50,7 +50,7 @@ def linearize(calls: Sequence[tuple[int, SessionCall]]) -> tuple[TokenSequence, 
 
 
 def turns_of(calls: Sequence[tuple[int, SessionCall]]) -> tuple[Turn, ...]:
-    """Every call as a turn of the sample."""
+    """Return every call as a turn of the sample."""
     return tuple(
         Turn(
             replica_id="",
@@ -86,7 +86,7 @@ def _tree(calls: Sequence[tuple[int, SessionCall]]) -> list[_Node]:
 def _parent(
     nodes: Sequence[_Node], whole: Sequence[bytes], prompt: bytes, images: Sequence[str], recorded: int | None
 ) -> int | None:
-    """The longest call that `prompt` exactly begins with; of equal ones the recorded one, or the first."""
+    """Return the longest call that is an exact prefix of `prompt`; of equal ones the recorded one, or the first."""
     best, best_length = recorded, 0 if recorded is None else len(whole[recorded])
     for index, ids in enumerate(whole):
         shown = nodes[index].images
@@ -96,7 +96,7 @@ def _parent(
 
 
 def _path(nodes: Sequence[_Node], leaf: int) -> list[int]:
-    """The indices from the root to the leaf."""
+    """Return the indices from the root to the leaf."""
     path = [leaf]
     while (parent := nodes[path[-1]].parent) is not None:
         path.append(parent)
@@ -104,7 +104,7 @@ def _path(nodes: Sequence[_Node], leaf: int) -> list[int]:
 
 
 def _sequence(nodes: Sequence[_Node], path: Sequence[int], trained: set[int]) -> TokenSequence:
-    """The sequence that ends with the path's last call; what it trains is added to `trained`."""
+    """Return the sequence that ends with the path's last call; add the calls that it trains to `trained`."""
     leaf = nodes[path[-1]]
     mask = np.zeros(leaf.num_tokens, dtype="|b1")
     logprobs = np.zeros(leaf.num_tokens, dtype="<f4")

@@ -1,7 +1,7 @@
-"""Calls runners: functions of this process here, programs and services each in a file of their own.
+"""Calls runners that are functions of this process; programs and services have a file each.
 
-Invariants: whatever goes wrong in a runner is a `RunnerError` with its reason; a runner that is cancelled is over, but
-for a blocking function, which Python cannot end: its thread is left behind and its session closed.
+Invariants: every failure of a runner is a `RunnerError` with its reason. A cancelled runner ends, except for a blocking
+function, which Python cannot end: its thread is left behind and its session closed.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from penstock.runtime.reaper import Reaper
 from services.rollout.worker.agents.config import AgentConfig
 
 MAX_OUTPUT_BYTES = 2**20
-"""Of a result."""
+"""Maximum size of a result."""
 
 
 class RunnerError(Exception):
@@ -31,13 +31,13 @@ class RunnerCaller(Protocol):
         """Play a sample and return the runner's result.
 
         Raises:
-            RunnerError: it gave none that can be used.
+            RunnerError: there is no usable result.
         """
         ...
 
 
 def load_runner(name: str, config: AgentConfig, reaper: Reaper) -> RunnerCaller:
-    """What calls the runner of agent `name`; `reaper` ends programs that outlive this process.
+    """Return the caller of agent `name`'s runner; `reaper` ends programs that outlive this process.
 
     Raises:
         ConfigError: its function cannot be loaded.
@@ -65,7 +65,7 @@ def load_runner(name: str, config: AgentConfig, reaper: Reaper) -> RunnerCaller:
 
 
 class FunctionRunner:
-    """Calls a function of this process: a coroutine function on the event loop, any other in a thread of its own."""
+    """Calls a function of this process: a coroutine function on the event loop, any other in its own thread."""
 
     def __init__(self, function: Runner) -> None:
         """Call `function`."""
@@ -86,10 +86,10 @@ class FunctionRunner:
 
 
 def read_result(value: object) -> AgentResult:
-    """The result that a runner returned.
+    """Read the result that a runner returned.
 
     Raises:
-        RunnerError: it is none.
+        RunnerError: it is not a result.
     """
     try:
         return AgentResult.read(value)
@@ -98,12 +98,12 @@ def read_result(value: object) -> AgentResult:
 
 
 async def _in_thread(function: Runner, session: AgentSession) -> Any:
-    """What a blocking function returns. Its thread is its own, so that one that never ends takes no other's place."""
+    """Return a blocking function's result. It has its own thread, so that one that never ends blocks no other."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Any] = loop.create_future()
 
     def end(value: Any, error: BaseException | None) -> None:
-        if ended.done():  # nobody waits any more
+        if ended.done():  # the caller has gone
             return
         if error is None:
             ended.set_result(value)

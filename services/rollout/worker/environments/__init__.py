@@ -1,1 +1,1 @@
-"""Environments: what answers a turn."""
+"""Environments, which answer the policy's turns."""

@@ -1,7 +1,7 @@
-"""Arithmetic over a small grammar of its own: exact where numbers are rational, and bounded.
+"""Arithmetic over a small grammar: exact where numbers are rational, and bounded.
 
-Invariant: nothing that an expression spells is run by Python. It is read as a tree, of which only numbers, the
-operators, and the names below are taken; sizes are checked before anything large is computed.
+Invariant: Python never runs any part of an expression. It is parsed to a tree, in which only numbers, the operators,
+and the names below are accepted; sizes are checked before anything large is computed.
 """
 
 import ast
@@ -18,7 +18,7 @@ Number: TypeAlias = Fraction | float
 
 _MAX_CHARACTERS: Final = 500
 _MAX_BITS: Final = 1000
-"""Of a numerator or denominator: about 300 digits, as far as floats reach."""
+"""Maximum bits of a numerator or denominator: about 300 digits, the range of floats."""
 _LITERAL = re.compile(r"[0-9]{0,300}(\.[0-9]{0,300})?([eE][+-]?[0-9]{1,3})?")
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "π": "pi", "√": "sqrt"})
 _CONSTANTS: Final = {"pi": math.pi, "e": math.e}
@@ -29,14 +29,14 @@ class ArithmeticRefusal(Exception):  # noqa: N818 - not an error of ours: what i
 
 
 def evaluate(expression: str, angle_unit: AngleUnit | None = None) -> Number:
-    """The value of an expression; `^` is a power, as `**` is.
+    """Return the value of an expression; `^` is a power, like `**`.
 
     Args:
-        expression: Of numbers, + - * / // % ** and the functions below.
-        angle_unit: Of all angles in it; needed only by trigonometric functions.
+        expression: Numbers, + - * / // % ** and the functions below.
+        angle_unit: The unit of all angles in it; needed only by trigonometric functions.
 
     Raises:
-        ArithmeticRefusal: it cannot be read, has no real value, or one that is too large.
+        ArithmeticRefusal: it cannot be read, has no real value, or its value is too large.
     """
     if len(expression) > _MAX_CHARACTERS:
         raise ArithmeticRefusal(f"it has {len(expression)} characters; at most {_MAX_CHARACTERS} are read")
@@ -98,7 +98,7 @@ _FUNCTIONS: Final[dict[str, tuple[Callable[..., Number], int, int]]] = {
     "ln": (_ln, 1, 1),
     "log": (_log, 1, 2),
 }
-"""Each with how many arguments it takes, at least and at most."""
+"""Each function with its minimum and maximum number of arguments."""
 
 _OPERATORS: Final[dict[type[ast.operator], Callable[[Number, Number], Number]]] = {
     ast.Add: lambda left, right: left + right,
@@ -112,14 +112,14 @@ _OPERATORS: Final[dict[type[ast.operator], Callable[[Number, Number], Number]]] 
 
 
 class _Evaluation:
-    """Of one expression."""
+    """Evaluates one expression."""
 
     def __init__(self, source: str, angle_unit: AngleUnit | None) -> None:
         self._source = source
         self._angle_unit = angle_unit
 
     def value(self, node: ast.expr) -> Number:
-        """The value of a part."""
+        """Return the value of a part."""
         match node:
             case ast.Constant():
                 return self._literal(node)
@@ -167,7 +167,7 @@ class _Evaluation:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """Exact if both are rational and so is the result."""
+    """Return the power, exact if base, exponent and result are rational."""
     if base == 0 and exponent < 0:
         raise ZeroDivisionError
     if base < 0 and exponent != int(exponent):
@@ -185,7 +185,7 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """The rational root of that degree, if there is one; None too if it is beyond what is tried."""
+    """Return the rational root of that degree; None if there is none, or if the degree is too large to try."""
     if degree == 1:
         return value
     if degree > _MAX_BITS:
@@ -195,7 +195,7 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
 
 
 def _integer_root(value: int, degree: int) -> int:
-    """The largest integer whose power is not above `value`, by bisection."""
+    """Return the largest integer whose power is at most `value`, by bisection."""
     low, high = 0, 1 << (value.bit_length() // degree + 1)
     while high - low > 1:
         middle = (low + high) // 2

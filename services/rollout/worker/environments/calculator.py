@@ -1,4 +1,4 @@
-"""A calculator: what a policy with a picture before it should not have to do in its head."""
+"""A calculator, so that a policy with a picture before it need not calculate in its head."""
 
 from fractions import Fraction
 
@@ -35,7 +35,7 @@ class Calculator(ToolEnvironment):
 
 
 def calculator_tool() -> Tool:
-    """The tool `calculator`."""
+    """Return the tool `calculator`."""
     return Tool(
         name="calculator",
         description="Computes an expression: exactly where numbers are rational, else to 12 figures.",
@@ -45,7 +45,7 @@ def calculator_tool() -> Tool:
 
 
 async def _calculate(expression: str, angle_unit: AngleUnit | None = None) -> str:
-    """Not in a thread: what is not refused takes less than a millisecond."""
+    """Evaluate outside any thread: accepted expressions take less than a millisecond."""
     try:
         return _shown(evaluate(expression, angle_unit))
     except ArithmeticRefusal as refusal:
@@ -53,7 +53,7 @@ async def _calculate(expression: str, angle_unit: AngleUnit | None = None) -> st
 
 
 def _shown(value: Number) -> str:
-    """Exact, with its decimal; or the decimal alone. A decimal that is rounded says so."""
+    """Format an exact value with its decimal, or the decimal alone; mark rounded decimals."""
     if isinstance(value, Fraction):
         decimal = f"{float(value):.{_FIGURES}g}"
         if value.denominator == 1:

@@ -1,6 +1,6 @@
-"""What a policy asks a checking tool: the one call of a turn that counts. Pure.
+"""Finds the call of the checking tool that counts in a turn. Pure.
 
-The last call counts, here as in slime, so that a policy may change its mind within a turn and has one check a turn.
+The last call counts, as in slime, so that a policy may change its mind within a turn and has one check per turn.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ TOOL_NAMES = ("calc_score", "calc_geo3k_reward")
 Kind: TypeAlias = Literal["check", "no_call", "malformed", "unsupported", "missing_answer"]
 
 _BLOCK = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""A block that counts in slime. One that is not closed reaches to the end of the next."""
+"""A block that counts in slime. An unclosed block reaches to the end of the next."""
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckCall:
-    """What a turn asks for."""
+    """The request that a turn makes."""
 
     kind: Kind
     """`check` if there is an answer to check."""
@@ -33,7 +33,7 @@ class CheckCall:
 
 
 def read_call(turn: AssistantTurn) -> CheckCall:
-    """The last call of `turn` that can be read. An answer is a text or a number."""
+    """Return the last readable call of `turn`. An answer is a text or a number."""
     if not turn.calls:
         return CheckCall(kind="malformed" if turn.malformed_calls else "no_call")
     call = turn.calls[-1]
@@ -45,10 +45,10 @@ def read_call(turn: AssistantTurn) -> CheckCall:
 
 
 def read_call_as_slime(text: str) -> CheckCall:
-    """The call that slime's environment sees in a turn's whole text, thoughts included.
+    """Return the call that slime's environment sees in a turn's whole text, thoughts included.
 
     The name and the arguments may each stand at the top level or under `function`; arguments may be a JSON string; an
-    answer may be any JSON value but null. What cannot be read is no call, also where slime raises: arguments that are
+    answer may be any JSON value but null. Unreadable text is not a call, even where slime raises: arguments that are
     neither an object nor empty, a name or a `function` of another type.
     """
     blocks: list[str] = _BLOCK.findall(text)
@@ -72,7 +72,7 @@ def read_call_as_slime(text: str) -> CheckCall:
 
 
 def _read_json(block: str) -> Any:
-    """Strict JSON, as slime's parser reads it: integers beyond 64 bits are floats, and text is Unicode."""
+    """Read strict JSON, as slime's parser does: integers beyond 64 bits are floats, and text is Unicode."""
     value = json.loads(block, parse_constant=_refuse, parse_int=_read_int, parse_float=_read_float)
     json.dumps(value, ensure_ascii=False).encode()
     return value

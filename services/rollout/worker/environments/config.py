@@ -1,4 +1,4 @@
-"""Where an environment comes from and where it runs: the tables of `[worker.environments]`, and their server."""
+"""Where environments come from and where they run: the tables of `[worker.environments]`, and their server."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ import pydantic
 from penstock.config import Config, NetworkConfig, RunConfig
 
 MAX_PROCESSES = 128
-"""Processes of episodes at once: as many as `worker.concurrency` groups of eight have by default."""
+"""Maximum processes of episodes at once: as many as `worker.concurrency` groups of eight have by default."""
 
 
 class EnvironmentConfig(Config):
-    """An environment under the name that rows of data give: a class of yours, one that is installed already, or one
-    behind a URL. A text in place of the table is its class."""
+    """An environment under the name used by rows of data: your own class, an installed one, or one behind a URL. A text
+    in place of the table is its class."""
 
     model_config = pydantic.ConfigDict(serialize_by_alias=True)
 
@@ -24,12 +24,12 @@ class EnvironmentConfig(Config):
     args: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
     """Keyword arguments of the class."""
     isolated: bool = False
-    """Run each episode in a process of its own, also if the class is async. A class of plain functions always does."""
+    """Run each episode in its own process, even if the class is async. A class of plain functions always does."""
     url: str = ""
-    """http:// or https:// address of a server of environments, in place of a class. No user and password in it:
-    `PENSTOCK_ENVIRONMENT_TOKEN` is shown to it."""
+    """http:// or https:// address of a server of environments, in place of a class. It has no user and password: the
+    server gets `PENSTOCK_ENVIRONMENT_TOKEN`."""
     name: str = ""
-    """What that server calls the environment. Empty: as it is called here."""
+    """The environment's name at that server. Empty: the same name as here."""
 
     @pydantic.model_validator(mode="after")
     def _is_one_of_class_and_url(self) -> Self:
@@ -48,7 +48,7 @@ def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         is_whole = False
     # The message shows no part of the URL, which may hold a secret.
     if not is_whole or "@" in url or parts.query or parts.fragment:
@@ -72,23 +72,23 @@ EnvironmentTables: TypeAlias = Annotated[
 
 
 class EnvironmentServerConfig(Config):
-    """A server of environments for workers on other machines, whose tables name its url."""
+    """A server of environments for workers on other machines, whose tables hold its url."""
 
     names: tuple[str, ...] = ()
-    """The environments that are served. Empty: all of `[worker.environments]` that have no url."""
+    """The served environments. Empty: all of `[worker.environments]` without a url."""
     port: int = pydantic.Field(default=0, ge=0, le=65535)
-    """Port that it listens on; 0 takes any that is free."""
+    """Port to listen on; 0 takes any free one."""
     max_episodes: int = pydantic.Field(default=1024, ge=1)
-    """Episodes that live at once; the workers of further ones wait."""
+    """Episodes that live at once; workers of further episodes wait."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentServerSettings:
-    """All that a server of environments receives."""
+    """Everything that a server of environments receives."""
 
     server: EnvironmentServerConfig
     environments: Mapping[str, EnvironmentConfig]
     max_processes: int
-    """Processes of episodes at once."""
+    """Maximum processes of episodes at once."""
     run: RunConfig
     network: NetworkConfig

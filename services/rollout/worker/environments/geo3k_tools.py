@@ -1,8 +1,8 @@
 r"""Geometry with a tool that checks answers: the environment of slime's multi-turn geo3k example, without its leak.
 
-The tool knows the gold answer, so a policy could guess until it says "right". Hence one check a turn, few turns,
-the first right answer ends the episode, and each wrong check lowers what a later right answer earns. Every verdict is
-the reward service's, on text that the policy wrote; feedback is never graded. An answer that was not judged raises: the
+The tool knows the gold answer, so a policy could guess until it says "right". Hence one check per turn, few turns, the
+first right answer ends the episode, and each wrong check lowers what a later right answer earns. The reward service
+gives every verdict, on text that the policy wrote; feedback is never graded. An answer that was not judged raises: the
 sample ends unjudged, never with a wrong 0.
 """
 
@@ -52,16 +52,15 @@ class Geo3kTools:
         """Make the environment of one episode.
 
         Args:
-            max_turns: Turns of an episode whose task has no limit of its own.
+            max_turns: Turns of an episode whose task sets no limit.
             discount: A right answer after n wrong checks earns its score times discount to the power n. 0.5 is the
                 largest value at which all later attempts together never earn more than the first.
-            right_from: The least score of a verdict that says "right".
-            show_tools: Show the tool's schema through the chat template. False for a template that takes no tools,
-                with the call's form in the data or the instruction; feedback is then a user's message.
-            instruction: Where to explain the tool in rows that do not: behind the user's text, or in the system
-                message.
-            compat: "slime": decide and end as slime's environment does. A right check does not end the episode, what
-                cannot be read as a call ends it, no tools are shown, and the reward service judges the last turn.
+            right_from: Minimum score of a verdict that says "right".
+            show_tools: Show the tool's schema through the chat template. False for a template without tools, with the
+                call's form in the data or the instruction; feedback is then a user's message.
+            instruction: Where to explain the tool in rows that do not: after the user's text, or in the system message.
+            compat: "slime": decide and end as slime's environment does. A right check does not end the episode, an
+                unreadable call ends it, no tools are shown, and the reward service judges the last turn.
 
         Raises:
             ConfigError: a value is out of range.
@@ -87,7 +86,7 @@ class Geo3kTools:
         self._has_attempted = False
 
     async def reset(self, task: Task) -> Observation:
-        """The row's own conversation, with the tool; a schema of the tool that the row brings replaces ours."""
+        """Return the row's own conversation, with the tool; the row's own schema of the tool replaces ours."""
         self._task = task
         self._max_turns = task.max_turns or self._max_turns
         own = tuple(tool for tool in task.tools if tool.get("function", {}).get("name") in TOOL_NAMES)
@@ -98,7 +97,7 @@ class Geo3kTools:
         )
 
     async def step(self, turn: AssistantTurn) -> StepResult:
-        """Check the answer of the turn's call; a turn without one, or the last, is the final answer.
+        """Check the answer of the turn's call; a turn without a call, or the last, is the final answer.
 
         Raises:
             PenstockError: the reward service did not judge the answer.
@@ -119,7 +118,7 @@ class Geo3kTools:
         return self._go_on(fault + self._last_chance, call.kind)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     @property
     def _is_last(self) -> bool:
@@ -179,7 +178,7 @@ class Geo3kTools:
         return StepResult(observation=None, reward=reward, metrics=self._metrics(score), kind=kind)
 
     def _metrics(self, score: float | None) -> dict[str, float]:
-        """What is known of the episode after this step, whose answer was given `score`."""
+        """Return the episode's metrics after this step, whose answer has `score`."""
         metrics = {"num_checks": float(self._num_checks), "tool_use": float(self._has_called)}
         if score is not None:
             metrics["score"] = score
@@ -189,7 +188,7 @@ class Geo3kTools:
         return metrics
 
     def _instructed(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """The conversation with the instruction; a second system message is never made, as templates drop it."""
+        """Return the conversation with the instruction, and no second system message, which templates would drop."""
         if self._instruction == "none":
             return messages
         form = "" if self._show_tools else f", for example {_EXAMPLE}"

@@ -19,13 +19,13 @@ from penstock.model.images import decode_image
 from services.rollout.worker.environments.named_tools import make_tools
 
 Unit: TypeAlias = Literal["fraction", "thousandth"]
-"""Of a box's coordinates: 0 to 1, or 0 to 1000 as Qwen3-VL writes them."""
+"""Unit of a box's coordinates: 0 to 1, or 0 to 1000 as Qwen3-VL writes them."""
 
 _FULL: Final[dict[Unit, int]] = {"fraction": 1, "thousandth": 1000}
 _MIN_EDGE: Final = 0.02
-"""Of a box, as a fraction of the picture's."""
+"""Minimum edge of a box, as a fraction of the picture's."""
 _MAX_ASPECT: Final = 100
-"""Longest crop, edge to edge: image processors refuse strips beyond 200."""
+"""Maximum ratio of a crop's edges: image processors refuse strips beyond 200."""
 _MIN_PIXELS: Final = 32 * 32
 _MAX_SHOWN: Final = 120
 _GREY: Final = (128, 128, 128)
@@ -48,16 +48,16 @@ class Geo3kZoom(ToolEnvironment):
         """Play one episode.
 
         Args:
-            unit: The one unit of boxes.
-            max_pixels: Of an enlarged crop.
+            unit: The unit of all boxes.
+            max_pixels: Maximum pixels of an enlarged crop.
             tools: Further tools by name, see `named_tools`.
             max_calls_per_turn: As in `ToolEnvironment`.
             max_turns: As in `ToolEnvironment`.
             show_tools: As in `ToolEnvironment`.
-            blank: Give grey pictures in place of the enlarged parts: what a policy loses by that, it owed to them.
+            blank: Give grey pictures in place of the enlarged parts, to measure what the policy owes to them.
 
         Raises:
-            ValueError: an argument is out of its range.
+            ValueError: an argument is out of range.
         """
         if unit not in _FULL:
             raise ValueError(f"unit = {unit!r} must be one of {', '.join(get_args(Unit))}")
@@ -72,7 +72,7 @@ class Geo3kZoom(ToolEnvironment):
         self._images: tuple[bytes, ...] = ()
 
     async def reset(self, task: Task) -> Observation:
-        """The row, and its tools.
+        """Return the row and its tools.
 
         Raises:
             InvalidRequestError: the row has no picture.
@@ -95,7 +95,7 @@ class Geo3kZoom(ToolEnvironment):
         return ToolResult(text=f"Part [{shown}] of {which}, as {size[0]} x {size[1]} pixels:", images=(png,))
 
     def _enlarge(self, picture: bytes, box: tuple[float, float, float, float]) -> tuple[bytes, tuple[int, int]]:
-        """The PNG file of the part, and its size."""
+        """Return the part as a PNG file, and its size."""
         part = _crop(picture, box, self._max_pixels)
         return _to_png(Image.new("RGB", part.size, _GREY) if self._is_blank else part), part.size
 
@@ -106,7 +106,7 @@ _DESCRIPTION = (
 
 
 def _schema(unit: Unit, num_images: int) -> dict[str, Any]:
-    """Of the arguments; which picture is asked only where there are several."""
+    """Return the schema of the arguments; it asks which picture only if there are several."""
     full = _FULL[unit]
     box = {
         "type": "array",
@@ -132,10 +132,10 @@ def _schema(unit: Unit, num_images: int) -> dict[str, Any]:
 
 
 def _checked(given: Sequence[float], unit: Unit) -> tuple[float, float, float, float]:
-    """The box in fractions of the picture.
+    """Return the box in fractions of the picture.
 
     Raises:
-        ToolError: it is no part of a picture; in words that say how to mend it.
+        ToolError: the box is not a part of a picture; the text says how to correct it.
     """
     full = _FULL[unit]
     shown = f"bbox_2d = {shorten(str(list(given)), _MAX_SHOWN)}"
@@ -154,10 +154,10 @@ def _checked(given: Sequence[float], unit: Unit) -> tuple[float, float, float, f
 
 
 def _crop(data: bytes, box: tuple[float, float, float, float], max_pixels: int) -> Image.Image:
-    """The part, with the picture's own long edge, or smaller if that has too many pixels.
+    """Crop the part and enlarge it to the picture's own long edge, or less if that has too many pixels.
 
     Raises:
-        ToolError: the part is a strip that no image processor takes.
+        ToolError: the part is a strip that image processors refuse.
         InvalidRequestError: the file is damaged, or has too many pixels to be decoded.
     """
     picture = decode_image(data)

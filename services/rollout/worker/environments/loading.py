@@ -12,11 +12,11 @@ _METHODS = ("reset", "step", "close")
 
 
 def load_class(path: str, args: Mapping[str, Any]) -> Callable[[], Any]:
-    """What makes environments of the class at `path`, "package.module:Class", with `args`.
+    """Return a factory of the class at `path`, "package.module:Class", with `args`.
 
     Raises:
-        ConfigError: there is no such class, it is no environment, or it does not take the arguments. The message does
-            not say which environment: the caller knows its name.
+        ConfigError: there is no such class, it is not an environment, or it does not take the arguments. The message
+            does not name the environment: the caller knows its name.
     """
     module_name, colon, attribute = path.partition(":")
     problem = ""
@@ -51,8 +51,8 @@ def _with_args(kind: Callable[..., Any], args: Mapping[str, Any]) -> Callable[[]
 
 
 def prepare(factory: Callable[[], Any]) -> None:
-    """Let the class of what `load_class` returned do what it does once for all episodes: its class method `prepare`,
-    if it has one, with the same arguments.
+    """Run the one-time preparation of a class loaded by `load_class`: its class method `prepare`, if it has one, with
+    the same arguments.
 
     Raises:
         ConfigError: it raised an error.
@@ -71,6 +71,6 @@ def prepare(factory: Callable[[], Any]) -> None:
 
 
 def is_blocking(factory: Callable[[], Any]) -> bool:
-    """Whether what `load_class` returned makes environments of plain functions, which would hold up an event loop."""
+    """Return whether the loaded class has plain functions, which would block an event loop."""
     kind = factory.func if isinstance(factory, functools.partial) else factory
     return not inspect.iscoroutinefunction(getattr(kind, "step", None))

@@ -1,4 +1,4 @@
-"""The tools that come with Penstock, by name, for environments that have others besides."""
+"""The tools that come with Penstock, by name, for environments that also have other tools."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -11,7 +11,7 @@ _TOOLS: Final[Mapping[str, Callable[[], Tool]]] = {"calculator": calculator_tool
 
 
 def make_tools(names: Sequence[str]) -> list[Tool]:
-    """The tools of these names, made for one episode.
+    """Make the tools of these names for one episode.
 
     Raises:
         ValueError: a name is unknown.

@@ -1,4 +1,4 @@
-"""A Python tool: code that a policy writes, in a process without network, files or other processes."""
+"""A Python tool: runs a policy's code in a process without network, files or other processes."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -13,7 +13,7 @@ MODULES: Final = (
     *("typing", "_strptime"),
     *("numpy", "numpy.fft", "numpy.linalg", "numpy.polynomial", "numpy.random"),
 )
-"""What code may import unless told otherwise."""
+"""Modules that code may import by default."""
 
 _PARAMETERS = {
     "type": "object",
@@ -45,15 +45,15 @@ class Python(ToolEnvironment):
         """Play one episode.
 
         Args:
-            time_limit_s: Of one call, from when a processor is free for it.
-            memory_limit_mb: What a call may allocate.
-            max_characters: Of what it prints, and of its value and its error.
-            modules: What code may import; submodules that it needs must be named, too.
+            time_limit_s: Seconds for one call, from when a processor is free for it.
+            memory_limit_mb: Memory that a call may allocate.
+            max_characters: Maximum characters of its output, and of its value and its error.
+            modules: Modules that code may import; submodules that it needs must be named, too.
             max_calls_per_turn: As in `ToolEnvironment`.
             max_turns: As in `ToolEnvironment`.
 
         Raises:
-            ValueError: an argument is out of its range.
+            ValueError: an argument is out of range.
         """
         tool = python_tool(
             time_limit_s=time_limit_s, memory_limit_mb=memory_limit_mb, max_characters=max_characters, modules=modules
@@ -68,10 +68,10 @@ def python_tool(
     max_characters: int = 4000,
     modules: Sequence[str] = MODULES,
 ) -> Tool:
-    """The tool `python`; arguments are as in `Python`.
+    """Return the tool `python`; arguments are as in `Python`.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
     given = {"time_limit_s": time_limit_s, "memory_limit_mb": memory_limit_mb, "max_characters": max_characters}
     for name, value in given.items():
@@ -89,35 +89,35 @@ def python_tool(
         description=f"Runs Python code, for at most {time_limit_s:g} s and without network or files.",
         parameters=_PARAMETERS,
         function=calls.run,
-        timeout_s=None,  # it has its own, which does not count the wait for a processor
+        timeout_s=None,  # it has its own limit, which excludes the wait for a processor
         close=calls.close,
     )
 
 
 class _Calls:
-    """Those of one episode."""
+    """The tool calls of one episode."""
 
     def __init__(self, settings: InterpreterSettings) -> None:
         self._settings = settings
         self._interpreter: Interpreter | None = None
 
     async def run(self, code: str) -> str:
-        """What the code printed and its value."""
+        """Run the code and return its output and its value."""
         if self._interpreter is None:
             self._interpreter = Interpreter.acquire(self._settings)
         return self._told(await self._interpreter.run(code))
 
     async def close(self) -> None:
-        """Let go of the interpreter."""
+        """Release the interpreter."""
         if self._interpreter is not None:
             interpreter, self._interpreter = self._interpreter, None
             await interpreter.release()
 
     def _told(self, run: Run) -> str:
-        """As text.
+        """Return the outcome as text.
 
         Raises:
-            ToolError: the code failed; with what it printed before.
+            ToolError: the code failed; it includes the output before that.
         """
         dropped = f"\n... ({run.num_dropped} characters more were printed)" if run.num_dropped else ""
         printed = f"{run.printed}{dropped}".rstrip("\n")

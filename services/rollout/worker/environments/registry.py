@@ -3,8 +3,8 @@
 Names are looked up in the worker's own configuration, then in the entry points of group `penstock.environments`, then
 among those that come with Penstock. A prompt can only name an environment; it cannot make a worker import code.
 
-An async class runs in the event loop, unless it is configured as isolated. A class of plain functions runs in a process
-of its own for each episode, and of these no more than a fixed number live at once.
+An async class runs in the event loop, unless it is configured as isolated. A class of plain functions runs in its own
+process for each episode, and the number of these that live at once is limited.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
 
 
 class EnvironmentRegistry:
-    """Environment factories by name. As a context it starts what the configured environments need, and ends it."""
+    """Environment factories by name. As a context it starts and ends what the configured environments need."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class EnvironmentRegistry:
         security: Security | None = None,
         max_processes: int = MAX_PROCESSES,
     ) -> None:
-        """Load the environments of `configured` beside those that are installed.
+        """Load the environments of `configured` beside the installed ones.
 
         Args:
             configured: The tables of `[worker.environments]`.
-            security: What servers of environments are shown.
-            max_processes: Episodes with a process of their own that have room at once.
+            security: Credentials for servers of environments.
+            max_processes: Maximum episodes at once that have their own process.
 
         Raises:
-            ConfigError: a class cannot be imported, is no environment, or does not take its arguments.
+            ConfigError: a class cannot be imported, is not an environment, or does not take its arguments.
         """
         self._factories: dict[str, EnvironmentFactory] = {}
         self._installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
@@ -76,7 +76,7 @@ class EnvironmentRegistry:
         """Start the servers of configured environments that run in processes.
 
         Raises:
-            ConfigError: one cannot be loaded there, or does not take its arguments.
+            ConfigError: a server cannot load its environment, or the class does not take its arguments.
         """
         starting = (
             factory.start()
@@ -101,7 +101,7 @@ class EnvironmentRegistry:
         return sorted(self._factories)
 
     def find(self, name: str) -> EnvironmentFactory:
-        """The factory called `name`.
+        """Return the factory called `name`.
 
         Raises:
             InvalidRequestError: there is none.
@@ -116,10 +116,10 @@ class EnvironmentRegistry:
 
     @asynccontextmanager
     async def room(self, name: str) -> AsyncIterator[None]:
-        """Room for one episode of environment `name`, to be entered before it is made and left after it is closed.
+        """Reserve room for one episode of environment `name`: enter before making it, leave after closing it.
 
-        Waits, first come first served, while all processes are taken. Whoever has room waits for no other episode's
-        room, so each ends in its time, and all get their turn.
+        Waits, first come first served, while all processes are taken. An episode that has room never waits for
+        another's room, so each ends in its time, and all get their turn.
         """
         if isinstance(self._factories.get(name), EnvironmentProcesses):
             async with self._processes:
@@ -128,7 +128,11 @@ class EnvironmentRegistry:
             yield
 
     def require_room(self, name: str) -> None:
-        """Raises: OverloadedError: `room` would wait."""
+        """Refuse to wait for room.
+
+        Raises:
+            OverloadedError: `room` would wait.
+        """
         if isinstance(self._factories.get(name), EnvironmentProcesses) and self._processes.locked():
             raise OverloadedError(
                 f"all {self._max_processes} processes of environments are taken; try again later, or raise "
@@ -147,7 +151,7 @@ class EnvironmentRegistry:
                     "its url"
                 )
             path = f"{kind.__module__}:{kind.__qualname__}"
-        if config.isolated:  # not imported here: it may bring down the process that does
+        if config.isolated:  # not imported here, because it may crash the process that imports it
             return EnvironmentProcesses(name, path, config.args)
         factory = load_class(path, config.args)
         if is_blocking(factory):

@@ -7,12 +7,12 @@ class SingleTurn:
     """Shows the prompt as it is and ends after the first turn."""
 
     async def reset(self, task: Task) -> Observation:
-        """The row's own messages, images and tools."""
+        """Return the row's own messages, images and tools."""
         return Observation(messages=task.messages, images=task.images, tools=task.tools)
 
     async def step(self, turn: AssistantTurn) -> StepResult:
-        """The end."""
+        """End the episode."""
         return StepResult(observation=None)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""

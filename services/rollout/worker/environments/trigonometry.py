@@ -1,4 +1,4 @@
-"""Trigonometric functions, in degrees or radians; exact where angle and value are rational, as sin 30° is."""
+"""Trigonometric functions, in degrees or radians; exact where angle and value are rational, such as sin 30°."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +24,13 @@ class Trigonometry:
     """The functions, with all angles in one unit."""
 
     NAMES: ClassVar[Mapping[str, int]] = {"sin": 1, "cos": 1, "tan": 1, "asin": 1, "acos": 1, "atan": 1, "atan2": 2}
-    """Each with the number of its arguments."""
+    """Each function with its number of arguments."""
 
     def __init__(self, unit: AngleUnit) -> None:
         self._unit = unit
 
     def compute(self, name: str, arguments: Sequence[Fraction | float]) -> Fraction | float:
-        """The function's value.
+        """Return the function's value.
 
         Raises:
             ValueError: it has none.

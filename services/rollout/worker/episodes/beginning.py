@@ -1,6 +1,6 @@
-"""Begins an episode: makes its environment, resets it, and renders what it shows first.
+"""Begins an episode: makes its environment, resets it, and renders its first observation.
 
-Invariant: an environment that was made is closed, once, however its episode ends. No token was sampled yet, so a
+Invariant: every environment that was made is closed once, however its episode ends. No token was sampled yet, so a
 failure here selects nothing: another environment is tried.
 """
 
@@ -37,9 +37,9 @@ log = structlog.get_logger()
 
 _CLOSE_TIMEOUT_S = 5.0
 _WAITS = Backoff(0.1, 5.0)
-"""Pauses while a server of environments has no room. They are no time of the episode."""
+"""Pauses while a server of environments has no room. They do not count as time of the episode."""
 _MAX_RESETS = 3
-"""How often an environment is made and reset before it counts as broken: a sample that fails without a token takes its
+"""Times that an environment is made and reset before it counts as broken: a sample that fails without a token takes its
 group with it."""
 
 
@@ -48,12 +48,12 @@ class Beginning:
     """An episode before its first turn."""
 
     environment: Environment
-    """It was reset."""
+    """The environment, after its reset."""
     first: Observation
     ids: list[int]
-    """Of the first observation."""
+    """Ids of the first observation."""
     budget: Budget
-    """What is left after it."""
+    """The budget after the first observation."""
 
 
 class EpisodeStarter:
@@ -69,7 +69,7 @@ class EpisodeStarter:
         grid: ImageGrid | None,
         wait_timeout_s: float,
     ) -> None:
-        """Begin with these parts; they are those of `EpisodePlayer`."""
+        """Create a starter from these parts; they are those of `EpisodePlayer`."""
         self._longest_token_bytes = renderer.longest_token_bytes
         self._rendering = rendering
         self._environments = environments
@@ -81,14 +81,14 @@ class EpisodeStarter:
     async def begun(
         self, prompt: Prompt, task: Task, clock: EpisodeClock, grading: Grading, prefill: SharedPrefill
     ) -> AsyncIterator[Beginning]:
-        """An episode of `prompt`, whose environment is closed when the context ends.
+        """Begin an episode of `prompt`, and close its environment when the context ends.
 
-        `clock` does not count the time in which there is no room for another environment.
+        `clock` is paused while there is no room for another environment.
 
         Raises:
-            InvalidRequestError: the prompt, or how the environment begins, can never be played.
+            InvalidRequestError: the prompt, or the environment's beginning, can never be played.
             PoisonError: every environment that was made for it failed.
-            UnavailableError: the same, for want of something outside: an error of the operating system or the network.
+            UnavailableError: the same, because of an error of the operating system or the network.
             OverloadedError: a server of environments had no room for too long.
             DeadlineError: it took too long.
         """
@@ -127,7 +127,7 @@ class EpisodeStarter:
                     if time.monotonic() >= give_up_at:
                         raise
                     num_waits += 1
-                except Exception as error:  # a boundary: environments are other people's code
+                except Exception as error:  # a boundary: environments are users' code
                     if isinstance(error, PenstockError) and not isinstance(error, EnvironmentFailedError):
                         raise
                     grading.require_sound()
@@ -175,13 +175,13 @@ class EpisodeStarter:
 
 
 def describe_failure(environment: str, error: Exception) -> str:
-    """What an environment did wrong, in words."""
+    """Describe what an environment did wrong."""
     said = str(error) if isinstance(error, EnvironmentFailedError) else f"{type(error).__name__}: {error}"
     return f"environment {environment!r}: {said}"
 
 
 def _check_prompt_images(first: Observation, prompt: Prompt, task: Task) -> None:
-    """The first observation's images begin with the prompt's: placeholders and images are paired by their order."""
+    """Check that the first observation's images begin with the prompt's, because placeholders pair in order."""
     if first.images[: len(task.images)] != task.images:
         raise InvalidRequestError(
             f"environment {prompt.environment!r} began with {len(first.images)} images that do not start with the "

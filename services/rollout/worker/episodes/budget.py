@@ -1,8 +1,8 @@
-"""What an episode may still take: tokens, observations, images, pixels.
+"""The remaining budget of an episode: tokens, observations, images, pixels.
 
-Invariants: what does not fit is refused before anything is spent on it: pixels are read from headers, text is measured
-in bytes before it is tokenised, and the tokens of images are computed, not asked for. An observation is taken whole or
-not at all.
+Invariants: an observation that does not fit is refused before anything is spent on it: pixels are read from headers,
+text is measured in bytes before it is tokenised, and the tokens of images are computed, not asked for. An observation
+is taken whole or not at all.
 """
 
 import json
@@ -24,7 +24,7 @@ MIN_ROOM_TOKENS = 16
 
 
 class OverBudgetError(Exception):
-    """An observation does not fit; the message says into what."""
+    """An observation does not fit; the message names the exceeded limit."""
 
 
 class Budget:
@@ -33,11 +33,11 @@ class Budget:
     def __init__(
         self, limits: Limits, *, context_length: int | None, grid: ImageGrid | None, longest_token_bytes: int
     ) -> None:
-        """Begin with everything left.
+        """Begin with the whole budget.
 
         Args:
-            limits: The prompt's.
-            context_length: The most tokens of a sequence, images expanded; None for no limit.
+            limits: The prompt's limits.
+            context_length: Maximum tokens of a sequence, images expanded; None for no limit.
             grid: How the model cuts images into tokens; None for a model without images.
             longest_token_bytes: Bytes of text of the longest token.
         """
@@ -75,19 +75,19 @@ class Budget:
         return ids
 
     def add_turn(self, num_context_tokens: int) -> None:
-        """Note what the engine holds after a turn, images expanded."""
+        """Note the number of tokens that the engine holds after a turn, images expanded."""
         self._num_tokens = num_context_tokens
 
     def leave_out(self, num_tokens: int) -> None:
-        """Note that the next turn has so many tokens less before it."""
+        """Note that the next turn's context has `num_tokens` fewer."""
         self._num_tokens -= num_tokens
 
     def max_new_tokens(self, wanted: int) -> int:
-        """The most tokens of the next turn: `wanted`, or what is left of the row's own limit."""
+        """Return the maximum tokens of the next turn: `wanted`, or the rest of the row's own limit."""
         return wanted if self._limits.max_tokens is None else min(wanted, self._limits.max_tokens - self._num_tokens)
 
     def _room(self, *, reserved: int) -> tuple[float, str]:
-        """Tokens that an observation may have, and what limits them; `reserved` are left for the turn after it."""
+        """Return the tokens that an observation may have, and the limit's name; `reserved` are left for the turn."""
         bounds = ((self._context_length, "the context"), (self._limits.max_tokens, "max_tokens"))
         return min(
             ((bound - self._num_tokens - reserved, name) for bound, name in bounds if bound is not None),

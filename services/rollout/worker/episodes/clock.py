@@ -1,4 +1,4 @@
-"""The time of one episode."""
+"""The clock of one episode."""
 
 import asyncio
 import time
@@ -9,10 +9,10 @@ from penstock.errors import DeadlineError
 
 
 class EpisodeClock:
-    """The time that an episode has; it stands still while the episode waits for a replica or for a verdict."""
+    """The time that an episode has left; it is paused while the episode waits for a replica or for a verdict."""
 
     def __init__(self, limit_s: float) -> None:
-        """Start, with `limit_s` seconds left."""
+        """Start with `limit_s` seconds left."""
         self._ends_at = time.monotonic() + limit_s
         self._limit: asyncio.Timeout | None = None
         self._num_pauses = 0
@@ -29,7 +29,11 @@ class EpisodeClock:
 
     @asynccontextmanager
     async def limit(self, what: str) -> AsyncIterator[None]:
-        """Raises: DeadlineError: `what` took longer than the episode has."""
+        """Bound the context by the time left.
+
+        Raises:
+            DeadlineError: `what` took longer than the episode has.
+        """
         limit = self._limit = asyncio.timeout(self.remaining_s)
         try:
             async with limit:
@@ -46,7 +50,7 @@ class EpisodeClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stand still; pauses may overlap."""
+        """Pause the clock; pauses may overlap."""
         if self._num_pauses == 0:
             self._paused_at = time.monotonic()
             self._reschedule(None)

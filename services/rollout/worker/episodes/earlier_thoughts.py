@@ -1,7 +1,7 @@
-"""Leaves out what the policy thought in earlier turns, where the model's chat template does: `worker.strip_thinking`.
+"""Leaves out the policy's earlier thoughts, where the model's chat template does: `worker.strip_thinking`.
 
-Invariant: ids are left out, never made: what stays are the ids that were sampled, and they are the same text that the
-template shows, but for white space around what was said.
+Invariant: ids are left out, never made. The ids that stay were sampled, and their text is what the template shows,
+except for white space around what was said.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from penstock.model.reasoning import CLOSE, OPEN
 from penstock.records import Message, TextPart
 
 _CHOICES: tuple[Mapping[str, Any], ...] = ({}, {"preserve_thinking": False})
-"""Templates that keep thoughts by default leave them out with the second."""
+"""Template variables to try. Templates that keep thoughts by default leave them out with the second."""
 _NEXT_QUESTION = Message(role="user", parts=(TextPart(text="?"),))
 
 
@@ -53,12 +53,12 @@ class EarlierThoughts:
         *,
         template_kwargs: Mapping[str, Any] = {},
     ) -> list[int]:
-        """The ids of a conversation that `messages` follow, without the thoughts that the template leaves out.
+        """Return the ids of a conversation before `messages`, without the thoughts that the template leaves out.
 
         Args:
-            ids: Of the conversation so far.
-            turns: Where the policy's turns are among them. What it thought in turns that are not named stays.
-            messages: Those that follow.
+            ids: The conversation so far.
+            turns: Ranges of the policy's turns in `ids`. Thoughts of other turns stay.
+            messages: The messages that follow.
             template_kwargs: Further variables of the template.
 
         Raises:
@@ -77,12 +77,12 @@ class EarlierThoughts:
         return [*kept, *ids[index:]]
 
     def _said(self, turn: list[int], *, is_open: bool) -> list[int]:
-        """What follows the thoughts of a turn; only its end if it never closed them."""
+        """Return the ids after the thoughts of a turn; only its end if it never closed them."""
         start = self._after_space(turn, 0)
         if not is_open and turn[start : start + 1] != [self._open_id]:
             return turn
         if self._close_id not in turn:
-            return [] if self._renderer.decode(turn[-1:]) else turn[-1:]  # the id that ended it has no text
+            return [] if self._renderer.decode(turn[-1:]) else turn[-1:]  # the end id has no text
         last = len(turn) - 1 - turn[::-1].index(self._close_id)  # where templates cut
         return turn[self._after_space(turn, last + 1) :]
 

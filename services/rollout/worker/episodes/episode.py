@@ -1,9 +1,9 @@
 """Plays one sample: turn by turn, from the environment's first messages to its end.
 
-Invariants: token in, token out: the ids of a turn's request are exactly the ids of the turns before, without thoughts
-where `worker.strip_thinking` says so, and those of the environment's answers; the policy's own ids are never made from
-text. A sample that has tokens is never thrown away: whatever ends it early is its finish reason. Only a sample without
-any token fails its group.
+Invariants: token in, token out: a turn's request has exactly the ids of the turns before, without thoughts where
+`worker.strip_thinking` says so, and of the environment's answers; the policy's own ids are never made from text. A
+sample with tokens is never thrown away: if it ends early, its finish reason says why. Only a sample without any token
+fails its group.
 """
 
 import dataclasses
@@ -59,9 +59,9 @@ class Episode:
     text: str
     """The policy's own text, turn after turn."""
     answer: str
-    """The text of its last turn, which the reward service judges: an answer that was taken back does not count."""
+    """The text of its last turn, for the reward service: an answer that was taken back does not count."""
     finish_reason: Ending
-    """As in `penstock.records.Sample`."""
+    """See `penstock.records.Sample`."""
     error: str = ""
     """Why the sample cannot be judged: its environment failed, an image was lost, or it broke the replicas that played
     it."""
@@ -71,7 +71,7 @@ class Episode:
 
     @property
     def reward(self) -> float | None:
-        """What the environment gave in all; None if it left that to the reward service, or failed."""
+        """The environment's total reward; None if it left that to the reward service, or failed."""
         rewards = [turn.reward for turn in self.trajectory.turns if turn.reward is not None]
         return sum(rewards) if rewards and not self.error else None
 
@@ -81,7 +81,7 @@ class Episode:
         return self.reward is None and not self.error
 
     def to_sample(self, verdict: Verdict | None) -> Sample:
-        """The finished sample; `verdict` is the reward service's, if it was asked."""
+        """Return the finished sample; `verdict` is the reward service's, if it was asked."""
         judged = None if verdict is None or not verdict.is_judged else verdict.score
         return Sample(
             sequences=self.trajectory.to_sequences(),
@@ -113,22 +113,22 @@ class EpisodePlayer:
         grid: ImageGrid | None = None,
         wait_timeout_s: float = WAIT_TIMEOUT_S,
     ) -> None:
-        """Play with these parts.
+        """Create a player from these parts.
 
         Args:
             config: Timeouts.
             renderer: The model's chat template.
             generator: A router or an engine.
-            environments: Where prompts find their environment.
-            judge: Whom environments ask what an answer is worth.
-            forbidden_ids: A turn that holds one of them is refused.
-            context_length: The most tokens of a sequence, images expanded; None for no limit.
+            environments: Finds the environment of a prompt.
+            judge: Judges answers for environments.
+            forbidden_ids: Turns with any of these ids are refused.
+            context_length: Maximum tokens of a sequence, images expanded; None for no limit.
             grid: How the model cuts images into tokens; None for a model without images.
-            wait_timeout_s: How long a turn may wait while no replica works on it, and an episode for room at a server
-                of environments.
+            wait_timeout_s: Maximum seconds that a turn waits while no replica works on it, and an episode for room at a
+                server of environments.
 
         Raises:
-            ConfigError: thoughts are to be left out, and the model's chat template never does.
+            ConfigError: thoughts must be left out, but the model's chat template never does.
         """
         self._config = config
         self._renderer = renderer
@@ -150,8 +150,8 @@ class EpisodePlayer:
         """Play sample `number` of `prompt`; `images` and `prefill` are the group's.
 
         Raises:
-            InvalidRequestError: the prompt can never be played or judged: a fault of the data, no such environment, or
-                one that begins as none may.
+            InvalidRequestError: the prompt can never be played or judged: its data are at fault, there is no such
+                environment, or the environment's beginning is invalid.
             PoisonError: its first turn broke every replica that tried it, or its environment could not be reset.
             DeadlineError: the environment's reset took too long, or no first token came.
             PenstockError: the engine broke its contract, or no server answers.
@@ -187,7 +187,7 @@ class EpisodePlayer:
             )
 
     async def _play_turn(self, episode: "_Episode", on_first_token: Callable[[], None] = lambda: None) -> Ending | None:
-        """Append a turn of the policy; return how it ended the episode, or None if it did not."""
+        """Append a turn of the policy; return the ending if it ended the episode, else None."""
         trajectory, prompt = episode.trajectory, episode.prompt
         budget_s = min(prompt.limits.turn_timeout_s or math.inf, episode.clock.remaining_s)
         if trajectory.turns and budget_s <= 0:
@@ -271,7 +271,7 @@ class EpisodePlayer:
             return "deadline"
         except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
             episode.grading.require_sound()
-            # What they raise may depend on what the policy said; playing the group again would select against that.
+            # Its errors may depend on what the policy said; playing the group again would select against that.
             episode.error = describe_failure(episode.prompt.environment, error)
             return "error"
         try:
@@ -283,7 +283,7 @@ class EpisodePlayer:
         return None
 
     async def _render_next(self, observation: Observation, episode: "_Episode") -> tuple[list[int], list[int]]:
-        """The ids so far that stay before the policy, and those of `observation`, which follow them."""
+        """Return the ids so far that the policy keeps, and the ids of `observation`, which follow them."""
         if observation.tools:
             raise ValueError(
                 f"it shows {len(observation.tools)} tools after the first turn, where the chat template cannot; show "
@@ -334,11 +334,11 @@ class _Episode:
 
 
 def _end_by(error: PenstockError, episode: _Episode) -> Ending:
-    """How an episode that has tokens ends if its next turn fails with `error`."""
+    """Return how an episode with tokens ends if its next turn fails with `error`."""
     match error:
         case PromptTooLongError():
             return "length"
-        # The second blames what the environment added; of the third, storing the image again did not help.
+        # InvalidRequestError blames the environment's addition; with MissingImageError, storing the image again failed.
         case PoisonError() | InvalidRequestError() | MissingImageError():
             episode.error = str(error)
             return "error"

@@ -1,7 +1,7 @@
 """The reward service as one episode's environment reaches it.
 
-Invariant: what the environment makes of a failed grading never becomes a reward. A fault of the data reaches the group,
-and a step whose reward may rest on an answer that nobody judged leaves its sample unjudged.
+Invariant: a failed grading never becomes a reward, whatever the environment does with it. A fault of the data reaches
+the group. A step whose reward may rest on an unjudged answer leaves its sample unjudged.
 """
 
 from penstock.errors import InvalidRequestError, PenstockError, UserError
@@ -14,7 +14,7 @@ class Grading:
     """The grade handle of one episode."""
 
     def __init__(self, judge: Judge, prompt: Prompt, item_id: str, clock: EpisodeClock) -> None:
-        """Have `judge` judge answers to `prompt` as those of sample `item_id`; `clock` stands still meanwhile."""
+        """Have `judge` judge answers to `prompt` as those of sample `item_id`; pause `clock` meanwhile."""
         self._judge = judge
         self._prompt = prompt
         self._item_id = item_id
@@ -23,10 +23,10 @@ class Grading:
         self._unjudged = ""
 
     async def grade(self, text: str) -> Verdict:
-        """What `text` is worth; see `penstock.environments.Grade`.
+        """Return the verdict on `text`; see `penstock.environments.Grade`.
 
         Raises:
-            PenstockError: the reward service cannot tell: it has not answered for a long time, or refuses the golds.
+            PenstockError: the reward service cannot judge: it has not answered for a long time, or refuses the golds.
         """
         try:
             with self._clock.paused():
@@ -41,16 +41,16 @@ class Grading:
         return verdict
 
     def require_sound(self) -> None:
-        """Pass on what is wrong with the data or the set-up, whether or not the environment did.
+        """Raise faults of the data or the set-up, whether or not the environment did.
 
         Raises:
             InvalidRequestError: the gold answers are wrong, or there is no such profile.
-            UserError: the reward service is out of reach for good.
+            UserError: the reward service is permanently out of reach.
         """
         if self._fault is not None:
             raise self._fault
 
     def take_unjudged(self) -> str:
-        """Why a text was not judged since the last call; empty if all were."""
+        """Return why a text was not judged since the last call; empty if all were."""
         unjudged, self._unjudged = self._unjudged, ""
         return unjudged

@@ -1,8 +1,8 @@
-"""Renders what episodes show, without holding up the event loop.
+"""Renders observations without blocking the event loop.
 
-Invariants: short texts are rendered at once; a long one is rendered in a thread, by a renderer of the thread's own,
-because a tokenizer must not be used by two threads. Tokenizers let other threads run while they work. Short texts never
-wait for long ones.
+Invariants: short texts are rendered at once; a long text is rendered in a thread, by the thread's own renderer, because
+two threads must not share a tokenizer. Tokenizers let other threads run while they work. Short texts never wait for
+long ones.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from penstock.model.chat_template import Renderer
 
 LONG_TEXT_BYTES = 32 * 2**10
-"""About ten milliseconds of rendering; a longer text goes to the thread."""
+"""About ten milliseconds of rendering; longer texts go to the thread."""
 
 
 class Rendering:
@@ -26,7 +26,7 @@ class Rendering:
         self._executor = ThreadPoolExecutor(max_workers=1)
 
     async def render(self, render: Callable[[Renderer], list[int]], *, num_bytes: int) -> list[int]:
-        """The ids that `render` makes with the renderer that it is given, of a text of `num_bytes`.
+        """Return the ids that `render` makes of a text of `num_bytes`, with the renderer that it is given.
 
         Raises: as `render` does.
         """

@@ -10,7 +10,7 @@ from services.rollout.worker.group_images import GroupImages
 
 
 def make_task(prompt: Prompt, item_id: str, images: GroupImages, grading: Grading, clock: EpisodeClock) -> Task:
-    """The task of the sample that is called `item_id`; `grading` judges its answers, `clock` is its time."""
+    """Make the task of sample `item_id`; `grading` judges its answers, `clock` is its time."""
     return Task(
         id=item_id,
         seed=int.from_bytes(hashlib.sha256(prompt.id.group.encode()).digest()[:8], "little"),

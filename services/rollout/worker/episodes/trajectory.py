@@ -1,9 +1,9 @@
-"""What an episode leaves behind, token for token: ids, loss mask, logprobs and version spans.
+"""Collects an episode token by token: ids, loss mask, logprobs and version spans.
 
-Invariants: the policy's own tokens carry the engine's logprobs and a version span; all others carry neither. What was
-appended is never changed: where something is left out, another sequence begins, in which all of it is context. So each
-token is trained once, behind exactly the ids that it was sampled behind. What an engine answers is checked here, before
-anything learns from it.
+Invariants: the policy's own tokens carry the engine's logprobs and a version span; all others carry neither. Appended
+tokens never change: where tokens are left out, another sequence begins, whose copied tokens are all context. So each
+token is trained once, after exactly the ids that it was sampled after. Engines' answers are checked here, before
+anything learns from them.
 """
 
 import math
@@ -24,7 +24,7 @@ DEADLINE = generate_pb2.FINISH_REASON_DEADLINE
 
 
 class Trajectory:
-    """The tokens of one sample, so far."""
+    """The tokens of one sample so far."""
 
     def __init__(
         self, *, min_version: int, exact_version: int | None = None, forbidden_ids: Collection[int] = ()
@@ -33,7 +33,7 @@ class Trajectory:
 
         Args:
             min_version: The oldest policy version that may produce a token.
-            exact_version: The only one that may; None for any from `min_version` on.
+            exact_version: The only version that may; None for any from `min_version` on.
             forbidden_ids: Ids that may never be sampled.
         """
         self._min_version = min_version
@@ -51,7 +51,7 @@ class Trajectory:
 
     @property
     def token_ids(self) -> list[int]:
-        """All ids that the policy has before it, one placeholder per image."""
+        """All ids of the policy's context, one placeholder per image."""
         return self._ids
 
     @property
@@ -66,7 +66,7 @@ class Trajectory:
 
     @property
     def turn_ranges(self) -> Sequence[range]:
-        """Where in `token_ids` the policy's turns are that were played since it began or last left something out."""
+        """Ranges in `token_ids` of the policy's turns since the beginning, or since tokens were last left out."""
         return self._turn_ranges
 
     @property
@@ -83,7 +83,7 @@ class Trajectory:
         self._images.extend(images)
 
     def leave_out(self, kept: Sequence[int]) -> None:
-        """Go on from the `kept` ids of those so far; nothing happens if that is all of them. No image is left out."""
+        """Continue from the `kept` ids; do nothing if those are all. No image is left out."""
         if len(kept) == len(self._ids):
             return
         self._complete.append(self._sequence())
@@ -91,7 +91,7 @@ class Trajectory:
         self._spans, self._turn_ranges = [], []
 
     def add_step(self, reward: float | None, metrics: Mapping[str, float]) -> None:
-        """Note what the environment said of the last turn."""
+        """Record the environment's reward and metrics for the last turn."""
         self._turns[-1] = msgspec.structs.replace(self._turns[-1], reward=reward, metrics=dict(metrics))
 
     def add_turn(
@@ -100,7 +100,7 @@ class Trajectory:
         """Append a turn of the policy.
 
         Raises:
-            PenstockError: the answer contradicts itself or what was asked for.
+            PenstockError: the answer contradicts itself or the request.
         """
         ids = list(response.output_ids)
         spans = [
@@ -129,8 +129,7 @@ class Trajectory:
         self.last_finish = response.finish_reason
 
     def to_sequences(self) -> tuple[TokenSequence, ...]:
-        """The tokens as they travel to the trainer: a sequence, and another one for what came after something was left
-        out."""
+        """Return the tokens as sequences for the trainer: one, and one more for each time that tokens were left out."""
         return (*self._complete, *([self._sequence()] if any(self._mask) else []))
 
     def _sequence(self) -> TokenSequence:

@@ -1,11 +1,11 @@
-"""Plays one turn as a stream, so that whatever ends it early leaves the tokens that came.
+"""Plays one turn as a stream, so that a turn that ends early keeps the tokens it has.
 
 A turn has two clocks. While no replica works on it (it is in the router's or an engine's queue, or no server answers)
-only the wait timeout runs. From its first chunk on, the turn's own budget runs; when that is over, the turn ends
-with the tokens that came. The first token is delivered at once. The router replaces a replica that dies inside a turn;
+only the wait timeout runs. From its first chunk on, the turn's own budget runs; when that is used up, the turn ends
+with the tokens it has. The first token is delivered at once. The router replaces a replica that dies inside a turn;
 this is not visible here, and the replacement's queue counts as playing.
 
-Invariant: a turn that has tokens never fails. Only a turn without any raises.
+Invariant: a turn with tokens never fails. Only a turn without any raises.
 """
 
 import asyncio
@@ -37,17 +37,17 @@ CHUNK_TOKENS = 64
 """Tokens of a chunk. A turn that is cut loses the tokens of an incomplete chunk: fewer than these, and none older than
 a second."""
 WAIT_TIMEOUT_S = 900.0
-"""The longest that a turn may wait while no replica works on it, and a group for its verdicts: longer than an engine
-takes to load a large model. A sample that has no token by then puts its group back for another delivery; one that has
-some ends with them."""
+"""Maximum seconds that a turn waits while no replica works on it, and a group for its verdicts: longer than an engine
+takes to load a large model. A sample without a token by then puts its group back for another delivery; one with tokens
+ends with them."""
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 _SERVER_SLACK_S = 5.0
-"""Servers get a deadline this much later than ours: ours ends the stream, theirs cleans up after a lost caller."""
+"""Seconds by which servers' deadlines exceed ours: ours ends the stream, theirs cleans up after a lost caller."""
 
 
 class Generator(Protocol):
-    """What streams a turn: `penstock.clients.GenerateClient`."""
+    """Streams a turn: `penstock.clients.GenerateClient`."""
 
     def stream(
         self, request: generate_pb2.GenerateRequest, *, timeout_s: float
@@ -73,19 +73,19 @@ class Turn:
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """What the attempts of a turn achieved so far."""
+    """Combined progress of a turn's attempts."""
 
     resumable: ResumableTurn
     give_up_at: float
-    """Time of `time.monotonic()` at which a turn that waits gives up; moves on with each token that comes."""
+    """Time of `time.monotonic()` at which a waiting turn gives up; it moves on with each token."""
     on_first_token: Callable[[], None]
     waited_s: float = 0.0
     generated_s: float = 0.0
     failure: str = ""
     refusal: str = ""
-    """Why the last attempt was refused; empty if none was."""
+    """Why the last attempt was refused; empty if it was not."""
     restored_at: int | None = None
-    """How many tokens it had when its images were last stored again."""
+    """Number of tokens when the images were last stored again."""
 
 
 class TurnPlayer:
@@ -107,9 +107,9 @@ class TurnPlayer:
     ) -> Turn:
         """Play `request`, for at most `budget_s` seconds from its first chunk on.
 
-        `restore_images` stores the request's images again, unless that was done since the time of `time.monotonic()`
-        that it is given: when the attempt began that found one lost. A loss that it does not mend,
-        because no token came since, ends the turn. `on_first_token` is called when the turn has a token.
+        `restore_images` stores the request's images again, unless that happened after its argument, a time of
+        `time.monotonic()`: the start of the attempt that missed one. If no token came since, and an image is missing
+        again, the turn ends. `on_first_token` is called when the turn has a token.
 
         Raises:
             MissingImageError: an image is lost for good.
@@ -158,7 +158,7 @@ class TurnPlayer:
         )
 
     async def _attempt(self, progress: _Progress, budget_s: float) -> None:
-        """Stream what is left of the turn; it is cut when the budget is used up.
+        """Stream the rest of the turn; cut it when the budget is used up.
 
         Raises:
             DeadlineError: no chunk came before `progress.give_up_at`.
@@ -188,7 +188,7 @@ class TurnPlayer:
             if not resumable.is_finished:
                 resumable.cut(generate_pb2.FINISH_REASON_DEADLINE)
         except PenstockError:
-            if not resumable.is_finished:  # afterwards only the call's own status was missing
+            if not resumable.is_finished:  # only the call's own status was missing then
                 raise
         finally:
             now = time.monotonic()
@@ -196,7 +196,7 @@ class TurnPlayer:
             progress.generated_s += 0.0 if began is None else now - began
 
     def _report_failing(self, error: Exception) -> None:
-        """One warning when a server stops answering, not one for each of a thousand turns."""
+        """Log one warning when a server stops answering, not one for each of a thousand turns."""
         level = log.debug if self._failing else log.warning
         level("turn.retried", reason=str(error))
         self._failing = True

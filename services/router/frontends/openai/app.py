@@ -35,7 +35,7 @@ _Recorded = Annotated[str, Header(description="Names the session, and records th
 
 
 def make_openai_app(api: ChatApi, sessions: SessionApi) -> FastAPI:
-    """The application."""
+    """Build the application."""
     version = importlib.metadata.version("penstock")
     app = make_app(title="Penstock policy", description=_DESCRIPTION, version=version)
     for kind in (PenstockError, TimeoutError, Exception):
@@ -76,13 +76,13 @@ def make_openai_app(api: ChatApi, sessions: SessionApi) -> FastAPI:
     @app.post("/tokenize", tags=["policy"])
     @app.post("/v1/tokenize", tags=["policy"], name="tokenize_v1")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        """The ids that a text or a conversation comes to."""
+        """Return the ids of a text or a conversation."""
         return await api.tokenize(body)
 
     @app.post("/detokenize", tags=["policy"])
     @app.post("/v1/detokenize", tags=["policy"], name="detokenize_v1")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        """The text of ids."""
+        """Return the text of ids."""
         return api.detokenize(body)
 
     @app.get("/v1/penstock/recordings/{session:path}", tags=["recordings"], response_class=Response)
@@ -106,12 +106,12 @@ def make_openai_app(api: ChatApi, sessions: SessionApi) -> FastAPI:
     @app.get("/health", tags=["operation"], name="health")
     @app.get("/ping", tags=["operation"], name="ping")
     async def healthz() -> dict[str, str]:
-        """200 while the router takes calls; 503 while it stops."""
+        """Return 200 while the router takes calls; 503 while it stops."""
         return {"status": "serving"}
 
     @app.get("/version", tags=["operation"])
     async def show_version() -> dict[str, str]:
-        """The version of Penstock."""
+        """Return the version of Penstock."""
         return {"version": version}
 
     return app
@@ -120,7 +120,7 @@ def make_openai_app(api: ChatApi, sessions: SessionApi) -> FastAPI:
 async def _answer_error(_: Request, error: Exception) -> Response:
     response = error_response(status_for(error), body_of(error))
     if isinstance(error, SessionOverError):
-        response.headers["x-should-retry"] = "false"  # else OpenAI's clients repeat what answers 409
+        response.headers["x-should-retry"] = "false"  # otherwise OpenAI's clients repeat calls that get 409
     return response
 
 
@@ -145,9 +145,9 @@ async def _answer_validation_error(_: Request, error: Exception) -> JSONResponse
 
 
 def _location(parts: Sequence[str | int]) -> tuple[str | int, ...]:
-    """Where in the request the error is: pydantic's location without the tags that it adds for unions, which are the
-    kind of content after `content`, the kind of part after a part's index, types after `prompt`, and which form a
-    `tool_choice` or a `response_format` has."""
+    """Return where in the request the error is: pydantic's location without the tags that it adds for unions: the kind
+    of content after `content`, the kind of part after a part's index, types after `prompt`, and the form of a
+    `tool_choice` or a `response_format`."""
     kept = []
     for before, after, part in zip([None, None, *parts], [None, *parts], parts, strict=False):
         is_tag = (

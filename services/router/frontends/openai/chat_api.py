@@ -1,4 +1,4 @@
-"""Answers the requests of OpenAI's clients with what the policy says."""
+"""Answers the requests of OpenAI's clients from the policy."""
 
 import asyncio
 import functools
@@ -41,11 +41,11 @@ Keep: TypeAlias = Callable[[Sequence[Choice]], Awaitable[None]]
 
 _USUAL = Terms()
 _CHUNK_TOKENS = 64
-"""Tokens per chunk of answers that nobody reads before they are whole."""
+"""Tokens per chunk of answers that are only sent once complete."""
 
 
 class ChatApi:
-    """One served policy. Close it."""
+    """One served policy. Close it after use."""
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class ChatApi:
 
     @property
     def context_length(self) -> int | None:
-        """Most tokens of prompt and answer together; None: the leases do not say."""
+        """Maximum tokens of prompt and answer together; None: the leases do not say."""
         return self._forwarder.context_length
 
     def describe(self) -> dict[str, Any]:
-        """The policy, as lists of models show it."""
+        """Describe the policy for lists of models."""
         return {
             "id": self.model,
             "object": "model",
@@ -109,7 +109,7 @@ class ChatApi:
         }
 
     async def parse(self, parse: Callable[[RequestParser], ParsedRequest], *, size_bytes: int) -> ParsedRequest:
-        """What `parse` makes of a text of `size_bytes`, in a thread that may take its time."""
+        """Run `parse` on a text of `size_bytes`, in a thread that may take its time, and return its result."""
         return await self._parsing.run(parse, size_bytes=size_bytes)
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class ChatApi:
         return await self.answer(request, CompletionFormat, is_streamed=body.stream)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
-        """Answer /tokenize: the ids that a call with this prompt would have."""
+        """Answer /tokenize with the ids that a call with this prompt would have."""
         self.find_model(body.model or self.model)
         if body.prompt is not None:
             call = CompletionRequest(model=self.model, prompt=body.prompt)
@@ -160,7 +160,7 @@ class ChatApi:
         return {"count": len(ids), "max_model_len": self.context_length, "tokens": ids, "token_strs": names}
 
     def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
-        """Answer /detokenize: the ids' text, special tokens included, under vLLM's name and SGLang's."""
+        """Answer /detokenize with the ids' text, special tokens included, under vLLM's name and SGLang's."""
         self.find_model(body.model or self.model)
         stream = IncrementalDetokenizer(self._texts)
         text = "".join(
@@ -171,7 +171,7 @@ class ChatApi:
         return {"prompt": text, "text": text}
 
     async def recorded(self, session: str, *, after: int, limit: int) -> bytes:
-        """A page of the session's recorded calls as JSON, oldest first."""
+        """Return a page of the session's recorded calls as JSON, oldest first."""
         page = await self._recordings.read(session, after=after, limit=limit)
         return await asyncio.to_thread(page_json, page)
 
@@ -203,14 +203,14 @@ class ChatApi:
         keep: Keep | None = None,
         terms: Terms = _USUAL,
     ) -> Response:
-        """Answer a parsed request. It ends, for the client, when `keep` has recorded its choices.
+        """Answer a parsed request. For the client, the answer ends once `keep` has recorded its choices.
 
         Args:
             request: What to generate.
-            make_format: How to write it.
-            is_streamed: Whether as events.
+            make_format: The format of the answer.
+            is_streamed: Whether to send it as events.
             keep: Records whole choices; None: as recorded calls, if the request asks for it.
-            terms: What is done for it beyond the usual.
+            terms: Special conditions of the answer.
         """
         keep = keep or functools.partial(self._record, request)
         choices = [self._make_choice(request) for _ in range(request.num_all)]
@@ -282,7 +282,7 @@ class ChatApi:
 
 
 def _find_session(body: GenerationRequest, *, session: str, recorded_session: str) -> tuple[str, bool]:
-    """The session of a request, and whether the call is recorded under it."""
+    """Return the session of a request, and whether to record the call under it."""
     session_id = name_session(
         header=recorded_session or session, metadata=body.metadata.get("session_id", ""), user=body.user
     )

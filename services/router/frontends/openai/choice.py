@@ -1,6 +1,6 @@
 """One choice of an answer while it is generated: chunks of tokens in, text and tool calls out. Pure.
 
-Invariant: with a stop string, the tokens end with the one that completed it; the text ends before it.
+Invariant: with a stop string, the tokens end with the token that completed it; the text ends before it.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ class Token:
     logprob: float
     policy_version: int
     offset: int
-    """Characters that were complete before it."""
+    """Number of complete characters before it."""
     top: Sequence[tuple[int, float]] = ()
-    """The likeliest ids at its place with their logprobs, likeliest first, if they were asked for."""
+    """The most likely ids at its position with their logprobs, most likely first, if they were requested."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScore:
-    """What the model makes of one token of the prompt."""
+    """The model's score of one token of the prompt."""
 
     logprob: float
     top: Sequence[tuple[int, float]]
@@ -46,7 +46,7 @@ class PromptScore:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceDelta:
-    """What a chunk adds to a choice."""
+    """The part that a chunk adds to a choice."""
 
     tokens: Sequence[Token]
     content: str
@@ -56,7 +56,7 @@ class ChoiceDelta:
 
 
 class Choice:
-    """What was generated so far."""
+    """The choice as generated so far."""
 
     def __init__(
         self,
@@ -70,34 +70,34 @@ class Choice:
         thoughts: ReasoningReader | None = None,
         has_tokens: bool = True,
     ) -> None:
-        """Nothing was generated yet.
+        """Start empty.
 
         Args:
-            texts: What the ids say.
+            texts: The text of ids.
             stops: Texts that end the choice.
-            calls: Tells tool calls apart from text; None to leave them in it.
+            calls: Separates tool calls from text; None to leave them in it.
             has_one_call: Whether the first tool call ends the choice.
             includes_stop: Whether the text ends with the stop that was found.
-            begun_call: The beginning of a tool call with which the choice goes on.
-            thoughts: Tells reasoning from what is said; None to leave it in it.
-            has_tokens: Whether any of its tokens are kept; the engine always generates one.
+            begun_call: The beginning of a tool call that the choice continues.
+            thoughts: Separates reasoning from content; None to leave it in it.
+            has_tokens: Whether to keep any of its tokens; the engine always generates one.
         """
         self.tokens: list[Token] = []
         self.content = ""
         self.reasoning = ""
         self.calls: list[ToolCall] = []
         self.ending: Ending | None = None
-        """Why it ended; None while it goes on."""
+        """Why it ended; None while it continues."""
         self.was_cut = False
-        """Whether it ended before the engine ended it, which must then be aborted there."""
+        """Whether it ended before the engine ended it, so that it must be aborted there."""
         self.newest_version = 0
-        """The newest policy version that made one of its tokens; 0 before the first."""
+        """The newest policy version among its tokens; 0 before the first."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.prompt_scores: Sequence[PromptScore] = ()
-        """Of each token of the prompt but the first, if they were asked for."""
+        """Scores of each prompt token but the first, if they were requested."""
         self.stop: str | int | None = None
-        """The stop string, or the id, that ended it."""
+        """The stop string or id that ended it."""
         self._stream = IncrementalDetokenizer(texts)
         self._stops = StopFinder(stops, includes_stop=includes_stop)
         self._thoughts = thoughts
@@ -109,7 +109,7 @@ class Choice:
         self._num_chars = 0
 
     def take(self, chunk: generate_pb2.GenerateChunk) -> ChoiceDelta:
-        """Add what the engine delivered."""
+        """Add a chunk from the engine."""
         if chunk.HasField("usage") and not self.tokens:
             self.num_prompt_tokens = chunk.usage.num_prompt_tokens
             self.num_cached_tokens = chunk.usage.num_cached_tokens
@@ -155,12 +155,12 @@ class Choice:
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Which policy version made which tokens."""
+        """The policy version of each run of tokens."""
         return spans_of(self.tokens)
 
     @property
     def _is_full(self) -> bool:
-        """Whether it has the one call that it may have."""
+        """Whether it has its single allowed call."""
         return self._has_one_call and bool(self.calls)
 
     def _end_without_tokens(self, chunk: generate_pb2.GenerateChunk) -> ChoiceDelta:
@@ -169,7 +169,7 @@ class Choice:
         return ChoiceDelta(tokens=(), content="", reasoning="", calls=(), is_last=True)
 
     def _take_token(self, number: int, logprob: float, version: int, top: Sequence[tuple[int, float]]) -> str:
-        """Add one token; return the content that is certain with it."""
+        """Add one token; return the content that it makes certain."""
         self.tokens.append(
             Token(number=number, logprob=logprob, policy_version=version, offset=self._num_chars, top=top)
         )
@@ -183,7 +183,7 @@ class Choice:
         return content
 
     def _sort(self, text: str) -> str:
-        """Tell reasoning, text and tool calls apart: keep the reasoning and the calls, return the text."""
+        """Separate reasoning, text and tool calls: keep the reasoning and the calls, return the text."""
         if not text:
             return ""
         return self._sort_spoken(Spoken(content=text) if self._thoughts is None else self._thoughts.add(text))
@@ -210,7 +210,7 @@ class Choice:
 
 
 def _top_of_each(top: Sequence[generate_pb2.TopLogprobs], count: int) -> list[Sequence[tuple[int, float]]]:
-    """The likeliest ids at each of `count` positions; none if they were not asked for."""
+    """Return the most likely ids at each of `count` positions; empty if they were not requested."""
     return [tuple(zip(each.ids, each.logprobs, strict=True)) for each in top] or [()] * count
 
 
@@ -220,7 +220,7 @@ def _prompt_scores(scores: generate_pb2.PromptLogprobs) -> Sequence[PromptScore]
 
 
 def spans_of(tokens: Iterable[Token]) -> tuple[VersionSpan, ...]:
-    """Runs of tokens that one policy version made."""
+    """Return the runs of tokens with the same policy version."""
     return tuple(
         VersionSpan(num_tokens=len(list(run)), policy_version=version)
         for version, run in itertools.groupby(token.policy_version for token in tokens)

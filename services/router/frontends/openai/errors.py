@@ -38,14 +38,14 @@ _IMAGE_LOST = (
     "NATS loses what it stores: end this agent, or send the conversation again in a new session"
 )
 _PEER = re.compile(r"replica \S+ at \S+: ")
-"""How errors of engines name the engine, which is nothing that clients outside should see."""
+"""Matches an engine's name in its errors, which outside clients should not see."""
 
 
 class ParameterError(InvalidRequestError):
     """A parameter of the request is wrong."""
 
     def __init__(self, param: str, message: str) -> None:
-        """`message` begins with the name of `param`, or says what is wrong."""
+        """Create the error; `message` begins with the name of `param`, or describes the fault."""
         super().__init__(message)
         self.param = param
 
@@ -59,7 +59,7 @@ class UnknownModelError(ParameterError):
 
 
 class UnknownSessionError(InvalidRequestError):
-    """The URL names a session that never was."""
+    """The URL names a session that never existed."""
 
 
 class SessionLimitError(InvalidRequestError):
@@ -67,7 +67,7 @@ class SessionLimitError(InvalidRequestError):
 
 
 def status_for(error: BaseException) -> int:
-    """The HTTP status that OpenAI's clients expect."""
+    """Return the HTTP status that OpenAI's clients expect."""
     if isinstance(error, UnknownModelError | UnknownSessionError):
         return 404
     if isinstance(error, SessionOverError):
@@ -78,7 +78,7 @@ def status_for(error: BaseException) -> int:
 
 
 def body_of(error: BaseException) -> dict[str, Any]:
-    """The error as JSON."""
+    """Return the error as JSON."""
     status = status_for(error)
     code = None
     if isinstance(error, UnknownModelError):
@@ -97,12 +97,12 @@ def body_of(error: BaseException) -> dict[str, Any]:
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error of that status as JSON."""
+    """Return an error of that status as JSON."""
     kind = _TYPE_OF_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = code or _CODE_OF_STATUS.get(status)
     return {"error": {"message": printable(_PEER.sub("", message)), "type": kind, "param": param, "code": code}}
 
 
 def error_response(status: int, body: dict[str, Any]) -> JSONResponse:
-    """The answer that reports an error."""
+    """Return the response that reports the error."""
     return JSONResponse(body, status, headers=headers_of(status))

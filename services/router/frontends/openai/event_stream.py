@@ -1,7 +1,7 @@
-"""An answer as server-sent events.
+"""Sends an answer as server-sent events.
 
-Invariant: what fails before the first event is an HTTP status; what fails after it is an event that holds `error`, and
-then there is no `[DONE]`.
+Invariant: a failure before the first event is an HTTP status; a failure after it is an event with `error`, and no
+`[DONE]` follows.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from services.router.frontends.openai.errors import body_of
 log = structlog.get_logger()
 
 _REPORT_S = 10.0
-"""How long a client may take to read what failed; one that does not read would hold its request for ever."""
+"""Seconds that a client has to read a failure; a client that does not read would hold its request forever."""
 
 SendEvent: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 """Sends one event."""
 
 
 class EventStream(Response):
-    """The response: the events that `produce` sends, and how it ended."""
+    """The response. It sends the events of `produce`, and then how it ended."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self, produce: Callable[[SendEvent], Awaitable[None]], headers: Callable[[], Mapping[str, str]]
     ) -> None:
-        """`produce` is called once; `headers` when it sends the first event."""
+        """Respond with `produce`, which is called once, and `headers`, called when it sends the first event."""
         super().__init__()
         self._produce = produce
         self._later_headers = headers

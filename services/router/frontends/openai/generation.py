@@ -14,17 +14,17 @@ from services.router.frontends.openai.parsed_request import ParsedRequest
 from services.router.resumable_stream import ResumableStream
 
 _MAX_AHEAD = 64
-"""Deltas that wait to be sent; beyond it, a client that reads slowly holds up the engine, not this process's memory."""
+"""Maximum deltas that wait to be sent. Beyond it, a slow client holds up the engine, not this process's memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What is done for an answer beyond the usual."""
+    """Special conditions for an answer."""
 
     wait_s: float = 0.0
-    """How long it may wait while no engine can take it, if longer than `router.wait_for_replica_s`."""
+    """Seconds that it may wait while no engine can take it, if more than `router.wait_for_replica_s`."""
     restore_images: Callable[[], Awaitable[None]] | None = None
-    """Stores the images that the request names, for the case that an engine misses one."""
+    """Stores the request's images, in case an engine misses one."""
 
 
 @asynccontextmanager
@@ -39,11 +39,11 @@ async def generating(
 ) -> AsyncIterator[AsyncIterator[tuple[int, ChoiceDelta]]]:
     """Generate the choices during the context, which yields their deltas with the choice's index.
 
-    Leaving the context early aborts in the engines what still runs.
+    Leaving the context early aborts the remaining calls in the engines.
 
     Raises:
         PenstockError: one of the choices failed; the others are aborted.
-        TimeoutError: the context took `timeout_s`, be it for a client that does not read: slots are not held longer.
+        TimeoutError: the context took `timeout_s`, even because a client does not read: slots are held no longer.
     """
     deltas: asyncio.Queue[tuple[int, ChoiceDelta]] = asyncio.Queue(_MAX_AHEAD)
     prompts = [_serialize(request, index) for index in range(0, len(choices), request.num_choices)]
@@ -81,7 +81,7 @@ async def generating(
 
 
 def _serialize(request: ParsedRequest, index: int) -> bytes:
-    """The request of a choice without its id: what all choices of the prompt share."""
+    """Serialize a choice's request without its id: the part that all choices of the prompt share."""
     prompt = request.prompt_of(index)
     return generate_pb2.GenerateRequest(
         session_id=request.session_id,

@@ -1,4 +1,4 @@
-"""What a request asks for, the same for chats and completions: prompts as ids, and how to answer them."""
+"""A parsed request, the same for chats and completions: prompts as ids, and how to answer them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ class PromptIds:
     input_ids: Sequence[int]
     images: Sequence[bytes] = ()
     stored_images: Sequence[common_pb2.StoredImage] = ()
-    """In place of `images`: those that the engine fetches itself."""
+    """Images that the engine fetches itself, in place of `images`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,33 +33,33 @@ class ParsedRequest:
     includes_stop: bool
     """Whether the text ends with the stop string that was found."""
     has_tokens: bool
-    """Whether anything but the prompt is returned."""
+    """Whether to return anything but the prompt."""
     begun_call: str
     """The beginning of a tool call that is part of the prompt and belongs to the answer; empty: none."""
     thinks: bool | None
-    """Whether the prompt has opened reasoning, which is told from what is said; None: it is not."""
+    """Whether the prompt has opened reasoning; None: reasoning is not separated from content."""
     reads_tools: bool
-    """Whether tool calls are told apart from text."""
+    """Whether to separate tool calls from text."""
     call_format: CallFormat
-    """How the model writes them."""
+    """The format in which the model writes tool calls."""
     tools: Sequence[Mapping[str, Any]]
-    """What it may call."""
+    """The tools that it may call."""
     has_one_call: bool
     """Whether the first tool call ends a choice."""
     shows_logprobs: bool
     num_top_logprobs: int
-    """How many of the likeliest tokens to show at each position."""
+    """Number of most likely tokens to show at each position."""
     num_prompt_logprobs: int | None
-    """How many of the likeliest tokens to show at each position of the prompt; None: nothing of it, 0: its own only."""
+    """Number of most likely tokens to show at each position of the prompt; None: no logprobs of it, 0: only its own."""
     names_ids: bool
     """Whether logprobs name tokens by their ids."""
     echoes_prompt: bool
     """Whether the text begins with the prompt's."""
     shows_token_ids: bool
     shows_usage: bool
-    """In a stream; other answers have it in any case."""
+    """Whether a stream has token counts; other answers always have them."""
     shows_usage_always: bool
-    """In each chunk of a stream."""
+    """Whether each chunk of a stream has token counts."""
     is_recorded: bool
     ignored: Sequence[str]
     """Parameters that were accepted though they have no effect."""
@@ -68,20 +68,20 @@ class ParsedRequest:
     min_policy_version: int = 0
     """The oldest policy version that may answer."""
     exact_policy_version: int = 0
-    """The only one that may; 0: any."""
+    """The only policy version that may answer; 0: any."""
 
     def prompt_of(self, choice: int) -> PromptIds:
-        """The prompt that the choice answers."""
+        """Return the prompt of the choice."""
         return self.prompts[choice // self.num_choices]
 
     @property
     def num_all(self) -> int:
-        """Choices of all prompts."""
+        """Number of choices of all prompts."""
         return len(self.prompts) * self.num_choices
 
     @property
     def is_cut_by_text(self) -> bool:
-        """Whether what the answer says may end it, so that the engine should deliver token by token."""
+        """Whether the answer's text may end it, so that the engine should deliver token by token."""
         return bool(self.stops) or self.has_one_call
 
     @property

@@ -1,7 +1,7 @@
 """Threads for templates and tokenizers, which take milliseconds for most prompts and seconds for long ones.
 
-Invariants: a short prompt never waits for a long one; a prompt whose client left before its turn is not parsed; each
-thread has a parser of its own, because a tokenizer has state.
+Invariants: a short prompt never waits for a long one. A prompt whose client left before its turn is not parsed. Each
+thread has its own parser, because a tokenizer has state.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from services.router.frontends.openai.request_parser import RequestParser
 ResultT = TypeVar("ResultT")
 
 LONG_BYTES = 2**16
-"""Texts from this size on take more than about 10 ms."""
+"""Texts of this size or more take more than about 10 ms."""
 NUM_THREADS = 3
 """One for short prompts, two for long ones; each holds a copy of the tokenizer, tens of MB for a large vocabulary."""
 
 
 class _Lane:
-    """As many threads as parsers."""
+    """A pool with one thread per parser."""
 
     def __init__(self, parsers: Sequence[RequestParser], name: str) -> None:
         self.threads = ThreadPoolExecutor(len(parsers), thread_name_prefix=name)
@@ -38,7 +38,7 @@ class _Lane:
 
 
 class ParsingThreads:
-    """Runs parsing off the event loop. Close it."""
+    """Runs parsing off the event loop. Close it after use."""
 
     def __init__(self, parsers: Sequence[RequestParser]) -> None:
         """Use `NUM_THREADS` parsers, each in one thread at a time."""
@@ -46,11 +46,11 @@ class ParsingThreads:
         self._long = _Lane(parsers[1:], "parse-long")
 
     async def run(self, parse: Callable[[RequestParser], ResultT], *, size_bytes: int) -> ResultT:
-        """Return what `parse` returns for a text of `size_bytes`; if cancelled before its turn, it is not called."""
+        """Return the result of `parse` for a text of `size_bytes`; do not call it if cancelled before its turn."""
         lane = self._short if size_bytes < LONG_BYTES else self._long
         return await asyncio.get_running_loop().run_in_executor(lane.threads, lane.call, parse)
 
     def close(self) -> None:
-        """End the threads; what waits for its turn is dropped."""
+        """End the threads; drop waiting calls."""
         for lane in (self._short, self._long):
             lane.threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What is kept of a call that will be trained on, and how it is returned."""
+"""Records calls for training, and returns the records."""
 
 import time
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from services.router.frontends.openai.responses import spans_json
 
 
 async def record(recordings: Recordings, request: ParsedRequest, choices: Sequence[Choice]) -> None:
-    """Keep each choice under the session; return when all are stored.
+    """Record each choice under the session; return when all are stored.
 
     Raises:
-        PenstockError: one is not.
+        PenstockError: a choice could not be stored.
     """
     for index, choice in enumerate(choices):
         prompt = request.prompt_of(index)
@@ -46,7 +46,7 @@ async def record(recordings: Recordings, request: ParsedRequest, choices: Sequen
 
 
 def page_json(page: RecordedPage) -> bytes:
-    """The page as JSON, images in base64. Takes milliseconds per MiB: not for an event loop."""
+    """Return the page as JSON, images in base64. Takes milliseconds per MiB, too long for an event loop."""
     data = [_call_json(number, call) for number, call in page.calls]
     return msgspec.json.encode({"object": "list", "data": data, "has_more": page.has_more})
 

@@ -1,4 +1,4 @@
-"""Requests to prompts of ids.
+"""Parses requests into prompts of ids.
 
 Invariant: a text that cannot fit into the context is refused by its size, before it is rendered or tokenised.
 """
@@ -25,18 +25,18 @@ from services.router.tuning import OpenAITuning
 
 _MAX_NAME_CHARS = 256
 _UNBOUNDED = 2**20
-"""Tokens of an answer that may take what the context leaves, where its length is not known; engines cut it."""
+"""Token limit of an answer that may use the rest of a context of unknown length; engines cut it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadChat:
-    """What a chat says, before it is rendered."""
+    """The content of a chat before it is rendered."""
 
     messages: Sequence[Message]
     images: Sequence[bytes]
     """In the order of the messages' image parts."""
     tools: Sequence[Mapping[str, Any]]
-    """What the policy sees of the tools."""
+    """The tools as the policy sees them."""
     template_kwargs: Mapping[str, Any]
     """Further variables of the chat template."""
 
@@ -46,7 +46,7 @@ Compose: TypeAlias = Callable[[Renderer, ReadChat], PromptIds]
 
 
 def compose_whole(renderer: Renderer, chat: ReadChat) -> PromptIds:
-    """The prompt with all of the chat rendered."""
+    """Make the prompt by rendering the whole chat."""
     ids = renderer.render_prompt(
         chat.messages, num_images=len(chat.images), tools=chat.tools, template_kwargs=chat.template_kwargs
     )
@@ -54,7 +54,7 @@ def compose_whole(renderer: Renderer, chat: ReadChat) -> PromptIds:
 
 
 class RequestParser:
-    """Parses requests with one model's template and tokenizer; not in several threads at once."""
+    """Parses requests with one model's template and tokenizer; use it in one thread at a time."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class RequestParser:
             sampling: Defaults of requests.
             renderer: Makes ids of messages.
             longest_token_bytes: Size of the longest token of the vocabulary.
-            context_length: Most tokens that an engine takes at the moment; None: unknown.
-            default_max_tokens: Most tokens of an answer whose request does not say; 0: what the context leaves; None:
-                as in `sampling`.
-            separates_reasoning: Whether reasoning is told from what is said, in requests that do not say.
+            context_length: Maximum tokens that an engine takes at the moment; None: unknown.
+            default_max_tokens: Maximum tokens of an answer if the request does not say; 0: the rest of the context;
+                None: as in `sampling`.
+            separates_reasoning: Whether to separate reasoning from content if the request does not say.
         """
         self._default_max_tokens = default_max_tokens
         self._separates_reasoning = separates_reasoning
@@ -90,10 +90,10 @@ class RequestParser:
     def parse_chat(
         self, body: ChatRequest, *, session_id: str, is_recorded: bool, compose: Compose = compose_whole
     ) -> ParsedRequest:
-        """Parse a chat, whose prompt `compose` makes.
+        """Parse a chat; `compose` makes its prompt.
 
         Raises:
-            InvalidRequestError: something in it is invalid.
+            InvalidRequestError: the chat is invalid.
         """
         self._require_few(body, num_prompts=1)
         if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
@@ -137,7 +137,7 @@ class RequestParser:
         """Parse prompts to be continued.
 
         Raises:
-            InvalidRequestError: something in them is invalid.
+            InvalidRequestError: the request is invalid.
         """
         prompt = body.prompt
         several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
@@ -210,7 +210,7 @@ class RequestParser:
         )
 
     def _truncated(self, body: GenerationRequest, ids: Sequence[int], *, num_images: int) -> Sequence[int]:
-        """The last tokens of a prompt, if the request wants no more."""
+        """Return the prompt's last tokens if the request truncates it, else the whole prompt."""
         if body.truncate_prompt_tokens is None:
             return ids
         if num_images:
@@ -220,7 +220,7 @@ class RequestParser:
         return ids[-body.truncate_prompt_tokens :]
 
     def _require_few(self, body: GenerationRequest, *, num_prompts: int) -> None:
-        """Checked before anything is rendered, which takes long for many prompts."""
+        """Check the number of prompts and choices before rendering, which takes long for many prompts."""
         if body.n * num_prompts > self._tuning.max_choices:
             raise ParameterError(
                 "n", f"n = {body.n} for {num_prompts} prompts is over the "
@@ -239,10 +239,10 @@ class RequestParser:
 
 
 def _require_trainable(sampling: generate_pb2.SamplingParams, *, has_tokens: bool) -> None:
-    """Refuse to record what was not sampled from the policy's distribution.
+    """Refuse to record tokens that are not sampled from the policy's distribution.
 
     Raises:
-        ParameterError: naming the parameter.
+        ParameterError: names the parameter.
     """
     if sampling.temperature == 0:
         raise ParameterError(
@@ -274,7 +274,7 @@ def _take_begun(messages: list[Message]) -> str:
 
 
 def name_session(*, header: str, metadata: str, user: str) -> str:
-    """The session of a request: the first of these that is given.
+    """Return the session of a request: the first of these that is given.
 
     Raises:
         ParameterError: the name is too long.
@@ -286,7 +286,7 @@ def name_session(*, header: str, metadata: str, user: str) -> str:
 
 
 def size_of_chat(body: ChatRequest) -> int:
-    """Bytes of the messages' text, images aside."""
+    """Return the bytes of the messages' text, without images."""
     num_bytes = 0
     for message in body.messages:
         content: Sequence[Any] = message.content or ()
@@ -304,7 +304,7 @@ def size_of_chat(body: ChatRequest) -> int:
 
 
 def size_of_completion(body: CompletionRequest) -> int:
-    """Bytes of the prompts' text; ids need no tokeniser."""
+    """Return the bytes of the prompts' text; ids need no tokeniser."""
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     return sum(_num_bytes(each) for each in prompts if isinstance(each, str))
 

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's formats, whole and streamed, with what Penstock adds to them."""
+"""Formats answers as OpenAI does, whole and streamed, with Penstock's additions."""
 
 import abc
 import time
@@ -15,7 +15,7 @@ from services.router.frontends.openai.parsed_request import ParsedRequest
 
 VERSION_HEADER = "x-penstock-policy-version"
 IGNORED_HEADER = "x-penstock-ignored"
-"""Names parameters that were accepted though they have no effect."""
+"""Header that names parameters that were accepted though they have no effect."""
 
 
 class ResponseFormat(abc.ABC):
@@ -25,7 +25,7 @@ class ResponseFormat(abc.ABC):
     chunk_object: str
 
     def __init__(self, request: ParsedRequest, choices: Sequence[Choice], texts: TokenTexts, *, model: str) -> None:
-        """Format `choices` as they are when a method is called."""
+        """Format `choices` in their state at each method call."""
         self._request = request
         self._choices = choices
         self._texts = texts
@@ -35,34 +35,34 @@ class ResponseFormat(abc.ABC):
         self._prompt_texts: dict[int, str] = {}
 
     def whole(self) -> dict[str, Any]:
-        """The answer, when all choices have ended."""
+        """Return the answer, when all choices have ended."""
         choices = [self._entry(index, self._whole_choice(index)) for index in range(len(self._choices))]
         return {**self._frame(self.whole_object, choices), "usage": self._usage(), "penstock": self._extra()}
 
     @abc.abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The event before a choice's first delta, if there is one."""
+        """Return the event before a choice's first delta; None if there is none."""
 
     def delta(self, index: int, delta: ChoiceDelta) -> dict[str, Any] | None:
-        """The event of a delta; None if there is nothing to send yet."""
+        """Return the event of a delta; None if there is nothing to send yet."""
         request, has_more = self._request, bool(delta.content or delta.reasoning or delta.calls)
         if not has_more and not (delta.tokens and (request.shows_token_ids or request.shows_logprobs)):
             return None
         return self._frame(self.chunk_object, [self._delta_choice(index, delta)])
 
     def closing(self, index: int, *, is_last: bool) -> dict[str, Any]:
-        """The event of a choice's end; the last one carries what Penstock adds."""
+        """Return the event of a choice's end; the last one carries Penstock's additions."""
         choice = self._entry(index, {**self._empty(), **self._ending(index)})
         frame = self._frame(self.chunk_object, [choice])
         return {**frame, "penstock": self._extra()} if is_last else frame
 
     def usage(self) -> dict[str, Any]:
-        """The last event of a stream with usage."""
+        """Return the last event of a stream with usage."""
         return {**self._frame(self.chunk_object, []), "usage": self._usage()}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer; a stream's are those of its beginning."""
+        """Headers of the answer; for a stream, those of its beginning."""
         headers = {VERSION_HEADER: str(self._version), "x-request-id": self._request.request_id}
         if self._request.ignored:
             headers[IGNORED_HEADER] = ", ".join(self._request.ignored)
@@ -82,8 +82,8 @@ class ResponseFormat(abc.ABC):
         return max(choice.newest_version for choice in self._choices)
 
     def _ending(self, index: int) -> dict[str, Any]:
-        """How the choice ended: in OpenAI's words, in SGLang's, and in vLLM's, which do not count the model's own
-        stop tokens."""
+        """Return how the choice ended: in OpenAI's words, in SGLang's, and in vLLM's, which do not count the model's
+        own stop tokens."""
         choice = self._choices[index]
         is_asked_for = isinstance(choice.stop, str) or choice.stop in self._request.sampling.stop_token_ids
         return {
@@ -108,7 +108,7 @@ class ResponseFormat(abc.ABC):
         return {"index": index, "logprobs": None, "finish_reason": None, **fields}
 
     def _token_fields(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Ids and logprobs for training, if requested."""
+        """Return ids and logprobs for training, if requested."""
         if not self._request.shows_token_ids:
             return {}
         return {
@@ -117,7 +117,7 @@ class ResponseFormat(abc.ABC):
         }
 
     def _prompt_fields(self, index: int) -> dict[str, Any]:
-        """The prompt's ids and logprobs, if requested."""
+        """Return the prompt's ids and logprobs, if requested."""
         request = self._request
         fields: dict[str, Any] = {}
         if request.shows_token_ids:
@@ -129,7 +129,7 @@ class ResponseFormat(abc.ABC):
         return fields
 
     def _usage(self) -> dict[str, Any]:
-        firsts = self._choices[:: self._request.num_choices]  # a prompt counts once, however many its choices
+        firsts = self._choices[:: self._request.num_choices]  # a prompt counts once, whatever its number of choices
         num_prompt = sum(choice.num_prompt_tokens for choice in firsts)
         num_output = sum(len(choice.tokens) for choice in self._choices)
         return {
@@ -155,11 +155,11 @@ class ChatFormat(ResponseFormat):
     chunk_object = "chat.completion.chunk"
 
     def whole(self) -> dict[str, Any]:
-        """The answer, when all choices have ended; with the prompt's ids once, if requested."""
+        """Return the answer, when all choices have ended; with the prompt's ids once, if requested."""
         return {**super().whole(), **self._prompt_fields(0)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The role."""
+        """Return the event with the role."""
         choice = self._entry(index, {"delta": {"role": "assistant", "content": ""}})
         return {**self._frame(self.chunk_object, [choice]), **self._prompt_fields(index)}
 
@@ -207,7 +207,7 @@ class CompletionFormat(ResponseFormat):
     whole_object = chunk_object = "text_completion"
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The prompt: its text, ids and logprobs, as far as requested."""
+        """Return the event with the prompt's text, ids and logprobs, as far as requested."""
         fields = self._prompt_fields(index)
         if self._request.echoes_prompt:
             fields |= {"text": self._prompt_text(index), "logprobs": self._completion_logprobs(index, ())}
@@ -231,7 +231,7 @@ class CompletionFormat(ResponseFormat):
         return {"text": ""}
 
     def _prompt_text(self, index: int) -> str:
-        """What the answer repeats of the prompt."""
+        """Return the part of the prompt that the answer repeats."""
         prompt = index // self._request.num_choices
         if self._request.echoes_prompt and prompt not in self._prompt_texts:
             stream = IncrementalDetokenizer(self._texts)
@@ -254,7 +254,7 @@ class CompletionFormat(ResponseFormat):
 
 
 def spans_json(spans: Sequence[VersionSpan]) -> list[dict[str, int]]:
-    """Spans as JSON."""
+    """Return spans as JSON."""
     return [{"num_tokens": span.num_tokens, "policy_version": span.policy_version} for span in spans]
 
 

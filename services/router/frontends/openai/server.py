@@ -1,4 +1,4 @@
-"""The life of the OpenAI-compatible frontend beside a router."""
+"""Life of the OpenAI-compatible frontend beside a router."""
 
 import asyncio
 import copy
@@ -29,7 +29,7 @@ from services.router.tuning import OpenAITuning
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBackend:
-    """What a router must know of the policy to serve text."""
+    """The policy's model, name and defaults, which a router needs to serve text."""
 
     model: str
     """Name under which it is served."""
@@ -42,12 +42,12 @@ class ChatBackend:
         """Read the model's tokenizer and template.
 
         Raises:
-            ConfigError: the folder has no usable ones.
+            ConfigError: the folder has no usable tokenizer or template.
         """
         return cls(model=config.openai.model or run, renderer=Renderer.load(model_path), sampling=sampling)
 
     def renderers(self) -> Sequence[Renderer]:
-        """One renderer for each parsing thread. Copying takes a second for a large vocabulary."""
+        """Return one renderer for each parsing thread. Copying takes a second for a large vocabulary."""
         return [self.renderer, *(copy.deepcopy(self.renderer) for _ in range(NUM_THREADS - 1))]
 
 

@@ -1,6 +1,6 @@
-"""Stop strings, found in text while it is generated. Pure.
+"""Finds stop strings in text while it is generated. Pure.
 
-Invariant: no character of a stop string that is found was emitted before, so text that may become one is held back.
+Invariant: no character of a found stop string was emitted before, because text that may become one is held back.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ class StopFinder:
     """Cuts one answer where the first of its stop strings begins."""
 
     def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
-        """Look for `stops`, none of them empty; `includes_stop`: the one that is found is emitted, too."""
+        """Look for `stops`, none of them empty; `includes_stop`: emit the found stop string, too."""
         self._stops = stops
         self._includes_stop = includes_stop
         self._held = ""
         self.stop: str | None = None
-        """The one that was found, after which nothing is emitted."""
+        """The found stop string, after which nothing is emitted."""
 
     @property
     def found(self) -> bool:
-        """Whether one was found."""
+        """Whether a stop string was found."""
         return self.stop is not None
 
     def add(self, text: str) -> str:
@@ -40,6 +40,6 @@ class StopFinder:
         return emitted
 
     def finish(self) -> str:
-        """Return what was held back; nothing follows."""
+        """Return the text that was held back; nothing follows."""
         emitted, self._held = self._held, ""
         return emitted

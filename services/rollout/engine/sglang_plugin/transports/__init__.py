@@ -1,7 +1,7 @@
 """The engine's end of each transport, named as in `trainer.weight_sync.transport`.
 
-A transport is checked in the engine's process when a push is announced (`accept`), travels to SGLang's scheduler as
-JSON, and yields the weights there (`arrivals`).
+A transport is checked in the engine's process when a push is announced (`accept`). It then travels to SGLang's
+scheduler as JSON, and yields the weights there (`arrivals`).
 """
 
 from typing import TypeAlias

@@ -1,4 +1,4 @@
-"""Buckets from rank 0 of a torch.distributed process group that this engine has joined."""
+"""Receives buckets from rank 0 of a torch.distributed process group that this engine has joined."""
 
 import collections
 import itertools
@@ -20,16 +20,16 @@ _AHEAD = 4
 
 
 class BroadcastTransport(msgspec.Struct, frozen=True, kw_only=True, tag="broadcast"):
-    """A process group."""
+    """The process group of a push."""
 
     name = "broadcast"
     group_name: str
     chunk_bytes: int
-    """Larger buckets arrive in parts of this size; 0: in one part."""
+    """Larger buckets arrive in parts of this size; 0: buckets are not divided."""
 
     @classmethod
     def accept(cls, source: rollout_pb2.BroadcastSource, *, num_ranks: int) -> Self:
-        """Check a process group that is to be joined by all processes of this engine.
+        """Check a process group that all processes of this engine will join.
 
         Raises:
             InvalidRequestError: its ranks or sizes are impossible.
@@ -47,10 +47,10 @@ class BroadcastTransport(msgspec.Struct, frozen=True, kw_only=True, tag="broadca
     def arrivals(
         self, manifest: Manifest, destination: Destination, groups: Mapping[str, Any]
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """All tensors that were not received in place, as they arrive. `groups`: process groups by name.
+        """Yield all tensors that were not received in place, as they arrive. `groups`: process groups by name.
 
-        A member that fails, or is left early, still takes what is sent: the trainer and the other members would wait
-        for it until their timeout.
+        A member that fails, or whose iteration ends early, still receives everything that is sent: otherwise the
+        trainer and the other members would wait for it until their timeout.
         """
         broadcast = _Broadcast(groups[self.group_name])
         try:
@@ -81,16 +81,16 @@ class BroadcastTransport(msgspec.Struct, frozen=True, kw_only=True, tag="broadca
 
 
 class _Broadcast:
-    """Parts that this member takes part in, one after another."""
+    """The broadcasts of a push, part after part, as this member receives them."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._num_started = 0
         self._is_over = False
-        """Whether the group has failed: nothing more can be taken."""
+        """Whether the group has failed, so that nothing more can be received."""
 
     def start(self, part: torch.Tensor) -> Any:
-        """Receive a part, uint8[bytes], while others are."""
+        """Start to receive a part, uint8[bytes], while others are in flight."""
         self._num_started += 1
         self._is_over = True
         work = dist.broadcast(part, src=0, group=self._group, async_op=True)
@@ -104,7 +104,7 @@ class _Broadcast:
         self._is_over = False
 
     def take_rest(self, part_sizes: Iterable[int], device: torch.device) -> None:
-        """Receive the parts, of all those, that were not started, and forget them."""
+        """Receive and drop the parts that were not started; `part_sizes` lists all parts."""
         memory = torch.empty(0, dtype=torch.uint8, device=device)
         with suppress(RuntimeError):  # the group failed, or there is no memory at all
             for size in itertools.islice(part_sizes, self._num_started, None):

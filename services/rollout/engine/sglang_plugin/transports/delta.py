@@ -1,4 +1,4 @@
-"""Compressed blocks that were uploaded to this engine before it paused."""
+"""Reads compressed blocks that were uploaded to this engine before it paused."""
 
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ class DeltaTransport(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
 
     @staticmethod
     def require_base(source: rollout_pb2.DeltaSource, *, held: int, is_sound: bool, is_shared: bool) -> None:
-        """Check that this engine holds the base: version `held`, completely if `is_sound`, in one process.
+        """Check that this engine holds the base in one process: version `held`, with sound weights if `is_sound`.
 
         Raises:
             NotReadyError: it holds other weights.
@@ -44,7 +44,7 @@ class DeltaTransport(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     def arrivals(
         self, manifest: Manifest, destination: Destination, groups: Mapping[str, Any]
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """All tensors, unless there are parameters to change in place.
+        """Yield all tensors, or change the parameters in place and yield nothing if the destination holds all.
 
         Raises:
             ValueError: blocks are damaged.

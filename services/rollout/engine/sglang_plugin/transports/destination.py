@@ -1,4 +1,4 @@
-"""Where the bytes of a bucket go: into the memory of their parameter, or into a buffer."""
+"""Chooses the memory that receives a bucket: its parameter's, or a buffer."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from penstock.weights.manifest import TensorSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Destination:
-    """What receives the weights of a push."""
+    """Memory that receives the weights of a push."""
 
     held: Mapping[str, torch.Tensor]
     """Parameters to write into, by checkpoint name; empty if SGLang's own loader takes the tensors."""
@@ -19,7 +19,7 @@ class Destination:
     """Whether these are all parameters, so that blocks of a delta can be applied to them."""
 
     def of_bucket(self, bucket: Sequence[TensorSpec]) -> tuple[torch.Tensor, bool]:
-        """Memory for a bucket, uint8[bytes], and whether it is that of the bucket's only parameter.
+        """Return memory for a bucket, uint8[bytes], and whether it belongs to the bucket's only parameter.
 
         A bucket with one tensor is received in place, without a copy.
         """

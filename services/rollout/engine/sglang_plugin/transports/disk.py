@@ -1,4 +1,4 @@
-"""Weight files in a folder that this engine can read."""
+"""Reads weight files in a folder that this engine can reach."""
 
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ class DiskTransport(msgspec.Struct, frozen=True, kw_only=True, tag="disk"):
         """Check that the files can be read here. Blocking.
 
         Raises:
-            NotReadyError: they cannot, or contain other weights.
+            NotReadyError: they cannot be read, or contain other weights.
         """
         check_weight_files(Path(source.folder), version, manifest)
         return cls(folder=source.folder)
@@ -32,5 +32,5 @@ class DiskTransport(msgspec.Struct, frozen=True, kw_only=True, tag="disk"):
     def arrivals(
         self, manifest: Manifest, destination: Destination, groups: Mapping[str, Any]
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """All tensors, one by one."""
+        """Yield all tensors, one by one."""
         yield from read_weight_files(Path(self.folder))

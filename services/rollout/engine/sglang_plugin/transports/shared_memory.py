@@ -1,4 +1,4 @@
-"""The memory of a trainer on this machine."""
+"""Reads weights from the memory of a trainer on this machine."""
 
 from collections.abc import Generator, Mapping
 from typing import Any, Self
@@ -23,14 +23,14 @@ class SharedMemoryTransport(msgspec.Struct, frozen=True, kw_only=True, tag="shar
         """Check that the memory can be opened here. Blocking.
 
         Raises:
-            NotReadyError: it cannot.
+            NotReadyError: it cannot be opened.
         """
         return cls(handle=SharedMemoryHandle.of(source))
 
     def arrivals(
         self, manifest: Manifest, destination: Destination, groups: Mapping[str, Any]
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """All tensors that were not read in place.
+        """Yield all tensors that were not read in place.
 
         Raises:
             NotReadyError: the memory was freed.

@@ -1,1 +1,1 @@
-"""Python for policies: each piece of code runs in a process of its own, forked, confined and ended."""
+"""Python for policies: each piece of code runs in its own process, which is forked, confined and ended."""

@@ -1,6 +1,6 @@
-"""Runs code and reports what it prints, its last value and its errors, all bounded. In the confined process.
+"""Runs code and reports its output, its last value and its errors, all bounded. In the confined process.
 
-Nothing here protects from the code; the process does. What code can forge by reaching in is only its own output.
+This module does not protect from the code; the process does. Code that reaches in can only forge its own output.
 """
 
 import ast
@@ -21,18 +21,18 @@ _REFUSED = "(Code has no network, no files and no other processes here.)"
 
 
 class _NoFurtherImports:
-    """In place of Python's finders: modules are in files, and no file can be opened."""
+    """Replaces Python's finders: modules are files, and no file can be opened."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = ", ".join(sorted({name.partition(".")[0] for name in modules if not name.startswith("_")}))
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Refuse, in words."""
+        """Refuse with an explanation."""
         raise ModuleNotFoundError(f"{name} cannot be imported here; these can: {self._modules}", name=name)
 
 
 class _Printer(io.TextIOBase):
-    """Standard output: reports text as it comes, up to a limit."""
+    """Standard output: reports text at once, up to a limit."""
 
     def __init__(self, report: Callable[[Report], None], max_characters: int) -> None:
         self._report = report
@@ -40,11 +40,11 @@ class _Printer(io.TextIOBase):
         self.num_dropped = 0
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Report what has room."""
+        """Report the part that fits."""
         kept = text[: self._room]
         if kept:
             self._room -= len(kept)
@@ -54,7 +54,7 @@ class _Printer(io.TextIOBase):
 
 
 def run(source: str, *, max_characters: int, modules: Sequence[str], report: Callable[[Report], None]) -> None:
-    """Run `source` as a program of its own and report; the last report is `Finished`."""
+    """Run `source` as a separate program and report; the last report is `Finished`."""
     printer = _Printer(report, max_characters)
     sys.stdout = sys.stderr = printer
     sys.meta_path[:] = [_NoFurtherImports(modules)]
@@ -74,7 +74,7 @@ def run(source: str, *, max_characters: int, modules: Sequence[str], report: Cal
 
 
 def _compile(source: str) -> tuple[CodeType, CodeType | None]:
-    """The program, and apart from it its last line if that is an expression."""
+    """Compile the program, and separately its last line if that is an expression."""
     tree = ast.parse(source, _FILE)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     body = compile(tree, _FILE, "exec")
@@ -82,7 +82,7 @@ def _compile(source: str) -> tuple[CodeType, CodeType | None]:
 
 
 def _describe(failure: BaseException) -> str:
-    """The traceback, from the code's own first line on."""
+    """Return the traceback, from the code's own first line on."""
     if isinstance(failure, MemoryError):
         return "MemoryError: the code needs more memory than it may have"
     entry: TracebackType | None = failure.__traceback__
@@ -100,5 +100,5 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _sendable(text: str) -> str:
-    """With U+FFFD for halves of characters, which no record can carry."""
+    """Replace lone surrogates, which no record can carry, with U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

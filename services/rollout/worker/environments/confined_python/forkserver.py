@@ -1,4 +1,4 @@
-"""The process that code's processes are forked from: what code may import is imported.
+"""The process that code's processes are forked from; it has imported what code may import.
 
     python -m services.rollout.worker.environments.confined_python.forkserver SETTINGS WORKERS
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _work(fd: int, settings: InterpreterSettings, *, is_confined: bool) -> None:
-    """Run the one piece of code that comes from the socket."""
+    """Run the one piece of code that the socket brings."""
     if not is_confined:
         raise RuntimeError("code of a policy never runs unconfined")
     own_bytes = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()

@@ -1,6 +1,6 @@
-"""Runs code for all episodes of a worker: one forkserver, one process for each piece of code, killed when it is over.
+"""Runs code for all episodes of a worker: one forkserver, and one process per piece of code, killed afterwards.
 
-Invariant: no process outlives its call, and no call sees anything of another's.
+Invariant: no process outlives its call, and no call sees anything of another.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ Ending: TypeAlias = Literal["finished", "out_of_time", "killed"]
 _REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 _BYTES_PER_CHARACTER = 4
 _MAX_REPORT_BYTES = 4096
-"""Of a report, besides its text."""
+"""Maximum size of a report, not counting its text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What became of a piece of code."""
+    """The outcome of a piece of code."""
 
     ending: Ending
     printed: str
@@ -41,14 +41,14 @@ class Run:
 
 
 class Interpreter:
-    """The processes that run code. Those who run code with the same settings, in the same event loop, share one."""
+    """The processes that run code. Users with the same settings, in the same event loop, share one interpreter."""
 
     _shared: ClassVar[dict[tuple[asyncio.AbstractEventLoop, InterpreterSettings], "Interpreter"]] = {}
 
     def __init__(self, settings: InterpreterSettings) -> None:
         """Make an interpreter that starts with its first call."""
         self._settings = settings
-        # Nothing of the worker's environment: it may hold secrets, and code can read it.
+        # Nothing is inherited from the worker's environment: it may hold secrets, and code can read it.
         self._forkserver = Forkserver(
             "services.rollout.worker.environments.confined_python.forkserver",
             settings,
@@ -66,7 +66,7 @@ class Interpreter:
 
     @classmethod
     def acquire(cls, settings: InterpreterSettings) -> "Interpreter":
-        """The shared one; to be given back by `release`."""
+        """Return the shared interpreter; give it back with `release`."""
         key = (asyncio.get_running_loop(), settings)
         if key not in cls._shared:
             cls._shared[key] = cls(settings)
@@ -75,7 +75,7 @@ class Interpreter:
         return found
 
     async def release(self) -> None:
-        """Give it back; the last one ends the forkserver."""
+        """Give the interpreter back; the last user ends the forkserver."""
         self._num_users -= 1
         if self._num_users == 0:
             del self._shared[asyncio.get_running_loop(), self._settings]
@@ -86,10 +86,10 @@ class Interpreter:
         """Run a piece of code, as many at once as there are processors.
 
         Raises:
-            SetupError: processes cannot be had, or not be confined.
+            SetupError: processes cannot be started or confined.
         """
         async with self._slots:
-            # Not to be cancelled on the way: the forkserver's answer would be taken for the next one's.
+            # Shielded from cancellation: otherwise the next call would take the forkserver's answer for its own.
             fork = asyncio.ensure_future(self._fork())
             self._forks.add(fork)
             fork.add_done_callback(self._forks.discard)
@@ -110,7 +110,7 @@ class Interpreter:
             try:
                 try:
                     return await self._started_fork()
-                except WorkerDiedError:  # somebody killed the forkserver
+                except WorkerDiedError:  # the forkserver was killed
                     await self._forkserver.stop()
                     self._is_started = False
                     return await self._started_fork()
@@ -141,7 +141,7 @@ class Interpreter:
         except TimeoutError:
             ending = "out_of_time"
         except (EOFError, OSError, msgspec.MsgspecError):
-            pass  # it crashed, was ended by the kernel, or does not keep to the protocol
+            pass  # it crashed, was ended by the kernel, or broke the protocol
         text = "".join(printed)
         if finished is None:
             return Run(ending=ending, printed=text)
@@ -154,7 +154,7 @@ class Interpreter:
         )
 
     async def _collect(self, reader: asyncio.StreamReader, printed: list[str]) -> Finished:
-        """Read reports up to the last. What the process sends is not to be trusted: it is bounded here again."""
+        """Read reports up to the last. The process is not trusted, so the limits are enforced here again."""
         room = self._settings.max_characters
         while True:
             (size_bytes,) = HEADER.unpack(await reader.readexactly(HEADER.size))

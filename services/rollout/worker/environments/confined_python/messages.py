@@ -1,4 +1,4 @@
-"""What the worker and a process that runs code say to each other: frames over a socket pair."""
+"""Messages between the worker and a process that runs code: frames over a socket pair."""
 
 import msgspec
 
@@ -8,30 +8,30 @@ class InterpreterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     time_limit_s: float
     memory_limit_mb: int
-    """What code may allocate beyond the interpreter itself."""
+    """Memory that code may allocate beyond the interpreter itself."""
     max_characters: int
-    """Of what it prints, and of its value."""
+    """Maximum characters of its output, and of its value."""
     modules: tuple[str, ...]
-    """What it may import: all of it is imported before, because the process can open no file."""
+    """Modules that it may import. All are imported beforehand, because the process can open no file."""
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
-    """To the process, once."""
+    """The code to run; sent once, to the process."""
 
     source: str
 
 
 class Printed(msgspec.Struct, frozen=True, kw_only=True, tag="printed"):
-    """What the code printed just now; it is told at once, so that it outlives the process."""
+    """Text that the code just printed; reported at once, so that it outlives the process."""
 
     text: str
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
-    """The code ended by itself."""
+    """The code ended on its own."""
 
     value: str
-    """Its last line's, if that is an expression with a value; as Python shows it."""
+    """The last line's value as Python shows it, if that line is an expression with a value."""
     error: str
     """The traceback, if it failed."""
     num_dropped: int

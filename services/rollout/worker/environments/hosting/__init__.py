@@ -1,1 +1,1 @@
-"""Environments that run apart from the worker: in a process for each episode, or behind a server."""
+"""Environments that run outside the worker: in a process for each episode, or behind a server."""

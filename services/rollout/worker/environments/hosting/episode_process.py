@@ -1,6 +1,6 @@
 """The process of one episode: answers requests with an environment, until its socket closes.
 
-It runs the environment in its main thread. Nothing here has a deadline: the worker holds it and has the process killed.
+It runs the environment in its main thread. Nothing here has a deadline: the worker keeps it and kills the process.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ HEADER = struct.Struct("<I")
 
 
 def serve_episode(channel: socket.socket, make: Callable[[], Any]) -> None:
-    """Answer what comes over `channel` with the environment that `make` makes."""
+    """Answer requests from `channel` with the environment that `make` creates."""
     with asyncio.Runner() as runner:
         _Episode(channel, make, runner).serve()
 
@@ -50,7 +50,7 @@ class _Episode:
         self._environment: Any = None
         self._asking = threading.Lock()
         self._number: int | None = None
-        """Of the request at work; None between requests."""
+        """Number of the request in progress; None between requests."""
         self._ends_at = math.inf
 
     def serve(self) -> None:
@@ -76,7 +76,7 @@ class _Episode:
         while len(data) < size_bytes:
             part = self._channel.recv(min(size_bytes - len(data), 2**20))
             if not part:
-                os._exit(0)  # the worker is gone, and nobody waits for an end in order
+                os._exit(0)  # the worker is gone, so an orderly end has no use
             data += part
         return bytes(data)
 
@@ -149,7 +149,7 @@ async def _wait_for(result: Any) -> Any:
 
 
 def _describe(error: BaseException) -> str:
-    """The error and the place in the environment's code where it was raised."""
+    """Describe the error and where in the environment's code it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -1,10 +1,10 @@
-"""The process that environments are forked from: their module is imported, and nothing else runs in it.
+"""The process that environments are forked from: it imports their module and runs nothing else.
 
     python -m services.rollout.worker.environments.hosting.forkserver SETTINGS
 
-`SETTINGS` is `ForkserverSettings` as JSON. Each process that it forks leads a process group, which is killed when the
-worker asks for it, when the process ends, and when the control socket closes because the worker has ended in whatever
-way. What the processes write is read here, so that it never blocks them and never reaches the worker.
+`SETTINGS` is `ForkserverSettings` as JSON. Each forked process leads a process group. The group is killed when the
+worker asks for it, when the process ends, and when the control socket closes because the worker has ended in any way.
+The processes' output is read here, so that it never blocks them and never reaches the worker.
 """
 
 import faulthandler
@@ -54,7 +54,7 @@ def main() -> None:
     except ConfigError as error:
         control.send(msgspec.msgpack.encode(Ready(error=str(error)[: MAX_PACKET_BYTES // 8])))
         return
-    # From here on the closing socket says that the worker is gone, and there may be processes to kill.
+    # From here on a closing socket means that the worker is gone, and there may be processes to kill.
     outlive_parent()
     gc.freeze()
     control.send(msgspec.msgpack.encode(Ready()))
@@ -69,7 +69,7 @@ class _Child:
     output: bytes = b""
 
     def read(self) -> int:
-        """Keep the last of what it wrote; return how many bytes there were."""
+        """Read its output, keep the last part, and return the number of bytes read."""
         try:
             data = os.read(self.output_fd, _READ_BYTES)
         except BlockingIOError:
@@ -87,11 +87,11 @@ class _Forkserver:
         self._children: dict[int, _Child] = {}
         self._by_pidfd: dict[int, _Child] = {}
         self._by_output: dict[int, _Child] = {}
-        self._poll = select.poll()  # unlike select it takes any number of a descriptor
+        self._poll = select.poll()  # unlike select it accepts descriptors of any number
         self._commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
     def serve(self) -> None:
-        """Until the control socket closes."""
+        """Serve until the control socket closes."""
         self._poll.register(self._control, select.POLLIN)
         try:
             while True:
@@ -135,7 +135,7 @@ class _Forkserver:
         if pid == 0:
             os.close(output_fd)
             self._become_episode(channel_fd, write_fd, parent_pid)
-        os.setpgid(pid, pid)  # both sides do so: neither must be first
+        os.setpgid(pid, pid)  # both sides do so: neither may rely on being first
         os.close(write_fd)
         os.close(channel_fd)
         os.set_blocking(output_fd, False)
@@ -146,7 +146,7 @@ class _Forkserver:
         self._tell(Spawned(pid=pid))
 
     def _become_episode(self, channel_fd: int, write_fd: int, parent_pid: int) -> NoReturn:
-        """In the child: serve one episode and end."""
+        """Serve one episode in the child process, then end it."""
         status = 1
         try:
             os.setpgid(0, 0)
@@ -162,7 +162,7 @@ class _Forkserver:
             os.close(write_fd)
             faulthandler.enable()
             if (random := sys.modules.get("numpy.random")) is not None:
-                random.seed()  # as Python's own generator, whose state would be the same in every fork
+                random.seed()  # like Python's own generator, whose state would be the same in every fork
             with socket.socket(fileno=channel_fd) as channel:
                 serve_episode(channel, self._make)
             status = 0
@@ -174,7 +174,7 @@ class _Forkserver:
             os._exit(status)
 
     def _reap(self, child: _Child) -> None:
-        os.killpg(child.pid, signal.SIGKILL)  # what it started; until it is reaped, its number is nobody else's
+        os.killpg(child.pid, signal.SIGKILL)  # its children too; until it is reaped, no other process gets its number
         if child.output_fd in self._by_output:
             for _ in range(_MAX_LAST_READS):
                 if child.read() == 0:

@@ -1,4 +1,4 @@
-"""What the worker and the server that forks environments say to each other: msgpack, one record a packet."""
+"""Messages between the worker and the server that forks environments: msgpack, one record per packet."""
 
 from typing import Any, TypeAlias
 
@@ -8,7 +8,7 @@ MAX_PACKET_BYTES = 64 * 2**10
 
 
 class ForkserverSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server is started with: JSON, its one argument."""
+    """The server's only argument, as JSON."""
 
     parent_pid: int
     control_fd: int
@@ -17,15 +17,15 @@ class ForkserverSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The environment's class: "package.module:Class"."""
     args: dict[str, Any]
     sys_path: list[str]
-    """Where the worker finds modules."""
+    """The worker's module search path."""
 
 
 class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag="spawn"):
-    """Fork a process for an episode; its socket comes along."""
+    """Fork a process for an episode; its socket is attached."""
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, tag="kill"):
-    """Kill a process and all that it started."""
+    """Kill a process and all processes that it started."""
 
     pid: int
 
@@ -34,18 +34,18 @@ Command: TypeAlias = Spawn | Kill
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """Once, at the start."""
+    """Sent once, at the start."""
 
     error: str = ""
     """Why no process can be forked: the class cannot be loaded, or does not take the arguments."""
 
 
 class Spawned(msgspec.Struct, frozen=True, kw_only=True, tag="spawned"):
-    """To each Spawn, in their order."""
+    """Answers each Spawn, in order."""
 
     pid: int
     error: str = ""
-    """Why there is none."""
+    """Why there is no process; empty if there is one."""
 
 
 class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
@@ -53,9 +53,9 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
 
     pid: int
     status: int
-    """Its exit code; below 0: minus the signal that ended it."""
+    """Exit code; if negative, minus the signal that ended it."""
     output: str
-    """The last of what it wrote to standard output and standard error."""
+    """The last part of its standard output and standard error."""
 
 
 Event: TypeAlias = Ready | Spawned | Exited

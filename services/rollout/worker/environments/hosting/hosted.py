@@ -1,7 +1,7 @@
 """An environment that runs elsewhere, as the episode sees it: the same three calls, passed on over a channel.
 
 Invariant: whatever the other side does, a call ends: with its reply, with `EnvironmentFailedError`, or when the episode
-cancels it at its deadline; and nothing of the other side is left after `close`.
+cancels it at its deadline. After `close` nothing of the other side is left.
 """
 
 import math
@@ -25,18 +25,18 @@ from services.rollout.worker.environments.hosting.messages import (
 
 
 class Channel(Protocol):
-    """The way to one episode's environment."""
+    """Connection to one episode's environment."""
 
     async def exchange(self, request: AnyRequest) -> AnyReply:
         """Send `request` and return the reply.
 
         Raises:
-            EnvironmentFailedError: the other side died, or did not answer with a message.
+            EnvironmentFailedError: the other side died, or its answer was not a message.
         """
         ...
 
     async def end(self, number: int, *, is_idle: bool) -> None:
-        """End the episode by request `number` if the other side `is_idle`, and in any case release what it held."""
+        """End the episode by request `number` if the other side `is_idle`, and always release its resources."""
         ...
 
 
@@ -56,7 +56,7 @@ class HostedEnvironment:
         """Begin the episode at the other side.
 
         Raises:
-            EnvironmentFailedError: the environment crashed, or answered what it must not.
+            EnvironmentFailedError: the environment crashed, or gave a forbidden answer.
             UnavailableError: it cannot be reached; another try may succeed.
         """
         self._task = task
@@ -73,7 +73,7 @@ class HostedEnvironment:
         """Pass on a turn of the policy.
 
         Raises:
-            EnvironmentFailedError: the environment crashed, or answered what it must not.
+            EnvironmentFailedError: the environment crashed, or gave a forbidden answer.
         """
         assert self._task is not None, "reset comes before step"
         number, remaining_s = self._next(self._task)
@@ -83,7 +83,7 @@ class HostedEnvironment:
         return messages.to_result(reply)
 
     async def close(self) -> None:
-        """End the episode at the other side, whatever it does."""
+        """End the episode at the other side, whatever it is doing."""
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.end(self._num_requests, is_idle=self._is_idle)
@@ -94,7 +94,7 @@ class HostedEnvironment:
         return number, remaining_s if math.isfinite(remaining_s) else None
 
     async def _ask(self, request: AnyRequest) -> AnyReply:
-        """The reply to `request`; questions about verdicts are answered on the way."""
+        """Return the reply to `request`; answer its questions about verdicts meanwhile."""
         assert self._channel is not None
         assert self._task is not None
         self._is_idle = False

@@ -1,10 +1,10 @@
-"""What a worker and a hosted environment say to each other: JSON, the same over a pipe and over HTTP.
+"""Messages between a worker and a hosted environment: JSON, the same over a pipe and over HTTP.
 
-A request is answered by one reply, with the same `number`. While an environment works on `reset` or `step` it may ask
-for a verdict: its reply is then `grade`, and the request that follows it brings the verdict. So an environment needs no
-address but the worker's.
+Each request has one reply, with the same `number`. While an environment works on `reset` or `step` it may ask for a
+verdict: its reply is then `grade`, and the next request brings the verdict. So an environment needs no address but the
+worker's.
 
-Invariant: what is decoded here is complete and within bounds; unknown fields, wrong types and sizes raise
+Invariant: decoded messages are complete and within bounds; unknown fields, wrong types and sizes raise
 `EnvironmentFailedError`.
 """
 
@@ -19,11 +19,11 @@ from penstock.errors import EnvironmentFailedError
 from penstock.records import Message, TextPart, Verdict
 
 MAX_MESSAGE_BYTES = 48 * 2**20
-"""Of any request or reply. Images are base64 there, which takes a third more."""
+"""Maximum size of any request or reply. It holds images as base64, which takes a third more."""
 MAX_IMAGES_BYTES = 32 * 2**20
-"""All images of one observation together."""
+"""Maximum size of all images of one observation."""
 MAX_TEXT_CHARS = 2 * 2**20
-"""All text of one observation: far more than the context of any model takes."""
+"""Maximum characters of one observation: far more than any model's context."""
 _MAX_METRICS = 256
 _MAX_ERROR_CHARS = 4000
 
@@ -33,7 +33,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class TaskMessage(_Wire, frozen=True, kw_only=True):
-    """A task without its way to the reward service. Images are base64, here and everywhere."""
+    """A task without its access to the reward service. Images are base64, here and everywhere."""
 
     id: str
     seed: int
@@ -47,28 +47,28 @@ class TaskMessage(_Wire, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, task: TaskRow) -> "TaskMessage":
-        """What of `task` is data."""
+        """Take the data of `task`."""
         return cls(**{name: getattr(task, name) for name in cls.__struct_fields__})
 
     def fields(self) -> dict[str, Any]:
-        """Arguments of a `Task`."""
+        """Return the arguments of a `Task`."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
 
 class Request(_Wire, frozen=True, kw_only=True, tag_field="kind"):
-    """From the worker."""
+    """A message from the worker."""
 
     number: int
-    """Counts the episode's requests from 0; the reply repeats it."""
+    """Number of the episode's request, from 0; the reply repeats it."""
     remaining_s: float | None
-    """Seconds that the episode has left; None for no limit. The worker does not wait longer for the reply."""
+    """Seconds that the episode has left; None for no limit. The worker waits no longer for the reply."""
 
 
 class ResetRequest(Request, frozen=True, kw_only=True, tag="reset"):
     """Begin an episode."""
 
     environment: str
-    """Its name at a server that has several."""
+    """Name of the environment at a server that has several."""
     task: TaskMessage
 
 
@@ -79,12 +79,12 @@ class StepRequest(Request, frozen=True, kw_only=True, tag="step"):
 
 
 class VerdictRequest(Request, frozen=True, kw_only=True, tag="verdict"):
-    """The answer to `grade`."""
+    """Answers `grade`."""
 
     verdict: Verdict | None = None
-    """None if there is none."""
+    """None if there is no verdict."""
     error: str = ""
-    """Why there is none."""
+    """Why there is no verdict; empty if there is one."""
 
 
 class CloseRequest(Request, frozen=True, kw_only=True, tag="close"):
@@ -92,7 +92,7 @@ class CloseRequest(Request, frozen=True, kw_only=True, tag="close"):
 
 
 class ObservationMessage(_Wire, frozen=True, kw_only=True):
-    """What the policy sees next."""
+    """The messages, images and tools that the policy sees next."""
 
     messages: tuple[Message, ...]
     images: tuple[bytes, ...] = ()
@@ -100,20 +100,20 @@ class ObservationMessage(_Wire, frozen=True, kw_only=True):
 
 
 class Reply(_Wire, frozen=True, kw_only=True, tag_field="kind"):
-    """From the environment."""
+    """A message from the environment."""
 
     number: int
-    """The request's."""
+    """The request's number."""
 
 
 class ObservationReply(Reply, frozen=True, kw_only=True, tag="observation"):
-    """To `reset`."""
+    """Answers `reset`."""
 
     observation: ObservationMessage
 
 
 class ResultReply(Reply, frozen=True, kw_only=True, tag="result"):
-    """To `step`."""
+    """Answers `step`."""
 
     observation: ObservationMessage | None
     truncated: bool = False
@@ -124,19 +124,19 @@ class ResultReply(Reply, frozen=True, kw_only=True, tag="result"):
 
 
 class GradeReply(Reply, frozen=True, kw_only=True, tag="grade"):
-    """To `reset`, `step` or `verdict`: what is this text worth?"""
+    """Answers `reset`, `step` or `verdict` with a text to judge."""
 
     text: str
 
 
 class FailedReply(Reply, frozen=True, kw_only=True, tag="failed"):
-    """To any request: the environment raised an error, and the episode is over."""
+    """Answers any request: the environment raised an error, and the episode is over."""
 
     error: str
 
 
 class ClosedReply(Reply, frozen=True, kw_only=True, tag="closed"):
-    """To `close`."""
+    """Answers `close`."""
 
 
 AnyRequest: TypeAlias = ResetRequest | StepRequest | VerdictRequest | CloseRequest
@@ -145,7 +145,7 @@ _MessageT = TypeVar("_MessageT", bound=_Wire)
 
 
 def encode(message: AnyRequest | AnyReply) -> bytes:
-    """The message as JSON.
+    """Encode the message as JSON.
 
     Raises:
         EnvironmentFailedError: it is larger than any message may be, or holds what JSON cannot.
@@ -160,38 +160,38 @@ def encode(message: AnyRequest | AnyReply) -> bytes:
 
 
 def decode_request(data: bytes) -> AnyRequest:
-    """The request that `encode` made `data` from.
+    """Decode a request that `encode` encoded.
 
     Raises:
-        EnvironmentFailedError: it is no request.
+        EnvironmentFailedError: it is not a request.
     """
     return _decode(_REQUESTS, data)
 
 
 def decode_reply(data: bytes) -> AnyReply:
-    """The reply that `encode` made `data` from.
+    """Decode a reply that `encode` encoded.
 
     Raises:
-        EnvironmentFailedError: it is no reply.
+        EnvironmentFailedError: it is not a reply.
     """
     return _decode(_REPLIES, data)
 
 
 def too_large(size_bytes: int) -> str:
-    """What is wrong with a message of this size."""
+    """Return the error text for a message of this size."""
     return f"a message of {size_bytes} bytes; at most {MAX_MESSAGE_BYTES} are taken; send smaller images"
 
 
 def failed(number: int, error: str) -> FailedReply:
-    """The reply that says so; a long text is cut in its middle."""
+    """Return a reply that reports the error, with the middle of a long text cut out."""
     half = _MAX_ERROR_CHARS // 2
     text = error if len(error) <= _MAX_ERROR_CHARS else f"{error[:half]} ... {error[-half:]}"
     return FailedReply(number=number, error=text.encode(errors="replace").decode())
 
 
 def to_step(turn: AssistantTurn, *, number: int, remaining_s: float | None) -> StepRequest:
-    """The request that brings `turn`. A call whose arguments JSON cannot carry (the policy may say anything) becomes a
-    malformed one."""
+    """Return the request for `turn`. A call whose arguments JSON cannot carry (the policy may say anything) becomes a
+    malformed call."""
     calls, malformed = [], list(turn.malformed_calls)
     for call in turn.calls:
         try:
@@ -204,10 +204,10 @@ def to_step(turn: AssistantTurn, *, number: int, remaining_s: float | None) -> S
 
 
 def from_observation(observation: Observation) -> ObservationMessage:
-    """The observation as it travels.
+    """Encode an observation.
 
     Raises:
-        EnvironmentFailedError: it is no observation, or too large.
+        EnvironmentFailedError: it is not an observation, or too large.
     """
     if not isinstance(observation, Observation):
         raise EnvironmentFailedError(
@@ -222,7 +222,7 @@ def from_observation(observation: Observation) -> ObservationMessage:
 
 
 def to_observation(message: ObservationMessage) -> Observation:
-    """The observation that travelled.
+    """Decode an observation.
 
     Raises:
         EnvironmentFailedError: it contradicts itself, or is too large.
@@ -236,10 +236,10 @@ def to_observation(message: ObservationMessage) -> Observation:
 
 
 def from_result(result: StepResult, *, number: int) -> ResultReply:
-    """The reply that brings `result`.
+    """Return the reply for `result`.
 
     Raises:
-        EnvironmentFailedError: it is no result, or too large.
+        EnvironmentFailedError: it is not a result, or too large.
     """
     if not isinstance(result, StepResult):
         raise EnvironmentFailedError(
@@ -256,7 +256,7 @@ def from_result(result: StepResult, *, number: int) -> ResultReply:
 
 
 def to_result(reply: ResultReply) -> StepResult:
-    """The result that travelled.
+    """Decode a result.
 
     Raises:
         EnvironmentFailedError: it contradicts itself, or is too large.

@@ -1,7 +1,7 @@
 """Environments in processes, as the worker sees them: a server that forks one for each episode, and the pipe to it.
 
-Invariants: the worker's event loop waits for nothing that an environment does; a process ends with its episode, with
-the worker, and when it is killed.
+Invariants: the worker's event loop never waits for an environment. A process ends with its episode, with the worker, or
+when it is killed.
 """
 
 import asyncio
@@ -41,26 +41,26 @@ log = structlog.get_logger()
 
 _START_TIMEOUT_S = 120.0
 _EXIT_TIMEOUT_S = 5.0
-"""How long after its pipe closed a process may take to be reported as ended."""
+"""Seconds for a process to be reported as ended after its pipe closed."""
 _CLOSE_TIMEOUT_S = 3.0
 
 
 class EnvironmentProcesses:
-    """Makes environments that run in processes of their own. Start and stop it in one event loop."""
+    """Makes environments that each run in their own process. Start and stop it in one event loop."""
 
     def __init__(self, name: str, path: str, args: Mapping[str, Any]) -> None:
-        """Of the class at `path`, "package.module:Class", with `args`; rows call it `name`."""
+        """Run the class at `path`, "package.module:Class", with `args`; rows call it `name`."""
         self._name = name
         self._settings = {"path": path, "args": dict(args)}
         self._starting = asyncio.Lock()
         self._forkserver: _Forkserver | None = None
 
     def __call__(self) -> HostedEnvironment:
-        """The environment of one episode; its process starts at reset."""
+        """Return the environment of one episode; its process starts at reset."""
         return HostedEnvironment(self._open, name=self._name)
 
     async def start(self) -> None:
-        """Import the environment's module in the server, unless it runs already.
+        """Import the environment's module in the server, unless the server runs already.
 
         Raises:
             ConfigError: it cannot be loaded, or does not take the arguments.
@@ -82,7 +82,7 @@ class EnvironmentProcesses:
                 raise
 
     async def stop(self) -> None:
-        """Kill all processes, and wait until the server is gone."""
+        """Kill all processes, and wait for the server to end."""
         if self._forkserver is not None:
             await self._forkserver.stop()
             self._forkserver = None
@@ -103,7 +103,7 @@ class EnvironmentProcesses:
 
 @dataclasses.dataclass(slots=True)
 class _Process:
-    """A process of an episode."""
+    """The process of an episode."""
 
     pid: int
     exited: "asyncio.Future[Exited]"
@@ -191,7 +191,7 @@ def _signal_name(number: int) -> str:
 
 
 class _Forkserver:
-    """The server that forks; it is started once."""
+    """The server that forks. Start it once."""
 
     def __init__(self) -> None:
         self.is_alive = False
@@ -203,7 +203,7 @@ class _Forkserver:
         self._running: dict[int, _Process] = {}
 
     async def start(self, settings: Mapping[str, Any]) -> None:
-        """Start it, and wait until it has imported the environment.
+        """Start the server, and wait until it has imported the environment.
 
         Raises:
             ConfigError: the environment cannot be loaded.
@@ -222,7 +222,7 @@ class _Forkserver:
                 stdout=asyncio.subprocess.DEVNULL,
                 env={name: value for name, value in os.environ.items() if name not in security.VARIABLES},
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # an interrupt at the terminal is for the worker, which drains
+                start_new_session=True,  # an interrupt at the terminal is meant for the worker, which drains
             )
         self.is_alive = True
         asyncio.get_running_loop().add_reader(self._control, self._read)
@@ -244,7 +244,7 @@ class _Forkserver:
         """Fork a process that serves `channel`.
 
         Raises:
-            UnavailableError: none can be forked at the moment.
+            UnavailableError: no process can be forked at the moment.
         """
         spawned: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
         self._spawning.append(spawned)
@@ -255,12 +255,12 @@ class _Forkserver:
             raise UnavailableError("the server that forks environments ended; another try starts it again") from None
 
     def kill(self, pid: int) -> None:
-        """Kill a process and all that it started; nothing happens if it has ended."""
+        """Kill a process and all processes that it started; do nothing if it has ended."""
         if pid in self._running:
             self._send(Kill(pid=pid))
 
     async def stop(self) -> None:
-        """Close its socket, upon which it kills all processes and ends; wait until it is gone."""
+        """Close the server's socket, so that it kills all processes and ends; wait for its end."""
         self._lose()
         if self._process is not None:
             try:
@@ -325,13 +325,13 @@ class _Forkserver:
             return
         process = _Process(event.pid, asyncio.get_running_loop().create_future())
         self._running[event.pid] = process
-        if spawned.done():  # the episode was cancelled meanwhile
+        if spawned.done():  # the episode was cancelled in the meantime
             self.kill(event.pid)
         else:
             spawned.set_result(process)
 
     def _lose(self) -> None:
-        """The server is gone, or is to go: so are its processes."""
+        """Note the end of the server, and with it of its processes."""
         self.is_alive = False
         if self._control is None:
             return
@@ -345,7 +345,7 @@ class _Forkserver:
         for future in (*waiting, *(process.exited for process in self._running.values())):
             if not future.done():
                 future.set_exception(ConnectionResetError("the server that forks environments ended"))
-                future.exception()  # nobody may be waiting for it
+                future.exception()  # it may have no reader
         self._spawning.clear()
         self._running.clear()
 

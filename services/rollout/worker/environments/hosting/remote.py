@@ -3,9 +3,9 @@
     POST   /v1/episodes/{id}    a request of `hosting.messages`, answered by its reply
     DELETE /v1/episodes/{id}    the end
 
-The worker makes the ids, so that it can end an episode whose first reply it never got. Nothing is sent twice, except
-the first request where no episode began: the connection was refused, or, by whoever begins episodes, the server had no
-room.
+The worker makes the ids, so that it can end an episode whose first reply was lost. No request is sent twice, except the
+first one when no episode began: either the connection was refused, or the server had no room, in which case the code
+that begins episodes sends it again.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ _SHOWN_BYTES = 500
 
 
 class RemoteEnvironments:
-    """Makes environments that a server plays. Close it."""
+    """Makes environments that a server plays. Close it after use."""
 
     def __init__(self, name: str, url: str, *, remote_name: str, security: Security) -> None:
-        """At the server under `url` the environment is called `remote_name`; rows call it `name`."""
+        """Use the environment `remote_name` of the server at `url`; rows call it `name`."""
         self._name = name
         self._remote_name = remote_name
         self._url = url.rstrip("/")
@@ -53,11 +53,11 @@ class RemoteEnvironments:
         self._client: httpx.AsyncClient | None = None
 
     def __call__(self) -> HostedEnvironment:
-        """The environment of one episode, which begins at reset."""
+        """Return the environment of one episode, which begins at reset."""
         return HostedEnvironment(self._open, name=self._remote_name)
 
     async def start(self) -> None:
-        """Read the token and the certificates; the server may come later.
+        """Read the token and the certificates; the server may start later.
 
         Raises:
             ConfigError: the token cannot be read.
@@ -65,9 +65,9 @@ class RemoteEnvironments:
         if self._client is None:
             token = read_secret(ENVIRONMENT_TOKEN)
             self._client = httpx.AsyncClient(
-                timeout=None,  # the episode's deadline holds for each call, and cancels it
+                timeout=None,  # each call is cancelled by the episode's deadline
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-                trust_env=False,  # the URL is what was configured, whatever proxies the environment names
+                trust_env=False,  # use the configured URL, whatever proxies the environment names
                 headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {}),
                 verify=await asyncio.to_thread(_tls_context, self._security),
             )
@@ -85,7 +85,7 @@ class RemoteEnvironments:
 
 
 class _HttpChannel:
-    """The way to one episode at a server."""
+    """Connection to one episode at a server."""
 
     def __init__(self, client: httpx.AsyncClient, url: str, server: str, task: Task) -> None:
         self._client = client
@@ -101,7 +101,7 @@ class _HttpChannel:
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 async with self._client.stream("DELETE", self._url):
-                    pass  # whatever it answers is not read
+                    pass  # its answer is not read
         except (TimeoutError, httpx.HTTPError, OSError) as error:
             log.debug("environment.end_unconfirmed", server=self._server, error=repr(error))  # it expires there
 
@@ -161,7 +161,7 @@ async def _read(parts: AsyncIterator[bytes], what: str) -> bytes:
 
 
 def _tls_context(security: Security) -> ssl.SSLContext:
-    """For https: the public authorities, and those of [security]."""
+    """Return the context for https, with the public authorities and those of [security]."""
     context: Any = httpx.create_ssl_context(trust_env=False)
     assert isinstance(context, ssl.SSLContext)
     if security.tls is not None and security.tls.ca_file is not None:

@@ -1,7 +1,7 @@
 """The episodes that live at a server of environments.
 
-Invariants: an episode belongs to whoever knows its id; it ends when it is deleted, when a call takes longer than its
-caller waits, or when no call comes for a while; and no more than `max_episodes` live at once.
+Invariants: an episode belongs to any caller who knows its id. It ends when it is deleted, when a call takes longer than
+its caller waits, or when no call arrives for a while. At most `max_episodes` live at once.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class _Episode:
-    """One episode: at most one call of its environment at a time, which may wait for a verdict."""
+    """One episode, with at most one call of its environment at a time, which may wait for a verdict."""
 
     def __init__(self, environment: Environment, room: contextlib.AsyncExitStack) -> None:
         self.used_at = time.monotonic()
@@ -49,7 +49,7 @@ class _Episode:
         self._ends_at = math.inf
 
     async def answer(self, request: AnyRequest) -> AnyReply:
-        """The reply to `request`, within its time.
+        """Answer `request` within its time.
 
         Raises:
             TimeoutError: it takes longer.
@@ -62,7 +62,7 @@ class _Episode:
             return messages.failed(request.number, str(error))
 
     async def close(self) -> None:
-        """Cancel its call and end it."""
+        """Cancel the current call and end the episode."""
         async with self._room:
             if self._call is not None:
                 self._call.cancel()
@@ -116,7 +116,7 @@ class _Episode:
         return self._ends_at - time.monotonic()
 
     async def _grade(self, text: str) -> Verdict:
-        async with self._grading:  # one question at a time travels
+        async with self._grading:  # one question at a time
             self._verdict = asyncio.get_running_loop().create_future()
             self._asked.put_nowait(text)
             return await self._verdict
@@ -138,12 +138,16 @@ class ServedEpisodes:
         self._none_lives.set()
 
     def require_open(self) -> None:
-        """Raises: NotReadyError: the server is stopping, and takes no new episode."""
+        """Refuse new episodes once the server is stopping.
+
+        Raises:
+            NotReadyError: the server is stopping.
+        """
         if not self._is_open:
             raise NotReadyError("this server is stopping; begin the episode at another server, or again later")
 
     async def answer(self, episode_id: str, request: AnyRequest) -> AnyReply:
-        """The reply of episode `episode_id` to `request`, a `reset` of which begins it.
+        """Answer `request` for episode `episode_id`; a `reset` begins the episode.
 
         Raises:
             HTTPException: there is no such episode (404), or it cannot take this request (409).
@@ -163,14 +167,14 @@ class ServedEpisodes:
         episode.is_busy = True
         try:
             return await episode.answer(request)
-        except BaseException:  # too late, or the caller is gone: nobody can go on with it
+        except BaseException:  # too late, or the caller is gone, so that the episode cannot continue
             await asyncio.shield(self.end(episode_id))
             raise
         finally:
             episode.is_busy, episode.used_at = False, time.monotonic()
 
     async def end(self, episode_id: str) -> None:
-        """End an episode; nothing happens if there is none."""
+        """End an episode; do nothing if there is none."""
         if (episode := self._episodes.pop(episode_id, None)) is not None:
             try:
                 await episode.close()
@@ -179,7 +183,7 @@ class ServedEpisodes:
                     self._none_lives.set()
 
     async def expire(self) -> None:
-        """End episodes that nobody has called for a while, for ever."""
+        """End episodes that had no call for a while, forever."""
         while True:
             await asyncio.sleep(self._max_idle_s / 10)
             oldest = time.monotonic() - self._max_idle_s
@@ -189,7 +193,7 @@ class ServedEpisodes:
                     await self.end(episode_id)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new episode, and wait up to `grace_s` seconds until those in play have ended."""
+        """Take no new episode, and wait up to `grace_s` seconds until the running ones have ended."""
         self._is_open = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -211,7 +215,7 @@ class ServedEpisodes:
             raise OverloadedError(f"{len(self._episodes)} episodes live here, and no more may; try again later")
         self._registry.require_room(request.environment)
         room = contextlib.AsyncExitStack()
-        await room.enter_async_context(self._registry.room(request.environment))  # at once, as there is room
+        await room.enter_async_context(self._registry.room(request.environment))  # at once, because there is room
         self._episodes[episode_id] = episode = _Episode(self._registry.find(request.environment)(), room)
         self._none_lives.clear()
         return episode
@@ -223,5 +227,5 @@ class ServedEpisodes:
 
 
 def _numbered(reply: AnyReply, number: int) -> AnyReply:
-    """The reply with the number of the request that it answers: after questions that is a later one."""
+    """Return the reply with the number of the request that it answers; after questions that is a later one."""
     return msgspec.structs.replace(reply, number=number)

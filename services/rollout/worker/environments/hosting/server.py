@@ -1,7 +1,7 @@
 """A server of environments: plays episodes of any registered environment for workers elsewhere.
 
-At the end it takes no new episode, which a worker then begins at another server or when this one is back, and those in
-play may go on for the grace period.
+While it stops it takes no new episode; a worker begins it at another server, or here after the restart. Running
+episodes may continue for the grace period.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 MAX_EPISODES: int = EnvironmentServerConfig().max_episodes
 MAX_IDLE_S = 3600.0
-"""Longer than a turn may wait for a replica and be played: an episode's own time stands still meanwhile."""
+"""Longer than a turn may wait for a replica and be played, because an episode's clock is paused meanwhile."""
 _DESCRIPTION = "Environments for Penstock's rollout workers. docs/rollouts/environments.md describes the messages."
 
 
@@ -43,18 +43,18 @@ async def serving_environments(
     max_idle_s: float = MAX_IDLE_S,
     grace_s: float = 5.0,
 ) -> AsyncIterator[HttpServer]:
-    """Serve the environments `names` of `registry`, which is started, for as long as the context lasts.
+    """Serve the environments `names` of `registry`, which is started, during the context.
 
     Args:
-        registry: Where the environments are found.
-        names: Those that are served.
+        registry: Finds the environments.
+        names: The served environments.
         host: Address to listen on.
-        port: Port to listen on; 0 takes any that is free.
-        security: What callers must show; None reads it from the environment. `PENSTOCK_ENVIRONMENT_TOKEN`, where it is
-            set, takes the place of its token.
-        max_episodes: Episodes at once; one more is refused with 429, and its worker tries again.
-        max_idle_s: Seconds without a call after which an episode ends: its worker has vanished.
-        grace_s: Seconds that episodes in play get at the end.
+        port: Port to listen on; 0 takes any free one.
+        security: Credentials that callers must show; None reads it from the environment. `PENSTOCK_ENVIRONMENT_TOKEN`,
+            if set, replaces its token.
+        max_episodes: Episodes at once; further ones are refused with 429, and their workers try again.
+        max_idle_s: Seconds without a call after which an episode ends, because its worker has vanished.
+        grace_s: Seconds that running episodes get at the end.
 
     Raises:
         ConfigError: a name is unknown.
@@ -119,7 +119,7 @@ def _make_app(episodes: ServedEpisodes) -> FastAPI:
 
     @app.post("/v1/episodes/{episode_id}")
     async def answer(episode_id: str, request: Request) -> Response:
-        """A request of an episode; its `kind` says which."""
+        """Answer a request of an episode; its `kind` says which."""
         try:
             decoded = messages.decode_request(await request.body())
         except EnvironmentFailedError as error:
@@ -133,13 +133,13 @@ def _make_app(episodes: ServedEpisodes) -> FastAPI:
 
     @app.delete("/v1/episodes/{episode_id}")
     async def end(episode_id: str) -> dict[str, str]:
-        """The end of an episode, also of one that is gone."""
+        """End an episode, even one that is gone."""
         await episodes.end(episode_id)
         return {"status": "ended"}
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """200 while the server takes episodes; 503 while it is stopping."""
+        """Return 200 while the server takes episodes; 503 while it is stopping."""
         episodes.require_open()
         return {"status": "serving"}
 

@@ -1,1 +1,1 @@
-"""Parts of requests, as engines and templates know them."""
+"""Converts parts of requests for engines and templates."""

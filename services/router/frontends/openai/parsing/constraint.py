@@ -1,4 +1,4 @@
-"""The form that an answer must have, as engines know it."""
+"""Converts the required form of an answer for engines."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 def read_constraint(body: GenerationRequest) -> generate_pb2.Constraint | None:
-    """The form that the request asks for; None: any text.
+    """Return the form that the request asks for; None: any text.
 
     Raises:
         ParameterError: it asks for several forms, or names none.

@@ -1,7 +1,7 @@
-"""The beginning of an answer that must call a tool.
+"""Begins an answer that must call a tool.
 
-The policy cannot be made to want a call, but its answer can be begun for it: what is put into the prompt is the part of
-a call that does not depend on it.
+The policy cannot be made to want a call, but its answer can be begun for it: the part of a call that does not depend on
+the policy is put into the prompt.
 """
 
 import json
@@ -15,7 +15,7 @@ from services.router.frontends.openai.schema.requests import ChatRequest
 
 
 def begin_call(body: ChatRequest, call_format: CallFormat) -> str:
-    """The text with which the answer begins; empty if it need not call a tool.
+    """Return the text with which the answer begins; empty if it need not call a tool.
 
     Raises:
         ParameterError: there is no such tool, or the answer must also have another form.
@@ -38,5 +38,5 @@ def begin_call(body: ChatRequest, call_format: CallFormat) -> str:
     name = names[0] if len(names) == 1 else ""
     if call_format == "xml":
         return f"{OPEN}\n<function=" + (f"{name}>\n" if name else "")
-    # What follows begins with a space or inside a string, where tokenizers begin a token, too.
+    # The continuation begins with a space or inside a string, where tokenizers begin a token, too.
     return f'{OPEN}\n{{"name": ' + (f'{json.dumps(name)}, "arguments":' if name else '"')

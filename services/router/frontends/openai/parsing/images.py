@@ -14,7 +14,7 @@ _DATA_URL = re.compile(r"data:(?:image/(?:png|jpeg|jpg|webp|gif|None))?((?:;[^;,
 
 
 def read_image(url: str, *, param: str, max_bytes: int) -> bytes:
-    """The file that a data: URL holds.
+    """Return the file that a data: URL holds.
 
     Raises:
         ParameterError: it is another URL, not base64, or larger than `max_bytes`.

@@ -1,4 +1,4 @@
-"""Messages of requests as the renderer knows them."""
+"""Converts the messages of requests for the renderer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from services.router.tuning import OpenAITuning
 
 
 def read_messages(messages: Sequence[ChatMessage], tuning: OpenAITuning) -> tuple[list[Message], list[bytes]]:
-    """The messages, and their images in order.
+    """Return the messages, and their images in order.
 
     Raises:
-        ParameterError: something in one is invalid.
+        ParameterError: one of them is invalid.
     """
     images: list[bytes] = []
     read = [_message(message, images, tuning, param=f"messages.{index}") for index, message in enumerate(messages)]
@@ -24,7 +24,7 @@ def read_messages(messages: Sequence[ChatMessage], tuning: OpenAITuning) -> tupl
 
 
 def _message(message: ChatMessage, images: list[bytes], tuning: OpenAITuning, *, param: str) -> Message:
-    """The message as the renderer knows it; its images are appended to `images`."""
+    """Return the message for the renderer; append its images to `images`."""
     role = message.role
     if message.content is None and role != "assistant":
         raise ParameterError(f"{param}.content", f"{param}.content is missing")

@@ -1,1 +1,1 @@
-"""What requests may contain."""
+"""Models of requests."""

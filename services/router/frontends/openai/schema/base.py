@@ -1,8 +1,8 @@
-"""What all models of requests have in common, and the parameters that are refused.
+"""The base of all request models, and the parameters that are refused.
 
 A parameter that would change the answer and is not supported is refused by name, never skipped; where its value changes
-nothing, it is accepted. The policy neither sees nor needs unknown keys inside messages, which agents collect from other
-servers' answers, so they are ignored. A null is the same as an absent key.
+nothing, it is accepted. Unknown keys inside messages are ignored: the policy neither sees nor needs them, and agents
+collect them from other servers' answers. A null is the same as an absent key.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "stop_regex": ((), "use stop"),
     "use_beam_search": ((False,), "there is no beam search"),
 }
-"""Parameters that are not supported: the values that change nothing, and why there are no others."""
+"""Unsupported parameters: the values that change nothing, and why other values are refused."""
 
 HINTS = ("cache_salt", "prompt_cache_key", "request_id", "rid", "safety_identifier", "verbosity")
 """Parameters that are accepted with any value, because no answer depends on them."""

@@ -65,20 +65,20 @@ class ToolCallIn(MessageModel):
     """Its id in the answer."""
     type: Literal["function"] = "function"
     function: CalledFunction
-    """What was called."""
+    """The called function."""
 
 
 class ChatMessage(MessageModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Who says it; developer is another word for system."""
+    """The speaker; developer is a synonym of system."""
     content: Content | None = None
-    """What is said. Messages of users and tools may hold images."""
+    """The text. Messages of users and tools may hold images."""
     tool_calls: list[ToolCallIn] = pydantic.Field(default_factory=list)
-    """assistant: what it called."""
+    """assistant: its calls."""
     tool_call_id: str = ""
-    """tool: which call this answers. Templates go by the order."""
+    """tool: the call that this answers. Templates go by the order."""
 
 
 class ToolFunction(RequestModel):
@@ -88,13 +88,13 @@ class ToolFunction(RequestModel):
     name: Annotated[str, pydantic.Field(min_length=1)]
     """Its name."""
     description: str | None = None
-    """What it does."""
+    """Its purpose."""
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments."""
 
 
 class Tool(RequestModel):
-    """What the policy may call."""
+    """A tool that the policy may call."""
 
     _ignored = ("strict",)
     type: Literal["function"]
@@ -103,7 +103,7 @@ class Tool(RequestModel):
 
 
 class NamedFunction(RequestModel):
-    """Which function."""
+    """The name of a function."""
 
     name: Annotated[str, pydantic.Field(min_length=1)]
     """Its name."""
@@ -114,7 +114,7 @@ class NamedTool(RequestModel):
 
     type: Literal["function"] = "function"
     function: NamedFunction
-    """Which."""
+    """The function, by name."""
 
 
 ToolChoice: TypeAlias = Annotated[

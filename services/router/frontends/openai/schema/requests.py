@@ -22,7 +22,7 @@ _FORMS = {
 """Other servers' names of the fields of structured_outputs."""
 
 TopCount: TypeAlias = Annotated[int, pydantic.Field(ge=0, le=_MAX_TOP)]
-"""How many of the likeliest tokens to report; engines report no more."""
+"""Number of most likely tokens to report; engines report no more."""
 
 
 class StreamOptions(RequestModel):
@@ -36,19 +36,19 @@ class StreamOptions(RequestModel):
 
 
 class GenerationRequest(RequestModel):
-    """What chats and completions accept."""
+    """Parameters common to chats and completions."""
 
     _ignored = HINTS
     model: str
     """Name of the served policy, as in /v1/models."""
     max_tokens: Annotated[int, pydantic.Field(ge=1, lt=2**31)] | None = None
-    """Most tokens to generate; default: the recipe's [sampling]."""
+    """Maximum tokens to generate; default: the recipe's [sampling]."""
     temperature: Annotated[float, pydantic.Field(ge=0, le=100)] | None = None
     """Divides the logits; 0 is greedy. Default: [sampling]."""
     top_p: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
     """Nucleus sampling. Default: [sampling]."""
     top_k: Annotated[int, pydantic.Field(ge=-1, lt=2**31)] | None = None
-    """Sample from this many of the likeliest tokens; 0 and -1: all. Default: [sampling]. Not OpenAI's."""
+    """Sample from this many of the most likely tokens; 0 and -1: all. Default: [sampling]. Not OpenAI's."""
     n: Annotated[int, pydantic.Field(ge=1)] = 1
     """Choices to sample for each prompt."""
     seed: int | None = None
@@ -56,47 +56,47 @@ class GenerationRequest(RequestModel):
     stop: str | list[str] = pydantic.Field(default_factory=list)
     """Texts that end an answer and are not part of it, at most 16."""
     include_stop_str_in_output: bool = False
-    """Whether the text ends with the stop text that was found, instead of before it. Not OpenAI's; `no_stop_trim` is
-    SGLang's word for it."""
+    """Whether the text ends with the stop text that was found, instead of before it. Not OpenAI's; SGLang calls it
+    `no_stop_trim`."""
     stop_token_ids: list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]] = pydantic.Field(default_factory=list)
     """Ids that end an answer beside the model's own. Not OpenAI's."""
     ignore_eos: bool = False
-    """No token ends an answer: it has max_tokens tokens. Not OpenAI's."""
+    """Ignore end tokens: the answer has max_tokens tokens. Not OpenAI's."""
     min_tokens: Annotated[int, pydantic.Field(ge=0)] = 0
     """0, or max_tokens, which is ignore_eos. Not OpenAI's."""
     prompt_logprobs: TopCount | None = None
-    """Return the logprob of each token of the prompt, with this many of the likeliest. Not OpenAI's; as in vLLM."""
+    """Return each prompt token's logprob, with this many of the most likely tokens. Not OpenAI's; as in vLLM."""
     return_tokens_as_token_ids: bool = False
     """Name tokens `token_id:<id>` in logprobs, where texts may be ambiguous. Not OpenAI's; as in vLLM."""
     truncate_prompt_tokens: Annotated[int, pydantic.Field(ge=1)] | None = None
     """Keep only this many of the prompt's last tokens; not with images. Not OpenAI's; as in vLLM."""
     response_format: ResponseFormat | None = None
-    """What the answer must be: text, a JSON object, or a JSON value that a schema allows."""
+    """The required form of the answer: text, a JSON object, or a JSON value that a schema allows."""
     structured_outputs: StructuredOutputs | None = None
     """The same, and regular expressions, choices and grammars, as in vLLM. Its older `guided_json`, `guided_regex`,
-    `guided_choice` and `guided_grammar`, and SGLang's `json_schema`, `regex` and `ebnf`, are other words for them."""
+    `guided_choice` and `guided_grammar`, and SGLang's `json_schema`, `regex` and `ebnf`, are accepted as synonyms."""
     stream: bool = False
     """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions = StreamOptions()
     """How to stream."""
     user: str = ""
-    """Names the session if nothing else does."""
+    """Names the session if no other field does."""
     metadata: dict[str, str] = pydantic.Field(default_factory=dict)
     """`session_id` in it names the session: its calls go to one replica."""
     return_token_ids: bool = False
     """Return the ids of prompt and answer with their logprobs. Not OpenAI's; as in vLLM."""
     record: bool = False
-    """Keep the call under its session, to be trained on. Not OpenAI's."""
+    """Record the call under its session, for training. Not OpenAI's."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _translate(cls, value: Any) -> Any:
-        """Other servers' words for what has a name here."""
+        """Translate other servers' names of parameters that have a name here."""
         if not isinstance(value, Mapping):
             return value
         given = {name: each for name, each in value.items() if each is not None}
         if given.get("add_generation_prompt") is not bool(given.get("continue_final_message")):
-            given.pop("add_generation_prompt", None)  # it says what continue_final_message says
+            given.pop("add_generation_prompt", None)  # means the same as continue_final_message
         if "no_stop_trim" in given:
             given.setdefault("include_stop_str_in_output", given.pop("no_stop_trim"))
         forms = {_FORMS[name]: given.pop(name) for name in list(given) if name in _FORMS}
@@ -116,12 +116,12 @@ class GenerationRequest(RequestModel):
 
     @property
     def stops(self) -> list[str]:
-        """`stop` as a list."""
+        """Return `stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def unused(self) -> list[str]:
-        """Parameters that were accepted though they have no effect."""
+        """Return the parameters that were accepted though they have no effect."""
         return [] if self.seed is None else ["seed"]
 
     @pydantic.field_validator("stop")
@@ -139,15 +139,15 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], pydantic.Field(min_length=1)]
     """The conversation."""
     max_completion_tokens: Annotated[int, pydantic.Field(ge=1, lt=2**31)] | None = None
-    """Another word for max_tokens."""
+    """Synonym of max_tokens."""
     logprobs: bool = False
     """Return the logprob of each sampled token."""
     top_logprobs: TopCount = 0
-    """With logprobs: and this many of the likeliest tokens at each position."""
+    """With logprobs, also report this many of the most likely tokens at each position."""
     tools: list[Tool] = pydantic.Field(default_factory=list)
-    """What the policy may call, if its chat template supports tools. `strict` in them has no effect."""
+    """Tools that the policy may call, if its chat template supports tools. `strict` in them has no effect."""
     tool_choice: ToolChoice = "auto"
-    """none: the policy does not see the tools. required, or a named function: its answer begins with the beginning of a
+    """none: the policy does not see the tools. required, or a named function: its answer starts with the beginning of a
     call, which is put into the prompt."""
     parallel_tool_calls: bool = True
     """false: an answer ends with its first call."""
@@ -156,7 +156,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool = False
     """Continue the last message, which is the assistant's, instead of answering it. Not OpenAI's; as in vLLM."""
     separate_reasoning: bool | None = None
-    """Whether what stands between `<think>` and `</think>` is returned as `reasoning_content` instead of in `content`.
+    """Whether the text between `<think>` and `</think>` is returned as `reasoning_content` instead of in `content`.
     Default: router.openai.separate_reasoning. Not OpenAI's; as in SGLang."""
 
     @pydantic.model_validator(mode="after")
@@ -172,8 +172,8 @@ class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
     """Text, which never becomes a special token, or ids; or several of either."""
     max_tokens: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None
-    """Most tokens to generate; 0: only the prompt is scored. Default: the recipe's [sampling]."""
+    """Maximum tokens to generate; 0: only score the prompt. Default: the recipe's [sampling]."""
     logprobs: TopCount | None = None
-    """Return the logprob of each sampled token, and this many of the likeliest tokens at each position."""
+    """Return the logprob of each sampled token, and this many of the most likely tokens at each position."""
     echo: bool = False
-    """Return the prompt before the answer; with logprobs, its tokens have theirs."""
+    """Return the prompt before the answer; with logprobs, also for its tokens."""

@@ -19,7 +19,7 @@ class TokenizeRequest(RequestModel):
     messages: list[ChatMessage] = pydantic.Field(default_factory=list)
     """A conversation, in place of the text."""
     tools: list[Tool] = pydantic.Field(default_factory=list)
-    """With messages: what the policy may call."""
+    """With messages: tools that the policy may call."""
     chat_template_kwargs: dict[str, Any] = pydantic.Field(default_factory=dict)
     """With messages: variables of the chat template."""
     return_token_strs: bool = False

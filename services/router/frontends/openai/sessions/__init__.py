@@ -1,1 +1,1 @@
-"""Sessions of agents: chats whose prompts continue what the policy said before, id for id, and that are all kept."""
+"""Sessions of agents: recorded chats whose prompts continue the policy's earlier answers, id for id."""

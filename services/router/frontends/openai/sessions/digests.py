@@ -1,4 +1,4 @@
-"""Digests of conversations, by which a session finds its earlier answers again. Pure.
+"""Digests of conversations, by which a session recognises its earlier answers. Pure.
 
 Two messages are equal if they say the same: text parts are joined, white space around an assistant's text does not
 count, a call's arguments are compared as JSON values, and images by their content hash. Ids of calls do not count.
@@ -13,16 +13,16 @@ from penstock.records import ImagePart, Message
 
 
 def digest_start(tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> str:
-    """The digest of a conversation before its first message: of what the chat template shows besides messages."""
+    """Digest a conversation before its first message: what the chat template shows besides messages."""
     return _digest("", [list(tools), dict(template_kwargs)])
 
 
 def digest_next(before: str, message: Message, images: Sequence[str] = ()) -> str:
-    """The digest of a conversation with one more message.
+    """Digest a conversation with one more message.
 
     Args:
-        before: The digest of the conversation so far; empty for a message by itself.
-        message: What comes next.
+        before: The digest of the conversation so far; empty for a message alone.
+        message: The next message.
         images: Content hashes of the conversation's images, which the message's image parts number.
     """
     content: list[Any] = []

@@ -1,8 +1,8 @@
-"""What the policy has said in one session, and the prompt of its next answer. Pure but for the rendering.
+"""The policy's answers in one session, and the prompt of its next answer. Pure but for the rendering.
 
-Invariant: what the policy said is never tokenised again. A prompt begins with the ids of the longest recorded
-conversation that its messages go on with; after it, and in conversations that were rewritten, each answer that the
-policy gave in this session stands as the ids that it sampled.
+Invariant: the policy's own text is never tokenised again. A prompt begins with the ids of the longest recorded
+conversation that its messages continue. After it, and in conversations that were rewritten, each answer that the policy
+gave in this session stands as the ids that it sampled.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from services.router.frontends.openai.sessions.digests import digest_next, diges
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """What a client sent."""
+    """A client's chat."""
 
     messages: Sequence[Message]
     images: Sequence[str]
@@ -29,12 +29,12 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NextPrompt:
-    """The prompt of an answer, and what its record will say of it."""
+    """The prompt of an answer, and what its record needs to know about it."""
 
     continues: int
     """Number of the call whose tokens come first; 0: none."""
     prefix_ids: Sequence[int]
-    """That call's prompt and answer."""
+    """The prompt and answer of that call."""
     prefix_images: Sequence[str]
     added_ids: Sequence[int]
     added_images: Sequence[str]
@@ -45,7 +45,7 @@ class NextPrompt:
 
     @property
     def input_ids(self) -> list[int]:
-        """The whole prompt."""
+        """Return the whole prompt."""
         return [*self.prefix_ids, *self.added_ids]
 
     @property
@@ -55,13 +55,13 @@ class NextPrompt:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt as far as it is known: an image that is new in it counts 1."""
+        """Known tokens of the prompt: a new image counts 1."""
         return len(self.prefix_ids) + len(self.added_ids) + self.num_expanded
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """A recorded call, as far as prompts need it."""
+    """The part of a recorded call that prompts need."""
 
     continues: int
     input_ids: np.ndarray
@@ -71,10 +71,10 @@ class _Answer:
 
 
 class SessionHistory:
-    """The recorded calls of one session. They can be added in one thread while another renders."""
+    """The recorded calls of one session. One thread can add them while another renders."""
 
     def __init__(self, *, known_since: float = 0.0) -> None:
-        """Nothing was said; `known_since` is when the session was first heard of, by `time.monotonic()`."""
+        """Start empty; the session has been known since `known_since`, by `time.monotonic()`."""
         self.known_since = known_since
         self._answers: dict[int, _Answer] = {}
         self._by_conversation: dict[str, int] = {}
@@ -84,11 +84,11 @@ class SessionHistory:
         self.size_bytes = 0
 
     def __len__(self) -> int:
-        """The number of calls."""
+        """Return the number of calls."""
         return len(self._answers)
 
     def add(self, number: int, call: SessionCall) -> None:
-        """Take a call; one that is known is passed over."""
+        """Add a call, unless it is known."""
         if number <= self.last_number:
             return
         self._answers[number] = _Answer(
@@ -98,14 +98,14 @@ class SessionHistory:
             images=call.images,
             num_prompt_tokens=call.num_prompt_tokens,
         )
-        # Of several that said the same, the last: an agent that asks again goes on with the new answer.
+        # Of equal conversations, keep the last: an agent that asks again continues with the new answer.
         self._by_conversation[call.conversation] = number
         self._by_answer[call.answer] = number
         self.last_number = number
         self.size_bytes += call.input_ids.nbytes + call.output_ids.nbytes
 
     def next_prompt(self, chat: Chat, renderer: Renderer) -> NextPrompt:
-        """The prompt of the answer to `chat`.
+        """Return the prompt of the answer to `chat`.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or cannot continue a conversation.
@@ -131,7 +131,7 @@ class SessionHistory:
         )
 
     def _tokens_of(self, number: int) -> tuple[list[int], list[str]]:
-        """Prompt and answer of a call, with the images; nothing for 0."""
+        """Return prompt and answer of a call, with the images; empty for 0."""
         ids, images = list[list[int]](), list[tuple[str, ...]]()
         while number:
             answer = self._answers[number]
@@ -150,7 +150,7 @@ class SessionHistory:
     def _render(
         self, chat: Chat, num_known: int, prefix_ids: Sequence[int], num_prefix_images: int, renderer: Renderer
     ) -> tuple[list[int], list[str]]:
-        """The ids of the messages after the first `num_known`, behind `prefix_ids`, and their images."""
+        """Return the ids of the messages after the first `num_known`, following `prefix_ids`, and their images."""
         ids, images = list[int](), list[str]()
         texts = list[Message]()
 
@@ -177,5 +177,5 @@ class SessionHistory:
 
 
 def _images_of(messages: Sequence[Message]) -> list[int]:
-    """The numbers of the images that messages show, in order."""
+    """Return the numbers of the images that messages show, in order."""
     return [part.index for message in messages for part in message.parts if isinstance(part, ImagePart)]

@@ -1,7 +1,7 @@
-"""The histories that a router has read, so that a session's next call reads only what was said since.
+"""Caches the histories that a router has read, so that a session's next call reads only new answers.
 
-Invariant: a history is read on from the bus before each use, so what other routers recorded is in it. What was read
-stays true, because answers are only ever added to a session.
+Invariant: a history is updated from the bus before each use, so it includes the records of other routers. Cached
+answers stay valid, because answers are only ever added to a session.
 """
 
 import time
@@ -13,16 +13,16 @@ from services.router.frontends.openai.sessions.history import SessionHistory
 
 
 class HistoryCache:
-    """The last used histories."""
+    """The most recently used histories."""
 
     def __init__(self, sessions: Sessions, *, max_bytes: int) -> None:
-        """Read them from `sessions`, and keep as many as fit into `max_bytes`, at least one."""
+        """Read histories from `sessions`, and keep as many as fit into `max_bytes`, at least one."""
         self._sessions = sessions
         self._max_bytes = max_bytes
         self._histories: OrderedDict[str, SessionHistory] = OrderedDict()
 
     async def current(self, session: SessionId) -> SessionHistory:
-        """The session's history, with all that is recorded.
+        """Return the session's history, with all records.
 
         Raises:
             UnavailableError: the server does not answer.
@@ -40,5 +40,5 @@ class HistoryCache:
         return history
 
     def forget(self, session: SessionId) -> None:
-        """Drop the session's history: it is over."""
+        """Drop the history of a session that is over."""
         self._histories.pop(str(session), None)

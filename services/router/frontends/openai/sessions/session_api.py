@@ -1,7 +1,8 @@
 """Answers the calls of agents' sessions.
 
-Any router can answer any call: state and answers are on the bus. Invariants: how tokens are drawn is the session's, not
-the caller's; an answer ends, for the client, when it is recorded; of a call whose client left nothing is recorded.
+Any router can answer any call, because state and answers are on the bus. Invariants: the session, not the caller,
+decides how tokens are sampled. For the client, an answer ends once it is recorded. If the client leaves, nothing of its
+call is recorded.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from services.router.frontends.openai.sessions.history import Chat, NextPrompt, 
 from services.router.frontends.openai.sessions.history_cache import HistoryCache
 
 _MAX_HISTORY_BYTES = 256 * 2**20
-"""Ids that a router keeps of sessions: those of 60 million tokens."""
+"""Memory for the ids of sessions that a router keeps: those of 60 million tokens."""
 
 
 class SessionApi:
@@ -47,10 +48,10 @@ class SessionApi:
         self._histories = HistoryCache(sessions, max_bytes=_MAX_HISTORY_BYTES)
 
     async def require_open(self, name: str) -> OpenedSession:
-        """The session of that name.
+        """Return the session of that name.
 
         Raises:
-            UnknownSessionError: there never was one.
+            UnknownSessionError: it never existed.
             SessionOverError: it was closed or superseded.
         """
         session = SessionId.parse(name)
@@ -83,13 +84,13 @@ class SessionApi:
         )
 
     def _terms(self, opened: OpenedSession, history: SessionHistory, call: "_Call") -> Terms:
-        """A call may wait as long as its session stays open: an agent takes a refusal as its failure."""
+        """Let a call wait as long as its session stays open, because an agent takes a refusal as its own failure."""
         left_s = opened.state.timeout_s - (time.monotonic() - history.known_since)
         restore = functools.partial(self._store_images, opened, call, stored=frozenset())
         return Terms(wait_s=max(0.0, left_s), restore_images=restore)
 
     async def _store_images(self, opened: OpenedSession, call: "_Call", stored: Collection[str]) -> None:
-        """Store the images of the call's messages, but those that are `stored`."""
+        """Store the images of the call's messages, except those in `stored`."""
         images = dict(zip(call.hashes, call.images, strict=True))
         for sha256 in images.keys() - stored:
             await self._images.put(opened.state.scope, images[sha256])
@@ -116,12 +117,12 @@ class _Call:
 
     @property
     def prompt(self) -> NextPrompt:
-        """What the policy is asked to continue; only after `parse`."""
+        """The prompt that the policy continues; only after `parse`."""
         assert self._prompt is not None
         return self._prompt
 
     def parse(self, parser: RequestParser, body: ChatRequest) -> ParsedRequest:
-        """The request with the session's prompt and sampling."""
+        """Return the request with the session's prompt and sampling."""
         state, forced = self._state, self._state.sampling
         given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
         overridden = [name for name, value in given.items() if value not in (None, getattr(forced, name))]
@@ -150,7 +151,7 @@ class _Call:
         )
 
     def record(self, request: ParsedRequest, index: int, choice: Choice) -> SessionCall:
-        """The record of one answer."""
+        """Return the record of one answer."""
         prompt = self.prompt
         parts = (TextPart(text=choice.content),) if choice.content else ()
         answer = Message(role="assistant", parts=parts, tool_calls=tuple(choice.calls))
@@ -186,7 +187,7 @@ class _Call:
         return PromptIds(input_ids=self._prompt.input_ids, stored_images=stored)
 
     def _room(self) -> int:
-        """Tokens that the answer may have by the session's limit."""
+        """Return the tokens that the session's limit leaves for the answer."""
         limit = self._state.limits.max_tokens
         if limit is None:
             return self._state.sampling.max_new_tokens
