@@ -48,7 +48,7 @@ class MetricsLog:
             file.write(json.dumps({key: as_logged(key, value) for key, value in row.items()}) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """All steps so far."""
+        """Return all steps so far."""
         if not self._path.exists():
             return []
         return [json.loads(line) for line in self._path.read_text().splitlines()]

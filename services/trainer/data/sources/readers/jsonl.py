@@ -41,7 +41,7 @@ class _Lines(abc.ABC):
             ) from None
 
     def _shown_keys(self) -> Sequence[str]:
-        """The keys of the first rows."""
+        """Return the keys of the first rows."""
         rows = []
         for number in range(min(len(self), NUM_SHOWN_ROWS)):
             with suppress(DataError):  # the row is rejected or dropped when it is played
