@@ -120,7 +120,7 @@ class ConversationLimit(PromptLimit):
 
     @classmethod
     def of_model(cls, model_path: Path, *, max_tokens: int) -> Self:
-        """Return the limit of supervised training: `sft.max_tokens`, or the model's limit if that is lower.
+        """Return the limit of supervised training: `sft.max_tokens`, or what the model allows, if that is less.
 
         Raises:
             ConfigError: the model has no chat template.

@@ -39,7 +39,7 @@ def pin_sets(config: EvaluationConfig, data: DataConfig) -> EvaluationConfig:
 
 @contextmanager
 def named_set(name: str) -> Iterator[None]:
-    """Name the set in errors that are raised inside the context."""
+    """Say in an error which set it is about."""
     try:
         yield
     except (ConfigError, DataError, SetupError) as error:

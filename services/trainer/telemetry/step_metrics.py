@@ -15,7 +15,7 @@ from services.trainer.telemetry.episode_metrics import num_observation_tokens
 from services.trainer.weight_sync.push_report import PushReport
 
 _PARTS = ("wait_s", "data_wait_s", "push_wait_s", "checkpoint_wait_s", "evaluation_wait_s", "train_s")
-"""Parts of a step, which docs/metrics.md explains; each may occur several times."""
+"""Of a step, as docs/metrics.md explains them; each may come several times."""
 
 
 class StepClock:

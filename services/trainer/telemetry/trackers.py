@@ -172,7 +172,7 @@ def require_packages(config: TrackersConfig) -> None:
 
 
 def described(settings: TrainerSettings | SftSettings) -> dict[str, str]:
-    """Return the settings that affect learning, by dotted name, without addresses, which may hold secrets."""
+    """Return the settings that decide what is learned, by dotted name: not the addresses, which may hold secrets."""
     sections = ("run", "model", "data", "sampling", "algorithm", "filters", "sft", "trainer")
     return {
         name: str(value)

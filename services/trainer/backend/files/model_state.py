@@ -138,7 +138,7 @@ class ModelState:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
     def logprobs(self, *inputs: Any) -> TokenLogprobs:
-        """Return the policy's log-probabilities of its own tokens in a row, with gradient."""
+        """Return what the policy says of its own tokens in a row, with gradient."""
         with self.precision():
             logprobs: TokenLogprobs = self.policy(*inputs)
         return logprobs

@@ -58,7 +58,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         return getattr(base, "language_model", base).layers
 
     def forward(self, row: PackedRow) -> TokenLogprobs:
-        """Return the tempered logprob of each own token of the policy, given all tokens before it, and entropies."""
+        """Return the tempered logprob of each of the policy's own tokens, given all tokens before it, and entropies."""
         hidden_TH = self._backbone(row)
         head = self.model.get_output_embeddings()
         return token_logprobs(
