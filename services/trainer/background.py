@@ -1,4 +1,4 @@
-"""Work beside the training loop, one piece of a kind at a time."""
+"""Background work beside the training loop, one task of a kind at a time."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Lane:
-    """At most one running piece of work. An error in it ends the task group, and with it the loop."""
+    """Runs at most one task at a time. An error in it ends the task group, and with it the loop."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         """Run the work in `tasks`."""
@@ -19,7 +19,7 @@ class Lane:
         self._current = self._tasks.create_task(work)
 
     async def free(self) -> None:
-        """Wait until nothing runs."""
+        """Wait until no task runs."""
         if self._current is not None:
             await asyncio.wait({self._current})
             if self._current.cancelled():

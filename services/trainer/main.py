@@ -1,6 +1,6 @@
 """The trainer process: assembles the run from its newest checkpoint and trains until the last step or a signal.
 
-Started by torchrun as a rank that is not the first, it follows that one instead.
+If torchrun starts it as a rank other than the first, it follows the first rank instead.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ async def serve(
     """Train with the backend of `open_backend` until the recipe's last step or until `stop`, then draw the curves.
 
     Raises:
-        UserError: the model, the data, NATS or the checkpoints are not as the run needs them, or the disk is full.
+        UserError: the model, the data, NATS or the checkpoints do not fit the run, or the disk is full.
     """
     if await asyncio.to_thread(followed, settings):
         return
@@ -67,7 +67,7 @@ async def _serve_progress(
 
 
 async def _run_beside_its_tasks(loop: TrainingLoop, stop: asyncio.Event) -> None:
-    """Run the loop with the tasks that it needs; an error in any of them ends all."""
+    """Run the loop with the tasks that it needs; an error in one ends all of them."""
     async with asyncio.TaskGroup() as tasks:
         helpers = [tasks.create_task(loop.collector.run()), tasks.create_task(loop.publisher.keep_current())]
         await loop.run(stop)

@@ -1,8 +1,7 @@
-"""Publishes the weights of one version after the other, beside training.
+"""Publishes the weights of one version at a time, beside training.
 
-Invariants: a version is claimed before any replica holds its weights, and announced only when they are pushed; nothing
-is claimed or announced by a trainer that was replaced; groups are admitted only at a version that is claimed and that
-replicas serve.
+Invariants: a version is claimed before any replica holds its weights, and announced only when they are pushed; a
+replaced trainer claims and announces nothing; groups are admitted only at a claimed version that replicas serve.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ class Publication:
     versions: PolicyVersions
     publisher: WeightPublisher
     feeder: Feeder
-    """Admits groups at the version that is served."""
+    """Admits groups at the served version."""
     progress: Progress
     checkpoints_folder: Path
     _announcing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -41,7 +40,7 @@ class Publication:
 
         Raises:
             SupersededError: another trainer has taken over.
-            SetupError: the push cannot be made as it is configured, or NATS has lost the run's state.
+            SetupError: the push is impossible as configured, or NATS has lost the run's state.
         """
         await self.lock.confirm()
         await self.versions.claim(self._describe(version))
@@ -58,7 +57,7 @@ class Publication:
         self.feeder.wake()
 
     async def announce_checkpoint(self) -> None:
-        """Announce the announced version again, with `progress.checkpoint_step` as it is now.
+        """Announce the announced version again, with the current `progress.checkpoint_step`.
 
         Raises:
             SupersededError: another trainer has taken over.

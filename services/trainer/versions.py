@@ -1,7 +1,7 @@
-"""Policy version numbers: claimed before a push begins, announced when it is over.
+"""Policy version numbers: claimed before a push begins, announced when it has ended.
 
-Invariants, over restarts and whatever trainers do at the same time: no number ever stands for two sets of weights, and
-the announced number never goes back.
+Invariants, over restarts and with concurrent trainers: no number ever stands for two sets of weights, and the announced
+number never decreases.
 """
 
 from pathlib import Path
@@ -23,13 +23,13 @@ from penstock.v1.trainer_pb2 import PublishedVersion
 
 _CLAIMED_KEY = "claimed"
 _NUM_KEPT_VERSIONS = 1000
-"""The origins of this many versions are kept, for people who look into a run."""
+"""Number of versions whose origins are kept, for people who inspect a run."""
 
 
 class PolicyVersions:
     """The versions of a run, in the bucket `policy`.
 
-    claimed        the newest version that a push was begun for; replaced only by compare-and-set
+    claimed        the newest version whose push has begun; replaced only by compare-and-set
     current        the version announced last; replaced only by compare-and-set, and never by an earlier one
     version.<n>    the same for each of the last 1000 versions; n counts modulo 1000
     """
@@ -43,20 +43,20 @@ class PolicyVersions:
         self._claimed = claimed
         self._current = current
         self.published = published
-        """The version announced last; None if there is none."""
+        """The version announced last; None if none was announced."""
 
     @property
     def newest_published(self) -> int:
-        """The version announced last; 0 if there is none."""
+        """Number of the version announced last; 0 if none was announced."""
         return 0 if self.published is None else self.published.policy_version
 
     @property
     def newest_claimed(self) -> int:
-        """The newest version that this process knows to be claimed; 0 if there is none."""
+        """Number of the newest claimed version that this process knows; 0 if there is none."""
         return _version_in(self._claimed)
 
     async def claim(self, version: PublishedVersion) -> None:
-        """Claim a version number, before any replica holds its weights. `trainer_epoch` must be of this process.
+        """Claim a version number, before any replica holds its weights. `trainer_epoch` must be this process's.
 
         Raises:
             SupersededError: another trainer has claimed a version since this one read the bucket.
@@ -65,11 +65,11 @@ class PolicyVersions:
         await self._claimed.write(write_published_version(version))
 
     async def announce(self, version: PublishedVersion) -> None:
-        """Announce a claimed version to all processes of the run. `trainer_epoch` must be of this process.
+        """Announce a claimed version to all processes of the run. `trainer_epoch` must be this process's.
 
         Raises:
             SupersededError: another trainer has announced this version or a later one since this one read the bucket.
-            CorruptMessageError: somebody has written something else there.
+            CorruptMessageError: the bucket holds something else.
             SetupError: the server no longer has the bucket.
         """
         value = write_published_version(version)
@@ -91,10 +91,10 @@ class PolicyVersions:
         self.published = version
 
     def require_checkpoint(self, folder: Path) -> None:
-        """Refuse to begin a new run, which empties the queues, where a run has saved checkpoints in `folder`.
+        """Refuse to begin a new run, which empties the queues, if a run has saved checkpoints in `folder`.
 
         Raises:
-            SetupError: NATS says that there should be a checkpoint.
+            SetupError: according to NATS, there should be a checkpoint.
         """
         if self.published is None or self.published.checkpoint_step == 0:
             return
@@ -110,7 +110,7 @@ async def open_versions(bus: Bus) -> PolicyVersions:
     """Read the bucket `policy`.
 
     Raises:
-        SetupError: the server does not make the bucket, or it holds something else.
+        SetupError: the server does not create the bucket, or the bucket holds something else.
     """
     bucket = await bus.bucket(POLICY_BUCKET)
     claimed = await open_register(bus, bucket, _CLAIMED_KEY)
@@ -127,16 +127,16 @@ def _version_in(register: Register) -> int:
 
 
 def first_version(*, checkpoint: int | None, published: int, claimed: int, newest_held: int, max_staleness: int) -> int:
-    """Return the version under which a trainer publishes the weights it starts with.
+    """Return the version under which a trainer publishes the weights that it starts with.
 
-    After an orderly stop the checkpoint holds the weights published last. They keep their number, and groups sampled
-    from them stay as fresh as they were. After anything else the number is so far ahead that everything sampled
-    before counts as stale: it may be of weights that were lost with the steps after the checkpoint.
+    After an orderly stop, the checkpoint holds the weights published last. They keep their number, and groups sampled
+    from them stay as fresh as they were. Otherwise the number is far enough ahead that everything sampled before counts
+    as stale, because it may come from weights that were lost with the steps after the checkpoint.
 
     Args:
         checkpoint: Version of the weights in the checkpoint; None for a new run.
         published: The version announced last.
-        claimed: The last version for which a push began.
+        claimed: The last version whose push began.
         newest_held: The newest version that a living replica holds, because NATS may have lost the other two.
         max_staleness: The staleness bound.
     """

@@ -1,4 +1,4 @@
-"""Which finished groups a step may take now, so that no group ever goes stale by waiting.
+"""Selects the finished groups that a step may take, so that no group ever goes stale by waiting.
 
 A group whose oldest token has version o may be trained at published version c only if c - o <= max_staleness. Its
 *deadline* is therefore o + max_staleness; while it is still being played, o is at least its version at admission.
@@ -18,20 +18,20 @@ may be committed if it leaves enough places:
 
     |C outside prefix k| <= B - need_k   for every k                                                (open)
 
-- It is what is needed. If it fails for a k, fewer than need_k places are left for prefix k, whatever comes. If it
-  holds, filling the batch by earliest deadline completes it: of prefix k it then has min(n_k, B - |C outside prefix k|)
-  groups, at least need_k.
+- It is necessary and sufficient. If it fails for a k, fewer than need_k places are left for prefix k, whatever arrives
+  later. If it holds, filling the batch by earliest deadline completes it: the batch then has
+  min(n_k, B - |C outside prefix k|) groups of prefix k, at least need_k.
 - It remains true until the step ends. Versions of finished groups are fixed, unfinished groups move to later prefixes
   only, and a group that fails or is filtered leaves them. Only an admission makes an n_k larger. A group admitted at
-  version a has the deadline a + max_staleness, so it is in prefixes k >= max_staleness - (c - a) alone.
+  version a has the deadline a + max_staleness, so it is only in prefixes k >= max_staleness - (c - a).
   The gate keeps the places of c - a steps free, so at most (max_staleness + 1 - (c - a)) B groups are outstanding. For
   these k therefore n_k <= (k + 1) B - |C outside prefix k|, and (open) holds.
-- There is always something to wait for. Let k be the first prefix without a place to spare, and the batch incomplete:
-  all places left are for prefix k, and it has that many groups that are not committed. None of these is finished, or it
-  could be committed, because no earlier prefix stands in its way.
-- Committing at once delays nothing. The sets that are open are the independent sets of a laminar matroid, because the
-  prefixes are nested. So those committed early can be extended to a full batch from any set of finished groups that
-  holds one: the batch is complete at the same moment as if the choice were made at the end.
+- There is always something to wait for. Suppose the batch is incomplete, and let k be the first prefix without a spare
+  place. All remaining places are for prefix k, which has that many uncommitted groups. None of these is finished:
+  otherwise it could be committed, because no earlier prefix blocks it.
+- Committing at once delays nothing. The open sets are the independent sets of a laminar matroid, because the prefixes
+  are nested. So the groups committed early can be extended to a full batch from any set of finished groups that
+  contains one: the batch is complete at the same moment as if the choice were made at the end.
 
 Looking one step ahead only (due groups first, then whatever finished first) is not enough: with max_staleness = 2 and
 B = 1, training a fresh group 3 before groups 1 and 2, admitted earlier, leaves two groups due for one place.
@@ -43,14 +43,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What a step can do next."""
+    """The groups that a step can commit next, and those that it waits for."""
 
     indices: tuple[int, ...] = ()
     """Groups to commit, in order of index."""
     is_complete: bool = False
-    """Whether the batch is full with them."""
+    """Whether they fill the batch."""
     waiting_for: tuple[int, ...] = ()
-    """Unfinished groups one of which must finish before the batch can be full, the most urgent first; empty if fewer
+    """Unfinished groups, the most urgent first; one of them must finish before the batch can be full. Empty if fewer
     groups than a batch are admitted and all of them are finished."""
 
 
@@ -65,13 +65,13 @@ def select_groups(
 ) -> Selection:
     """Choose the groups that can be committed to the batch that trains the published `version`.
 
-    With `max_staleness` 0 these are all that are finished.
+    With `max_staleness` 0, every finished group can be committed.
 
     Args:
         finished: Version of the oldest token of each admitted group in hand, committed ones included. Stale groups must
             have been rejected.
         outstanding: Version at admission of every group that is admitted and not yet trained, finished ones included.
-        committed: Groups that are in the batch already.
+        committed: Groups that are already in the batch.
         version: The published policy version.
         max_staleness: Most versions that a group may lag when it is trained.
         groups_per_step: Size of a batch.

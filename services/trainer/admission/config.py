@@ -9,27 +9,27 @@ from services.trainer.algorithm.config import AlgorithmConfig
 
 
 class FilterConfig(Config):
-    """What is left out of training on purpose, before batches are formed."""
+    """Filters that leave samples and groups out of training before batches are formed."""
 
     zero_variance: bool = False
     """Leave out groups whose judged samples all have the same reward, or are all masked: they say nothing about which
-    answer is better. The next prompt takes the place, so a batch is groups_per_step groups that teach something (DAPO's
-    dynamic sampling). Rewards are compared before length penalties."""
+    answer is better. The next prompt takes the place, so every group of a batch teaches something (DAPO's dynamic
+    sampling). Rewards are compared before length penalties."""
     truncated: Literal["keep", "mask", "zero"] = "keep"
-    """Samples cut by length or by a deadline. keep: trained with the reward that they have. mask: no gradient; their
-    rewards still count in their group's mean, their tokens in denominators (DAPO's overlong filtering). zero: a
-    reward above 0 becomes 0."""
+    """Samples cut by length or by a deadline. keep: trained with their own reward. mask: no gradient; their rewards
+    still count in their group's mean, their tokens in denominators (DAPO's overlong filtering). zero: a reward above 0
+    becomes 0."""
     repetition: Literal["keep", "mask", "drop"] = "keep"
     """Samples whose text repeats itself. mask: as for truncated. drop: treated as never sampled; a group with fewer
     than two samples left is filtered, and the next prompt takes its place."""
     max_compression_ratio: float = pydantic.Field(default=10.0, gt=0)
-    """A text repeats itself if its last 10,000 characters are more than this many times larger than zlib compresses
-    them; prose and mathematics come to 2 to 4."""
+    """A text repeats itself if its last 10,000 characters are more than this many times larger than their zlib
+    compression; prose and mathematics reach 2 to 4."""
     overlong_prompts: Literal["keep", "drop"] = "drop"
     """Rows whose prompt, images included, leaves less than sampling.max_new_tokens of the context. drop: the next row
-    takes the place. keep: they are played with the room that is left, and fail if there is none."""
+    takes the place. keep: they are played with the remaining room, and fail if there is none."""
     max_filtered_share: float = pydantic.Field(default=0.95, gt=0, le=1)
-    """If more than this share of the last 256 groups was filtered, the run ends and says why; 1 never ends it."""
+    """The run ends with an error if more than this share of the last 256 groups was filtered; 1 never ends it."""
 
 
 def contradiction(filters: FilterConfig, algorithm: AlgorithmConfig) -> str:
@@ -44,7 +44,7 @@ def contradiction(filters: FilterConfig, algorithm: AlgorithmConfig) -> str:
 
 
 def doubts(filters: FilterConfig, algorithm: AlgorithmConfig) -> list[str]:
-    """Return what a person who chose these settings together may not have meant."""
+    """Return warnings about combinations of settings that may be unintended."""
     found = []
     if filters.zero_variance and algorithm.regularises:
         found.append(

@@ -1,6 +1,6 @@
-"""Which samples and groups are left out of training on purpose. Pure, so that a replay decides as the run did.
+"""Filters that leave samples and groups out of training. Pure, so that a replay decides as the run did.
 
-Invariant: what becomes of a group depends on the group and the settings alone, never on other groups or on time.
+Invariant: the decision about a group depends only on the group and the settings, never on other groups or on time.
 """
 
 import enum
@@ -15,7 +15,7 @@ from services.trainer.admission.config import FilterConfig
 TRUNCATED: Final = frozenset({"length", "deadline"})
 """Finish reasons of samples whose last turn was cut."""
 REPETITION_WINDOW: Final = 10_000
-"""Characters at the end of a text in which repetition is looked for, as slime does."""
+"""Characters at the end of a text that are searched for repetition, as in slime."""
 _COMPRESSION_LEVEL: Final = 9
 
 
@@ -23,13 +23,13 @@ class FilterReason(enum.StrEnum):
     """Why a group was filtered."""
 
     ZERO_VARIANCE = "zero_variance"
-    """Its samples do not differ in reward."""
+    """Its samples all have the same reward."""
     REPETITION = "repetition"
     """Fewer than two of its samples do not repeat themselves."""
     OVERLONG_PROMPT = "overlong_prompt"
     """Its prompt leaves no room for an answer; it was never played."""
     WRONG_ROW = "wrong_row"
-    """Its row of the data is wrong; it was never played."""
+    """Its data row is invalid; it was never played."""
     EASY_POOL = "easy_pool"
     """Its row is in the easy pool and was not drawn; it was never played."""
     HARD_POOL = "hard_pool"
@@ -38,16 +38,16 @@ class FilterReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Screening:
-    """What the filters make of a group."""
+    """The filters' decision about a group."""
 
     reason: FilterReason | None
     """Why the group is left out; None if it is trained."""
     kept: tuple[int, ...]
-    """Numbers of the samples that stay, ascending."""
+    """Numbers of the remaining samples, ascending."""
     rewards: tuple[float, ...]
-    """Of the samples that stay; NaN for one that was not judged."""
+    """Rewards of the remaining samples; NaN for one that was not judged."""
     masked: tuple[bool, ...]
-    """Which of the samples that stay have no gradient."""
+    """Whether each remaining sample is excluded from the gradient."""
 
 
 def screen(group: Group, config: FilterConfig) -> Screening:
@@ -80,7 +80,7 @@ def compression_ratio(text: str) -> float:
 
 
 def _reward(sample: Sample, *, zeroed: bool) -> float:
-    """AReaL sets the reward of samples without an end token to 0; a negative one must not rise by that."""
+    """Return the reward, at most 0 if zeroed: AReaL sets it to 0, but a negative reward must not rise."""
     if sample.reward is None:
         return math.nan
     return min(sample.reward, 0.0) if zeroed else sample.reward

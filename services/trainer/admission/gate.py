@@ -1,4 +1,4 @@
-"""The gate: how many prompt groups may be played, so that each can be trained before it is stale.
+"""The gate: limits how many prompt groups may be played, so that each can be trained before it is stale.
 
 Groups admitted and not yet trained never exceed (max_staleness + 1) * groups_per_step. This is the admission rule of
 AReaL (Fu et al. 2025, section 5.1), in whole groups.
@@ -26,7 +26,7 @@ class Gate:
 
         Args:
             num_untrained: Groups admitted and not yet trained.
-            num_steps_left: Optimizer steps that the run still takes. Groups beyond them are not admitted.
+            num_steps_left: Remaining optimizer steps of the run. Groups beyond them are not admitted.
             num_steps_ahead: Optimizer steps taken since that version. Their groups keep their places until the next
                 version is served: a group admitted now is already that many versions old.
         """

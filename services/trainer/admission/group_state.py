@@ -1,4 +1,4 @@
-"""What the ledger knows and reports of prompt groups, as plain values; `GroupLedger` alone changes them."""
+"""The ledger's records of prompt groups, as plain values; only `GroupLedger` changes them."""
 
 import enum
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ GroupT = TypeVar("GroupT")
 
 
 class GroupStatus(enum.StrEnum):
-    """What became of a group."""
+    """Status of a group."""
 
     UNADMITTED = "unadmitted"
     ADMITTED = "admitted"
@@ -18,13 +18,13 @@ class GroupStatus(enum.StrEnum):
     TRAINING = "training"
     """In the batch of the current optimizer step."""
     REJECTED = "rejected"
-    """It was stale, or its images are gone: its prompt waits to be admitted again."""
+    """Stale, or without its images; its prompt waits to be admitted again."""
     TRAINED = "trained"
     """Trained, but not yet in a checkpoint."""
     FILTERED = "filtered"
     """Left out of training on purpose, but not yet in a checkpoint. Another prompt takes its place."""
     FAILED = "failed"
-    """It could not be played or read, and that is not yet in a checkpoint. Another prompt takes its place."""
+    """Could not be played or read, and not yet in a checkpoint. Another prompt takes its place."""
     SETTLED = "settled"
     """Trained, filtered or failed, and in a checkpoint."""
 
@@ -38,7 +38,7 @@ class Admission:
     attempt: int
     """0, and one more each time the group is admitted again."""
     version: int
-    """The announced policy version when it was admitted."""
+    """Announced policy version at admission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +47,15 @@ class Arrival(Generic[GroupT]):
 
     index: int
     attempt: int
-    """Its own, or a later one that came to nothing."""
+    """Its own attempt, or a later one that failed, was filtered or was lost."""
     oldest_version: int
     """The oldest policy version that produced one of its tokens."""
     newest_version: int
-    """The newest one."""
+    """The newest such version."""
     num_tokens: int
     """The policy's own tokens, over all samples."""
     was_redelivered: bool = False
-    """Whether a worker had begun to play the prompt before."""
+    """Whether a worker had already begun to play the prompt."""
     group: GroupT
 
 
@@ -66,17 +66,17 @@ class Dropped:
     attempt: int
     outcome: Literal[GroupStatus.FAILED, GroupStatus.FILTERED]
     reason: str = ""
-    """The filter."""
+    """Name of the filter."""
     num_tokens: int = 0
-    """The policy's own tokens in it, if it was filtered."""
+    """The policy's own tokens in the group, if it was filtered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCheckpoint:
-    """The ledger of one moment; give it to `settle` once it is on disk."""
+    """A snapshot of the ledger; pass it to `settle` once it is on disk."""
 
     state: dict[str, Any]
-    """For `GroupLedger.from_state`, as plain data for JSON."""
+    """Input of `GroupLedger.from_state`, as plain data for JSON."""
     receipts: frozenset[int]
     """Numbers of the receipts whose messages the state accounts for."""
     ended: frozenset[int]
@@ -85,22 +85,22 @@ class LedgerCheckpoint:
 
 @dataclass(slots=True, kw_only=True)
 class GroupCounts:
-    """How many groups met each fate, since the run began."""
+    """Counts of groups by outcome, since the run began."""
 
     trained: int = 0
     rejected: int = 0
     """Stale, and therefore admitted again."""
     rejected_tokens: int = 0
-    """The policy's own tokens in them: shows whether long answers are the ones that are lost."""
+    """The policy's own tokens in rejected groups: shows whether long answers are the ones that are lost."""
     failed: int = 0
     filtered: int = 0
     filtered_tokens: int = 0
-    """The policy's own tokens in them: what filtering costs."""
+    """The policy's own tokens in filtered groups: the cost of filtering."""
     filtered_by_reason: dict[str, int] = field(default_factory=dict)
-    """How many each filter left out."""
+    """Groups that each filter left out."""
     lost: int = 0
-    """Gone from the bus, or their images are, and therefore admitted again."""
+    """Admitted again because they, or their images, are gone from the bus."""
     redrawn: int = 0
     """Sampled more than once: admitted again, or redelivered to another worker."""
     redrawn_tokens: int = 0
-    """The policy's own tokens in them."""
+    """The policy's own tokens in redrawn groups."""

@@ -1,7 +1,7 @@
-"""The ledger: what became of every prompt group, and which messages of the bus that accounts for.
+"""The ledger: the status of every prompt group, and the bus messages that it accounts for.
 
-The only owner of group state. The feeder, the collector and the training loop ask it and report to it; nothing else
-changes the status of a group. It is pure: groups and receipts are opaque to it.
+It is the only owner of group state. The feeder, the collector and the training loop query it and report to it; nothing
+else changes the status of a group. It is pure: groups and receipts are opaque to it.
 
     unadmitted -> admitted -> held -> training -> trained -> settled
                    ^  |  |     |
@@ -40,7 +40,7 @@ ReceiptT = TypeVar("ReceiptT")
 
 
 class GroupLedger(Generic[GroupT, ReceiptT]):
-    """What became of every group of a run."""
+    """The status of every group of a run."""
 
     def __init__(self, gate: Gate) -> None:
         """Start with nothing admitted."""
@@ -73,9 +73,9 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return GroupStatus.SETTLED if index < self._next_index else GroupStatus.UNADMITTED
 
     def wants(self, index: int, attempt: int) -> bool:
-        """Return whether this attempt at a group is of use: not a duplicate, and not an attempt that was given up.
+        """Return whether this attempt at a group is useful: not a duplicate, and not an attempt that was given up.
 
-        A later attempt than the admitted one is of use. So is a group that is not admitted yet: a trainer that died
+        An attempt later than the admitted one is useful. So is a group that is not admitted yet: a trainer that died
         after its last checkpoint had admitted it.
         """
         if index in self._training:
@@ -109,11 +109,11 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
 
     @property
     def has_rejected(self) -> bool:
-        """Whether a rejected group waits to be admitted again, before any new one."""
+        """Whether a rejected group waits to be admitted again; it goes before any new group."""
         return bool(self._rejected)
 
     def num_admissible(self, num_steps_left: int, *, num_steps_ahead: int = 0) -> int:
-        """Return how many groups the gate lets in now; see `Gate.num_admissible`."""
+        """Return how many more groups the gate admits; see `Gate.num_admissible`."""
         return self.gate.num_admissible(
             self.num_untrained, num_steps_left=num_steps_left, num_steps_ahead=num_steps_ahead
         )
@@ -131,7 +131,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
     def admit(self, version: int) -> Admission:
         """Admit the next group at the announced `version`; rejected groups go first, the lowest index first.
 
-        The group must be played only if its status is then `ADMITTED`: it may have arrived, or failed, already.
+        Play the group only if its status is then `ADMITTED`: it may already have arrived or failed.
 
         Raises:
             ValueError: the gate is full.
@@ -151,7 +151,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return admission
 
     def renew_unplayed(self, version: int) -> list[Admission]:
-        """Admit every unplayed group at the announced `version`, the same attempt: after a restart all are sent again.
+        """Move every unplayed group to the announced `version`, keeping its attempt: a restart sends all of them again.
 
         Otherwise they would count as due, and the first batch would wait for all of them.
         """
@@ -163,7 +163,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return renewed
 
     def readmit_lost(self, version: int) -> list[Admission]:
-        """Admit every unplayed group again at the announced `version`: nothing of them is on the bus any more."""
+        """Admit every unplayed group again at the announced `version`, because the bus no longer holds any of them."""
         lost = [
             Admission(index=admission.index, attempt=admission.attempt + 1, version=version)
             for admission in self.unplayed()
@@ -175,7 +175,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
     # Arrival
 
     def hold(self, arrival: Arrival[GroupT]) -> bool:
-        """Take a finished group in hand; return False, and leave it, if it is not wanted."""
+        """Take a finished group in hand; return False and ignore it if it is not wanted."""
         if not self.wants(arrival.index, arrival.attempt):
             return False
         self._arrivals[arrival.index] = arrival
@@ -195,15 +195,15 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
     ) -> bool:
         """Record that a group is left out on purpose; return False if it is not wanted.
 
-        It is no failure, and its prompt does not come back: the next one takes its place. An earlier attempt that is in
-        hand is kept.
+        This is not a failure, and its prompt does not come back: the next one takes its place. An earlier attempt that
+        is in hand is kept.
 
         Args:
-            index: Of the group.
-            attempt: The one that was filtered.
+            index: Index of the group.
+            attempt: Attempt that was filtered.
             reason: The filter's name, under which it is counted.
             num_tokens: The policy's own tokens, over all samples; 0 if it was not played.
-            was_redelivered: Whether a worker had begun to play the prompt before.
+            was_redelivered: Whether a worker had already begun to play the prompt.
         """
         dropped = Dropped(attempt=attempt, outcome=GroupStatus.FILTERED, reason=reason, num_tokens=num_tokens)
         if not self._drop(index, dropped):
@@ -229,9 +229,9 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return True
 
     def keep_receipt(self, index: int, receipt: ReceiptT) -> None:
-        """Keep what acknowledges a message about a group, until `settle` releases it.
+        """Keep the receipt of a message about a group until `settle` releases it.
 
-        Report what became of the group first: a checkpoint taken in between would account for the message too early.
+        Report the group's outcome first: a checkpoint taken in between would account for the message too early.
         """
         self._receipts[self._next_receipt] = (index, receipt)
         self._next_receipt += 1
@@ -262,7 +262,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return stale
 
     def select(self, version: int) -> Selection:
-        """Choose what to commit to the batch that trains the weights of `version`, and say what it waits for.
+        """Choose the groups to commit to the batch that trains the weights of `version`, and those that it waits for.
 
         Raises:
             ValueError: a group in hand is stale; call `reject_stale` first.
@@ -282,7 +282,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return [self._arrivals[index].group for index in indices]
 
     def commit(self, indices: Sequence[int]) -> list[GroupT]:
-        """Hand out groups of the current step's batch, in the order given.
+        """Move held groups into the current step's batch, and return them in the order given.
 
         Raises:
             ValueError: the batch would be too large, or one of the groups is not held.
@@ -295,7 +295,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return [self._training[index].group for index in indices]
 
     def finish_training(self) -> None:
-        """Record that the batch was trained; each of its groups frees room in the gate."""
+        """Record that the batch was trained, which frees its groups' places in the gate."""
         for index in self._training:
             del self._admissions[index]
             self._ended[index] = GroupStatus.TRAINED
@@ -303,14 +303,14 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         self._training = {}
 
     def abort_training(self) -> None:
-        """Record that the batch is not trained: its groups are held again."""
+        """Record that the batch was not trained, and hold its groups again."""
         self._arrivals.update(self._training)
         self._training = {}
 
     # Checkpoints
 
     def checkpoint(self) -> LedgerCheckpoint:
-        """Return what a checkpoint of this moment must hold.
+        """Return the ledger's part of a checkpoint.
 
         A group that is in hand but not trained is in no checkpoint, so its messages stay on the bus.
 
@@ -339,7 +339,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], gate: Gate) -> Self:
-        """Restore a checkpoint's state. The bound may differ: a smaller one admits nothing until enough is trained."""
+        """Restore a checkpoint's state. The gate may differ: a smaller one admits nothing until enough is trained."""
         ledger = cls(gate)
         ledger.counts = GroupCounts(**state["counts"])
         ledger._next_index = state["next_index"]
@@ -360,7 +360,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return True
 
     def _is_in_hand(self, index: int, attempt: int) -> bool:
-        """Return whether an attempt before this one is in hand; should it be stale, the next comes after both."""
+        """Return whether the group is in hand; its attempt becomes this one, so that a readmission comes after both."""
         if index not in self._arrivals:
             return False
         self._arrivals[index] = replace(self._arrivals[index], attempt=attempt)

@@ -1,15 +1,15 @@
-"""Pools of rows by pass rate: what the policy always or never solves is played less often. Pure.
+"""Pools of rows by pass rate: rows that the policy always or never solves are played less often. Pure.
 
 The pass rate at a row's last play decides its pool. When a row of the easy or the hard pool comes up again, it is
-played with the pool's probability; else its position is passed over, and the next one takes its place.
+played with the pool's probability; otherwise its position is passed over, and the next one takes its place.
 
-Pure functions of seed and position: which row comes up (`Dataset.row_at`), and the number that is compared with the
-probability. State, kept in the checkpoint: the pool of each row, and the rows in play.
+The row that comes up (`Dataset.row_at`) and the number that is compared with the probability are pure functions of seed
+and position. The pool of each row and the rows in play are state, kept in the checkpoint.
 
 Invariant: whether a position is played depends on the settings, the seed, and the pass rates of the same row at earlier
-positions. The order in which groups arrive changes nothing, because a row is not drawn while a play of it has not ended
-(`is_in_play`). A resumed trainer therefore decides as the one that was killed, as far as samples are the same. The
-first end of a play counts: a group that is stale, and is played again, does not change its row's pool again.
+positions. The order in which groups arrive changes nothing, because a row is not drawn while it is still being played
+(`is_in_play`). A resumed trainer therefore decides as the killed one did, as long as the samples are the same. Only the
+first end of a play counts: a stale group that is played again does not change its row's pool again.
 """
 
 import enum
@@ -26,16 +26,16 @@ Row: TypeAlias = tuple[str, int]
 """Name of a source, and number of a row in it."""
 
 _STREAM: Final = 2
-"""Sets the numbers apart from those of the mixture, which have the same seed."""
+"""Separates these random numbers from the mixture's, which have the same seed."""
 
 
 class Pool(enum.StrEnum):
-    """Rows of one kind; those in neither pool are always played."""
+    """A pool of rows; rows in neither pool are always played."""
 
     EASY = "easy"
-    """The policy solves them."""
+    """Rows that the policy solves."""
     HARD = "hard"
-    """The policy does not solve them."""
+    """Rows that the policy does not solve."""
 
 
 class RowPools:
@@ -56,29 +56,29 @@ class RowPools:
         self._next_position = next_position
         self._chances = {Pool.EASY: config.easy_chance, Pool.HARD: config.hard_chance}
         self._members: dict[Pool, set[Row]] = {pool: set() for pool in Pool}
-        self._in_play: dict[Row, int] = {}  # with the position
-        self._unplayable: set[Row] = set()  # in no pool, and in no checkpoint: a row shows it again when it is drawn
+        self._in_play: dict[Row, int] = {}  # row -> position
+        self._unplayable: set[Row] = set()  # in no pool, and in no checkpoint: the next draw finds it again
         # Ends at positions that are not drawn yet come from a trainer that died after its last checkpoint.
         self._early: dict[int, float | None] = {}
 
     def is_in_play(self, row: Row) -> bool:
-        """Return whether a play of the row has not ended, so that it cannot be drawn."""
+        """Return whether the row is still being played, so that it cannot be drawn."""
         return row in self._in_play
 
     def draw(self, position: int, row: Row, *, is_in_hand: bool = False) -> Pool | None:
         """Decide whether the row at a position is played. Each position is drawn once, in order.
 
         Args:
-            position: The one to draw.
-            row: Which row it is.
-            is_in_hand: Whether the position has been played already, by a trainer that died.
+            position: Position to draw.
+            row: Row at that position.
+            is_in_hand: Whether a trainer that died has already played the position.
 
         Returns:
-            The pool for which the row is passed over; None if it is played, until `end` is called.
+            The pool because of which the row is passed over; None if it is played, until `end` is called.
 
         Raises:
             DataError: no row can ever be played again.
-            ValueError: a play of the row has not ended.
+            ValueError: the row is still being played.
         """
         if self.is_in_play(row):
             raise ValueError(f"row {row} is still being played, so position {position} must wait")
@@ -97,8 +97,8 @@ class RowPools:
         """Put the row that is played at a position into the pool of its pass rate.
 
         Args:
-            position: At which it is played.
-            rate: See `pass_rate`; None leaves the row in its pool: nothing was judged, or the group failed.
+            position: Position of the play.
+            rate: See `pass_rate`; None (nothing was judged, or the group failed) leaves the row in its pool.
         """
         if position >= self._next_position:
             self._early[position] = rate
@@ -111,7 +111,7 @@ class RowPools:
                 (self._members[pool].add if is_member else self._members[pool].discard)(row)
 
     def pass_over(self, position: int) -> None:
-        """Record that the row drawn at a position can never be played: its prompt is too long, or it is wrong."""
+        """Record that the row drawn at a position can never be played: it is invalid, or its prompt is too long."""
         if (row := self._leave_play(position)) is not None:
             self._unplayable.add(row)
             for rows in self._members.values():
@@ -122,7 +122,7 @@ class RowPools:
         return {pool: len(rows) / sum(self._num_rows.values()) for pool, rows in self._members.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the state of this moment, as plain data for JSON."""
+        """Return the current state, as plain data for JSON."""
         pools: dict[str, dict[str, list[int]]] = {pool: {} for pool in Pool}
         for pool, rows in self._members.items():
             for source, number in sorted(rows):
@@ -140,10 +140,10 @@ class RowPools:
         num_rows: Mapping[str, int],
         next_position: int,
     ) -> Self:
-        """Restore a checkpoint's state. The bounds and probabilities may differ: they hold from the next draw on.
+        """Restore a checkpoint's state. The bounds and probabilities may differ: they apply from the next draw on.
 
         Raises:
-            DataError: a source has another number of rows.
+            DataError: the number of rows of a source differs.
         """
         if state["num_rows"] != dict(num_rows):
             raise DataError(
@@ -167,7 +167,7 @@ class RowPools:
         return next((pool for pool, rows in self._members.items() if row in rows), None)
 
     def _number(self, position: int) -> float:
-        """Return a number from 0 to 1 (excluded) that belongs to a position."""
+        """Return the position's random number in [0, 1)."""
         return float(np.random.default_rng((self._seed, position, _STREAM)).random())
 
     def _require_playable_rows(self) -> None:

@@ -1,1 +1,1 @@
-"""The mathematics of GRPO: advantages, loss, and what is measured about tokens. No I/O."""
+"""The mathematics of GRPO: advantages, loss and metrics. No I/O."""

@@ -2,16 +2,16 @@
 
 Legend: G = samples of the batch, N = own tokens of the batch.
 
-All is computed in float64: in float32, eight rewards of 0.9 do not average to 0.9, and dividing the difference by a
-vanishing standard deviation makes a gradient of it. Invariants:
+Everything is computed in float64: in float32, eight rewards of 0.9 do not average to 0.9, and dividing the difference
+by a vanishing standard deviation turns it into a gradient. Invariants:
 
 - A sample that was not judged (NaN) has advantage 0 and counts in no mean.
-- A masked sample has advantage 0. Its reward counts in what its group is compared with, because it says how hard the
-  prompt is; statistics of the batch are of the samples that are judged and not masked.
+- A masked sample has advantage 0. Its reward still counts in its group's mean, because it says how hard the prompt is;
+  statistics of the batch cover only samples that are judged and not masked.
 - A group of equal rewards, or of one sample, has advantage exactly 0 under every estimator that compares the samples of
   a group, and keeps it when the batch is normalised: it says nothing about which of its samples is better.
 - reinforce_pp has no groups. Its baseline is the batch's mean, so a group of equal rewards has the advantage of its
-  reward against the batch. It is exactly 0 where all rewards of the batch are equal, and in a batch of one sample.
+  reward against the batch. It is exactly 0 if all rewards of the batch are equal, and in a batch of one sample.
 """
 
 import numpy as np
@@ -21,9 +21,9 @@ from services.trainer.algorithm.axes import AdvantageConfig, LengthPenaltyConfig
 from services.trainer.algorithm.plugin import load_function
 
 STD_EPS = 1e-6
-"""Added to a group's standard deviation, as verl and slime do."""
+"""Added to a group's standard deviation, as in verl and slime."""
 VARIANCE_EPS = 1e-8
-"""Added to the batch's variance, as verl and SkyRL do."""
+"""Added to the batch's variance, as in verl and SkyRL."""
 
 
 def sample_advantages(
@@ -35,7 +35,7 @@ def sample_advantages(
     masked_G: np.ndarray | None = None,
     is_whitened: bool = True,
 ) -> np.ndarray:
-    """Return float64[G]: how much better each sample is than others, with the penalty on its length.
+    """Return float64[G]: how much better each sample is than others, after its length penalty.
 
     grpo:    A = (r - mean) / (std + 1e-6), std with n - 1 (Shao et al. 2024, "DeepSeekMath", section 4.1.2; as verl)
     dr_grpo: A = r - mean (Liu et al. 2025, "Understanding R1-Zero-Like Training")
@@ -53,7 +53,7 @@ def sample_advantages(
         group_G: Group of each sample: any integers, in any order.
         num_tokens_G: Own tokens of each sample, which whitening and length penalties count.
         config: The estimator.
-        masked_G: bool: samples without gradient; None: none are.
+        masked_G: bool: samples without gradient; None masks none.
         is_whitened: False leaves out the whitening, for token returns that are whitened later (`returns`).
 
     Raises:
@@ -90,11 +90,11 @@ def sample_advantages(
 
 
 def whitening(values_N: np.ndarray, counts_N: np.ndarray | None = None) -> tuple[float, float]:
-    """Return mean and standard deviation to whiten values by; the latter is 0 if all that count are equal.
+    """Return the mean and standard deviation to whiten values by; the latter is 0 if all counted values are equal.
 
     Args:
-        values_N: One for each token, or for each sample.
-        counts_N: How often each counts; None: once.
+        values_N: One value for each token, or for each sample.
+        counts_N: How often each value counts; None: once.
     """
     counts_N = np.ones_like(values_N) if counts_N is None else np.asarray(counts_N, dtype=np.float64)
     seen_N = values_N[counts_N > 0]
@@ -109,7 +109,7 @@ def whitening(values_N: np.ndarray, counts_N: np.ndarray | None = None) -> tuple
 def length_penalty(
     rewards_G: np.ndarray, group_G: np.ndarray, num_tokens_G: np.ndarray, config: LengthPenaltyConfig
 ) -> np.ndarray:
-    """Return float64[G]: what each sample's length costs, to be subtracted from its reward.
+    """Return float64[G]: the length penalty of each sample, to subtract from its reward.
 
     soft_overlong: overlong_factor * (tokens - (max_tokens - buffer_tokens)) / buffer_tokens, at least 0 and, as in its
         definition, `overlong_factor` from max_tokens on (Yu et al. 2025, "DAPO", eq. 13).
@@ -151,7 +151,7 @@ def _compared(rewards: np.ndarray, config: AdvantageConfig) -> np.ndarray:
 
 
 def _is_flat(advantages_G: np.ndarray, group_G: np.ndarray) -> np.ndarray:
-    """Return bool[G]: no sample of the sample's group has an advantage."""
+    """Return bool[G]: whether every sample of the sample's group has advantage 0."""
     return ~np.isin(group_G, group_G[advantages_G != 0])
 
 

@@ -1,14 +1,13 @@
-"""The aggregation: what each token weighs in the loss.
+"""The aggregation: the weight of each token in the loss.
 
 Legend: G = samples of the optimizer batch.
 
-Invariant: weights follow from the counts of tokens of the whole optimizer batch, before any mask or rejection. So the
-losses of micro-batches add up to the loss of the batch however it is cut, and rejected tokens do not make others
-heavier.
+Invariant: weights depend on the token counts of the whole optimizer batch, before any mask or rejection. So the losses
+of micro-batches add up to the loss of the batch however it is cut, and rejected tokens do not make others heavier.
 
-A weight is 1 over the product of a divisor, which follows from the sample's group alone, and a denominator, which is
-one number for the batch and adds up over its groups. So the gradient of a batch whose last groups are not there yet can
-be summed with any denominator, and be put right at the end.
+A weight is 1 / (divisor * denominator). The divisor depends only on the sample's group. The denominator is one number
+for the batch and adds up over its groups. So the gradient of a batch whose last groups have not arrived can be summed
+with any denominator and rescaled at the end.
 """
 
 import numpy as np
@@ -26,14 +25,14 @@ def token_weights(
     prompt:   1 / (groups * tokens of the group) (Khatri et al. 2025, ScaleRL, arXiv 2510.13786).
     constant: 1 / (samples * length) (Liu et al. 2025, "Understanding R1-Zero-Like Training").
 
-    All but constant sum to 1 over the tokens of the batch.
+    Except for constant, the weights sum to 1 over the tokens of the batch.
 
     Args:
         num_tokens_G: The policy's own tokens of each sample of the whole optimizer batch, at least 1. Samples without
             gradient count too, so the scale of the loss does not depend on their number.
         group_G: Group of each sample: any integers, in any order.
         config: Kind, and the length of constant.
-        denominator: Another than `batch_denominator` of these samples, if they are only a part of the batch.
+        denominator: Replaces `batch_denominator` of these samples if they are only a part of the batch.
     """
     if denominator is None:
         denominator = batch_denominator(num_tokens_G, group_G, config)
@@ -41,9 +40,9 @@ def token_weights(
 
 
 def batch_denominator(num_tokens_G: np.ndarray, group_G: np.ndarray, config: AggregationConfig) -> float:
-    """Return the factor that the weights of a batch have in common: its tokens, samples or groups.
+    """Return the factor that all weights of a batch share: its number of tokens, samples or groups.
 
-    That of a batch is the sum of those of its parts, if no group is cut.
+    It is the sum of the denominators of the batch's parts, if no group is cut.
     """
     if config.kind == "token":
         return float(np.sum(num_tokens_G))

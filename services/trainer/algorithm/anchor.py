@@ -2,9 +2,9 @@
 
 Legend: N = own tokens. mu = the engine's log-probability, V = the published version, v = the version of a token.
 
-With one optimizer step per version the proximal policy, which PPO calls old, is the policy itself. Its logprobs are
-those of the forward pass without gradient, and cost nothing. The ratio is then 1 in value: it has a gradient, but a
-clip has no effect. What bounds stale tokens is the correction.
+With one optimizer step per version, the proximal policy, which PPO calls old, is the policy itself. Its logprobs are
+those of the forward pass, detached, and cost nothing. The ratio is then 1 in value: it has a gradient, but a clip has
+no effect. The correction bounds stale tokens.
 
 `log_linear` puts the anchor one version back instead, so that the clip acts: on a token that is V - v versions old, the
 ratio is its movement per version, exp((logp - mu) / (V - v)), and the correction takes the rest. For tokens of the
@@ -24,7 +24,7 @@ def anchor_logprobs(
     version: int,
     kind: Literal["rollout", "proximal", "log_linear"],
 ) -> torch.Tensor:
-    """Return [N], without gradient.
+    """Return [N]: the anchor's log-probabilities, without gradient.
 
     rollout: mu. proximal: logp. log_linear: mu + (V - 1 - v) / (V - v) * (logp - mu), and mu where v >= V (AReaL,
     `compute_prox_logp_approximations`, with the version of each token from the engine that sampled it).
@@ -33,7 +33,7 @@ def anchor_logprobs(
         logprobs_N: Current policy.
         engine_logprobs_N: Reported by the engine.
         versions_N: Version that sampled each token.
-        version: The published version, which the weights have before the step.
+        version: The published version: the one of the weights before the step.
         kind: rollout, proximal or log_linear.
     """
     if kind == "rollout":

@@ -1,6 +1,6 @@
 """Settings of each axis: the sections inside `[algorithm]`.
 
-Each refuses values that contradict each other, and those that its kind does not read. `config` puts the axes together.
+Each rejects contradictory values, and values that its kind does not read. `config` puts the axes together.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from penstock.config import Config
 
 
 class Axis(Config):
-    """A section with a `kind`, whose other settings each belong to some kinds."""
+    """A section with a `kind`; each of its other settings belongs to some kinds."""
 
     uses: ClassVar[Mapping[str, str]] = {}
-    """For each kind, the settings that it reads. Settings that no kind names belong to all."""
+    """Settings that each kind reads. Settings that no kind names belong to all."""
 
     @pydantic.model_validator(mode="after")
     def _no_setting_is_in_vain(self) -> Self:
@@ -38,7 +38,7 @@ def _check_function(kind: str, function: str) -> None:
 
 
 class LengthPenaltyConfig(Axis):
-    """What a long answer costs, taken from its reward before samples are compared."""
+    """Penalty on long answers, subtracted from the reward before samples are compared."""
 
     uses: ClassVar[Mapping[str, str]] = {
         "soft_overlong": "max_tokens buffer_tokens overlong_factor",
@@ -68,7 +68,7 @@ class LengthPenaltyConfig(Axis):
 
 
 class AdvantageConfig(Axis):
-    """How much better each sample is than others."""
+    """The advantage: how much better each sample is than others."""
 
     uses: ClassVar[Mapping[str, str]] = {"custom": "function options"}
 
@@ -77,12 +77,13 @@ class AdvantageConfig(Axis):
     the others of the group. maxrl: (r - group mean) / group mean. reinforce_pp: r, whitened over the batch.
     reinforce_pp_baseline: r - group mean, whitened over the batch. custom: `function`."""
     norm: Literal["none", "batch", "batch_std"] = "none"
-    """After the estimator. batch: subtract the mean over the batch's tokens and divide by their standard deviation.
-    batch_std: divide by the standard deviation over the samples of the batch, so that no sign changes (ScaleRL)."""
+    """Normalisation after the estimator. batch: subtract the mean over the batch's tokens and divide by their standard
+    deviation. batch_std: divide by the standard deviation over the samples of the batch, so that no sign changes
+    (ScaleRL)."""
     function: str = ""
     """Your own estimator, as module:function (custom)."""
     options: dict[str, float] = pydantic.Field(default_factory=dict)
-    """Given to `function` as keyword arguments (custom)."""
+    """Keyword arguments of `function` (custom)."""
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
 
     @pydantic.model_validator(mode="after")
@@ -105,7 +106,7 @@ class AdvantageConfig(Axis):
 
 
 class TrustRegionConfig(Axis):
-    """What keeps the policy near the anchor within one step."""
+    """Keeps the policy near the anchor within one step."""
 
     uses: ClassVar[Mapping[str, str]] = {
         "clip": "clip_low clip_high dual",
@@ -116,15 +117,15 @@ class TrustRegionConfig(Axis):
     }
 
     kind: Literal["none", "clip", "cispo", "dppo_tv", "dppo_kl", "custom"] = "none"
-    """none: the ratio as it is. clip: PPO's clipped ratio. cispo: the clipped ratio as a weight, so that no token loses
-    its gradient. dppo_tv, dppo_kl: tokens whose probability moved too far lose their gradient, judged by its difference
-    or by the binary KL divergence. custom: `function`."""
+    """none: the plain ratio. clip: PPO's clipped ratio. cispo: the clipped ratio as a weight, so that no token loses
+    its gradient. dppo_tv, dppo_kl: tokens whose probability moved too far lose their gradient, judged by the
+    probability's difference or by the binary KL divergence. custom: `function`."""
     clip_low: float = pydantic.Field(default=0.2, ge=0, lt=1)
     """The ratio is clipped at 1 - clip_low (clip)."""
     clip_high: float = pydantic.Field(default=0.2, ge=0)
     """The ratio is clipped at 1 + clip_high (clip)."""
     dual: float = pydantic.Field(default=0.0, ge=0)
-    """For negative advantages the ratio is clipped at this too; 0 is off, 3 is usual (clip)."""
+    """Further upper clip of the ratio, for negative advantages; 0 is off, 3 is usual (clip)."""
     ratio_low: float = pydantic.Field(default=0.0, ge=0)
     """Smallest weight, an absolute ratio (cispo)."""
     ratio_high: float = pydantic.Field(default=5.0, gt=0)
@@ -136,11 +137,11 @@ class TrustRegionConfig(Axis):
     kl_max: float = pydantic.Field(default=0.05, gt=0)
     """Largest binary KL divergence, in nats (dppo_kl)."""
     cap: float = pydantic.Field(default=0.0, ge=0)
-    """Largest ratio that weighs a gradient; 0 is none (dppo_tv, dppo_kl)."""
+    """Largest ratio that weights a gradient; 0 is no cap (dppo_tv, dppo_kl)."""
     function: str = ""
     """Your own trust region, as module:function (custom)."""
     options: dict[str, float] = pydantic.Field(default_factory=dict)
-    """Given to `function` as keyword arguments (custom)."""
+    """Keyword arguments of `function` (custom)."""
 
     @pydantic.model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -153,7 +154,7 @@ class TrustRegionConfig(Axis):
 
 
 class CorrectionConfig(Axis):
-    """Importance weight of the anchor against the engine, for tokens that the anchor did not sample."""
+    """Importance weights of the anchor against the engine, for tokens that the anchor did not sample."""
 
     uses: ClassVar[Mapping[str, str]] = {
         "truncate": "level high normalize",
@@ -162,10 +163,11 @@ class CorrectionConfig(Axis):
     }
 
     kind: Literal["none", "truncate", "mask", "clip"] = "none"
-    """none: 1. truncate: the ratio of the anchor to the engine, at most `high`. mask: the ratio, or 0 outside `low` to
-    `high`. clip: the ratio, at least `low` and at most `high`."""
+    """none: weight 1. truncate: the ratio of the anchor to the engine, at most `high`. mask: the ratio, or 0 outside
+    `low` to `high`. clip: the ratio, at least `low` and at most `high`."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Ratio of each token; of the whole sample (the product over its tokens); or the product's geometric mean."""
+    """token: the ratio of each token. sequence: the product of the ratios of a sample's tokens. geometric: their
+    geometric mean."""
     low: float = pydantic.Field(default=0.0, ge=0)
     """Lower bound of the weight (mask, clip)."""
     high: float = pydantic.Field(default=2.0, gt=0)
@@ -185,17 +187,17 @@ class CorrectionConfig(Axis):
 
 
 class RejectionConfig(Axis):
-    """Samples or tokens that are left out of the policy gradient because the policy has moved away from them."""
+    """Leaves samples or tokens out of the policy gradient because the policy has moved away from them."""
 
     uses: ClassVar[Mapping[str, str]] = {"opsm": "max_drop", "geometric": "low high", "k3": "max_k3", "m2po": "max_m2"}
 
     kind: Literal["none", "opsm", "geometric", "k3", "m2po"] = "none"
     """With d the log ratio of trainer to engine: opsm: samples of negative advantage whose mean of -d is above
     `max_drop`. geometric: samples whose exp(mean d) is outside `low` to `high`. k3: samples whose mean of
-    exp(d) - 1 - d is above `max_k3`. m2po: of the tokens that the advantage moves further from the engine, those of
-    largest d squared, until the mean of the rest is at most `max_m2`."""
+    exp(d) - 1 - d is above `max_k3`. m2po: of the tokens that the advantage moves further from the engine, those with
+    the largest d squared, until the mean over the rest is at most `max_m2`."""
     max_drop: float = pydantic.Field(default=0.5, ge=0)
-    """Largest mean fall of log-probability, in nats (opsm)."""
+    """Largest mean drop of log-probability, in nats (opsm)."""
     low: float = pydantic.Field(default=0.99, ge=0, lt=1)
     """Lower bound of the geometric mean of the ratios (geometric)."""
     high: float = pydantic.Field(default=1.01, gt=1)
@@ -203,7 +205,7 @@ class RejectionConfig(Axis):
     max_k3: float = pydantic.Field(default=0.01, gt=0)
     """Largest estimate of a sample's KL divergence per token, in nats (k3)."""
     max_m2: float = pydantic.Field(default=0.04, gt=0)
-    """Largest mean of d squared over such tokens of the batch (m2po)."""
+    """Largest mean of d squared over the batch's tokens that move further from the engine (m2po)."""
 
 
 class KlConfig(Axis):
@@ -217,18 +219,18 @@ class KlConfig(Axis):
     }
 
     kind: Literal["none", "k1_in_reward", "k2", "k3", "k3_plus"] = "none"
-    """With d the log ratio to the reference: k1_in_reward: d of each token is taken from its reward. In the loss: k2:
-    d^2 / 2. k3: exp(-d) + d - 1. k3_plus: the value of k3 with the gradient of k2."""
+    """With d the log ratio to the reference: k1_in_reward: each token's d is subtracted from its reward. In the loss:
+    k2: d^2 / 2. k3: exp(-d) + d - 1. k3_plus: the value of k3 with the gradient of k2."""
     coef: float = pydantic.Field(default=1e-3, gt=0)
     """Factor of the penalty."""
     unbiased: bool = False
-    """Weigh the penalty with the ratio to the engine, so that it estimates the policy's divergence on stale tokens
+    """Weight the penalty by the ratio to the engine, so that it estimates the policy's divergence on stale tokens
     too (k2, k3, k3_plus)."""
     refresh: Literal["never", "copy", "ema"] = "never"
-    """The reference is the model that the run began with. copy: it becomes the policy every `refresh_every` steps.
-    ema: it moves towards the policy by `ema_weight`."""
+    """never: the reference is the model that the run began with. Every `refresh_every` steps, copy: it becomes the
+    policy. ema: it moves towards the policy by `ema_weight`."""
     refresh_every: int = pydantic.Field(default=512, ge=1)
-    """Optimizer steps between refreshments (copy, ema)."""
+    """Optimizer steps between refreshes (copy, ema)."""
     ema_weight: float = pydantic.Field(default=0.6, gt=0, le=1)
     """Share of the policy in a refreshed reference (ema)."""
 
@@ -257,7 +259,7 @@ class EntropyConfig(Axis):
     """bonus: `coef` times the mean entropy. target: the coefficient rises by `adjustment` after each step below
     `target` and falls above it; above it there is no bonus (Skywork-OR1)."""
     coef: float = pydantic.Field(default=1e-3, ge=0)
-    """Factor of the bonus; with target, of the first step."""
+    """Factor of the bonus; with target, its value at the first step."""
     target: float = pydantic.Field(default=0.2, gt=0)
     """Mean entropy per token, in nats (target)."""
     adjustment: float = pydantic.Field(default=0.005, gt=0)
@@ -265,7 +267,7 @@ class EntropyConfig(Axis):
 
 
 class AggregationConfig(Axis):
-    """The mean that the loss takes over tokens. Denominators count every token of the batch."""
+    """How the loss averages over tokens. Denominators count every token of the batch."""
 
     uses: ClassVar[Mapping[str, str]] = {"constant": "length"}
 
@@ -273,7 +275,7 @@ class AggregationConfig(Axis):
     """token: the mean over all tokens of the optimizer batch. sequence: over samples, of each sample's mean. prompt:
     over groups, of each group's mean over its tokens. constant: over samples, of each sample's sum over `length`."""
     length: int = pydantic.Field(default=0, ge=0)
-    """Tokens that a sample's sum is divided by; usually sampling.max_new_tokens (constant)."""
+    """Divisor of a sample's sum, in tokens; usually sampling.max_new_tokens (constant)."""
 
     @pydantic.model_validator(mode="after")
     def _has_a_length(self) -> Self:

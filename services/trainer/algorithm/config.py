@@ -1,7 +1,7 @@
 """Settings of the algorithm: section `[algorithm]` of a recipe, with one section for each axis.
 
-Imports nothing heavy, so that a mistyped key is reported before torch is loaded. Every combination of axes that cannot
-work is refused here, with the reason; what depends on data (a reward below 0) is refused where it is found.
+Imports nothing heavy, so that a mistyped key is reported before torch is loaded. This module rejects every combination
+of axes that cannot work, with the reason; errors that depend on data (a reward below 0) are raised where they occur.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ from services.trainer.algorithm.presets import PRESETS
 
 
 class AlgorithmConfig(Config):
-    """How rewards become a gradient: a preset, and one section for each axis in which a run differs from it.
+    """Turns rewards into a gradient: a preset, and one section for each axis in which a run differs from it.
 
-    The defaults shown here are those of an axis that the preset leaves alone. tis sets anchor and correction.
+    The defaults shown here apply to axes that the preset does not set. tis sets anchor and correction.
     """
 
     preset: Literal[
@@ -41,11 +41,11 @@ class AlgorithmConfig(Config):
         "slime_geo3k",
         "rlinf_geo3k",
     ] = "tis"
-    """Where every axis starts from (docs/training/algorithms.md)."""
+    """Starting values of the axes (docs/training/algorithms.md)."""
     anchor: Literal["rollout", "proximal", "log_linear"] = "proximal"
-    """What the ratio of the trust region is taken against. rollout: the engine's log-probabilities. proximal: those of
-    the trainer's weights before the step. log_linear: an estimate of those one version earlier, from the engine's and
-    the version of each token."""
+    """Log-probabilities that the trust region's ratio is taken against. rollout: the engine's. proximal: those of the
+    trainer's weights before the step. log_linear: an estimate of those one version earlier, from the engine's and the
+    version of each token."""
     ratio: Literal["token", "sequence"] = "token"
     """The ratio of each token, or the geometric mean of a sample's ratios for all of its tokens (GSPO)."""
     drift: float = pydantic.Field(default=0.0, ge=0)
@@ -107,7 +107,7 @@ class AlgorithmConfig(Config):
 
 
 def _over(preset: Any, given: Any) -> Any:
-    """Lay a section over that of the preset; one of another kind takes nothing from it."""
+    """Merge a section into the preset's; a section of another kind takes nothing from the preset."""
     if not isinstance(preset, Mapping) or not isinstance(given, Mapping):
         return given
     kind = preset.get("kind")

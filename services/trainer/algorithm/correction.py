@@ -1,4 +1,4 @@
-"""The correction: importance weights for tokens that the engine sampled with other probabilities than the anchor's.
+"""The correction: importance weights for tokens that the engine sampled with probabilities other than the anchor's.
 
 Legend: N = own tokens. w = ratio of the anchor to the engine.
 
@@ -16,13 +16,13 @@ from services.trainer.algorithm.tokens import sample_any, sample_means, sample_s
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
-    """Weights, without gradient."""
+    """Importance weights, without gradient."""
 
     weights_N: torch.Tensor
     bounded_N: torch.Tensor
-    """bool: a bound changed the weight."""
+    """bool: whether a bound changed the weight."""
     vetoed_N: torch.Tensor
-    """bool: the token's sample has weight 0 for the ratio of one of its tokens."""
+    """bool: whether the token's sample has weight 0 because of the ratio of one of its tokens."""
 
 
 def correction_weights(
@@ -48,9 +48,9 @@ def correction_weights(
         anchor_N: From `anchor.anchor_logprobs`.
         logprobs_N: Current policy, which a veto compares with the engine.
         engine_logprobs_N: Reported by the engine.
-        sample_N: Sample of each token; for anything but level token, all tokens of a sample must be there.
+        sample_N: Sample of each token; at any level but token, all tokens of a sample must be present.
         config: Kind, level and bounds.
-        mean_weight: Of the whole batch (`statistics.BatchStatistics`), to divide by.
+        mean_weight: Mean weight of the whole batch (`statistics.BatchStatistics`), to divide by.
     """
     weights_N = torch.ones_like(engine_logprobs_N)
     bounded_N = torch.zeros_like(weights_N, dtype=torch.bool)

@@ -3,13 +3,13 @@
 Legend: N = the policy's own tokens of a micro-batch, sample by sample; no other token enters the loss.
 
     r_t    = exp(logp_t - anchor_t), or its geometric mean over the sample       anchor.py, ratio.py
-    o_t    = what the trust region makes of r_t A                                trust_region.py, advantage.py
+    o_t    = r_t A as bounded by the trust region                                trust_region.py, advantage.py
     w_t    = weight of the anchor against the engine                             correction.py
     k_t    = 0 if the token is rejected, else 1                                  rejection.py
     p_t    = kl.coef KL_t + drift (logp_t - engine_t)^2 - entropy.coef H_t       regularisers.py
     loss   = sum_t weight_t (p_t - w_t k_t o_t)                                  weight_t: aggregation.py
 
-The loss knows tokens and samples only, not how rows were cut, padded or packed. Invariant: the losses of the
+The loss knows only tokens and samples, not how rows were cut, padded or packed. Invariant: the losses of the
 micro-batches add up to the loss of the batch, however it is cut.
 """
 
@@ -31,21 +31,21 @@ from services.trainer.algorithm.trust_region import Step, Surrogate, surrogate
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loss:
-    """The loss, and what the axes did to each token."""
+    """The loss, and the effect of the axes on each token."""
 
     value: torch.Tensor
     """Scalar: the micro-batch's share of the loss of the optimizer batch."""
     policy: torch.Tensor
-    """Scalar: its part that comes from advantages."""
+    """Scalar: the part that comes from advantages."""
     penalties: dict[str, torch.Tensor]
-    """Scalars: its other parts by name, each with its coefficient."""
+    """Scalars: the other parts by name, coefficients included."""
     advantages_N: torch.Tensor
     ratio_N: torch.Tensor
-    """Of policy to anchor."""
+    """Ratio of policy to anchor."""
     region: Surrogate
     correction: Correction
     rejected_N: torch.Tensor
-    """bool: left out of the policy gradient."""
+    """bool: whether the token is left out of the policy gradient."""
 
     @property
     def trained_N(self) -> torch.Tensor:
@@ -65,11 +65,11 @@ def policy_loss(
     """Return the loss of a micro-batch: its share of the loss of the optimizer batch.
 
     Args:
-        tokens: Of the micro-batch.
-        samples: Of the optimizer batch.
+        tokens: Tokens of the micro-batch.
+        samples: Samples of the optimizer batch.
         config: The axes.
-        statistics: Of the optimizer batch; None where `needs_statistics` says no.
-        entropy_coef: From `regularisers.EntropyCoefficient`.
+        statistics: Statistics of the optimizer batch; None if `needs_statistics` is false.
+        entropy_coef: Factor of the entropy bonus, from `regularisers.EntropyCoefficient`.
     """
     constants = statistics or BatchStatistics()
     logprobs_N, engine_N, sample_N = tokens.logprobs_N, tokens.engine_logprobs_N, tokens.sample_N

@@ -1,4 +1,4 @@
-"""A person's own axis, named as `module:function` in the recipe."""
+"""Loads user-written axes, named as `module:function` in the recipe."""
 
 import importlib
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from services.trainer.algorithm.config import AlgorithmConfig
 
 
 def require_functions(config: AlgorithmConfig) -> None:
-    """Import every function that the recipe names, so that a wrong name is found before a run has cost anything.
+    """Import every function that the recipe names, so that a wrong name is found before the run starts.
 
     Raises:
-        ConfigError: there is no such module or function.
+        ConfigError: a module or function does not exist.
     """
     if config.advantage.kind == "custom":
         load_function(config.advantage.function, "algorithm.advantage.function")
@@ -27,10 +27,10 @@ def load_function(name: str, setting: str) -> Callable[..., Any]:
 
     Args:
         name: `module:function`; the module must be importable from where the trainer starts.
-        setting: Where the recipe names it, for messages.
+        setting: Setting that names it, for error messages.
 
     Raises:
-        ConfigError: there is no such module or function.
+        ConfigError: the module or function does not exist, or the name is not a function's.
     """
     module_name, _, function_name = name.partition(":")
     try:

@@ -1,6 +1,6 @@
-"""Algorithms by name: the values that each sets. Everything else has the axis's default.
+"""Presets: the values that each named algorithm sets. Everything else has the axis's default.
 
-docs/training/algorithms.md says what each system does differently where it cannot be expressed here.
+docs/training/algorithms.md lists the differences from each system that cannot be expressed here.
 """
 
 from collections.abc import Mapping

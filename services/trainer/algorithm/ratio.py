@@ -14,7 +14,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def exp_ratio(log_ratio_N: torch.Tensor) -> torch.Tensor:
-    """Return the ratio of which the argument is the logarithm: positive and finite."""
+    """Return exp() of a clamped log ratio: positive and finite."""
     return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -24,14 +24,14 @@ def policy_ratio(
     """Return the ratio of policy to anchor, with gradient.
 
     token: exp(logp - anchor).
-    sequence: exp(mean of logp - anchor over the sample) in value, for each of its tokens. The gradient of each is that
+    sequence: exp(mean of logp - anchor over the sample) in value, for each of its tokens. Each token has the gradient
         of its own log-probability, so that the mean over the sample's tokens has the gradient of the sequence's ratio
         (Zheng et al. 2025, "Group Sequence Policy Optimization", section 4.3).
 
     Args:
         logprobs_N: Current policy, with gradient.
         anchor_N: From `anchor.anchor_logprobs`.
-        sample_N: Sample of each token; with level sequence all tokens of a sample must be there.
+        sample_N: Sample of each token; at level sequence all tokens of a sample must be present.
         level: token or sequence.
     """
     log_ratio_N = logprobs_N - anchor_N

@@ -1,8 +1,8 @@
-"""The regularisers: what every token pays, whatever its advantage.
+"""The regularisers: penalties on every token, whatever its advantage.
 
 Legend: N = own tokens. ref = reference policy, d = logp - ref, r = ratio of the policy to the engine, sg() = a stopped
 gradient. Values are losses, to be minimised. They are not clamped: far from the reference, where it is needed most, a
-clamped penalty would have no gradient. Only k3's exponential is bent into a line, where float32 ends.
+clamped penalty would have no gradient. Only k3's exponential continues along its tangent before float32 overflows.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from services.trainer.algorithm.axes import EntropyConfig, KlConfig
 from services.trainer.algorithm.ratio import exp_ratio
 
 MAX_EXPONENT = 40.0
-"""From d = -40 on, k3 goes on along its tangent. The square of its slope there, which enters the gradient's norm, is
-near the end of float32."""
+"""Below d = -40, k3 continues along its tangent. The square of its slope there, which enters the gradient's norm, is
+near the limit of float32."""
 
 
 def kl_penalty(
@@ -46,7 +46,7 @@ def kl_penalty(
 
 
 def _exp(exponent_N: torch.Tensor) -> torch.Tensor:
-    """Return exp() of the exponent, and from MAX_EXPONENT on the tangent there: it keeps value and slope."""
+    """Return exp(), continued above MAX_EXPONENT along its tangent there, so that value and slope are continuous."""
     clamped_N = exponent_N.clamp(max=MAX_EXPONENT)
     return clamped_N.exp() * (1 + (exponent_N - clamped_N))
 
@@ -57,34 +57,34 @@ def drift_penalty(logprobs_N: torch.Tensor, engine_logprobs_N: torch.Tensor) -> 
 
 
 class EntropyCoefficient:
-    """The factor of the entropy bonus, fixed or led to a target (He et al. 2025, "Skywork Open Reasoner 1").
+    """The factor of the entropy bonus, fixed or adapted to a target (He et al. 2025, "Skywork Open Reasoner 1").
 
-    The factor of a step follows from the entropies of the steps before it, so a step needs one forward pass only.
+    A step's factor depends on the entropies of earlier steps only, so a step needs just one forward pass.
     """
 
     def __init__(self, config: EntropyConfig) -> None:
-        """Begin with the recipe's coefficient."""
+        """Start with the recipe's coefficient."""
         self._config = config
         self._coef = config.coef
         self._is_above_target = False
 
     @property
     def value(self) -> float:
-        """The factor of the present step: 0 where the last step's entropy was above its target."""
+        """The current step's factor: 0 if the last step's entropy was above the target."""
         return 0.0 if self._config.kind == "none" or self._is_above_target else self._coef
 
     def observe(self, mean_entropy: float) -> None:
-        """Take note of a step's mean entropy per token, in nats."""
+        """Record a step's mean entropy per token, in nats."""
         if self._config.kind == "target":
             self._is_above_target = mean_entropy > self._config.target
             change = -self._config.adjustment if self._is_above_target else self._config.adjustment
             self._coef = max(0.0, self._coef + change)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` continues from."""
+        """Return the state for `load_state_dict`."""
         return {"kind": self._config.kind, "coef": self._coef, "is_above_target": self._is_above_target}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned; without a target now and then, the coefficient is the recipe's."""
+        """Restore a state; unless both it and the recipe have kind `target`, the coefficient stays the recipe's."""
         if self._config.kind == state.get("kind", "target") == "target":
             self._coef, self._is_above_target = state["coef"], state["is_above_target"]

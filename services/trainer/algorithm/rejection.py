@@ -1,6 +1,6 @@
-"""The rejection: samples or tokens that the policy has moved away from are left out of the policy gradient.
+"""The rejection: leaves samples or tokens that the policy has moved away from out of the policy gradient.
 
-Legend: N = own tokens, L = those that are leaving. d = log ratio of trainer to engine, without gradient; A = advantage.
+Legend: N = own tokens, L = leaving tokens. d = log ratio of trainer to engine, without gradient; A = advantage.
 
 Invariant: a rejection multiplies by 0 and changes no denominator.
 """
@@ -31,9 +31,9 @@ def rejected_tokens(
     Args:
         log_ratio_N: d.
         advantages_N: A.
-        sample_N: Sample of each token; but for m2po, all tokens of a sample must be there.
+        sample_N: Sample of each token; except for m2po, all tokens of a sample must be present.
         config: Kind and bounds.
-        m2_threshold: Of the whole batch, from `m2_threshold`.
+        m2_threshold: Threshold of the whole batch, from `m2_threshold`.
     """
     if config.kind == "none":
         return torch.zeros_like(log_ratio_N, dtype=torch.bool)
@@ -49,20 +49,20 @@ def rejected_tokens(
 
 
 def is_leaving(log_ratio_N: torch.Tensor, advantages_N: torch.Tensor) -> torch.Tensor:
-    """Return bool[N]: the policy has moved away from the engine at the token, and A would move it further."""
+    """Return bool[N]: whether the policy has moved away from the engine at the token, and A would move it further."""
     return advantages_N * log_ratio_N > 0
 
 
 def m2_threshold(log_ratio_N: torch.Tensor, advantages_N: torch.Tensor, max_m2: float) -> float:
-    """Return the d^2 up to which tokens are kept, so that the mean over the kept that are leaving is at most `max_m2`.
+    """Return the threshold on d^2 for kept tokens: the mean d^2 of the kept leaving tokens is at most `max_m2`.
 
-    The largest go first, equal ones together. The threshold lies half-way to the smallest that goes, so rounding of a
-    later forward pass moves no token across it.
+    The largest values are rejected first, equal ones together. The threshold lies half-way between the largest kept and
+    the smallest rejected value, so rounding in a later forward pass moves no token across it.
 
     Args:
-        log_ratio_N: d of the whole batch, on any cut of which the threshold then holds.
+        log_ratio_N: d of the whole batch; the threshold applies however the batch is cut.
         advantages_N: A of the same tokens.
-        max_m2: The bound.
+        max_m2: Bound on the mean.
     """
     squares_L = log_ratio_N.double()[is_leaving(log_ratio_N, advantages_N)].square().sort().values
     means_L = squares_L.cumsum(0) / torch.arange(1, len(squares_L) + 1, dtype=torch.float64, device=squares_L.device)

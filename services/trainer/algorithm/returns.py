@@ -1,4 +1,4 @@
-"""Token advantages: a sample's reward less what its tokens pay for their distance to the reference, whitened.
+"""Token advantages: a sample's reward minus its tokens' KL penalties against the reference, whitened.
 
 Legend: N = own tokens.
 """
@@ -12,8 +12,8 @@ from services.trainer.algorithm.tokens import Samples, Tokens, sample_sums
 def token_returns(tokens: Tokens, samples: Samples, config: KlConfig) -> torch.Tensor:
     """Return float64[N]: at each token, the sample's reward minus coef * k1 of it and of all tokens after it.
 
-    k1 = logp - reference, without gradient. The reward stands at the last token, and nothing is discounted
-    (Hu et al. 2025, "REINFORCE++", with gamma = 1). All tokens of a sample must be there, in their order.
+    k1 = logp - reference, without gradient. The reward is given at the last token, and nothing is discounted
+    (Hu et al. 2025, "REINFORCE++", with gamma = 1). All tokens of a sample must be present, in order.
     """
     assert tokens.reference_logprobs_N is not None
     cost_N = config.coef * (tokens.logprobs_N.detach() - tokens.reference_logprobs_N).double()
@@ -24,11 +24,11 @@ def token_advantages(tokens: Tokens, samples: Samples, config: KlConfig, *, mean
     """Return [N]: the advantage of each token's sample, or its own whitened return with k1_in_reward.
 
     Args:
-        tokens: Of a micro-batch.
-        samples: Of the optimizer batch.
-        config: Whether tokens have rewards of their own.
-        mean: Of the returns of the batch.
-        std: Of the same; 0 if they are all equal.
+        tokens: Tokens of a micro-batch.
+        samples: Samples of the optimizer batch.
+        config: Whether tokens have their own rewards.
+        mean: Mean return of the batch.
+        std: Standard deviation of the batch's returns; 0 if they are all equal.
     """
     if config.kind != "k1_in_reward":
         return samples.advantages_G[tokens.sample_N]

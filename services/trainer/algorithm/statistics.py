@@ -1,13 +1,13 @@
-"""Values of the whole optimizer batch that the loss of each token depends on.
+"""Statistics of the whole optimizer batch that the loss of each token depends on.
 
 Legend: N = own tokens of the whole batch.
 
-Invariant: they are of the samples that can have a policy gradient: judged, not masked, in a group whose numbers are all
-finite. Samples of a group of equal rewards are among them, with advantage 0.
+Invariant: they cover the samples that can have a policy gradient: judged, not masked, in a group whose numbers are all
+finite. Samples of a group of equal rewards are included, with advantage 0.
 
 They come from one pass over the batch without gradient, before the first loss, and enter every loss as constants. So
-loss, gradient and metrics do not depend on how the batch is cut, in which order it comes, or over how many ranks it is
-spread. Only configurations that need them pay for the pass.
+loss, gradient and metrics do not depend on how the batch is cut, on its order, or on the number of ranks. Only
+configurations that need them pay for the pass.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ class BatchStatistics:
     """Constants of a batch."""
 
     mean_weight: float = 1.0
-    """Mean importance weight: over tokens, or at other levels over samples."""
+    """Mean importance weight: over tokens at level token, otherwise over samples."""
     m2_threshold: float = float("inf")
     """Squared log ratio up to which leaving tokens are kept."""
     return_mean: float = 0.0
     return_std: float = 0.0
-    """Of the tokens' returns; 0 if they are all equal."""
+    """Standard deviation of the tokens' returns; 0 if they are all equal."""
 
 
 def needs_statistics(config: AlgorithmConfig) -> bool:
@@ -40,10 +40,10 @@ def needs_statistics(config: AlgorithmConfig) -> bool:
 
 
 def whole_batch_setting(config: AlgorithmConfig) -> str:
-    """Return the setting by which the gradient of each sample depends on all samples of the batch; empty if none does.
+    """Return the setting that makes each sample's gradient depend on all samples of the batch; empty if none does.
 
-    Without one, what a group adds to the gradient is known when the group is there, up to the one denominator of the
-    batch: backward may begin before the batch is complete.
+    Without such a setting, a group's gradient is known once the group has arrived, up to the batch's denominator:
+    backward may begin before the batch is complete.
     """
     advantage = config.advantage
     if advantage.kind in ("reinforce_pp", "reinforce_pp_baseline", "custom"):
@@ -61,8 +61,8 @@ def batch_statistics(tokens: Tokens, samples: Samples, config: AlgorithmConfig) 
     """Return the statistics of a batch.
 
     Args:
-        tokens: Of the whole batch, detached: at least of every eligible sample.
-        samples: Of the batch, detached.
+        tokens: Detached tokens of the whole batch: at least those of every eligible sample.
+        samples: Detached samples of the batch.
         config: The axes.
     """
     tokens = tokens.of(samples.eligible_G[tokens.sample_N])
@@ -88,5 +88,5 @@ def _mean_weight(tokens: Tokens, samples: Samples, config: AlgorithmConfig) -> f
     ).weights_N
     if config.correction.level == "token":
         return float(weights_N.mean()) or 1.0
-    share_N = 1 / sample_sums(weights_N * 0 + 1, tokens.sample_N)  # of a token in its sample
+    share_N = 1 / sample_sums(weights_N * 0 + 1, tokens.sample_N)  # each token's share of its sample
     return float((weights_N * share_N).sum() / share_N.sum()) or 1.0

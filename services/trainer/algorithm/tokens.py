@@ -1,10 +1,10 @@
-"""What the loss sees of an optimizer batch: flat vectors over tokens, and one value for each sample.
+"""The loss's inputs from an optimizer batch: flat vectors over tokens, and one value for each sample.
 
 Legend: N = the policy's own tokens of a micro-batch, or of the whole batch, sample by sample; G = samples of the
 optimizer batch.
 
-Invariant: nothing here knows rows, padding or sequences. Advantages belong to samples, and denominators count tokens
-and samples.
+Invariant: nothing here knows about rows, padding or sequences. Advantages belong to samples, and denominators count
+tokens and samples.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Tokens:
     sample_N: torch.Tensor
     """int64: number of the token's sample in the optimizer batch."""
     entropy_N: torch.Tensor | None = None
-    """Entropy of the distribution that the token is from, in nats, with gradient; None where nothing reads it."""
+    """Entropy of the distribution that the token was drawn from, in nats, with gradient; None if nothing reads it."""
     reference_logprobs_N: torch.Tensor | None = None
     """Reference policy; None without one."""
 
@@ -42,16 +42,16 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """The samples of the optimizer batch, and the version that they are trained at."""
+    """The samples of the optimizer batch, and the version at which they are trained."""
 
     advantages_G: torch.Tensor
-    """0 for a sample that teaches nothing. With `kl.kind = "k1_in_reward"` the reward: advantages are the tokens'."""
+    """0 for a sample that teaches nothing. With `kl.kind = "k1_in_reward"` the reward: each token has an advantage."""
     weights_G: torch.Tensor
     """Weight in the loss of each token of the sample (`aggregation.token_weights`)."""
     eligible_G: torch.Tensor
-    """bool: the sample has a reward and is not masked. Statistics of the batch are of these alone."""
+    """bool: whether the sample has a reward and is not masked. Only these count in the batch's statistics."""
     version: int
-    """The published version, which the weights have before the step."""
+    """The published version: the one of the weights before the step."""
 
     def detached(self) -> "Samples":
         """Return a copy in float64 on the CPU."""
@@ -64,7 +64,7 @@ class Samples:
 
 
 def concatenated(parts: Sequence[Tokens]) -> Tokens:
-    """Return the tokens of all micro-batches, at least one, as one."""
+    """Concatenate the tokens of at least one micro-batch."""
     values = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Tokens)}
     return Tokens(**{name: None if found[0] is None else torch.cat(found) for name, found in values.items()})
 
@@ -72,7 +72,7 @@ def concatenated(parts: Sequence[Tokens]) -> Tokens:
 def sample_sums(values_N: torch.Tensor, sample_N: torch.Tensor) -> torch.Tensor:
     """Return float64[N]: for each token, the sum over the tokens of its sample.
 
-    The order of tokens changes the sum by rounding errors of float64 only. All tokens of a sample must be there.
+    The order of tokens changes the sum only by float64 rounding. All tokens of a sample must be present.
     """
     _, number_N, count_G = sample_N.unique(return_inverse=True, return_counts=True)
     sums_G = torch.zeros(len(count_G), dtype=torch.float64, device=values_N.device)
@@ -80,7 +80,7 @@ def sample_sums(values_N: torch.Tensor, sample_N: torch.Tensor) -> torch.Tensor:
 
 
 def sample_means(values_N: torch.Tensor, sample_N: torch.Tensor) -> torch.Tensor:
-    """Return float64[N]: for each token, the mean over the tokens of its sample, all of which must be there."""
+    """Return float64[N]: for each token, the mean over the tokens of its sample, all of which must be present."""
     return sample_sums(values_N, sample_N) / sample_sums(torch.ones_like(values_N), sample_N)
 
 

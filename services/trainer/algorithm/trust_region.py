@@ -1,4 +1,4 @@
-"""The trust region: what a token adds to the objective, and where its gradient ends.
+"""The trust region: a token's contribution to the objective, and the point beyond which it has no gradient.
 
 Legend: N = own tokens. r = ratio of the policy to the anchor, A = advantage, p = exp(logp), q = exp(anchor), sg() = a
 stopped gradient. The objective is maximised.
@@ -14,46 +14,46 @@ from services.trainer.algorithm.axes import TrustRegionConfig
 from services.trainer.algorithm.plugin import load_function
 
 _EPS = 1e-8
-"""Smallest probability in a logarithm of the binary KL divergence, as verl's."""
+"""Smallest probability in a logarithm of the binary KL divergence, as in verl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """How far the policy is from the anchor, token by token."""
+    """The policy and the anchor at each token, with advantages."""
 
     ratio_N: torch.Tensor
-    """r, with gradient; of the token or of its sample."""
+    """The ratio r of the token or of its sample, with gradient."""
     logprobs_N: torch.Tensor
     """Current policy, with gradient."""
     anchor_N: torch.Tensor
     advantages_N: torch.Tensor
     sample_N: torch.Tensor
-    """Sample of each token; all tokens of a sample are there."""
+    """Sample of each token; all tokens of a sample are present."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Surrogate:
-    """The objective of each token."""
+    """The objective of each token, and the effect of the trust region on it."""
 
     objective_N: torch.Tensor
-    """With gradient."""
+    """The objective, to be maximised, with gradient."""
     bounded_N: torch.Tensor
-    """bool: the trust region changed the token's objective."""
+    """bool: whether the trust region changed the token's objective."""
     outside_N: torch.Tensor
-    """bool: the trust region left the token without gradient."""
+    """bool: whether the trust region removed the token's gradient."""
 
 
 TrustRegion = Callable[[Step, TrustRegionConfig], Surrogate]
 
 
 def unbounded(step: Step, _config: TrustRegionConfig) -> Surrogate:
-    """r A."""
+    """Return r A."""
     nowhere_N = torch.zeros_like(step.advantages_N, dtype=torch.bool)
     return Surrogate(objective_N=step.ratio_N * step.advantages_N, bounded_N=nowhere_N, outside_N=nowhere_N)
 
 
 def clip(step: Step, config: TrustRegionConfig) -> Surrogate:
-    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and with `dual`, where A < 0, at least dual A.
+    """Return min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with `dual` and A < 0, at least dual A.
 
     Schulman et al. 2017, eq. 7; two bounds: Yu et al. 2025, "DAPO", section 3.1; dual: Ye et al. 2020, "Mastering
     Complex Control in MOBA Games with Deep Reinforcement Learning", eq. 8.
@@ -70,7 +70,7 @@ def clip(step: Step, config: TrustRegionConfig) -> Surrogate:
 
 
 def cispo(step: Step, config: TrustRegionConfig) -> Surrogate:
-    """sg(clip(r, ratio_low, ratio_high)) A logp (MiniMax 2025, "MiniMax-M1", eq. 4, with absolute bounds)."""
+    """Return sg(clip(r, ratio_low, ratio_high)) A logp (MiniMax 2025, "MiniMax-M1", eq. 4, with absolute bounds)."""
     ratio_N = step.ratio_N.detach()
     weight_N = ratio_N.clamp(config.ratio_low, config.ratio_high)
     return Surrogate(
@@ -81,7 +81,7 @@ def cispo(step: Step, config: TrustRegionConfig) -> Surrogate:
 
 
 def dppo_tv(step: Step, config: TrustRegionConfig) -> Surrogate:
-    """r A; tokens with A > 0 and p - q > tv_high, or A < 0 and p - q < -tv_low, are dropped.
+    """Return r A; drop tokens with A > 0 and p - q > tv_high, or A < 0 and p - q < -tv_low.
 
     "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv 2602.04879), total variation; prime-rl's default.
     """
@@ -92,7 +92,7 @@ def dppo_tv(step: Step, config: TrustRegionConfig) -> Surrogate:
 
 
 def dppo_kl(step: Step, config: TrustRegionConfig) -> Surrogate:
-    """r A; tokens that A moves away from the anchor are dropped beyond a binary KL divergence of kl_max.
+    """Return r A; drop tokens that A moves away from the anchor beyond a binary KL divergence of kl_max.
 
     The divergence is q log(q / p) + (1 - q) log((1 - q) / (1 - p)), of the token against all others (arXiv 2602.04879).
     """

@@ -1,1 +1,1 @@
-"""What computes: model, log-probabilities, optimizer, optimizer step, export of weights."""
+"""The part of the trainer that computes: model, log-probabilities, optimizer, optimizer step, export of weights."""

@@ -1,4 +1,4 @@
-"""Where the policy computes, and in which precision."""
+"""Resolves the device and the precision that the policy computes in."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(device: str) -> Literal["cpu", "cuda"]:
-    """Return the device that `auto` means here.
+    """Return the configured device; `auto` is a GPU if there is one.
 
     Raises:
         ConfigError: cuda is configured, but there is no GPU.
@@ -24,7 +24,7 @@ def resolve_device(device: str) -> Literal["cpu", "cuda"]:
 def resolve_dtype(
     dtype: Literal["auto", "float32", "bfloat16"], device: Literal["cpu", "cuda"]
 ) -> Literal["float32", "bfloat16"]:
-    """Return the dtype that `auto` means on `device`."""
+    """Return the configured dtype; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     if dtype == "auto":
         return "bfloat16" if device == "cuda" else "float32"
     return dtype

@@ -1,4 +1,4 @@
-"""What a step's numbers depend on besides its inputs: library versions, processor, number of threads."""
+"""The environment that a step's numbers depend on besides its inputs: library versions, processor, threads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import torch
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a step was computed. Equal environments on a CPU give equal bits; others agree within rounding errors."""
+    """The environment of a step. Equal environments on a CPU give equal bits; others agree within rounding errors."""
 
     torch: str
     torchvision: str
@@ -19,7 +19,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """Name of the GPU, or of the CPU and the instruction set that torch uses."""
     num_threads: int
-    """Threads of one torch operation: how a sum is divided changes its rounding."""
+    """Threads of one torch operation: the division of a sum changes its rounding."""
     num_ranks: int = 1
     """Processes that computed the step together."""
 
@@ -30,7 +30,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def current_environment(device: torch.device, *, num_ranks: int = 1) -> Environment:
-    """The environment of this process, one of `num_ranks`, for computations on `device`."""
+    """Return the environment of this process, one of `num_ranks`, for computations on `device`."""
     return Environment(
         torch=str(torch.__version__),
         torchvision=version("torchvision"),
@@ -44,7 +44,7 @@ def current_environment(device: torch.device, *, num_ranks: int = 1) -> Environm
 
 @contextmanager
 def computing_threads(num_threads: int) -> Iterator[None]:
-    """Have torch use `num_threads` threads per operation within this context."""
+    """Make torch use `num_threads` threads per operation within this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -1,4 +1,4 @@
-"""The most memory that a step took."""
+"""Measures peaks of memory: of the device in a step, and of the process."""
 
 import resource
 from collections.abc import Iterable, Mapping
@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping
 import torch
 
 _MAXRSS_BYTES = 1024
-"""Linux counts ru_maxrss in KiB."""
+"""Bytes per unit of ru_maxrss, which Linux counts in KiB."""
 
 
 def reset_memory_peak(device: torch.device) -> None:
-    """Begin to measure a step."""
+    """Start measuring a step."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_peaks(device: torch.device) -> dict[str, float]:
-    """Return metrics in bytes: of the device since `reset_memory_peak`, and of the process since it began."""
+    """Return peaks in bytes: of the device since `reset_memory_peak`, and of the process since it began."""
     peaks = {"host_memory_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES)}
     if device.type == "cuda":
         peaks["device_memory_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
@@ -24,7 +24,7 @@ def memory_peaks(device: torch.device) -> dict[str, float]:
 
 
 def highest(peaks: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the highest of each peak, of all ranks."""
+    """Return the maximum over ranks of each peak."""
     found: dict[str, float] = {}
     for of_rank in peaks:
         found |= {name: max(peak, found.get(name, 0.0)) for name, peak in of_rank.items()}

@@ -1,1 +1,1 @@
-"""From groups to what the model reads: sequences, images, positions, packed rows."""
+"""Turns groups into model inputs: sequences, images, positions, packed rows."""

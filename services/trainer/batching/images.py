@@ -3,7 +3,7 @@
 Legend: P = patches of an image, D = values of a patch (channels * temporal patch * patch height * patch width).
 
 Trainer and engine both decode with `penstock.model.images` and then call the model's own image processor. Any other
-decoding would show only as a difference of logprobs.
+decoding would show up only as a difference in logprobs.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class ImagePatches:
 
 
 class ImagePatcher:
-    """Makes patches with the image processor of a model folder."""
+    """Cuts images into patches with a model's image processor."""
 
     def __init__(self, model_path: Path) -> None:
         """Load the image processor only.
@@ -52,7 +52,7 @@ class ImagePatcher:
         """Decode an image and cut it into patches.
 
         Raises:
-            InvalidRequestError: the bytes are not an image, or the processor refuses it.
+            InvalidRequestError: the bytes are not an image, or the processor rejects it.
         """
         image = decode_image(data)
         try:

@@ -1,11 +1,11 @@
 """Plans packed rows: which sequences share a row, and which of them share a prompt.
 
-Sequences of a group begin with the same prompt. A *block* holds the group's common prefix once and what each sequence
-has after it; a *row* is a list of blocks. Nothing here knows tensors: a plan is made of numbers.
+Sequences of a group begin with the same prompt. A *block* holds the group's common prefix once, then the rest of each
+sequence; a *row* is a list of blocks. A plan consists of numbers only; nothing here uses tensors.
 
-Invariants: every sequence is in exactly one block, and all sequences of a sample are in one row, in their order,
-because ratios and rejections may be the sample's; a row has at most `max_tokens` tokens unless one sample alone has
-more; the same lengths give the same plan.
+Invariants: every sequence is in exactly one block; all sequences of a sample are in one row, in order, because ratios
+and rejections may be per sample; a row has at most `max_tokens` tokens unless one sample alone has more; the same
+lengths give the same plan.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from services.trainer.batching.sequences import TrainSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Sequences of one group that stand in one row."""
+    """Sequences of one group in one row."""
 
     sequences: tuple[int, ...]
-    """Their numbers."""
+    """Numbers of the sequences."""
     prefix_length: int
-    """Leading tokens that all of them have in common and that the row holds once; 0 if nothing is shared."""
+    """Leading tokens that all sequences share and that the row holds once; 0 if nothing is shared."""
 
 
 Row = tuple[Block, ...]
@@ -40,10 +40,10 @@ class _OpenRow:
 
 
 def common_prefix_length(sequences: Sequence[TrainSequence]) -> int:
-    """Return the number of leading tokens that all sequences have in common, images included.
+    """Return the number of leading tokens that all sequences share, images included.
 
-    It never ends inside an image. It can reach into the policy's own tokens, where sequences begin their answers
-    alike: each then reads its own log-probabilities from the shared rows.
+    The prefix never ends inside an image. It can reach into the policy's own tokens if the answers begin alike: each
+    sequence then reads its own log-probabilities from the shared rows.
     """
     first = sequences[0]
     shared = min(sequence.num_inputs for sequence in sequences)
@@ -51,7 +51,7 @@ def common_prefix_length(sequences: Sequence[TrainSequence]) -> int:
         differs = np.flatnonzero(first.token_ids_X[:shared] != other.token_ids_X[:shared])
         shared = int(differs[0]) if len(differs) else shared
         for start, mine, others in zip(first.image_starts, first.images, other.images, strict=False):
-            if start < shared and mine is not others:  # placeholders are equal, what they stand for is not
+            if start < shared and mine is not others:  # the placeholders are equal, but their images differ
                 shared = start
     return shared
 
@@ -70,12 +70,12 @@ def pack(
 
     Args:
         sequences: All sequences of the optimizer batch.
-        groups: The group of each.
+        groups: Group of each sequence.
         chosen: Numbers of the sequences to pack.
-        max_tokens: Of a row; a longer sample is alone.
-        share_prompts: Have sequences of a group share what they begin with.
+        max_tokens: Most tokens of a row; a longer sample gets its own row.
+        share_prompts: Let sequences of a group share their common prefix.
         fill: As in `plan_rows`.
-        samples: The sample of each sequence; None: each is a sample.
+        samples: Sample of each sequence; None: each sequence is a sample.
     """
     members: dict[int, list[int]] = {}
     for number in chosen:
@@ -114,19 +114,19 @@ def plan_rows(
     fill: bool = False,
     samples: Sequence[int] | None = None,
 ) -> list[Row]:
-    """Put sequences into as few rows as first-fit decreasing finds, the sample with the longest one first.
+    """Pack sequences into rows by first-fit decreasing, the sample with the longest sequence first.
 
-    A group whose block fits into a row is never cut, for a cut costs a second copy of its prefix. A larger group fills
-    rows of its own and leaves its rest to be combined with others.
+    A group whose block fits into a row is never cut, because a cut costs a second copy of its prefix. A larger group
+    fills rows of its own, and its rest is combined with others.
 
     Args:
         lengths: Input tokens of each sequence, its prefix included.
-        groups: The group of each.
-        prefix_lengths: Tokens that each shares with all others of its group; 0 shares nothing.
-        max_tokens: Of a row. A longer sample is alone.
-        fill: Cut groups wherever it fills a row. Right if rows are padded to `max_tokens`, where an empty place costs
-            as much as a second copy.
-        samples: The sample of each sequence; None: each is a sample.
+        groups: Group of each sequence.
+        prefix_lengths: Tokens that each sequence shares with all others of its group; 0 shares nothing.
+        max_tokens: Most tokens of a row. A longer sample gets its own row.
+        fill: Cut groups wherever that fills a row. Use it if rows are padded to `max_tokens`, where an empty place
+            costs as much as a second copy.
+        samples: Sample of each sequence; None: each sequence is a sample.
     """
     samples = range(len(lengths)) if samples is None else samples
     longest: dict[int, int] = {}

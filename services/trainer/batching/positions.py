@@ -3,12 +3,12 @@
 Legend: X = tokens of a sample with placeholders expanded, R = the three axes of rotary positions.
 
 A model has two notions of position. The *text position* is the token's place in its sample. The *rotary position* has
-three axes, time, height and width (M-RoPE, Wang et al. 2024, "Qwen2-VL", section 2.1): equal on text, and on an image
-the place of the patch in its grid. The text after an image goes on behind the image's longer side, so an image of many
-tokens takes few positions.
+three axes, time, height and width (M-RoPE, Wang et al. 2024, "Qwen2-VL", section 2.1): all equal on text, and on an
+image the place of the patch in its grid. Text after an image continues after the image's longer side, so an image of
+many tokens uses few positions.
 
-Invariant: equal to transformers' `get_rope_index` on the same sample. Positions depend on what precedes a token and on
-nothing after it, so a sample's positions stay right when its first tokens are computed once for a whole group.
+Invariant: equal to transformers' `get_rope_index` on the same sample. A position depends only on the tokens before it,
+so a sample's positions stay right when its first tokens are computed once for a whole group.
 """
 
 import math
@@ -26,13 +26,13 @@ def sample_positions(
     """Return int64[4, X]: the text position, then the rotary position in time, height and width.
 
     Args:
-        image_mask_X: bool[X]: placeholders. Two images never touch; the reader refuses samples where they do.
+        image_mask_X: bool[X]: placeholders. Two images never touch; the reader rejects samples where they do.
         grids: Patches of each image in time, height and width, in order of their placeholders. Neighbouring patches
-            are merged into one placeholder, equally many along height and width.
-        num_placeholders: Of each image.
+            are merged into one placeholder, the same number along height and width.
+        num_placeholders: Placeholder tokens of each image.
 
     Raises:
-        ValueError: the mask's runs are not the images' placeholders.
+        ValueError: the mask's runs do not match the images' placeholders.
     """
     num_tokens = len(image_mask_X)
     edges = np.flatnonzero(np.diff(image_mask_X.astype(np.int8), prepend=0, append=0))

@@ -1,13 +1,13 @@
-"""Builds packed rows: what one forward pass reads, and what the loss needs beside it.
+"""Builds packed rows: the input of one forward pass, and the loss's inputs for its tokens.
 
 Legend: T = tokens of a row, A = the four axes of positions, N = the policy's own tokens of its samples, I = images in
 order of their placeholders, U = different images among them, P = patches of the different images, D = values of a
 patch.
 
 A row is a list of segments. A segment's tokens attend to the tokens before them in the segment, and to the whole prefix
-segment if they have one: a group's prompt stands in a row once, and each response is a segment that has it as prefix.
-Nothing else is visible, and positions go on where the prefix stops, so each response is computed as if it stood alone
-behind its prompt.
+segment if there is one: a row holds a group's prompt once, and each response is a segment with the prompt as its
+prefix. Nothing else is visible, and positions continue where the prefix stops, so each response is computed as if it
+stood alone after its prompt.
 """
 
 from collections.abc import Sequence
@@ -33,43 +33,42 @@ class Segment:
     stop: int
     prefix_start: int = 0
     prefix_stop: int = 0
-    """Empty if there is no prefix."""
+    """End of the prefix's range, which is empty if there is no prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedRow:
-    """A row of samples behind each other: a micro-batch."""
+    """A row of consecutive samples: a micro-batch."""
 
     input_ids_T: torch.Tensor
     positions_AT: torch.Tensor
-    """From `sample_positions`, sample by sample."""
+    """Positions from `sample_positions`, sample by sample."""
     segments: tuple[Segment, ...]
-    """They cover the row in order."""
+    """Segments that cover the row, in order."""
     predict_N: torch.Tensor
-    """The row's token from whose hidden state the own token is predicted: in a group, responses share the prompt's
-    last."""
+    """The row's token whose hidden state predicts the own token: in a group, responses share the prompt's last."""
     targets_N: torch.Tensor
     """The policy's own tokens, sample by sample."""
     sample_N: torch.Tensor
-    """Number of each token's sample in the optimizer batch; its tokens stand together, sequence by sequence."""
+    """Number of each token's sample in the optimizer batch; a sample's tokens are adjacent, sequence by sequence."""
     engine_logprobs_N: torch.Tensor
     versions_N: torch.Tensor
     pixel_values_PD: torch.Tensor | None
-    """None if the row has no image."""
+    """Patches of the different images; None if the row has no image."""
     grid_thw_U3: torch.Tensor | None
     image_numbers_I: tuple[int, ...]
-    """For each occurrence, its row in the different images."""
+    """Index into the different images, for each occurrence of an image."""
     num_padded: int
-    """Tokens at the row's end that belong to no sample; they are a segment of their own."""
+    """Padding tokens at the row's end; they are a segment of their own."""
 
     @property
     def num_own_tokens(self) -> int:
-        """N."""
+        """N: the policy's own tokens of the row."""
         return len(self.predict_N)
 
     @property
     def num_tokens(self) -> int:
-        """T without what is padded."""
+        """T without padding."""
         return len(self.input_ids_T) - self.num_padded
 
     def to(self, device: torch.device) -> "PackedRow":
@@ -86,8 +85,8 @@ def build_row(
     Args:
         sequences: All sequences of the optimizer batch, by number.
         row: From `plan_rows`.
-        length: The row is padded to this, and then to a multiple of `ROW_MULTIPLE`; 0 pads nothing.
-        samples: The sample of each sequence; None: each is a sample.
+        length: Pad the row to this length, and then to a multiple of `ROW_MULTIPLE`; 0 pads nothing.
+        samples: Sample of each sequence; None: each sequence is a sample.
     """
     builder = _RowBuilder(range(len(sequences)) if samples is None else samples)
     for block in row:
@@ -103,7 +102,7 @@ def padded_length(num_tokens: int, length: int) -> int:
 
 
 class _RowBuilder:
-    """Puts blocks behind each other."""
+    """Builds a row from consecutive blocks."""
 
     def __init__(self, samples: Sequence[int]) -> None:
         self._samples = samples
@@ -118,7 +117,7 @@ class _RowBuilder:
         self._num_padded = 0
 
     def add(self, sequences: Sequence[TrainSequence], block: Block) -> None:
-        """Append the block's prefix, then what each of its sequences has behind it."""
+        """Append the block's prefix, then the rest of each of its sequences."""
         prefix = block.prefix_length
         positions = {number: _positions(sequences[number]) for number in block.sequences}
         first = block.sequences[0]
@@ -135,7 +134,7 @@ class _RowBuilder:
             self._own["versions"].append(sequence.versions_X[own])
 
     def pad(self, length: int) -> None:
-        """Append a segment without own tokens. Its id is the row's first, which is never a placeholder."""
+        """Append a segment without own tokens. It repeats the row's first id, which is never a placeholder."""
         target = padded_length(self._length, length)
         self._num_padded = target - self._length
         if self._num_padded:

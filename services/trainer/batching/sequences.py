@@ -2,8 +2,8 @@
 
 Legend: T = tokens of a sample with one placeholder per image, X = the same with placeholders expanded.
 
-Invariant: a sequence has exactly the tokens of the engine's forward pass. Each image's single placeholder becomes as
-many as the image processor's grid says, and the total is checked against the engine's count.
+Invariant: a sequence has exactly the tokens of the engine's forward pass. Each image's single placeholder is expanded
+to the number that the image processor's grid gives, and the total is checked against the engine's count.
 """
 
 import math
@@ -35,7 +35,7 @@ class TrainSequence:
     image_mask_X: np.ndarray
     """bool[X]: placeholders."""
     images: tuple[ImagePatches, ...]
-    """In the order of their placeholders. Equal images of a group share one object."""
+    """Images in the order of their placeholders. Equal images of a group share one object."""
 
     def __len__(self) -> int:
         """Return X."""
@@ -53,7 +53,7 @@ class TrainSequence:
 
     @property
     def image_starts(self) -> list[int]:
-        """Where the placeholders of each image begin."""
+        """Index of each image's first placeholder."""
         starts: list[int] = np.flatnonzero(np.diff(self.image_mask_X.astype(np.int8), prepend=0) == 1).tolist()
         return starts
 
@@ -68,17 +68,17 @@ class TrainGroup:
     samples: tuple[tuple[TrainSequence, ...], ...]
     """The sequences of each sample, at least one."""
     rewards: tuple[float, ...]
-    """NaN for a sample that was not judged: it has no gradient and does not count in its group's mean."""
+    """Reward of each sample; NaN if it was not judged: it has no gradient and does not count in its group's mean."""
     masked: tuple[bool, ...] = ()
-    """Samples without gradient, which count in their group's mean and in denominators all the same; empty: none."""
+    """Whether each sample has no gradient; it still counts in its group's mean and in denominators. Empty: none is."""
 
     @property
     def sequences(self) -> tuple[TrainSequence, ...]:
-        """Of all samples, sample by sample."""
+        """The sequences of all samples, sample by sample."""
         return tuple(sequence for sample in self.samples for sequence in sample)
 
     def screened(self, screening: Screening) -> "TrainGroup":
-        """Return the group as the filters leave it."""
+        """Return the group after filtering."""
         return replace(
             self,
             samples=tuple(self.samples[number] for number in screening.kept),
@@ -89,7 +89,7 @@ class TrainGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTokens:
-    """The token ids of a model, as far as the trainer must know them."""
+    """The token ids of a model that the trainer needs."""
 
     vocab_size: int
     """Every id is below this."""
@@ -108,7 +108,7 @@ class GroupReader:
         self._patcher = patcher
 
     def read(self, group: Group, images: Mapping[str, bytes]) -> TrainGroup:
-        """Return the group expanded.
+        """Return the expanded group.
 
         Args:
             group: The group.
@@ -183,7 +183,7 @@ class GroupReader:
 
     @staticmethod
     def _check_prompt_length(sequence: TokenSequence, own_X: np.ndarray) -> None:
-        """Check that the last turn begins where the engine's count of prompt tokens says."""
+        """Check that the last turn begins at the engine's count of prompt tokens."""
         positions = np.flatnonzero(own_X)
         num_last = sequence.num_last_turn_tokens
         if not 1 <= num_last <= len(positions):
@@ -199,15 +199,15 @@ class GroupReader:
 def find_placeholders(
     ids_T: np.ndarray, images: Sequence[ImagePatches], *, image_id: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return bool[T], which ids are placeholders, and int64[T], how often each id stands in the expanded sequence.
+    """Return bool[T], which ids are placeholders, and int64[T], how often each id occurs in the expanded sequence.
 
     Args:
-        ids_T: int64[T]: with one placeholder per image.
-        images: In the order of their placeholders.
+        ids_T: int64[T]: ids with one placeholder per image.
+        images: Images in the order of their placeholders.
         image_id: The placeholder; None for a text-only model.
 
     Raises:
-        InvalidRequestError: placeholders and images differ in number, or a placeholder is where none can be.
+        InvalidRequestError: placeholders and images differ in number, or a placeholder is at an invalid place.
     """
     is_image_T = ids_T == image_id if image_id is not None else np.zeros(len(ids_T), dtype=bool)
     if is_image_T[0]:

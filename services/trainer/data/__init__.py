@@ -1,1 +1,1 @@
-"""Data sets: rows of several layouts, read into the examples that prompts are made of."""
+"""Data sets: reads rows of several layouts into the examples that prompts are made from."""

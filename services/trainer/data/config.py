@@ -10,15 +10,15 @@ from penstock.config import Config
 from services.trainer.data.limits import LimitsConfig
 
 ANSWER: Final = "{answer}"
-"""Stands for a row's answer in `answer_format`."""
+"""Placeholder for a row's answer in `answer_format`."""
 
 
 class SourceConfig(Config):
-    """Where rows come from, and how they are read."""
+    """A source of rows, and how to read them."""
 
     path: str | tuple[str, ...] = ""
     """File (.parquet, .arrow, .jsonl, .json, .csv), folder, glob, or data set on the Hugging Face Hub (`owner/name`);
-    or a list of files, folders and globs. `@[10:20]` at its end takes some rows. Empty: the built-in data set."""
+    or a list of files, folders and globs. `@[10:20]` at the end selects rows. Empty: the built-in data set."""
     hub_config: str = ""
     """Configuration of a data set on the Hub. Empty: the only or the default one."""
     split: str = ""
@@ -30,7 +30,7 @@ class SourceConfig(Config):
     )
     """Kinds of problem in the built-in data set of 10,000 rows, which is used when path is empty."""
     sheet_cells: int = pydantic.Field(default=1, ge=1, le=20)
-    """Show each built-in picture in one of this many by this many cells of a sheet, too small to be read without
+    """Show each built-in picture in one cell of a sheet with this many cells along each edge, too small to read without
     zooming in. 1: the picture alone."""
     unzoomed: float = pydantic.Field(default=0.0, ge=0, le=1)
     """For `penstock sft` on sheets: the share of demonstrations that answer at once instead of zooming in."""
@@ -38,54 +38,54 @@ class SourceConfig(Config):
     """For `penstock sft` on sheets: the share of the other demonstrations that zoom in on an empty cell."""
     images_column: str | tuple[str, ...] = ""
     """Column with each row's images, or a list of columns. Empty: `images` or `image`, if there is one. An empty list:
-    none, the prompts are text."""
+    no images, the prompts are text."""
     problem_column: str = ""
-    """Column with the text, one `<image>` per image, or with a list of messages. A dot leads into a struct. Empty:
-    `problem` or `prompt`, else `question`, `query`, `input`, `messages` or `conversations`."""
+    """Column with the text, one `<image>` per image, or with a list of messages. A dot selects a field of a struct.
+    Empty: `problem` or `prompt`, else `question`, `query`, `input`, `messages` or `conversations`."""
     answer_column: str = ""
-    """Column with the correct answer, or a list of those that count. A dot leads into a struct:
+    """Column with the correct answer, or a list of accepted answers. A dot selects a field of a struct:
     `reward_model.ground_truth`. Empty: `answer`, `reward_model` or `reward_spec`, else `label`, `ground_truth` or
-    `target`. If it is the text's column, of messages, the last message is the answer. For `penstock sft`: what follows
-    the prompt; empty: nothing, where messages end with the assistant's, else `completion`, `response` or `output`, else
-    as before."""
+    `target`. If it is the column of the prompt's messages, the last message is the answer. For `penstock sft`: the
+    completion of the prompt; empty: none if messages end with the assistant's, else `completion`, `response` or
+    `output`, else as above."""
     answer_format: str = ""
-    """For `penstock sft`: what the assistant says where rows have a bare answer, which `{answer}` stands for, as in
-    `\\boxed{{answer}}`. Labels and boxes around a row's answer are removed first; of several answers the first counts.
+    """For `penstock sft`: the assistant's message where rows have a bare answer, with `{answer}` in its place, as in
+    `\\boxed{{answer}}`. Labels and boxes around a row's answer are removed first; the first of several answers counts.
     Empty: the answer's column has the assistant's own words."""
     profile_column: str = ""
-    """Column with a row's reward profile. Empty, or where a row has none: `profile`."""
+    """Column with a row's reward profile. If empty, and for rows without one: `profile`."""
     environment_column: str = ""
-    """Column with a row's environment. Empty, or where a row has none: `environment`."""
+    """Column with a row's environment. If empty, and for rows without one: `environment`."""
     sampling_column: str = ""
     """Column with a struct of a row's own sampling; `max_new_tokens` may be lower than the run's. Empty: none."""
     tools_column: str = ""
-    """Column with the tools that the policy may call, as a list in OpenAI's form or the same as JSON text. The model's
-    chat template shows them. Empty: none."""
+    """Column with the tools that the policy may call, as a list in OpenAI's form or as its JSON text. The model's chat
+    template shows them. Empty: none."""
     chat_template_kwargs: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
     """Further variables of the model's chat template: `enable_thinking = false`. A name that the template does not read
-    is refused."""
+    is rejected."""
     limits: LimitsConfig = LimitsConfig()
     limits_column: str = ""
-    """Column with a struct of a row's own limits, or the same as JSON text; they replace those of `limits` one by one.
-    Empty: none."""
+    """Column with a struct of a row's own limits, or its JSON text; each replaces the same limit of `limits`. Empty:
+    none."""
     extra_columns: tuple[str, ...] = ("*",)
-    """Columns that travel with the prompt, for environments and reports; `*` is all that are not read otherwise. Bytes
-    are left out."""
+    """Columns that travel with the prompt, for environments and reports; `*` means all columns that are not read
+    otherwise. Bytes are left out."""
     images_first: bool = False
     """Put the images of a row whose text has no `<image>` before its first user message's text. Otherwise such a row is
-    refused. The number of these rows is logged."""
+    rejected. The number of these rows is logged."""
     image_folder: Path | None = None
-    """Folder to which images' paths are relative, and which they may not leave. Unset: the data file's."""
+    """Folder that image paths are relative to and may not leave. Unset: the data file's."""
     image_urls: bool = False
     """Download images whose cell is an http address: at most 64 MiB in 10 s each, kept in `data.cache_dir`."""
     min_pixels: int = pydantic.Field(default=0, ge=0)
-    """Enlarge images with fewer pixels. An image's own `min_pixels`, in a struct with it, comes first. 0: no bound."""
+    """Enlarge images with fewer pixels. An image's own `min_pixels`, in its struct, takes precedence. 0: no bound."""
     max_pixels: int = pydantic.Field(default=0, ge=0)
-    """Shrink images with more pixels. An image's own `max_pixels`, in a struct with it, comes first. 0: no bound."""
+    """Shrink images with more pixels. An image's own `max_pixels`, in its struct, takes precedence. 0: no bound."""
     prompt_suffix: str = ""
-    """Appended to the last user message, for example an instruction on how to give the answer."""
+    """Text appended to the last user message, for example an instruction on how to give the answer."""
     system_prompt: str = ""
-    """System message put before each prompt; empty means none. Rows with a system message of their own are refused."""
+    """System message put before each prompt; empty means none. Rows with their own system message are rejected."""
     profile: str = "geo3k"
     """Reward profile that judges the answers."""
     environment: str = "single_turn"
@@ -93,7 +93,7 @@ class SourceConfig(Config):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All paths; none for the built-in data set."""
+        """All paths; empty for the built-in data set."""
         return ((self.path,) if self.path else ()) if isinstance(self.path, str) else self.path
 
     @pydantic.model_validator(mode="after")
@@ -111,18 +111,18 @@ class SourceConfig(Config):
 
 
 class MixedSourceConfig(SourceConfig):
-    """One of several sources. What it leaves out is as in `[data]`."""
+    """One of several sources. Settings that it omits are taken from `[data]`."""
 
     weight: float = pydantic.Field(default=1.0, gt=0)
-    """Its prompts among all, in proportion to the other sources' weights, rounded to a thousandth."""
+    """Its share of the prompts, relative to the other sources' weights, rounded to a thousandth."""
 
 
 class PoolConfig(Config):
-    """Rows that the policy always or never solves, and how often they are played."""
+    """Pools of rows that the policy always or never solves, and how often they are played."""
 
     easy_rate: float = pydantic.Field(default=1.0, gt=0, le=1)
-    """A row is in the easy pool if at least this share of its samples passed at its last play: had a reward of at least
-    0.5."""
+    """A row is in the easy pool if at least this share of its samples passed at its last play. A sample passes with a
+    reward of at least 0.5."""
     hard_rate: float = pydantic.Field(default=0.0, ge=0, lt=1)
     """A row is in the hard pool if at most this share of its samples passed at its last play."""
     easy_chance: float = pydantic.Field(default=1.0, ge=0, le=1)
@@ -146,20 +146,20 @@ class PoolConfig(Config):
 
 
 class DataConfig(SourceConfig):
-    """Where the prompts come from. With `sources`, what is said here holds for each source that does not say it."""
+    """The source of the prompts. With `sources`, settings here apply to each source that does not override them."""
 
     shuffle: bool = True
-    """Shuffle the rows anew for each epoch; otherwise keep the order of the file."""
+    """Reshuffle the rows for each epoch; otherwise keep the order of the file."""
     max_prompt_tokens: int = pydantic.Field(default=0, ge=0)
     """Rows with a longer prompt, images included, are passed over. 0: those that leave less than
     sampling.max_new_tokens of the context; see filters.overlong_prompts."""
     wrong_rows: Literal["refuse", "drop"] = "refuse"
-    """Rows that cannot be read: an image that is cut short, an empty answer. refuse: the run ends and names the row.
+    """Rows that cannot be read, such as a truncated image or an empty answer. refuse: the run ends and names the row.
     drop: they are passed over, counted and logged."""
     memory_gib: float = pydantic.Field(default=4.0, gt=0)
-    """Memory for decoded rows, in GiB. Files that are larger are read piece by piece, as rows are played."""
+    """Memory for decoded rows, in GiB. Larger files are read piece by piece, as rows are played."""
     cache_dir: Path | None = None
-    """Folder for lengths of prompts and downloaded images. Unset: `penstock` in XDG_CACHE_HOME or ~/.cache."""
+    """Folder for prompt lengths and downloaded images. Unset: `penstock` in XDG_CACHE_HOME or ~/.cache."""
     pools: PoolConfig = PoolConfig()
     sources: dict[str, MixedSourceConfig] = pydantic.Field(default_factory=dict)
     """Several sources to mix, by name, instead of `path`."""
@@ -167,7 +167,7 @@ class DataConfig(SourceConfig):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _pass_on(cls, values: Any) -> Any:
-        """Give each source what it leaves out."""
+        """Fill in the settings that each source omits."""
         if not isinstance(values, Mapping) or not isinstance(values.get("sources"), Mapping):
             return values
         common = {key: value for key, value in values.items() if key in SourceConfig.model_fields and key != "path"}
@@ -182,7 +182,7 @@ class DataConfig(SourceConfig):
 
     @pydantic.field_serializer("sources")
     def _leave_out_what_was_passed_on(self, sources: dict[str, MixedSourceConfig], info: Any) -> dict[str, Any]:
-        """A run's config.toml keeps what each source says itself, so that another value in `[data]` reaches it."""
+        """Serialize only each source's own settings, so that a changed value in `[data]` reaches it."""
         own = {name: getattr(self, name) for name in SourceConfig.model_fields}
         return {
             name: source.model_dump(
@@ -192,17 +192,17 @@ class DataConfig(SourceConfig):
         }
 
     def weight(self, name: str) -> float:
-        """The weight of a source, in proportion to the others'."""
+        """Return the weight of a source, relative to the others'."""
         return self.sources[name].weight if self.sources else 1.0
 
     @property
     def by_name(self) -> dict[str, SourceConfig]:
-        """The sources in the order of their names; the only one is called ""."""
+        """The sources in the order of their names; a single source is named ""."""
         return dict(sorted(self.sources.items())) if self.sources else {"": self}
 
 
 def passed_on(common: Mapping[str, Any], given: Any) -> Any:
-    """What a source says, and for what it leaves out, sections inside it included, what `common` says."""
+    """Return a source's settings, with those that it omits taken from `common`, nested sections included."""
     if not isinstance(given, Mapping):
         return given
     within = {
@@ -212,7 +212,7 @@ def passed_on(common: Mapping[str, Any], given: Any) -> Any:
 
 
 def _passed_on_keys(own: Mapping[str, Any], source: Config) -> dict[str, Any]:
-    """The keys of `source` that have the values of `own`, in the form of pydantic's `exclude`."""
+    """Return the keys of `source` whose values equal those of `own`, in the form of pydantic's `exclude`."""
     keys: dict[str, Any] = {}
     for key, value in own.items():
         found = getattr(source, key)

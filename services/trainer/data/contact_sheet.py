@@ -1,5 +1,5 @@
-"""A page of examples for people to look at: pictures, messages and gold answers, as policy and verifier get them, and
-what a policy said to them.
+"""Renders a page of examples for people to look at: pictures, messages and gold answers, as policy and verifier get
+them, and a policy's answers.
 """
 
 import base64
@@ -30,25 +30,25 @@ details { font-size: .8rem; color: #5b6570; margin-top: .5rem; }
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a policy said."""
+    """A policy's answer."""
 
     text: str
     facts: str
-    """Its score and the like, in a line."""
+    """Its score and other facts, in one line."""
     is_right: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An example, and where it is from."""
+    """An example, and its origin."""
 
     origin: str
     """Source and row."""
     example: Example
     num_tokens: int | None
-    """Of its prompt, images expanded; None if nobody measured."""
+    """Tokens of its prompt, images expanded; None if not measured."""
     answers: Sequence[Answer] = ()
-    """Of a policy."""
+    """A policy's answers."""
 
 
 def render_sheet(title: str, entries: Sequence[Entry]) -> str:

@@ -2,7 +2,7 @@
 
 Invariant: the example at a position depends only on the data, the settings, the seed and the position. A checkpoint
 therefore keeps one integer, and each epoch of a source plays every row exactly once. Rows whose prompt is too long keep
-their positions, which the feeder passes over: another limit on prompts moves no other row.
+their positions, which the feeder passes over: a different limit on prompts moves no other row.
 """
 
 import time
@@ -28,12 +28,12 @@ from services.trainer.data.sources.source import PROMPTS, RowForm, Source
 log = structlog.get_logger()
 
 MAX_CHECKED_ROWS: Final = 5000
-"""So many rows of each source are read before the run starts: about a millisecond per image, and another to count the
-tokens of a prompt. Later rows are checked when they are played, unless `penstock data` has checked them."""
+"""Rows of each source that are read before the run starts: about 1 ms per image, and 1 ms to count the tokens of a
+prompt. Later rows are checked when they are played, unless `penstock data` has checked them."""
 _PROGRESS_EVERY_S = 10.0
 
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""Told the source, how many of its rows have been checked, and how many will be."""
+"""Callback that takes the source, its number of rows checked so far, and its number of rows to check."""
 
 
 class Dataset:
@@ -51,11 +51,11 @@ class Dataset:
         """Mix sources; `check` reads their first rows.
 
         Args:
-            sources: By name.
+            sources: Sources by name.
             config: Their weights, and whether rows are shuffled.
             seed: Seed of the orders.
-            limit: Which prompts are too long to be played; None plays all.
-            lengths: What is known of them.
+            limit: Decides which prompts are too long to be played; None plays all.
+            lengths: Known prompt lengths by source; None: nothing is known.
 
         Raises:
             ConfigError: a source's share is too small.
@@ -77,7 +77,7 @@ class Dataset:
         """Return the example at a position, counted from 0 without end.
 
         Raises:
-            DataError: the row is wrong.
+            DataError: the row is invalid.
         """
         name, number = self.row_at(position)
         return self.sources[name][number]
@@ -91,10 +91,10 @@ class Dataset:
     def playable(self, position: int) -> Example | FilterReason:
         """Return the example at a position, or why it is passed over.
 
-        A prompt is too long if it leaves no room for an answer: in the context, or in its own limit of tokens.
+        A prompt is too long if it leaves no room for an answer, in the context or in its own token limit.
 
         Raises:
-            DataError: the row is wrong, and wrong rows are refused.
+            DataError: the row is invalid, and `wrong_rows` is refuse.
         """
         name, number = self.row_at(position)
         if self._limit is not None and self.lengths[name].num_tokens[number] > self._limit.max_tokens:
@@ -114,21 +114,21 @@ class Dataset:
         return example if num_tokens <= most else FilterReason.OVERLONG_PROMPT
 
     def num_passed_over(self) -> int:
-        """Rows of all sources that are known to be too long."""
+        """Return the number of rows of all sources that are known to be too long."""
         if self._limit is None:
             return 0
         most = self._limit.max_tokens
         return sum(int((known.num_tokens > most).sum()) for known in self.lengths.values())
 
     def check(self, *, max_rows: int = MAX_CHECKED_ROWS, on_progress: Progress | None = None) -> None:
-        """Read the first rows of each source, those that are not known yet, and count the tokens of their prompts.
+        """Read those of each source's first rows that are not known yet, and count the tokens of their prompts.
 
         Raises:
-            DataError: a row is wrong and wrong rows are refused, or no prompt of a source can be played.
+            DataError: a row is invalid and `wrong_rows` is refuse, or no prompt of a source can be played.
         """
         for name, source in self.sources.items():
             if not source.config.paths:
-                continue  # the built-in problems are drawn to fit
+                continue  # built-in problems always fit
             known, num_checked = self.lengths[name], min(len(source), max_rows)
             unknown = np.flatnonzero(known.num_tokens[:num_checked] == UNKNOWN)
             wrong: list[str] = []
@@ -178,7 +178,7 @@ class Dataset:
         )
 
     def _count(self, name: str, number: int, example: Example) -> int:
-        """Tokens of a row's prompt; 0 if there is no limit, since nobody asks."""
+        """Return the tokens of a row's prompt; 0 if there is no limit, because the length is then unused."""
         try:
             return 0 if self._limit is None else self._limit.num_tokens(example)
         except InvalidRequestError as error:
@@ -193,12 +193,12 @@ def open_dataset(
     Args:
         config: Which data, and how to read it.
         seed: Seed of the order of rows, if it is shuffled. The built-in problems are always the same.
-        limit: Which prompts are too long to be played; None plays all.
-        form: What rows are read as.
+        limit: Decides which prompts are too long to be played; None plays all.
+        form: What rows are read as: prompts or demonstrations.
 
     Raises:
-        ConfigError: a source's share of the prompts is too small, or there is no such file.
-        DataError: a file, one of its columns or one of its rows is wrong, or no prompt fits.
+        ConfigError: a source's share of the prompts is too small, or a file does not exist.
+        DataError: a file, one of its columns or one of its rows is invalid, or no prompt fits.
         SetupError: the Hugging Face Hub cannot be reached, and its cache has no copy.
     """
     sources = open_sources(config, form=form)
@@ -210,7 +210,7 @@ def open_dataset(
 
 
 def open_lengths(sources: Mapping[str, Source], folder: Path, limit: PromptLimit | None) -> dict[str, Lengths]:
-    """What is known of the sources' prompts."""
+    """Return the known prompt lengths of each source."""
     model = "" if limit is None else limit.model
     return {
         name: Lengths.open(source, folder, model) if source.config.paths else Lengths(len(source))
@@ -225,7 +225,7 @@ def row_at(position: int, num_rows: int, seed: int | None, *, source: str = "") 
         position: From 0; position // num_rows is the epoch.
         num_rows: Rows of an epoch.
         seed: Seed of the orders, one for each epoch; None keeps the order of the file.
-        source: Name of the source; each has orders of its own.
+        source: Name of the source; each source has its own orders.
     """
     epoch, index = divmod(position, num_rows)
     return index if seed is None else int(_epoch_order(num_rows, seed, epoch, source)[index])
@@ -238,7 +238,7 @@ def _epoch_order(num_rows: int, seed: int, epoch: int, source: str) -> Sequence[
 
 
 def _logged() -> Progress:
-    """Progress as a line in the log every few seconds, for a source that takes that long."""
+    """Return a callback that logs progress every few seconds."""
     last = time.monotonic()
 
     def log_progress(source: str, num_done: int, num_rows: int) -> None:

@@ -2,7 +2,7 @@
 
 Rows have the schema of hiyouga/geometry3k, so code that reads that data set reads this one.
 Invariants: row ``i`` depends only on ``(seed, kinds, pictures, i)``, never on the size or on rows read before it. No
-picture is both one of training and held out (`is_held_out`).
+picture is both used for training and held out (`is_held_out`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind = Literal["x", "y", "length", "distance"]
 """The question: a coordinate of P, the length of an axis-parallel AB, or the grid distance from A to B."""
 
 Pictures = Literal["training", "held_out", "all"]
-"""Which pictures rows are drawn from: those that training draws, those that it never draws, or both."""
+"""Pictures that rows are drawn from: those that training draws, those that it never draws, or both."""
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 NUM_CELLS: Final = 5
@@ -33,7 +33,7 @@ _MARGIN_PX: Final = 8
 _RADIUS_PX: Final = 7
 PAPER: Final = (128, 128, 128)
 """Mid-grey: image processors that normalise around it turn empty paper into zeros. A small model then learns to see
-points from several times fewer pictures than on white."""
+points from several times fewer pictures than with white paper."""
 _GRID: Final = (160, 160, 160)
 _AXIS: Final = (0, 0, 0)
 _POINT_COLORS: Final = {"P": (0, 0, 255), "A": (255, 0, 0), "B": (0, 128, 0)}
@@ -89,11 +89,11 @@ class GeometryProblem:
 
 
 def is_held_out(points: Mapping[str, Point]) -> bool:
-    """Whether a picture of these points is held out: one in six, by its parameters.
+    """Return whether a picture of these points is held out: one in six, by its parameters.
 
-    With (x, y) the leftmost point, of two on a vertical line the lower, and d its grid distance to the other one (0 if
-    there is none), a picture is held out if x + y + d leaves the remainder 3 when divided by 6. So every coordinate and
-    every length occurs in held-out pictures and in others, no held-out P has x = y, and A and B may be exchanged.
+    Let (x, y) be the leftmost point (the lower of two on a vertical line), and d its grid distance to the other point
+    (0 if there is none). A picture is held out if (x + y + d) mod 6 = 3. So every coordinate and every length occurs in
+    held-out pictures and in others, no held-out P has x = y, and A and B may be exchanged.
     """
     (x, y), *others = sorted(points.values())
     distance = sum(abs(x - other_x) + abs(y - other_y) for other_x, other_y in others)
@@ -126,7 +126,7 @@ class GeometryDataset(Sequence[DrawnRow]):
     """Seeded geometry problems with random access.
 
     Two data sets with the same seed, kinds and pictures agree on every row that both have. Different seeds draw
-    independently, and from the same few hundred pictures.
+    independently from the same few hundred pictures.
     """
 
     columns: Final = ("images", "problem", "answer")
@@ -136,8 +136,8 @@ class GeometryDataset(Sequence[DrawnRow]):
 
         Args:
             size: Number of rows.
-            seed: Of the draws, not negative.
-            kinds: Kinds of problem, with equal chances.
+            seed: Seed of the draws, not negative.
+            kinds: Kinds of problem, drawn with equal probability.
             pictures: Which pictures to draw from.
 
         Raises:
@@ -200,7 +200,7 @@ def _draw_points(rng: np.random.Generator, kind: Kind) -> dict[str, Point]:
 
 
 def _draw_axis_parallel(rng: np.random.Generator) -> dict[str, Point]:
-    """Two points on a horizontal or a vertical line, their distance uniform over 1 to ``NUM_CELLS``."""
+    """Draw two points on a horizontal or a vertical line, at a distance uniform over 1 to ``NUM_CELLS``."""
     length = 1 + int(rng.integers(NUM_CELLS))
     start = int(rng.integers(NUM_CELLS + 1 - length))
     across = int(rng.integers(NUM_CELLS + 1))
@@ -214,7 +214,7 @@ def _draw_axis_parallel(rng: np.random.Generator) -> dict[str, Point]:
 
 
 def _draw_two_points(rng: np.random.Generator) -> dict[str, Point]:
-    """Two points at most one digit of grid distance apart."""
+    """Draw two points whose grid distance has one digit."""
     while True:
         ax, ay, bx, by = (int(value) for value in rng.integers(NUM_CELLS + 1, size=4))
         if 1 <= abs(ax - bx) + abs(ay - by) <= 9:

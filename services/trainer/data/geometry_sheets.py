@@ -1,9 +1,9 @@
-"""The built-in geometry pictures made too small to read: each is one cell of a large, otherwise empty sheet.
+"""The built-in geometry pictures, too small to read: each is one cell of a large, otherwise empty sheet.
 
-A model sees where on the sheet the picture is, but not its points. It has to zoom in on the cell, as the environment
-`geo3k_zoom` lets it.
-Invariants: row ``i`` shows problem ``i`` of the data set of pictures, in a cell that depends on (seed, i) alone. A
-demonstration shows what `geo3k_zoom` answers, to the letter and the pixel, wherever it zooms in.
+A model sees where on the sheet the picture is, but not its points. It must zoom in on the cell, which the environment
+`geo3k_zoom` supports.
+Invariants: row ``i`` shows problem ``i`` of the pictures' data set, in a cell that depends only on (seed, i). A
+demonstration shows exactly the reply of `geo3k_zoom`, in text and pixels, wherever it zooms in.
 """
 
 import io
@@ -25,7 +25,7 @@ class GeometrySheets(Sequence[dict[str, Any]]):
     """Geometry problems on sheets of cells, with random access.
 
     Rows are problems (`images`, `problem`, `answer`) or demonstrations (`messages`): calls of the zoom, its replies,
-    and answers, which are right also where the demonstration has not seen the picture.
+    and answers, which are correct even if the demonstration has not seen the picture.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class GeometrySheets(Sequence[dict[str, Any]]):
 
         Args:
             pictures: The problems.
-            num_cells: Along each edge of a sheet, at least 2.
+            num_cells: Cells along each edge of a sheet, at least 2.
             demonstrations: Whether rows are demonstrations.
-            unzoomed: The share of demonstrations that answer at once, without a look.
-            misaimed: The share of the others that zoom in on an empty cell.
+            unzoomed: Share of demonstrations that answer at once, without zooming in.
+            misaimed: Share of the others that zoom in on an empty cell.
         """
         if num_cells < 2:
             raise ValueError(f"num_cells is {num_cells}: give at least 2")
@@ -97,12 +97,12 @@ class GeometrySheets(Sequence[dict[str, Any]]):
         return (self[index] for index in range(len(self)))
 
     def cell(self, index: int) -> tuple[int, int]:
-        """Column and row, from the top left, of the cell that holds the picture of row ``index``."""
+        """Return column and row, from the top left, of the cell with the picture of row ``index``."""
         column, row = self._random(index, _CELL_STREAM).integers(self.num_cells, size=2).tolist()
         return column, row
 
     def _aim(self, index: int) -> tuple[int, int]:
-        """The cell that the demonstration zooms in on."""
+        """Return the cell that the demonstration zooms in on."""
         column, row = self.cell(index)
         random = self._random(index, _MISAIMED_STREAM)
         if random.random() < self.misaimed:

@@ -1,4 +1,4 @@
-"""Values of a row as JSON can hold them."""
+"""Converts the values of a row to JSON."""
 
 import math
 from collections.abc import Mapping
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON can hold it: without bytes, numbers that are not finite as None, others as text."""
+    """Return a value that JSON can hold: bytes are dropped, non-finite numbers become None, other types text."""
     match value:
         case None | bool():
             return value
         case int():
-            return value if -(2**63) <= value < 2**64 else str(value)  # as the bus can hold it
+            return value if -(2**63) <= value < 2**64 else str(value)  # the bus holds 64-bit integers
         case str():
             return value.encode(errors="replace").decode()
         case float():
@@ -24,7 +24,7 @@ def as_json(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return JSON without the fields that are null: those of a struct are other rows', as a column has one type."""
+    """Return JSON without null fields: a column has one type, so a struct's null fields belong to other rows."""
     match value:
         case dict():
             return {key: without_nulls(each) for key, each in value.items() if each is not None}

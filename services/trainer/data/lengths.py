@@ -1,7 +1,7 @@
 """Lengths of a source's prompts, measured once and kept in a file.
 
 Invariant: a file is used only for the same rows, read with the same settings, for the same model: its name is a digest
-of all of them. Images in files of their own, beside the data, are not part of the digest.
+of all three. Image files beside the data are not part of the digest.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ log = structlog.get_logger()
 
 UNKNOWN: Final = -1
 MIN_KEPT_ROWS: Final = 500
-"""Fewer rows are measured again each time: that takes a second."""
+"""Sources with fewer rows are measured again each time, which takes a second."""
 _FORMAT = 1
-"""Another number for another meaning of the files."""
+"""Format version of the files."""
 _UNREADABLE = (OSError, EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What numpy raises for a missing, truncated or damaged file; zipfile raises RuntimeError for a damaged header."""
 _MODEL_FILES = (
@@ -41,23 +41,23 @@ _MODEL_FILES = (
 
 
 class Lengths:
-    """Tokens of each row's prompt, images expanded; `UNKNOWN` where nobody has measured."""
+    """Tokens of each row's prompt, images expanded; `UNKNOWN` where not measured."""
 
     def __init__(self, num_rows: int, file: Path | None = None) -> None:
-        """Nothing is known yet; `save` writes to `file`, if one is given."""
+        """Start with nothing known; `save` writes to `file`, if one is given."""
         self.num_tokens = np.full(num_rows, UNKNOWN, dtype=np.int32)
         self.images_put_first = np.zeros(num_rows, dtype=bool)
-        """Of which rows the images were put before the text, for lack of marks."""
+        """Rows whose images were put before the text because it has no marks."""
         self._file = file
 
     @classmethod
     def open(cls, source: Source, folder: Path, model: str) -> Self:
-        """Read what is known of a source.
+        """Read the known lengths of a source.
 
         Args:
             source: The rows.
-            folder: Holds the files of all sources.
-            model: `model_digest`, or "" where prompts are not measured.
+            folder: Folder with the files of all sources.
+            model: `model_digest`, or "" if prompts are not measured.
         """
         if len(source) < MIN_KEPT_ROWS:
             return cls(len(source))
@@ -73,7 +73,7 @@ class Lengths:
         return lengths
 
     def save(self) -> None:
-        """Write the file; a folder that cannot be written is only logged."""
+        """Write the file; if the folder cannot be written, only log it."""
         if self._file is None:
             return
         content = io.BytesIO()
@@ -89,13 +89,13 @@ class Lengths:
             with self._file.open("rb") as opened, np.load(opened) as kept:
                 num_tokens, images_put_first = kept["num_tokens"], kept["images_put_first"]
         except _UNREADABLE:
-            return  # there is none, or it is damaged: it is made anew
+            return  # missing or damaged: it is created again
         if len(num_tokens) == len(self.num_tokens):
             self.num_tokens, self.images_put_first = num_tokens, images_put_first
 
 
 def model_digest(folder: Path) -> str:
-    """Digest of the model's files that decide how long a prompt is."""
+    """Return a digest of the model's files that determine the length of a prompt."""
     digest = hashlib.sha256()
     for name in _MODEL_FILES:
         file = folder / name

@@ -1,4 +1,4 @@
-"""The budgets of an episode, as settings and as rows give them."""
+"""The budgets of an episode, given by settings and by rows."""
 
 import json
 from collections.abc import Mapping
@@ -11,33 +11,33 @@ from penstock.records import Limits
 
 
 class LimitsConfig(Config):
-    """Budgets of each episode. What does not fit ends the episode, and nothing of it is appended; the rules are in
-    docs/rollouts/environments.md."""
+    """Budgets of each episode. A turn or observation that does not fit ends the episode, and no part of it is appended;
+    the rules are in docs/rollouts/environments.md."""
 
     max_turns: int = pydantic.Field(default=0, ge=0)
     """Most turns of the policy. 0: no limit; the environment ends its episode, or the context is full."""
     max_tokens: int = pydantic.Field(default=0, ge=0)
-    """Most tokens of the whole conversation, the prompt included and images expanded. 0: as many as the context has."""
+    """Most tokens of the whole conversation, the prompt included and images expanded. 0: the context's length."""
     max_observation_tokens: int = pydantic.Field(default=0, ge=0)
-    """Most tokens, images expanded, of all that the environment adds after the prompt. 0: no limit."""
+    """Most tokens, images expanded, that the environment adds after the prompt in total. 0: no limit."""
     max_images: int = pydantic.Field(default=0, ge=0)
     """Most images, the prompt's included. 0: no limit."""
     max_pixels: int = pydantic.Field(default=0, ge=0)
-    """Most pixels of all images together, the prompt's included, as their files have them. 0: 100 million, the most
-    that engines take."""
+    """Most pixels of all images together, the prompt's included, at their files' sizes. 0: 100 million, the most that
+    engines take."""
     turn_timeout_s: float = pydantic.Field(default=0.0, ge=0)
-    """Seconds of a turn, queues not counted. 0: what is left of its episode."""
+    """Seconds of a turn, without queueing. 0: the rest of its episode."""
     episode_timeout_s: float = pydantic.Field(default=0.0, ge=0)
-    """Seconds of an episode, queues not counted; never more than worker.episode_timeout_s. 0: as many as these."""
+    """Seconds of an episode, without queueing; at most worker.episode_timeout_s. 0: worker.episode_timeout_s."""
 
     def of_row(self, given: Any) -> Self:
-        """These limits with those that a row gives in their place.
+        """Return these limits, overridden by those that a row gives.
 
         Args:
-            given: A struct, or the same as JSON text. What is missing or null stays.
+            given: A struct, or its JSON text. Missing or null limits are not overridden.
 
         Raises:
-            ValueError: it is no such thing, has a key that does not exist, or a value that the key cannot have.
+            ValueError: it is not a struct, or has an unknown key or an invalid value.
         """
         try:
             values = json.loads(given) if isinstance(given, str) and given else given or {}
@@ -59,5 +59,5 @@ class LimitsConfig(Config):
             raise ValueError(f"{key} = {own.get(key)!r}: {first['msg']}") from None
 
     def as_record(self) -> Limits:
-        """The limits as they travel with a prompt."""
+        """Return the record of the limits that travels with a prompt."""
         return Limits(**{name: value or None for name, value in self.model_dump().items()})

@@ -1,7 +1,7 @@
-"""Which source is played at a position, when several are mixed.
+"""Chooses the source that is played at a position, when several are mixed.
 
-Invariant: the choice depends on the weights, the seed and the position alone. Of each `BLOCK` positions every source
-has exactly its share, in an order of the block's own, so a checkpoint needs no more than the position.
+Invariant: the choice depends only on the weights, the seed and the position. Every source has exactly its share of each
+`BLOCK` positions, in the block's own order, so a checkpoint needs only the position.
 """
 
 from bisect import bisect_right
@@ -15,7 +15,7 @@ import numpy as np
 from penstock.errors import ConfigError
 
 BLOCK: Final = 1000
-"""Shares are rounded to a thousandth; a hundred steps of ten prompts have them exactly."""
+"""Positions over which shares are exact, such as 100 steps of 10 prompts. Shares are rounded to a thousandth."""
 
 
 class Mixture:
@@ -36,10 +36,10 @@ class Mixture:
         self._seed = seed
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the source at a position, and how many earlier positions are the same source's.
+        """Return the source at a position, and the number of earlier positions of the same source.
 
         Args:
-            position: From 0, without end.
+            position: Position, counted from 0 without end.
         """
         if len(self.shares) == 1:
             return 0, position
@@ -58,7 +58,7 @@ def _order(seed: int, block: int) -> np.ndarray:
 
 
 def _shares(weights: Mapping[str, float]) -> Sequence[int]:
-    """Positions of each source in a block: rounded down, the rest to those that lost most."""
+    """Return the positions of each source in a block: rounded down, the rest to the sources that lost most."""
     total = sum(weights.values())
     exact = [BLOCK * weight / total for weight in weights.values()]
     shares = [int(share) for share in exact]

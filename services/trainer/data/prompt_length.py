@@ -1,5 +1,5 @@
-"""The length of a row's prompt, as the engine will count it: rendered with the chat template, images expanded. In
-supervised training, of its whole conversation."""
+"""Measures a row's prompt as the engine will count it: rendered with the chat template, images expanded. In supervised
+training, measures its whole conversation."""
 
 import threading
 from pathlib import Path
@@ -17,18 +17,18 @@ _UNLIMITED: Final = 2**31 - 1
 
 
 class PromptLimit:
-    """Which prompts leave room for an answer. Its methods may be called from any thread.
+    """Decides which prompts leave room for an answer. Its methods may be called from any thread.
 
-    What an environment adds to a row's messages is not known here and not counted.
+    Messages that an environment adds to a row's are unknown here and not counted.
     """
 
     def __init__(self, renderer: Renderer, grid: ImageGrid | None, *, max_tokens: int, model: str = "") -> None:
         """Measure with `renderer` and `grid`, which is None for a text-only model.
 
         Args:
-            renderer: Of the model.
+            renderer: The model's renderer.
             grid: How the model's image processor cuts images.
-            max_tokens: The most tokens of a prompt, images expanded.
+            max_tokens: Most tokens of a prompt, images expanded.
             model: `model_digest` of the model.
         """
         self._renderer = renderer
@@ -45,10 +45,10 @@ class PromptLimit:
 
         Args:
             model_path: Folder of the model.
-            context: `rollout.context_length`; 0 is what the model allows.
+            context: `rollout.context_length`; 0 means the model's limit.
             max_new_tokens: `sampling.max_new_tokens`.
-            max_prompt_tokens: `data.max_prompt_tokens`; 0: no limit of its own.
-            keep: Whether prompts that leave less room are played all the same; see `filters.overlong_prompts`.
+            max_prompt_tokens: `data.max_prompt_tokens`; 0: no further limit.
+            keep: Whether prompts that leave less room are still played; see `filters.overlong_prompts`.
 
         Raises:
             ConfigError: no prompt can fit, or the model has no chat template.
@@ -79,7 +79,7 @@ class PromptLimit:
         """Return the tokens of an example's prompt.
 
         Raises:
-            InvalidRequestError: the chat template refuses the messages, or the model an image.
+            InvalidRequestError: the chat template rejects the messages, or the model an image.
         """
         with self._lock:
             num_tokens = self._num_rendered(self._renderer, example)
@@ -88,15 +88,15 @@ class PromptLimit:
         return num_tokens
 
     def num_learned(self, example: Example) -> int:
-        """Return how many tokens of the example are learned: none of a prompt."""
+        """Return how many tokens of the example are learned: 0 for a prompt."""
         return 0
 
     def refusal(self, *, num_rows: int, shortest: int) -> str:
-        """Say what to do where all rows of a source are too long.
+        """Return an error message with a remedy for a source whose rows are all too long.
 
         Args:
-            num_rows: How many there are.
-            shortest: Tokens of the shortest.
+            num_rows: Number of rows.
+            shortest: Tokens of the shortest row.
         """
         return (
             f"all {num_rows} prompts are longer than the {self.max_tokens} tokens that leave room for an answer, the "
@@ -105,7 +105,7 @@ class PromptLimit:
         )
 
     def _num_rendered(self, renderer: Renderer, example: Example) -> int:
-        """Tokens with one placeholder for each image."""
+        """Return the number of tokens with one placeholder for each image."""
         ids = renderer.render_prompt(
             example.messages,
             num_images=len(example.images),
@@ -116,7 +116,7 @@ class PromptLimit:
 
 
 class ConversationLimit(PromptLimit):
-    """Which demonstrations are short enough to learn from."""
+    """Decides which demonstrations are short enough to learn from."""
 
     @classmethod
     def of_model(cls, model_path: Path, *, max_tokens: int) -> Self:
@@ -129,16 +129,16 @@ class ConversationLimit(PromptLimit):
         return cls.load(model_path, max_tokens=min(bounds, default=_UNLIMITED))
 
     def num_learned(self, example: Example) -> int:
-        """Return how many tokens of the assistant's are learned.
+        """Return how many of the assistant's tokens are learned.
 
         Raises:
-            InvalidRequestError: the chat template refuses the messages.
+            InvalidRequestError: the chat template rejects the messages.
         """
         _, is_learned = self._render(self._renderer, example)
         return sum(is_learned)
 
     def refusal(self, *, num_rows: int, shortest: int) -> str:
-        """Say what to do where all rows of a source are too long; see `PromptLimit.refusal`."""
+        """Return an error message for a source whose rows are all too long; see `PromptLimit.refusal`."""
         return (
             f"all {num_rows} conversations are longer than the {self.max_tokens} tokens that are trained on, the "
             f"shortest of them {shortest}; raise sft.max_tokens, up to the model's context, or shrink the images with "

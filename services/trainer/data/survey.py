@@ -1,4 +1,4 @@
-"""What a source holds, row by row: what would be played, and what would not and why."""
+"""Surveys a source row by row: which rows would be played, which would not, and why."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence, Sized
@@ -14,20 +14,20 @@ from services.trainer.data.rows.example import Example
 from services.trainer.data.sources.source import Source
 
 MAX_SHOWN = 8
-"""Wrong rows whose reason is kept."""
+"""Number of invalid rows whose reason is kept."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Survey:
-    """What was found in the rows of a source that were read."""
+    """Findings in the rows of a source that were read."""
 
     num_rows: int
     """Rows of the source."""
     num_read: int = 0
     num_wrong: int = 0
-    """Rows that training would refuse."""
+    """Rows that training would reject."""
     reasons: list[str] = field(default_factory=list)
-    """Of the first `MAX_SHOWN` of them."""
+    """Why the first `MAX_SHOWN` of them would be rejected."""
     num_overlong: int = 0
     """Rows whose prompt is longer than the limit, which training passes over."""
     num_images_put_first: int = 0
@@ -36,14 +36,14 @@ class Survey:
     sizes: list[tuple[int, int]] = field(default_factory=list)
     """Width and height of every image."""
     num_tokens: list[int] = field(default_factory=list)
-    """Of each sound row's prompt, images expanded; empty without a limit to measure for."""
+    """Tokens of each valid row's prompt, images expanded; empty without a limit."""
     num_learned: list[int] = field(default_factory=list)
-    """Tokens that are learned of each sound row that is short enough; empty for prompts, of which nothing is."""
+    """Learned tokens of each valid row that is short enough; empty for prompts, which have none."""
     profiles: Counter[str] = field(default_factory=Counter)
     environments: Counter[str] = field(default_factory=Counter)
 
     def percentile(self, share: float) -> int:
-        """Tokens that a share of the prompts does not exceed."""
+        """Return the number of tokens that a share of the prompts does not exceed."""
         return int(np.percentile(self.num_tokens, 100 * share, method="higher"))
 
 
@@ -59,8 +59,8 @@ def survey(
 
     Args:
         source: The rows.
-        lengths: Takes what is measured.
-        limit: Which prompts are too long; None measures none.
+        lengths: Receives the measured lengths.
+        limit: Decides which prompts are too long; None measures none.
         max_rows: Read this many from the start; None reads all.
         on_row: Called after each row.
     """

@@ -1,4 +1,4 @@
-"""Tool calls of an assistant's message, in the forms that data sets have them in.
+"""Reads the tool calls of an assistant's message in the forms found in data sets.
 
 [{"type": "function", "function": {"name": "zoom", "arguments": "{\\"factor\\": 2}"}}]
 [{"name": "zoom", "arguments": {"factor": 2}}]
@@ -13,7 +13,7 @@ from services.trainer.data.json_values import as_json, without_nulls
 
 
 def read_tool_calls(value: Any) -> tuple[ToolCall, ...]:
-    """Return the calls in `tool_calls`: a list, or its JSON; nothing is none.
+    """Return the calls in `tool_calls`: a list or its JSON text; None or "" means no calls.
 
     Raises:
         ValueError: it is something else, or a call has no name or no arguments.

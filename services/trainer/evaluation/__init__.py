@@ -1,1 +1,1 @@
-"""Evaluation: named sets of prompts that are played and judged, and what they say of a policy."""
+"""Evaluation: plays and judges named sets of prompts, and summarises the results."""

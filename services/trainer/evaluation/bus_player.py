@@ -1,4 +1,4 @@
-"""Plays an evaluation on a run's queues that nobody else uses: engines and workers that serve one model."""
+"""Plays an evaluation on queues that no run uses, with engines and workers that serve one model."""
 
 import asyncio
 import uuid
@@ -31,15 +31,15 @@ async def play_on_bus(
     """Play every row of `sets` and return when each has an outcome.
 
     Args:
-        sets: What is played.
-        bus: Its queues are emptied first.
+        sets: Sets to play.
+        bus: The bus; its queues are emptied first.
         version: The policy version that the engines serve.
-        on_played: Is given each row's outcome.
-        played: Rows, by set and number, that are not played.
+        on_played: Called with each row's outcome.
+        played: Rows to leave out, by set and number.
 
     Raises:
-        DataError: a row cannot be read or sent, or nothing of a set can be played.
-        SetupError: NATS is not as the evaluation needs it.
+        DataError: a row cannot be read or sent, or no row of a set can be played.
+        SetupError: NATS is not set up as the evaluation needs it.
     """
     await bus.ensure_streams()
     images = ImageStore(bus)

@@ -12,34 +12,34 @@ from services.trainer.data.config import DataConfig, SourceConfig, passed_on
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _OF_THE_PATH = ("path", "hub_config", "split", "revision")
-"""Settings that are another data set's if a set names a path of its own."""
+"""Settings that a set with its own path does not take from `[data]`."""
 
 
 class EvaluationSetConfig(SourceConfig):
-    """One evaluation set. What it leaves out is as in `[data]` and `[sampling]`; a set with a path of its own, or with
-    held-out pictures, takes no path, split, revision or configuration from there."""
+    """One evaluation set. Settings that it omits are taken from `[data]` and `[sampling]`; a set with its own path, or
+    with held-out pictures, takes no path, split, revision or configuration from there."""
 
     pictures: Literal["training", "held_out"] = "training"
-    """Pictures of the built-in data set: those that training draws from, or those that no training draws. held_out
-    names the built-in data set also where `[data]` names another."""
+    """Pictures of the built-in data set: those that training draws from, or those that training never draws. held_out
+    selects the built-in data set even if `[data]` names another."""
     num_prompts: int = pydantic.Field(default=0, ge=0)
-    """How many rows to play, from the first. 0: all; the built-in data set has 10,000."""
+    """Rows to play, from the first. 0: all; the built-in data set has 10,000."""
     samples_per_prompt: int = pydantic.Field(default=1, ge=1)
-    """Answers to each prompt, the n of avg@n. More answers make the standard error smaller, and pass@k and maj@k are
-    computed for the powers of two up to n."""
+    """Answers to each prompt, the n of avg@n. More answers reduce the standard error; pass@k and maj@k are computed for
+    the powers of two up to n."""
     temperature: float = pydantic.Field(default=1.0, ge=0, le=100)
     """Divides the logits; 0 is greedy decoding."""
     top_p: float = pydantic.Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 samples from the whole distribution."""
     top_k: int = pydantic.Field(default=-1, ge=-1)
-    """Sample from this many of the likeliest tokens; -1: from all."""
+    """Sample from this many of the most likely tokens; -1: from all."""
     max_new_tokens: int = pydantic.Field(default=512, ge=1)
     """Largest number of tokens in one turn."""
     pass_score: float = 1.0
-    """Score from which on a sample counts as correct in pass@k and maj@k. avg@n is the mean of the scores."""
+    """Smallest score of a correct sample in pass@k and maj@k. avg@n is the mean of the scores."""
     break_down_by: str = ""
-    """Column by whose values the results are broken down, for example `data_source`; a dot leads into a struct. It must
-    be one of `extra_columns`. Empty: no break-down."""
+    """Column by whose values the results are broken down, for example `data_source`; a dot selects a field of a struct.
+    It must be one of `extra_columns`. Empty: no breakdown."""
 
     @pydantic.model_validator(mode="after")
     def _holds_out_pictures_of_its_own(self) -> Self:
@@ -50,28 +50,27 @@ class EvaluationSetConfig(SourceConfig):
         return self
 
     def data(self, shared: DataConfig) -> DataConfig:
-        """How to read its rows, with the memory and the cache of `shared`."""
+        """Return the settings for reading its rows, with the memory and the cache of `shared`."""
         own = {name: getattr(self, name) for name in SourceConfig.model_fields}
         return DataConfig(shuffle=False, memory_gib=shared.memory_gib, cache_dir=shared.cache_dir, **own)
 
 
 class EvaluationConfig(Config):
-    """Sets of prompts on which a policy is measured: by `penstock eval`, and while a run trains if it says when.
+    """Sets of prompts that measure a policy: with `penstock eval`, and during training at the steps set here.
 
-    An evaluation is of one policy version, which some replicas keep while the others train on.
+    An evaluation measures one policy version, which some replicas keep while training goes on with the others.
     """
 
     every: int = pydantic.Field(default=0, ge=0)
-    """Steps between the evaluations of a run. 0: none by steps."""
+    """Steps between the evaluations of a run. 0: no periodic evaluation."""
     at_start: bool = False
-    """Evaluate the model with which the run begins."""
+    """Evaluate the model that the run begins with."""
     at_end: bool = False
     """Evaluate after the last step."""
     held_out_replicas: int = pydantic.Field(default=1, ge=0)
     """Replicas that keep the version of an evaluation and play nothing else until it has ended, while training goes on
-    with the others; of prefill and decode replicas, so many of each. At least one is left for training. 0: none; all
-    replicas play the evaluation beside training, and the next update waits for it. That is also what happens where no
-    replica can be spared."""
+    with the others; with prefill and decode replicas, this many of each. At least one is left for training. 0, or if no
+    replica can be spared: all replicas play the evaluation beside training, and the next update waits for it."""
     sets: dict[str, EvaluationSetConfig] = pydantic.Field(default_factory=dict)
     """The sets, by name."""
 
@@ -98,10 +97,10 @@ class EvaluationConfig(Config):
 
 
 def inherit(recipe: Any) -> Any:
-    """Give each evaluation set of a recipe, before it is validated, what it leaves out.
+    """Fill in the settings that each evaluation set of an unvalidated recipe omits.
 
     Args:
-        recipe: The recipe as its file has it.
+        recipe: The recipe as read from its file.
 
     Raises:
         ValueError: a set names no path, and `[data]` has several.

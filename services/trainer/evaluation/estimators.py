@@ -1,6 +1,6 @@
-"""What the samples of many prompts say of a policy: means with errors, pass@k and maj@k. Pure.
+"""Estimates a policy's quality from samples of many prompts: means with errors, pass@k and maj@k. Pure.
 
-All of them are expectations over the samples that were drawn, so none depends on the samples' order or on a seed.
+All estimates are expectations over the samples that were drawn, so none depends on the samples' order or on a seed.
 """
 
 import math
@@ -16,25 +16,25 @@ ABSTAINED: Final = None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean, and how far chance may have moved it."""
+    """A mean and its standard error."""
 
     value: float
     standard_error: float | None
-    """With prompts as clusters; None with fewer than two prompts, which say nothing about it."""
+    """Standard error with prompts as clusters; None with fewer than two prompts, which do not determine it."""
 
 
 def estimate(values: Sequence[Sequence[float]]) -> Estimate:
-    """Return the mean of all values, with a standard error that takes each prompt as one cluster.
+    """Return the mean of all values, with a standard error that treats each prompt as one cluster.
 
-    Samples of one prompt resemble each other, so that counting them as independent would understate the error. The
-    error is the cluster-robust one with the correction G / (G - 1); with equally many values per prompt it is the
-    standard deviation of the prompts' means, divided by the root of their number (Miller 2024, arXiv 2411.00640).
+    Samples of one prompt resemble each other, so counting them as independent would understate the error. The error is
+    the cluster-robust one with the correction G / (G - 1). With the same number of values per prompt, it is the
+    standard deviation of the prompts' means divided by the root of their number (Miller 2024, arXiv 2411.00640).
 
     Args:
         values: The values of each prompt, at least one each.
 
     Raises:
-        ValueError: there is no prompt, or one without values.
+        ValueError: there are no prompts, or a prompt has no values.
     """
     if not values or not all(values):
         raise ValueError("an estimate needs at least one prompt, and a value of each")
@@ -48,7 +48,7 @@ def estimate(values: Sequence[Sequence[float]]) -> Estimate:
 
 
 def pass_at(k: int, *, num_samples: int, num_correct: int) -> float:
-    """Return the probability that of `k` of the samples at least one is correct.
+    """Return the probability that at least one of `k` of the samples is correct.
 
     The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, section 2.1): 1 - C(n - c, k) / C(n, k).
 
@@ -65,7 +65,7 @@ def majority_at(k: int, votes: Sequence[Hashable], *, correct: Hashable) -> floa
     """Return the probability that the most frequent vote among `k` of the samples is the correct one.
 
     The mean over all subsets of `k` samples, exactly. Answers that tie share the win equally. Samples
-    that abstained are drawn like others but cannot win; where all of them abstained, nothing is correct.
+    that abstained are drawn like others but cannot win; if all of them abstained, nothing is correct.
 
     Args:
         k: Samples that vote.
@@ -90,8 +90,8 @@ def majority_at(k: int, votes: Sequence[Hashable], *, correct: Hashable) -> floa
 
 @lru_cache(maxsize=4096)
 def _ways(counts: tuple[int, ...], num_abstained: int, num_chosen: int, most: int) -> Sequence[tuple[int, int]]:
-    """In how many ways `num_chosen` samples of the other answers can be chosen so that none has more than `most` votes:
-    pairs of (answers with exactly `most`, ways)."""
+    """Count the ways to choose `num_chosen` samples of the other answers so that no answer has more than `most` votes;
+    return pairs of (answers with exactly `most`, ways)."""
     ways = {(0, 0): 1}  # (samples chosen, answers with exactly `most`): ways
     for count in counts:
         extended: Counter[tuple[int, int]] = Counter()

@@ -1,6 +1,6 @@
 """One evaluation: all rows of all sets, each played once by one policy version, over the queues of a run.
 
-Invariant: each row has exactly one outcome, whatever is delivered twice, lost or given up on the way.
+Invariant: each row has exactly one outcome, even if messages are delivered twice, lost or given up.
 """
 
 import asyncio
@@ -26,25 +26,25 @@ from services.trainer.evaluation.sets import EvaluationSet
 log = structlog.get_logger()
 
 MAX_IN_PLAY: Final = 256
-"""Prompts that are published and not yet played: enough for every worker, few enough for their images to be stored."""
+"""Most prompts that are published and not yet played: enough for every worker, few enough to store their images."""
 _WAITING_SHARE: Final = 0.5
-"""Where an evaluation has few replicas, so much more than they run at once is in play: it waits for them, and takes
-little of the workers' room from training."""
+"""With held-out replicas, the prompts in play exceed what the replicas run at once by this share: some always wait for
+a replica, and they take little of the workers' room from training."""
 MAX_FAILURES_AT_FIRST: Final = 8
-"""If all of the first rows of a set fail, its settings are wrong, and the others would fail, too."""
+"""If this many first rows of a set all fail, its settings are wrong, and the other rows would fail too."""
 
 SILENCE_S: Final = 30.0
-"""Seconds without any group after which the bus is asked whether what is awaited still exists."""
+"""Seconds without any group after which the bus is asked whether the awaited groups still exist."""
 
 OnPlayed = Callable[[PlayedPrompt], None]
-"""Takes the outcome of a row."""
+"""Callback that takes a row's outcome."""
 
 
 class FailureCheck:
-    """Ends an evaluation of which nothing can be played."""
+    """Ends an evaluation if no row of a set can be played."""
 
     def __init__(self) -> None:
-        """Nothing was played yet."""
+        """Start with no outcomes."""
         self._num_failed: Counter[str] = Counter()
         self._has_played: set[str] = set()
 
@@ -66,7 +66,7 @@ class FailureCheck:
 
 
 class Evaluation:
-    """An evaluation of one version: its prompts to the bus, its groups from there."""
+    """An evaluation of one version: sends its prompts to the bus and takes its groups."""
 
     def __init__(
         self,
@@ -86,24 +86,24 @@ class Evaluation:
         """Evaluate on these parts.
 
         Args:
-            sets: What is played.
-            bus: Its queues have the workers.
+            sets: Sets to play.
+            bus: The bus, whose queues the workers use.
             images: Stores the prompts' images.
-            run_id: Identity of the evaluation, which no other has.
+            run_id: Unique identity of the evaluation.
             epoch: This start of the process.
             version: The only policy version that may play.
-            on_played: Is given each row's outcome.
-            has_received_all: Whether every group that the bus holds has been given to `receive` or `fail`.
-            silence_s: Seconds without a group after which lost prompts are looked for.
-            played: Rows, by set and number, that the version has played already.
-            num_slots: Samples that the replicas of the evaluation generate at once; None: it has all replicas.
+            on_played: Called with each row's outcome.
+            has_received_all: Returns whether every group that the bus holds has been passed to `receive` or `fail`.
+            silence_s: Seconds without a group after which to look for lost prompts.
+            played: Rows, by set and number, that the version has already played.
+            num_slots: Samples that the evaluation's replicas generate at once; None: it has all replicas.
         """
         self._has_received_all = has_received_all
         self._silence_s = silence_s
         self._attempts: dict[int, int] = {}
-        """By index, of what is in play."""
+        """Attempt of each prompt in play, by index."""
         self._heard = asyncio.Event()
-        """A group has arrived since somebody looked."""
+        """Set when a group arrives; cleared by `_replace_lost`."""
         self._sets = sets
         self._bus = bus
         self._images = images
@@ -114,7 +114,7 @@ class Evaluation:
         rows = ((name, row) for name, each in sets.items() for row in range(len(each)))
         self._rows = [each for each in rows if each not in played]
         self._in_play: dict[int, PlayedPrompt] = {}
-        """By index in `_rows`, without samples."""
+        """Prompts in play, without samples, by index in `_rows`."""
         self._free = asyncio.Semaphore(_max_in_play(sets, num_slots))
         self._failures = FailureCheck()
         self._num_left = len(self._rows)
@@ -123,7 +123,7 @@ class Evaluation:
         self._is_done = asyncio.Event()
 
     async def run(self) -> None:
-        """Publish every row as workers take them, and return when each has an outcome.
+        """Publish every row as workers take them, and return when each row has an outcome.
 
         Raises:
             DataError: a row cannot be read or sent.
@@ -141,14 +141,14 @@ class Evaluation:
             await end_task(replacing)
 
     def owns(self, group_id: GroupId) -> bool:
-        """Whether the group is this evaluation's."""
+        """Return whether the group belongs to this evaluation."""
         return group_id.run_id == self._run_id and group_id.trainer_epoch == self._epoch
 
     async def receive(self, group: Group) -> None:
-        """Take a group; one that was lost is published again, and one that has an outcome is ignored.
+        """Take a group: publish a lost one again, ignore one whose row has an outcome.
 
         Raises:
-            DataError: nothing of its set can be played.
+            DataError: no row of its set can be played.
         """
         index = group.id.index
         self._heard.set()
@@ -175,7 +175,7 @@ class Evaluation:
         """Give up a row that cannot be played.
 
         Raises:
-            DataError: nothing of its set can be played.
+            DataError: no row of its set can be played.
         """
         if self.owns(group_id) and group_id.index in self._in_play:
             log.warning("evaluation.prompt_failed", group=group_id.message, reason=reason)
@@ -199,8 +199,8 @@ class Evaluation:
             await self._is_done.wait()
 
     async def _replace_lost(self) -> None:
-        """Publish again what is in neither queue: a worker stores a group before it acknowledges the prompt, so what is
-        missing from PROMPTS and then from GROUPS was lost by the server."""
+        """Publish again the prompts that are in neither queue. A worker stores a group before it acknowledges the
+        prompt, so the server lost a group that is missing first from PROMPTS and then from GROUPS."""
         while True:
             self._heard.clear()
             with suppress(TimeoutError):
@@ -215,7 +215,7 @@ class Evaluation:
                 await self._publish(index, attempt=self._attempts[index] + 1)
 
     async def _has_prompts(self) -> bool:
-        """Whether the queue holds prompts, with a worker or not; True if the server does not answer."""
+        """Return whether the queue holds prompts, delivered to a worker or not; True if the server does not answer."""
         try:
             return int((await self._bus.jetstream.stream_info(self._bus.prompts.name)).state.messages) > 0
         except BUS_ERRORS:

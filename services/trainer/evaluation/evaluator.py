@@ -1,11 +1,11 @@
-"""Evaluations while a run trains: which are due, played at the announced version, and kept in the run folder.
+"""Runs evaluations during training: decides which are due, plays them at the announced version, stores the results.
 
     evaluations.jsonl           one line for each evaluation: step, version, and each set's numbers
     evaluations/step-000020/    samples.jsonl: the answers; samples.html: some with pictures; sets.json: settings
 
-Invariants: each step has at most one line; a step's line is of the weights that the surviving history has at that
-step, and of one version. Where replicas are held out, training goes on beside the evaluation, and a trainer that starts
-again goes on with it (docs/adr/0017); else the loop publishes nothing before `evaluate` has returned (docs/adr/0016).
+Invariants: each step has at most one line; a step's line describes the weights that the surviving history has at that
+step, and one version. If replicas are held out, training goes on beside the evaluation, and a restarted trainer resumes
+it (docs/adr/0017); otherwise the loop publishes nothing before `evaluate` has returned (docs/adr/0016).
 """
 
 import asyncio
@@ -60,21 +60,21 @@ class Evaluator:
         holding: ReplicaHolding | None = None,
         is_resumed: bool = True,
     ) -> None:
-        """Go on after the checkpoint of `step`; `open` comes before all else.
+        """Continue after the checkpoint of `step`; call `open` before any other method.
 
         Args:
             config: When evaluations are due.
-            sets: What is played.
-            bus: Has the workers.
+            sets: Sets to play.
+            bus: The bus, whose queues the workers use.
             images: Stores the prompts' images.
-            trackers: Get each evaluation's numbers.
+            trackers: Receive each evaluation's numbers.
             folder: The run folder.
             run_id: Identity of the run.
             epoch: This start of the trainer.
             step: Optimizer steps taken.
             num_steps: Optimizer steps of the whole run.
-            holding: Holds replicas out of pushes; None: never.
-            is_resumed: Whether there is a checkpoint. Without one the run begins anew, perhaps with another model, and
+            holding: Holds replicas out of pushes; None never does.
+            is_resumed: Whether there is a checkpoint. Without one the run starts over, perhaps with another model, and
                 so do its evaluations.
         """
         self._config = config
@@ -88,7 +88,7 @@ class Evaluator:
         self._num_steps = num_steps
         self._holding = holding
         self._last_step = step if is_resumed else -1
-        """The last one whose weights the surviving history has."""
+        """The last step whose weights the surviving history has."""
         self._done: set[int] = set()
         self._interrupted: Interrupted | None = None
         self._interrupted_hold_out: HoldOut | None = None
@@ -97,7 +97,7 @@ class Evaluator:
         self._current: Evaluation | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether the weights of `step` are to be evaluated, and neither have been nor are being."""
+        """Return whether the weights of `step` must be evaluated, and neither have been nor are being."""
         config = self._config
         wanted = (
             (config.at_start and step == 0)
@@ -108,9 +108,9 @@ class Evaluator:
         return wanted and step not in self._done and step != self._playing and not is_interrupted
 
     async def open(self) -> None:
-        """Before anything is published: read what the run folder has of evaluations, and remove those of lost weights.
+        """Read the evaluations in the run folder and remove those of lost weights. Call before anything is published.
 
-        What an interrupted evaluation held out is held out again; otherwise nothing is.
+        Replicas that an interrupted evaluation held out are held out again; otherwise none are.
 
         Raises:
             SupersededError: another trainer has taken over.
@@ -126,14 +126,14 @@ class Evaluator:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether `go_on` has an evaluation to go on with."""
+        """Whether there is an interrupted evaluation for `go_on`."""
         return self._interrupted is not None
 
     async def go_on(self, *, has_received_all: Callable[[], Awaitable[bool]]) -> None:
-        """Play what is left of the evaluation that an earlier trainer began, with the same version; `open` comes first.
+        """Play the rest of the evaluation that an earlier trainer began, with the same version; call `open` first.
 
         Raises:
-            DataError: a row cannot be read or sent, or nothing of a set can be played.
+            DataError: a row cannot be read or sent, or no row of a set can be played.
             SetupError: NATS lost the run's state.
             SupersededError: another trainer has taken over.
         """
@@ -158,17 +158,17 @@ class Evaluator:
     ) -> None:
         """Play every set with `version`, which must be announced and published.
 
-        It must stay the published one until this returns, or until `on_held_out` is called.
+        It must remain the published version until this returns, or until `on_held_out` is called.
 
         Args:
-            step: Optimizer steps behind the version.
-            version: What plays.
-            has_received_all: As of `Evaluation`.
+            step: Optimizer steps taken to reach the version.
+            version: The version that plays.
+            has_received_all: As for `Evaluation`.
             on_held_out: Called once replicas are held out, so that others may get newer versions; None: training has
                 ended, and all replicas play.
 
         Raises:
-            DataError: a row cannot be read or sent, or nothing of a set can be played.
+            DataError: a row cannot be read or sent, or no row of a set can be played.
             SetupError: NATS lost the run's state.
             SupersededError: another trainer has taken over.
         """
@@ -189,7 +189,7 @@ class Evaluator:
         hold_out: HoldOut | None,
         has_received_all: Callable[[], Awaitable[bool]],
     ) -> None:
-        """Play what `played` lacks, and report all."""
+        """Play the rows that `played` lacks, and report all of them."""
         started = time.monotonic()
         outcomes: dict[str, list[PlayedPrompt]] = defaultdict(list)
         for outcome in played:
@@ -234,25 +234,25 @@ class Evaluator:
             await asyncio.to_thread(write_page, folder, title, self._sets, outcomes)
             self._report(step, version, elapsed_s, outcomes, hold_out)
         finally:
-            self._playing = None  # not before it is reported, or else it would be due again
+            self._playing = None  # only after the report: until then the step would be due again
         if hold_out is not None:
             assert self._holding is not None
             await self._holding.end(step)
 
     async def receive(self, group: Group) -> None:
-        """Take a group of an evaluation; one that nobody waits for any more is ignored.
+        """Take a group of an evaluation; ignore one that is no longer awaited.
 
         Raises:
-            DataError: nothing of its set can be played.
+            DataError: no row of its set can be played.
         """
         if self._current is not None:
             await self._current.receive(group)
 
     async def fail(self, group_id: GroupId, reason: str) -> bool:
-        """Give up a row whose group cannot be read; return False if it is not of the present evaluation.
+        """Give up a row whose group cannot be read; return False if it does not belong to the current evaluation.
 
         Raises:
-            DataError: nothing of its set can be played.
+            DataError: no row of its set can be played.
         """
         if self._current is None or not self._current.owns(group_id):
             return False
@@ -290,7 +290,7 @@ class Evaluator:
 
 
 def _values(name: str, summary: Summary) -> Iterator[tuple[str, float]]:
-    """The numbers of a set for trackers and logs."""
+    """Yield the numbers of a set for trackers and logs."""
     if summary.score is not None:
         yield f"eval/{name}/score", summary.score.value
         if summary.score.standard_error is not None:
@@ -302,14 +302,14 @@ def _values(name: str, summary: Summary) -> Iterator[tuple[str, float]]:
 
 
 def _keep_until(folder: Path, step: int) -> set[int]:
-    """Move the lines of later steps to a file of their own, and return the steps of the others. Blocking."""
+    """Move the lines of later steps to a separate file, and return the steps of the others. Blocking."""
     path = folder / EVALUATIONS_FILE
     text = path.read_text() if path.exists() else ""
     lines = text.splitlines()
     steps = [_step_of(line) for line in lines]
     kept = [line for line, each in zip(lines, steps, strict=True) if each is not None and each <= step]
     kept_text = "".join(f"{line}\n" for line in kept)
-    if kept_text != text:  # a crash may have cut off no more than the last newline
+    if kept_text != text:  # a crash may have cut off only the last newline
         with (folder / DISCARDED_FILE).open("a") as discarded:
             discarded.writelines(f"{line}\n" for line in lines if line not in kept)
         temporary = path.with_suffix(".tmp")
@@ -322,5 +322,5 @@ def _step_of(line: str) -> int | None:
     try:
         found: Any = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
-        return None  # a line that a crash cut short
+        return None  # a crash truncated the line
     return found if isinstance(found, int) else None

@@ -2,8 +2,8 @@
 
     evaluations/step-000020/weights/    the weights of the evaluation's version
 
-Invariant: while an evaluation holds replicas out, its weights are on disk, complete. So whatever dies, replicas or the
-trainer, the evaluation goes on with the same weights.
+Invariant: while an evaluation holds replicas out, its complete weights are on disk. So if replicas or the trainer die,
+the evaluation goes on with the same weights.
 """
 
 import asyncio
@@ -40,10 +40,9 @@ class Interrupted:
 
 
 def find_interrupted(run_folder: Path, step: int, *, done: Collection[int]) -> Interrupted | None:
-    """Return the evaluation to go on with after the checkpoint of `step`, and remove what others have kept. Blocking.
+    """Return the evaluation to resume after the checkpoint of `step`, and remove the kept weights of others. Blocking.
 
-    Weights of a later step are lost with the steps after the checkpoint; those of an evaluation that has ended are of
-    no use.
+    Weights of a later step are lost with the steps after the checkpoint; weights of a finished evaluation are useless.
     """
     found = None
     for folder in sorted((run_folder / FOLDER).glob(f"{_STEP}*/{_WEIGHTS}")):
@@ -57,28 +56,28 @@ def find_interrupted(run_folder: Path, step: int, *, done: Collection[int]) -> I
 
 
 async def give_up_interrupted(run_folder: Path, record: HeldOutRecord) -> None:
-    """In a run that no longer evaluates: hold nothing out, and remove all weights that evaluations have kept.
+    """Hold nothing out, and remove all weights that evaluations kept, for a run that no longer evaluates.
 
     Raises:
         SupersededError: another trainer has taken over.
     """
     if record.value.policy_version:
         await record.clear()
-    await asyncio.to_thread(find_interrupted, run_folder, -1, done=())  # of no step: all are removed
+    await asyncio.to_thread(find_interrupted, run_folder, -1, done=())  # step -1 removes all of them
 
 
 class ReplicaHolding:
-    """Holds replicas out for the evaluations of a run, one after the other."""
+    """Holds replicas out for the evaluations of a run, one evaluation at a time."""
 
     def __init__(self, publisher: WeightPublisher, record: HeldOutRecord, *, run_folder: Path, num: int) -> None:
-        """Hold out `num` replicas; with 0 none."""
+        """Hold out `num` replicas; 0 holds out none."""
         self._publisher = publisher
         self._record = record
         self._run_folder = run_folder
         self._num = num
 
     async def begin(self, step: int, version: int) -> HoldOut | None:
-        """Hold replicas out at `version`, which must be the published one; None if updates must wait instead.
+        """Hold replicas out at `version`, the published one; return None if updates must wait instead.
 
         Raises:
             SupersededError: another trainer has taken over.
@@ -110,7 +109,7 @@ class ReplicaHolding:
         return hold_out
 
     async def go_on(self, interrupted: Interrupted) -> HoldOut:
-        """Hold out what an earlier trainer did, before anything is published.
+        """Hold out again what an earlier trainer held out. Call before anything is published.
 
         Raises:
             SupersededError: another trainer has taken over.
@@ -126,7 +125,7 @@ class ReplicaHolding:
         return hold_out
 
     async def end(self, step: int) -> None:
-        """Hold nothing out, and keep nothing of `step`; the replicas catch up by themselves.
+        """Hold nothing out, and remove the kept weights of `step`; the replicas catch up on their own.
 
         Raises:
             SupersededError: another trainer has taken over.
@@ -136,7 +135,7 @@ class ReplicaHolding:
         await asyncio.to_thread(remove_kept, folder_of(self._run_folder, step) / _WEIGHTS)
 
     async def clear(self) -> None:
-        """Have routers forget what is held out, which the publisher must have released.
+        """Clear the record of held-out replicas, so that routers forget them. The publisher must have released them.
 
         Raises:
             SupersededError: another trainer has taken over.

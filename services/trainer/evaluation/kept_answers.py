@@ -1,9 +1,9 @@
-"""Answers of an interrupted evaluation that count when it goes on.
+"""Answers of an interrupted evaluation that count when it resumes.
 
     evaluations/step-000020/sets.json    the settings of each set with which samples.jsonl is played
 
-Invariant: all answers of a set in samples.jsonl were played with the settings that sets.json has, because the file is
-replaced after answers to other settings were removed and before new ones are added.
+Invariant: all answers of a set in samples.jsonl were played with the settings in sets.json, because the file is
+replaced after answers with other settings are removed and before new ones are added.
 """
 
 import json
@@ -23,25 +23,25 @@ log = structlog.get_logger()
 
 SETS_FILE: Final = "sets.json"
 CHANGES_NO_ANSWER: Final[set[str]] = {"num_prompts", "pass_score"}
-"""Settings of a set that may change between an interruption and its continuation."""
+"""Settings of a set that may change between an interruption and the resumption."""
 
 
 def write_set_settings(folder: Path, sets: Mapping[str, EvaluationSet]) -> None:
-    """Write the settings with which the evaluation in `folder` is played; the file is complete or absent. Blocking."""
+    """Write the settings of the evaluation in `folder`; the file is complete or absent. Blocking."""
     temporary = folder / f"{SETS_FILE}.tmp"
     temporary.write_text(json.dumps({name: _settings_of(each.config) for name, each in sets.items()}, indent=2) + "\n")
     os.replace(temporary, folder / SETS_FILE)
 
 
 def read_kept_answers(folder: Path, sets: Mapping[str, EvaluationSet], *, version: int | None) -> list[PlayedPrompt]:
-    """Return the answers of `version` to rows of `sets` that were played with the sets' present settings. Blocking.
+    """Return the answers of `version` to rows of `sets` that were played with the sets' current settings. Blocking.
 
-    The log says what is discarded, apart from rows that failed. A reward profile is known by its name only.
+    Discarded answers are logged, except rows that failed. Reward profiles are compared only by name.
 
     Args:
-        folder: Of the evaluation.
-        sets: What is played now.
-        version: The policy version that plays; None: an API, which has none.
+        folder: Folder of the evaluation.
+        sets: Sets to play.
+        version: The policy version that plays; None for an API, which has none.
     """
     played_with = _read_settings(folder / SETS_FILE)
     versions = None if version is None else (version, version)
@@ -74,7 +74,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """Of no set if the file is absent or unreadable."""
+    """Return the settings by set; empty if the file is absent or unreadable."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
-"""Plays an evaluation against an OpenAI-compatible server, whichever model is behind it: single-turn prompts, each
-answered `samples_per_prompt` times, images as data URIs.
+"""Plays an evaluation against an OpenAI-compatible server with any model: single-turn prompts, each answered
+`samples_per_prompt` times, images as data URIs.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from services.trainer.evaluation.sets import EvaluationSet
 log = structlog.get_logger()
 
 SINGLE_TURN: Final = "single_turn"
-"""The only environment that needs no tokens; others play over engines."""
+"""The only environment that needs no tokens; others need engines."""
 MAX_ATTEMPTS: Final = 8
-"""Of one answer, over about a minute: a server that restarts or is busy comes back."""
+"""Attempts at one answer, over about a minute: enough for a server that restarts or is busy."""
 _BACKOFF = Backoff(first_s=0.5, max_s=20.0)
 _TIMEOUT = httpx.Timeout(900.0, connect=10.0)
 _VERIFY_PATIENCE_S = 900.0
 _REFUSED = frozenset({401, 403, 404})
-"""Statuses with which every other request would be answered, too."""
+"""Statuses that every other request would also get."""
 
 
 class OpenAiPlayer:
@@ -47,11 +47,11 @@ class OpenAiPlayer:
         """Prepare to ask.
 
         Args:
-            url: Of the API, up to `/v1`.
-            model: As the server calls it; empty: its only model.
-            api_key: Its key; empty: none.
+            url: URL of the API, up to `/v1`.
+            model: The server's name of the model; empty: its only model.
+            api_key: The server's API key; empty: none.
             verifier: Judges the answers.
-            concurrency: Prompts that are played at once.
+            concurrency: Prompts to play at once.
         """
         self.model = model
         self._url = url.rstrip("/")
@@ -64,7 +64,7 @@ class OpenAiPlayer:
         """Find the model.
 
         Raises:
-            ConfigError: the server refuses the key, or has several models and none was named.
+            ConfigError: the server rejects the key, or has several models and none was named.
             SetupError: no server answers.
         """
         try:
@@ -82,14 +82,14 @@ class OpenAiPlayer:
     async def play(
         self, sets: Mapping[str, EvaluationSet], *, on_played: OnPlayed, played: Collection[tuple[str, int]] = ()
     ) -> None:
-        """Play every row of `sets` and return when each has an outcome, which `on_played` is given.
+        """Play every row of `sets`, call `on_played` with each outcome, and return when each row has one.
 
         Rows in `played`, by set and number, are left out.
 
         Raises:
-            ConfigError: a row's environment needs an engine, or the server refuses every request.
-            DataError: nothing of a set can be played.
-            SetupError: the server or the reward service went away.
+            ConfigError: a row's environment needs an engine, or the server rejects every request.
+            DataError: no row of a set can be played.
+            SetupError: the server or the reward service stops answering.
         """
         rows = iter(
             [(each, row) for name, each in sets.items() for row in range(len(each)) if (name, row) not in played]
@@ -144,12 +144,12 @@ class OpenAiPlayer:
         }
 
     async def _ask(self, request: Mapping[str, Any]) -> PlayedSample:
-        """Return an answer that is not judged yet.
+        """Return an unjudged answer.
 
         Raises:
-            InvalidRequestError: the server refuses this prompt.
-            ConfigError: it refuses every request.
-            SetupError: it went away.
+            InvalidRequestError: the server rejects this prompt.
+            ConfigError: it rejects every request.
+            SetupError: it stops answering.
         """
         answer = await self._answered("POST", "/chat/completions", request)
         match answer:
@@ -169,7 +169,7 @@ class OpenAiPlayer:
         """Return the samples with their verdicts.
 
         Raises:
-            InvalidRequestError: the gold answer or the profile is wrong.
+            InvalidRequestError: the gold answer or the profile is invalid.
         """
         items = [
             reward_pb2.VerifyItem(
@@ -195,7 +195,7 @@ class OpenAiPlayer:
     async def _answered(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, max_attempts: int = MAX_ATTEMPTS
     ) -> dict[str, Any]:
-        """The server's answer, after as many attempts as it takes."""
+        """Send a request and return the server's answer, after at most `max_attempts` attempts."""
         for attempt in range(1, max_attempts + 1):
             try:
                 response = await self._http.request(method, f"{self._url}{path}", json=body)
@@ -242,7 +242,7 @@ def _judged(sample: PlayedSample, verdict: reward_pb2.Verdict, example: Example)
 
 
 def _messages(example: Example) -> list[dict[str, Any]]:
-    """The messages of a prompt; a tool's message answers the first call that has no answer yet."""
+    """Return the messages of a prompt; a tool's message answers the first unanswered call."""
     messages: list[dict[str, Any]] = []
     open_ids: deque[str] = deque()
     for index, message in enumerate(example.messages):

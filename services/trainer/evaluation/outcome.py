@@ -1,4 +1,4 @@
-"""What became of the prompts of an evaluation, as it is kept in samples.jsonl and summarised."""
+"""Outcomes of the prompts of an evaluation, as stored in samples.jsonl and summarised."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any, Final
@@ -10,7 +10,7 @@ from penstock.verdict_status import Status
 from services.trainer.evaluation.estimators import ABSTAINED
 
 CORRECT: Final = ("correct",)
-"""The vote of every correct sample: the verifier found them all equal to the gold answer, however they are written."""
+"""The vote of every correct sample: the verifier found them all equal to the gold answer, whatever their spelling."""
 
 
 class PlayedSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,9 +19,9 @@ class PlayedSample(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """The policy's own text."""
     score: float | None
-    """None if it could not be judged."""
+    """The verifier's or the environment's score; None if it could not be judged."""
     extracted: str
-    """The answer that the verifier found in it; empty if there is none."""
+    """The answer that the verifier found in the text; empty if there is none."""
     status: str
     """A `penstock.verdict_status.Status`; empty if the environment gave the score."""
     finish_reason: str
@@ -31,11 +31,11 @@ class PlayedSample(msgspec.Struct, frozen=True, kw_only=True):
     """Why it could not be judged."""
     num_turns: int = 1
     metrics: dict[str, float] = {}
-    """What its environment measured, by name; the last value of each."""
+    """Its environment's metrics by name; the last value of each."""
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it was cut before the policy finished: by the number of tokens, the context or the deadline."""
+        """Whether it was cut before the policy finished, by the token limit, the context or the deadline."""
         return self.finish_reason in ("length", "deadline")
 
     @property
@@ -44,7 +44,7 @@ class PlayedSample(msgspec.Struct, frozen=True, kw_only=True):
         return self.status == Status.NO_ANSWER
 
     def vote(self, *, pass_score: float) -> Hashable:
-        """What it votes for in maj@k. Wrong answers are the same if they are written the same."""
+        """Return its vote in maj@k. Wrong answers are equal if their text is equal."""
         if self.score is not None and self.score >= pass_score:
             return CORRECT
         return self.extracted.strip() or ABSTAINED
@@ -57,9 +57,9 @@ class PlayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     """Number of the row in the set, from 0."""
     source: str
-    """By which the set is broken down; empty if it is not."""
+    """Its part of the set, if the set is broken down; otherwise empty."""
     messages: list[dict[str, Any]]
-    """The prompt for people, with `<image>` where an image stands."""
+    """The prompt for people to read, with `<image>` for each image."""
     golds: tuple[str, ...]
     samples: tuple[PlayedSample, ...]
     images: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class PlayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def samples_of(group: Group) -> tuple[PlayedSample, ...]:
-    """What an evaluation keeps of a group's samples."""
+    """Return the parts of a group's samples that an evaluation keeps."""
     return tuple(
         PlayedSample(
             text=sample.text,
@@ -89,7 +89,7 @@ def samples_of(group: Group) -> tuple[PlayedSample, ...]:
 
 
 def source_of(extra: Mapping[str, Any], column: str) -> str:
-    """The part of its set that a row belongs to: the value of `column`, which may lead into a struct by dots."""
+    """Return the part of the set that a row belongs to: the value of `column`, which may be a dotted path."""
     value: Any = extra
     for name in column.split(".") if column else ():
         value = value.get(name) if isinstance(value, Mapping) else None

@@ -1,4 +1,4 @@
-"""What a person reads of an evaluation: a table, and files in the run folder."""
+"""Reports an evaluation to people: a table, and files in the run folder."""
 
 import json
 import os
@@ -19,10 +19,10 @@ _HEAD = ("set", "prompts", "n", "score", "pass@n", "maj@n", "cut", "no answer", 
 
 
 class SamplesFile:
-    """samples.jsonl: one line for each prompt, complete or absent at its end."""
+    """samples.jsonl: one line for each prompt; only the last line can be incomplete."""
 
     def __init__(self, path: Path, outcomes: Iterable[PlayedPrompt] = ()) -> None:
-        """Write to `path`, which is made anew and begins with `outcomes`."""
+        """Create `path`, replacing an older file, and begin it with `outcomes`."""
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:
             file.writelines(msgspec.json.encode(each) + b"\n" for each in outcomes)
@@ -40,7 +40,7 @@ class SamplesFile:
 
 
 def read_samples(path: Path) -> list[PlayedPrompt]:
-    """Return the prompts in the file, without a line that a crash cut short; none if there is no file."""
+    """Return the prompts in the file, skipping a line that a crash truncated; empty if there is no file."""
     outcomes = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(msgspec.MsgspecError):
@@ -49,12 +49,12 @@ def read_samples(path: Path) -> list[PlayedPrompt]:
 
 
 def write_results(folder: Path, *, about: Mapping[str, Any], summaries: Mapping[str, Summary]) -> None:
-    """Write evaluation.json; it is complete or absent.
+    """Write evaluation.json; the file is complete or absent.
 
     Args:
         folder: The run folder.
         about: What was evaluated.
-        summaries: By set.
+        summaries: Summaries by set.
     """
     content = {**about, "sets": {name: each.as_json() for name, each in summaries.items()}}
     temporary = folder / f"{RESULTS_FILE}.tmp"

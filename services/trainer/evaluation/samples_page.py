@@ -19,7 +19,7 @@ _ANSWERS_PER_ROW = 4
 def write_page(
     folder: Path, title: str, sets: Mapping[str, EvaluationSet], outcomes: Mapping[str, Sequence[PlayedPrompt]]
 ) -> None:
-    """Write samples.html, with rows that are evenly spread over each set; it is complete or absent. Blocking."""
+    """Write samples.html with rows evenly spread over each set; the file is complete or absent. Blocking."""
     entries = [
         entry
         for name, each in sets.items()
@@ -37,7 +37,7 @@ def _spread(outcomes: Sequence[PlayedPrompt]) -> list[PlayedPrompt]:
 
 
 def _entries(played: EvaluationSet, outcome: PlayedPrompt) -> Sequence[Entry]:
-    """The prompt with its answers; nothing if its row cannot be read any more."""
+    """Return the prompt with its answers; empty if its row can no longer be read."""
     try:
         example = played[outcome.row]
     except DataError:

@@ -1,6 +1,6 @@
-"""The files of evaluation sets: checked and pinned without the packages that read them.
+"""Checks and pins the files of evaluation sets without importing the packages that read them.
 
-Every process reads its recipe through this, also where neither images nor data are ever read.
+Every process reads its recipe through this module, even if it never reads images or data.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from services.trainer.evaluation.config import EvaluationConfig
 
 
 def require_sets(config: EvaluationConfig) -> None:
-    """Check that the sets' files exist, as far as this machine knows; cheap enough to do before anything else starts.
+    """Check that the sets' files exist, without asking the Hub; cheap enough to run before anything else starts.
 
     Raises:
         ConfigError: a file does not exist.
@@ -27,7 +27,7 @@ def pin_sets(config: EvaluationConfig, data: DataConfig) -> EvaluationConfig:
     """Return the settings with the commit of each data set on the Hugging Face Hub; see `files.pin`.
 
     Raises:
-        DataError: there is no such data set, revision, configuration or split.
+        DataError: a data set, revision, configuration or split does not exist.
         SetupError: the Hub cannot be reached, and its cache has no copy.
     """
     pinned = {}

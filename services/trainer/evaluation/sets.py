@@ -1,6 +1,6 @@
 """Evaluation sets: rows in a fixed order, each with the prompt that a worker plays.
 
-Invariant: row i of a set is the same in every evaluation, whatever was played before it.
+Invariant: row i of a set is the same in every evaluation, whatever was played before.
 """
 
 from typing import Final
@@ -20,20 +20,20 @@ from services.trainer.evaluation.outcome import PlayedPrompt, source_of
 from services.trainer.evaluation.set_files import named_set
 
 MAX_CHECKED_ROWS: Final = 5000
-"""So many rows of each set are read before anything is played: about a millisecond per image."""
+"""Rows of each set that are read before anything is played: about 1 ms per image."""
 EVALUATION_SEED: Final = 1
-"""The built-in problems of evaluation sets are drawn apart from those of training. There are few different pictures, so
-training has seen most of them, except those that are held out."""
+"""Seed of the built-in problems of evaluation sets, different from training's. There are few different pictures, so
+training has seen most of them, except held-out ones."""
 
 
 class EvaluationSet:
     """The rows of one set that are played."""
 
     def __init__(self, name: str, config: EvaluationSetConfig, source: Source) -> None:
-        """Take the first rows of `source`, as many as the settings say.
+        """Take the first `num_prompts` rows of `source`, or all if it is 0.
 
         Raises:
-            ConfigError: it has fewer.
+            ConfigError: the source has fewer rows.
         """
         if config.num_prompts > len(source):
             raise ConfigError(
@@ -51,7 +51,7 @@ class EvaluationSet:
         """Read a row.
 
         Raises:
-            DataError: the row is wrong, or wants more tokens than the set allows.
+            DataError: the row is invalid, or wants more tokens than the set allows.
         """
         with named_set(self.name):
             example = self._source[row]
@@ -66,7 +66,7 @@ class EvaluationSet:
         """Read the first rows.
 
         Raises:
-            DataError: one of them is wrong.
+            DataError: one of them is invalid.
         """
         column = self.config.break_down_by
         for row in range(min(len(self), MAX_CHECKED_ROWS)):
@@ -78,7 +78,7 @@ class EvaluationSet:
                 )
 
     def sampling(self, example: Example) -> Sampling:
-        """How an answer to this row is drawn."""
+        """Return the sampling parameters for this row."""
         return Sampling(
             temperature=self.config.temperature,
             top_p=self.config.top_p,
@@ -87,13 +87,13 @@ class EvaluationSet:
         )
 
     def prompt(self, example: Example, group_id: GroupId, *, version: int, images: tuple[str, ...]) -> Prompt:
-        """Return what a worker plays.
+        """Return the prompt that a worker plays.
 
         Args:
             example: The row.
             group_id: The prompt's identity.
             version: The only policy version that may play it.
-            images: Content hashes of the row's images, stored under the identity.
+            images: Content hashes of the row's images, stored under the prompt's identity.
         """
         return Prompt(
             id=group_id,
@@ -114,7 +114,7 @@ class EvaluationSet:
         )
 
     def described(self, row: int, example: Example) -> PlayedPrompt:
-        """Return the row as samples.jsonl has it, without samples."""
+        """Return the row's record in samples.jsonl, without samples."""
         return PlayedPrompt(
             set_name=self.name,
             row=row,
@@ -146,13 +146,13 @@ def open_sets(
 
     Args:
         config: The sets.
-        data: What they share with training: memory and cache.
+        data: Settings that they share with training: memory and cache.
         form: What rows are read as.
-        reads_rows: Whether to read the first rows; else only columns and the number of rows are looked at.
+        reads_rows: Whether to read the first rows; otherwise only columns and the number of rows are checked.
 
     Raises:
         ConfigError: a file does not exist, or has fewer rows than the set wants.
-        DataError: a file, a column or a row is wrong, or there are no rows.
+        DataError: a file, a column or a row is invalid, or there are no rows.
         SetupError: the Hugging Face Hub cannot be reached, and its cache has no copy.
     """
     opened = {}

@@ -15,7 +15,7 @@ from services.trainer.telemetry.episode_metrics import mean_metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens of the samples."""
+    """The distribution of the samples' lengths, in tokens."""
 
     mean: float
     median: int
@@ -35,35 +35,35 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a set, or a part of one, says of a policy."""
+    """The results of a set, or of a part of one."""
 
     num_prompts: int
     """Prompts that were played."""
     num_failed_prompts: int
-    """Prompts that could not be played; they are in no other number."""
+    """Prompts that could not be played; no other number includes them."""
     samples_per_prompt: int
     score: Estimate | None
-    """avg@n: the mean score of all samples. One that could not be judged counts as 0. None if no prompt was played."""
+    """avg@n: the mean score of all samples. An unjudged sample counts as 0. None if no prompt was played."""
     pass_at: dict[int, Estimate]
-    """By k, the powers of two up to n, and n."""
+    """pass@k by k: the powers of two up to n, and n."""
     majority_at: dict[int, Estimate]
-    """By k, as `pass_at`, but from 2 on: maj@1 is pass@1."""
+    """maj@k by k, as in `pass_at` but from 2 on: maj@1 is pass@1."""
     truncated_fraction: float
-    """Of the samples, those that were cut."""
+    """Share of the samples that were cut."""
     no_answer_fraction: float
-    """Of the samples, those in which the verifier found no answer."""
+    """Share of the samples in which the verifier found no answer."""
     unjudged_fraction: float
-    """Of the samples, those that could not be judged."""
+    """Share of the samples that could not be judged."""
     tokens: Lengths | None
     turns_mean: float = 0.0
-    """Turns of a sample."""
+    """Mean turns of a sample."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    """What the environment measured, by name: the mean over the samples that have it."""
+    """The environment's metrics by name: the mean over the samples that have each."""
     sources: dict[str, "Summary"] = dataclasses.field(default_factory=dict)
-    """The same for each part of the set, if it is broken down."""
+    """The summary of each part of the set, if it is broken down."""
 
     def as_json(self) -> dict[str, Any]:
-        """The summary as plain data."""
+        """Return the summary as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -73,7 +73,7 @@ def summarize(prompts: Sequence[PlayedPrompt], *, samples_per_prompt: int, pass_
     Args:
         prompts: All prompts of the set.
         samples_per_prompt: n.
-        pass_score: The score from which on a sample counts as correct.
+        pass_score: Smallest score of a correct sample.
     """
     by_source: dict[str, list[PlayedPrompt]] = defaultdict(list)
     for prompt in prompts:

@@ -1,1 +1,1 @@
-"""Prompts to the bus and groups from it."""
+"""Sends prompts to the bus and takes groups from it."""

@@ -1,7 +1,7 @@
-"""The groups of a step, as they come: reject what is stale, and take what the ledger's selection allows.
+"""Supplies the groups of a step as they arrive: rejects stale ones, and takes those that the ledger's selection allows.
 
-Invariants: the checks for staleness and the choice of groups happen without an await between them, so that no group can
-arrive in between and be trained unchecked; a group that is waited for exists.
+Invariants: there is no await between the staleness check and the choice of groups, so that no group can arrive in
+between and be trained unchecked; a group that is waited for exists.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ from services.trainer.telemetry.step_metrics import StepClock
 log = structlog.get_logger()
 
 _SILENCE_S = 30.0
-"""Seconds without any group, while a batch is waited for, after which the bus is asked whether what is awaited still
-exists. Asking is cheap, and the answer is certain, so this only bounds what a loss costs."""
+"""Seconds without any group, while waiting for a batch, after which the bus is asked whether the awaited groups still
+exist. Asking is cheap and the answer is certain, so this only bounds the cost of a loss."""
 
 
 _MAX_CHUNKS = 8
-"""Chunks of a batch, at most. Each costs rows of its own and another sum of all gradients: 32 groups of the demo take
-0.22 s of processor time in one chunk, 0.36 s in eight and 0.68 s in 32. So at most an eighth of the batch is left to
+"""Most chunks of a batch. Each costs separate rows and another sum of all gradients: 32 groups of the demo take 0.22 s
+of processor time in one chunk, 0.36 s in eight and 0.68 s in 32. With eight, at most an eighth of the batch is left to
 compute when its last group arrives, if the others came early enough."""
 
 
 @dataclass(slots=True, kw_only=True)
 class BatchSource:
-    """Gives the groups of a run's batches, one batch after the other."""
+    """Supplies the groups of a run's batches, one batch at a time."""
 
     ledger: GroupLedger[Finished, Delivery]
     feeder: Feeder
@@ -42,24 +42,25 @@ class BatchSource:
     position: Position
     streak: FailureStreak
     streams: bool
-    """Give the groups of a batch as they come, or all together when the batch is complete."""
+    """Whether to supply the groups of a batch as they arrive, rather than together when the batch is complete."""
     pass_tokens: int = 0
-    """Tokens of a forward pass, which are worth computing at once; all sequences of the groups count."""
+    """Tokens of a forward pass, enough to be worth computing at once; all sequences of the groups count."""
     pads_passes: bool = False
-    """Whether every forward pass takes as long as a full one, so that nothing less is worth computing."""
+    """Whether every forward pass takes as long as a full one, so that a smaller one is not worth computing."""
     silence_s: float = _SILENCE_S
 
     async def next_chunk(self, clock: StepClock) -> list[Finished]:
         """Wait for groups of the batch that trains the weights of `position.version`, and take them, in order of index.
 
-        With `streams` these are all that are there, once they are worth computing (`is_chunk`) or complete the batch;
-        else they are the whole batch. Report `finish_training` or `abort_training` to the ledger before the next batch.
+        With `streams`, take all groups that have arrived once they are worth computing (`is_chunk`) or complete the
+        batch; otherwise take the whole batch. Report `finish_training` or `abort_training` to the ledger before the
+        next batch.
 
         Args:
-            clock: Measures the wait, and what it was for.
+            clock: Measures the wait and its cause.
 
         Raises:
-            DataError: a group that is waited for was lost too often.
+            DataError: an awaited group was lost too often.
         """
         version, waited_s = self.position.version, 0.0
         while True:
@@ -94,16 +95,16 @@ class BatchSource:
         )
 
     def _missing(self) -> str:
-        """Return the metric for what keeps the batch from being full: groups in play, a push, or prompts."""
+        """Return the metric of the wait's cause: groups in play, a push, or missing prompts."""
         if self.ledger.num_untrained >= self.ledger.gate.groups_per_step:
             return "wait_s"
         return "push_wait_s" if self.position.num_steps_ahead else "data_wait_s"
 
     async def _exists(self) -> bool:
-        """Return whether a group that is not in hand is anywhere; True if the bus does not answer.
+        """Return whether groups that are not in hand may still exist; True if the bus does not answer.
 
-        A worker stores a group before it acks the prompt. So a group that is in neither queue, if PROMPTS is looked at
-        first, is nowhere: the server acknowledged it and then lost it, as when its host dies.
+        A worker stores a group before it acks the prompt. So a group that is missing first from PROMPTS and then from
+        GROUPS no longer exists: the server acknowledged it and then lost it, for example because its host died.
         """
         return await self.feeder.has_prompts() or not await self.collector.has_everything()
 
@@ -127,19 +128,21 @@ def is_chunk(
     pass_tokens: int,
     pads_passes: bool = False,
 ) -> bool:
-    """Return whether groups are worth computing before their batch is complete: at least an eighth of it, and a forward
-    pass or, in a batch of more than one, half of what the batch lacks.
+    """Return whether groups are worth computing before their batch is complete.
 
-    What is computed early would have to be computed anyway, so it delays the batch by no more than what a chunk costs
-    beyond its groups, and chunks need only be few: a batch of two passes comes in four, each half of the rest.
+    They are if they are at least an eighth of the batch, and fill a forward pass or, in a batch of more than one pass,
+    half of the batch's missing places. Groups computed early would have to be computed anyway, so a chunk delays the
+    batch only by its overhead, and it is enough to keep chunks few: a batch of two passes comes in four chunks, each
+    half of the rest.
 
     Args:
-        num_groups: That can be committed now.
-        num_tokens: Of all their sequences.
+        num_groups: Groups that can be committed now.
+        num_tokens: Tokens of all their sequences.
         num_missing: Places of the batch that are not committed.
-        groups_per_step: Size of a batch; all its groups are taken to be as long as these.
+        groups_per_step: Size of a batch; all its groups are assumed to be as long as these.
         pass_tokens: Tokens of a forward pass.
-        pads_passes: Whether every forward pass takes as long as a full one, so that nothing less is worth computing.
+        pads_passes: Whether every forward pass takes as long as a full one, so that a smaller one is not worth
+            computing.
     """
     if num_groups < -(-groups_per_step // _MAX_CHUNKS):
         return False

@@ -1,17 +1,17 @@
-"""Tells the batch source that the ledger may have changed, so that it looks again."""
+"""Notifies the batch source that the ledger may have changed."""
 
 import asyncio
 
 
 class Changes:
-    """Set by feeder and collector, awaited by the batch source alone."""
+    """A signal set by feeder and collector, and awaited only by the batch source."""
 
     def __init__(self) -> None:
-        """Nothing has changed yet."""
+        """Start without a change."""
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """End the wait, or the next one if nobody waits."""
+        """End the current wait, or the next one if there is none."""
         self._event.set()
 
     async def wait(self, timeout_s: float) -> bool:

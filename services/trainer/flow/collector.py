@@ -1,7 +1,7 @@
-"""The collector: finished groups from the GROUPS queue to the ledger.
+"""The collector: takes finished groups from the GROUPS queue to the ledger.
 
-Invariant: a message leaves the bus only when a checkpoint holds what became of its group, so that a crash brings back
-exactly what the surviving weights have not seen.
+Invariant: a message leaves the bus only when a checkpoint holds its group's outcome, so that a crash brings back
+exactly the groups that the surviving weights have not seen.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A group as it was played, and ready to train."""
+    """A group as it was played, and its form for training."""
 
     played: Group
     images: Mapping[str, bytes]
@@ -53,28 +53,28 @@ class Collector:
     changes: Changes
     reader: GroupReader
     lock: Lock
-    """Only its holder may acknowledge."""
+    """Only its holder may acknowledge messages."""
     images: ImageStore
     run_id: str
     streak: FailureStreak
-    """Ends the run when nothing but failures and losses arrives."""
+    """Ends the run when only failures and losses arrive."""
     crashes: CrashRecord
-    """Knows the groups that kill the trainer."""
+    """Records the groups that kill the trainer."""
     filters: FilterConfig
     tally: FilterTally
     """Ends the run when nearly everything is filtered."""
     evaluator: Evaluator | None = None
-    """Takes the groups that are not trained on."""
+    """Takes the groups of evaluations."""
     pools: RowPools | None = None
-    """Learns how each row was solved."""
+    """Receives the pass rate of each row."""
     on_received: Callable[[], None] = lambda: None
-    """Called after each group, which may have made room for another: it failed or was filtered."""
+    """Called after each group. A failed or filtered group makes room for another."""
     num_duplicate: int = 0
-    """Copies of groups, since this trainer started."""
+    """Duplicate groups since this trainer started."""
     num_foreign: int = 0
-    """Groups of other runs, since this trainer started."""
+    """Groups of other runs since this trainer started."""
     num_unreadable: int = 0
-    """Groups that could not be read, since this trainer started. They count as failed too."""
+    """Unreadable groups since this trainer started. They count as failed too."""
     _caught_up: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
@@ -95,11 +95,11 @@ class Collector:
                 self._caught_up.set()
 
     async def wait_until_caught_up(self) -> None:
-        """Return when everything that the bus held at the start is here."""
+        """Return when every message that the bus held at the start has been received."""
         await self._caught_up.wait()
 
     async def has_everything(self) -> bool:
-        """Return whether the ledger knows of every group that the bus holds; False if the bus does not answer."""
+        """Return whether the ledger knows every group that the bus holds; False if the bus does not answer."""
         return await self.consumer.has_delivered_all() and self.consumer.num_in_hand == self.ledger.num_receipts
 
     async def _receive(self, delivery: Delivery) -> None:
@@ -147,7 +147,7 @@ class Collector:
         self.ledger.keep_receipt(index, delivery)
 
     async def _release(self, delivery: Delivery) -> None:
-        """Acknowledge what no checkpoint accounts for. A trainer that was replaced would remove its successor's."""
+        """Acknowledge a message that no checkpoint accounts for; a replaced trainer would remove its successor's."""
         await self.lock.confirm()
         await delivery.ack()
 
@@ -174,7 +174,7 @@ class Collector:
         return is_of_use
 
     def _filter(self, group: Group, reason: FilterReason) -> bool:
-        """Leave a sound group out of training; its images are never fetched."""
+        """Leave a valid group out of training; its images are never fetched."""
         self.streak.end()
         is_of_use = self.ledger.filter_out(
             group.id.index,
@@ -194,10 +194,10 @@ class Collector:
             self.pools.end(group.id.index, pass_rate([sample.reward for sample in group.samples]))
 
     async def _fetch_images(self, group: Group) -> dict[str, bytes]:
-        """Fetch what the group's samples show, waiting out a server that is away.
+        """Fetch the images of the group's samples, retrying while the server is unreachable.
 
         Raises:
-            MissingImageError: one is no longer stored.
+            MissingImageError: an image is no longer stored.
             SetupError: the server no longer has the stream of images.
         """
         images: dict[str, bytes] = {}

@@ -1,14 +1,14 @@
-"""Groups that kill the trainer: those in hand when its process died, counted over restarts.
+"""Records groups that kill the trainer: those in hand when its process died, counted over restarts.
 
 A process that is killed, runs out of memory or crashes reports nothing. So the record is written before groups are read
-or trained, and again afterwards: what it still names at the next start was in hand at the death.
+or trained, and again afterwards: groups that it still names at the next start were in hand when the process died.
 
-Invariant: a group that was being read at `MAX_DEATHS` deaths, and was not read between them, is not touched again; nor
-is one that was being trained at as many, and was not trained between them. The two are counted apart, because groups
-are read while others are trained.
+Invariant: a group that was being read at `MAX_DEATHS` deaths, and was not read in between, is not touched again; nor is
+one that was being trained at `MAX_DEATHS` deaths, and was not trained in between. The two are counted separately,
+because groups are read while others are trained.
 
-The record is a file of the run's folder, where the checkpoints are, so it survives every end of the process. It need
-not survive a host's. A trainer that has been replaced may write it once more; the successor's next write corrects that.
+The record is a file in the run folder, beside the checkpoints, so it survives every end of the process. It need not
+survive the death of its host. A replaced trainer may write it once more; the successor's next write corrects that.
 """
 
 import json
@@ -27,13 +27,14 @@ from penstock.errors import DataError, PenstockError
 log = structlog.get_logger()
 
 MAX_DEATHS: Final = 3
-"""Each death costs a start of the trainer and the steps since its checkpoint; a single one may be of any cause."""
+"""Deaths after which a group is given up. Each costs a start of the trainer and the steps since its checkpoint; a
+single one may have any cause."""
 
 
 class CrashRecord:
-    """Which groups are in hand, and at how many deaths each was. Its methods may be called from any thread; they write.
+    """The groups in hand, and the deaths at which each was. Methods may be called from any thread, and write the file.
 
-    A group in hand that ends with a `PenstockError` is put down: the process goes on, or ends on purpose.
+    A group whose work ends with a `PenstockError` is no longer in hand: the process goes on, or ends on purpose.
     """
 
     def __init__(self, file: Path, *, run_id: str, is_resumed: bool) -> None:
@@ -41,8 +42,8 @@ class CrashRecord:
 
         Args:
             file: The record.
-            run_id: The run that goes on or begins. A record of another run says nothing of its groups.
-            is_resumed: Whether it goes on from a checkpoint. A run that died before its first checkpoint begins anew,
+            run_id: The run that resumes or begins. A record of another run does not apply to its groups.
+            is_resumed: Whether it resumes from a checkpoint. A run that died before its first checkpoint starts over
                 with another id and the same groups: it takes over a record that names groups in hand.
         """
         self._file = file
@@ -66,10 +67,10 @@ class CrashRecord:
             )
 
     def require_progress(self, max_in_a_row: int) -> None:
-        """Refuse to go on if the trainer died too often without training a batch; the next start may try again.
+        """Raise an error if the trainer died too often without training a batch; the next start may try again.
 
         Raises:
-            DataError: more than `max_in_a_row` deaths.
+            DataError: there were more than `max_in_a_row` deaths.
         """
         if (num_deaths := self._num_deaths_in_a_row) <= max_in_a_row:
             return
@@ -94,19 +95,19 @@ class CrashRecord:
 
     @contextmanager
     def reading(self, index: int) -> Iterator[None]:
-        """Have a group in hand that is being read."""
+        """Record a group as in hand while it is being read."""
         with self._holding(self._reading, [index]):
             yield
 
     @contextmanager
     def training(self, indices: Sequence[int]) -> Iterator[None]:
-        """Have groups in hand whose gradient is computed. They stay suspect until their step ends."""
+        """Record groups as in hand while their gradient is computed. They stay suspect until their step ends."""
         with self._holding(self._training, indices, clears=False):
             yield
 
     @contextmanager
     def updating(self, indices: Sequence[int]) -> Iterator[None]:
-        """Have a whole batch in hand that weights are updated with; its step ends here."""
+        """Record a whole batch as in hand while the weights are updated with it; its step ends here."""
         with self._holding(self._training, indices):
             yield
             self._num_deaths_in_a_row = 0
@@ -144,7 +145,7 @@ class CrashRecord:
 
 
 class _Suspects:
-    """Groups in hand for one purpose, and at how many deaths in a row each was."""
+    """Groups in hand for one purpose, and the number of deaths in a row at which each was."""
 
     def __init__(self, earlier: dict[str, Any]) -> None:
         """Count a death for each group that an earlier process had in hand."""
@@ -154,7 +155,7 @@ class _Suspects:
         self.deaths.update(self.at_death)
 
     def as_json(self) -> dict[str, Any]:
-        """For the record."""
+        """Return the state for the record."""
         return {"in_hand": self.in_hand, "deaths": dict(self.deaths)}
 
 

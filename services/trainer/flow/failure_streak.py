@@ -1,4 +1,4 @@
-"""Groups that fail or get lost, with no sound one between them: beyond a bound, the run ends with the last reason.
+"""Counts groups that fail or get lost without a valid one in between; beyond a bound, it ends the run with the reason.
 
 The same bound holds for deaths of the trainer over its groups (`CrashRecord.require_progress`).
 """
@@ -11,19 +11,19 @@ from typing import Final
 from penstock.errors import DataError
 
 MAX_IN_A_ROW: Final = 32
-"""Beyond any bad stretch of a data set; a mistake in data or set-up fails every group and gets here within minutes."""
+"""More than any bad stretch of a data set; a mistake in data or setup fails every group and gets here in minutes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FailureStreak:
-    """What went wrong since the last sound group."""
+    """Failures and losses since the last valid group."""
 
     max_in_a_row: int = MAX_IN_A_ROW
     _num_failed: int = 0
     _num_lost: Counter[int] = field(default_factory=Counter)
 
     def end(self) -> None:
-        """A sound group arrived."""
+        """End the streak, because a valid group arrived."""
         self._num_failed = 0
         self._num_lost.clear()
 
@@ -31,7 +31,7 @@ class FailureStreak:
         """Count a group that could not be played or read.
 
         Raises:
-            DataError: one too many.
+            DataError: too many groups failed in a row.
         """
         self._num_failed += 1
         if self._num_failed > self.max_in_a_row:
@@ -43,7 +43,7 @@ class FailureStreak:
     def lose(self, indices: Iterable[int], reason: str) -> None:
         """Count groups that were lost and are admitted again.
 
-        Counted by group, because a server that loses its store loses all groups at once; that costs each of them once.
+        Losses are counted per group, because a server that loses its store loses all groups at once, each of them once.
 
         Raises:
             DataError: one of them was lost too often.

@@ -1,8 +1,8 @@
-"""The feeder: examples of the data set, as far as the ledger admits them, to the PROMPTS queue, beside training.
+"""The feeder: publishes the examples that the ledger admits to the PROMPTS queue, beside training.
 
-Invariant: every group that the ledger counts as admitted is on the bus, with a worker, or in hand. A trainer that
-starts again cannot know which, so it publishes those not in hand again, under message ids of its own epoch; the ledger
-recognises what then arrives twice.
+Invariant: every group that the ledger counts as admitted is on the bus, with a worker, or in hand. A restarted trainer
+cannot know which, so it publishes those not in hand again, under message ids of its own epoch; the ledger recognises
+groups that then arrive twice.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ log = structlog.get_logger()
 _POOL_REASONS = {Pool.EASY: FilterReason.EASY_POOL, Pool.HARD: FilterReason.HARD_POOL}
 
 _PUBLISHES_AT_A_TIME = 32
-"""Enough to hide the round trips; more would only queue up in the server."""
+"""Prompts published concurrently: enough to hide the round trips; more would only queue up in the server."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,16 +54,16 @@ class Feeder:
     """This start of the trainer."""
     samples_per_group: int
     pools: RowPools | None = None
-    """Which rows are played less often; None: every row whenever it comes up."""
+    """Decides which rows are played less often; None: every row is played whenever it comes up."""
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while admitted prompts are on their way to the bus: until then a missing one is not lost."""
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Admit whenever `wake` is called, until cancelled.
+        """Admit groups whenever `wake` is called, until cancelled.
 
         Raises:
-            DataError: a row of the data is wrong, or too large to send.
+            DataError: a row of the data is invalid, or too large to send.
         """
         while True:
             await self._wanted.wait()
@@ -71,14 +71,14 @@ class Feeder:
             await self.admit()
 
     def wake(self) -> None:
-        """Have `run` look whether the gate lets groups in: replicas serve a new version, or a group made room."""
+        """Make `run` try to admit groups: replicas serve a new version, or a group made room."""
         self._wanted.set()
 
     async def admit(self) -> None:
-        """Admit what the gate allows at the newest version that is served.
+        """Admit the groups that the gate allows at the newest version that is served.
 
         Raises:
-            DataError: a row of the data is wrong, or too large to send.
+            DataError: a row of the data is invalid, or too large to send.
         """
         async with self.publishing:
             while self._num_admissible():
@@ -91,14 +91,14 @@ class Feeder:
                 )
 
     def _rows(self, first: int) -> list[Row]:
-        """The rows of the groups that the gate lets in at most."""
+        """Return the rows of the most groups that the gate can admit."""
         return [self.dataset.row_at(index) for index in range(first, first + self.ledger.gate.capacity)]
 
     def _admit(self, rows: Sequence[Row]) -> list[Admission]:
-        """Admit what the gate allows, up to the first group whose row is still being played.
+        """Admit the groups that the gate allows, up to the first group whose row is still being played.
 
         Args:
-            rows: Of the next groups, if there are pools.
+            rows: Rows of the next groups, if there are pools.
         """
         version, first = self._admission_version(), self.ledger.next_index
         admissions = []
@@ -121,23 +121,23 @@ class Feeder:
             self.ledger.filter_out(admission.index, admission.attempt, reason=_POOL_REASONS[pool])
 
     async def publish_again(self) -> None:
-        """After a restart: publish every admitted group that is not in hand, in place of what the queue holds.
+        """After a restart, publish every admitted group that is not in hand, replacing the contents of the queue.
 
-        They are admitted at the version of now: none of their tokens will be older.
+        They are admitted at the current version, because none of their tokens will be older.
         """
         async with self.publishing:
             await self.bus.purge(self.bus.prompts)
             await self._publish(self.ledger.renew_unplayed(self._admission_version()))
 
     async def replace_lost(self) -> None:
-        """Admit every group again that is not in hand; see `GroupLedger.readmit_lost`. Hold `publishing`."""
+        """Admit again every group that is not in hand; see `GroupLedger.readmit_lost`. Call it holding `publishing`."""
         admissions = self.ledger.readmit_lost(self._admission_version())
         for admission in admissions:
             log.warning("group.lost", index=admission.index, next_attempt=admission.attempt)
         await self._publish(admissions)
 
     async def has_prompts(self) -> bool:
-        """Return whether the queue holds prompts, with a worker or not; True if the server does not answer."""
+        """Return whether the queue holds prompts, delivered to a worker or not; True if the server does not answer."""
         try:
             info = await self.bus.jetstream.stream_info(self.bus.prompts.name)
         except BUS_ERRORS:
@@ -203,7 +203,7 @@ class Feeder:
         return msgspec.structs.replace(self.sampling, max_new_tokens=example.max_new_tokens)
 
     def _pass_over(self, admission: Admission, reason: FilterReason) -> None:
-        """Filter a group whose row cannot be played; the gate then has room for the next."""
+        """Filter a group whose row cannot be played, which makes room for the next one."""
         if self.ledger.filter_out(admission.index, admission.attempt, reason=reason):
             log.info("prompt.passed_over", index=admission.index, reason=reason)
             self.tally.filter_out(reason)

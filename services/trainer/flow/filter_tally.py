@@ -1,4 +1,4 @@
-"""What the filters left out lately: for the step's metrics, and to end a run that filters nearly everything."""
+"""Counts recently filtered groups: for the step's metrics, and to end a run that filters nearly everything."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from penstock.errors import DataError
 from services.trainer.admission.filters import FilterReason
 
 WINDOW: Final = 256
-"""Groups over which the filtered share is taken: enough that chance alone rarely exceeds the bound."""
+"""Groups over which the filtered share is computed: enough that chance alone rarely exceeds the bound."""
 
 _REMEDIES: Final = {
     FilterReason.ZERO_VARIANCE: (
@@ -29,17 +29,17 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """The groups that met the filters between two steps."""
+    """The groups that reached the filters between two steps."""
 
     num_groups: int
     num_filtered: int
     rewards: tuple[float, ...]
-    """Of all their judged samples, as they were played."""
+    """Rewards of all their judged samples, before any filter."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FilterTally:
-    """Counts groups as they meet the filters."""
+    """Counts groups as they reach the filters."""
 
     max_share: float
     """`filters.max_filtered_share`."""
@@ -70,7 +70,7 @@ class FilterTally:
             )
 
     def take(self) -> Interval:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         interval = Interval(
             num_groups=len(self._since),
             num_filtered=sum(reason is not None for reason in self._since),

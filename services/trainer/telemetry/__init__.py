@@ -1,1 +1,1 @@
-"""What a run reports: metrics, curves, sample episodes, and its state over gRPC."""
+"""Reports a run: metrics, curves, sample episodes, and its state over gRPC."""

@@ -7,13 +7,13 @@ from typing import Any
 
 _SMOOTH_STEPS = 10
 _SMALLEST_GAP = 1e-9
-"""Drawn for smaller ones: a logarithmic axis has no place for 0."""
+"""Smaller gaps are drawn as this one, because a logarithmic axis cannot show 0."""
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
     """Draw the metrics of a run (rows of metrics.jsonl) to a PNG at `path`.
 
-    A curve leaves out the steps that lack its metric: a step that trained no token has no log-probabilities.
+    A curve skips the steps that lack its metric: a step that trained no token has no log-probabilities.
     """
     import matplotlib as mpl
 
@@ -86,7 +86,7 @@ def draw_loss_curves(
 
 
 def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:
-    """The ends of the reward's axis: 0 to 1, or as far beyond as a profile's scale goes (dapo: -1 to 1)."""
+    """Return the limits of the reward axis: 0 to 1, extended to the rewards of a wider profile (dapo: -1 to 1)."""
     return 1.02 * min([0.0, *rewards]), 1.02 * max([1.0, *rewards])
 
 

@@ -1,4 +1,4 @@
-"""The metrics of a step's episodes: their turns, what environments added and measured, and how they ended."""
+"""Metrics of a step's episodes: turns, environments' observations and metrics, and how episodes ended."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from services.trainer.admission.pools import pass_rate
 def describe_episodes(groups: Sequence[Group]) -> dict[str, Any]:
     """Describe the samples of a batch as episodes.
 
-    What an environment measured is under `environment/<name>/<metric>`: the mean, over the samples that have it, of
-    each sample's value (`Sample.metrics`). A sample without it counts in no mean.
+    An environment's metrics are under `environment/<name>/<metric>`: the mean of `Sample.metrics` over the samples that
+    have the metric.
     """
     samples = [sample for group in groups for sample in group.samples]
     num_turns = [len(sample.turns) for sample in samples]
@@ -34,7 +34,7 @@ def describe_episodes(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def num_observation_tokens(sample: Sample) -> int:
-    """Tokens, images expanded, that stand between the turns of a sample and are not the policy's own.
+    """Return the tokens, images expanded, between the turns of a sample that are not the policy's own.
 
     A turn of an agent that begins again where an earlier one did adds none.
     """
@@ -49,7 +49,7 @@ def _is_right_at_once(sample: Sample) -> bool:
 
 
 def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric, by name, over the samples that have it."""
+    """Return the mean of each metric, by name, over the samples that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for each in metrics:
         for name, value in each.items():
@@ -60,6 +60,6 @@ def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _by_environment(groups: Sequence[Group]) -> dict[str, list[Sample]]:
     played: dict[str, list[Sample]] = defaultdict(list)
     for group in groups:
-        if group.environment:  # groups that were recorded before they had one
+        if group.environment:  # empty in groups recorded before the field existed
             played[group.environment].extend(group.samples)
     return played

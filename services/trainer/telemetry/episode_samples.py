@@ -1,4 +1,4 @@
-"""Sample episodes for people to read: a group with its images, texts and verdicts, as files in the run folder."""
+"""Writes sample episodes for people to read: a group's images, texts and verdicts, as files in the run folder."""
 
 import json
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ def write_group(group: Group, example: Example, images: Mapping[str, bytes], fol
 
     Args:
         group: The group as it was played.
-        example: What it was played from.
-        images: Its images, by content hash; a sample names them as its files are called.
-        folder: Where to write.
+        example: The example that it was played from.
+        images: Its images, by content hash; samples refer to them by file name.
+        folder: Destination folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number, image in enumerate(example.images):

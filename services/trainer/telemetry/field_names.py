@@ -1,6 +1,6 @@
-"""Metrics under the names that other frameworks' dashboards know, beside our own.
+"""Names of our metrics in other frameworks' dashboards.
 
-A name is here only if the other framework computes the same number.
+A name is listed only if the other framework computes the same number.
 """
 
 from collections.abc import Mapping
@@ -49,9 +49,9 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "checkpoint_write_s": ("time/save_ckpt",),
     }
 )
-"""Our name: theirs."""
+"""Other frameworks' names by our name."""
 
 
 def field_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the step's values under the other frameworks' names, as far as the step has them."""
+    """Return the step's values under the other frameworks' names; metrics that the step lacks are left out."""
     return {theirs: row[ours] for ours, names in FIELD_NAMES.items() if ours in row for theirs in names}

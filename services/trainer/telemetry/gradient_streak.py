@@ -1,4 +1,4 @@
-"""Steps in a row without policy gradient: a run that goes on without learning anything says so."""
+"""Warns about steps in a row without policy gradient: the run goes on but learns nothing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ import structlog
 log = structlog.get_logger()
 
 MAX_STEPS_IN_SILENCE: Final = 10
-"""Steps in a row without policy gradient before the warning. Single ones are usual where batches are small."""
+"""Steps in a row without policy gradient before the warning. Single ones are normal with small batches."""
 
 
 @dataclass(slots=True)
 class GradientStreak:
-    """Counts them, and warns once for each row of them."""
+    """Counts steps without policy gradient, and warns once per streak."""
 
     _num_steps: int = 0
 
     def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the length of the row as a metric, the step included.
+        """Return the length of the streak as a metric, including this step.
 
         Args:
-            metrics: Of the optimizer step, from the backend.
+            metrics: The backend's metrics of the optimizer step.
         """
         reason = _reason(metrics)
         self._num_steps = self._num_steps + 1 if reason else 0
@@ -38,7 +38,7 @@ class GradientStreak:
 
 
 def _reason(metrics: Mapping[str, float]) -> str:
-    """Say why a step had no policy gradient, and what to change; empty if it had one."""
+    """Return why a step had no policy gradient, and the remedy; empty if it had one."""
     if metrics.get("rejected_fraction") == 1:
         return (
             "every token with an advantage was rejected, so only regularisers act; loosen trust_region, correction or "

@@ -1,7 +1,7 @@
 """The run's metrics: one JSON object per step, in the order of the weights' surviving history.
 
 Invariant: the file has each step at most once. When a run continues from a checkpoint, the lines that a crashed trainer
-wrote after it are moved to a file of their own.
+wrote after it are moved to a separate file.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 EXACT = frozenset({"loss", "grad_norm"})
-"""Metrics that a replay must reproduce to the bit."""
+"""Metrics that a replay must reproduce bit for bit."""
 
 
 class MetricsLog:
@@ -26,7 +26,7 @@ class MetricsLog:
             folder: The run folder.
             last_step: Step of the checkpoint that the run continues from; 0 for a new run.
             last_row: The step's metrics from that checkpoint; written if the trainer died before it wrote them.
-            name: Of the file, without its suffix.
+            name: Name of the file, without its suffix.
         """
         self._path = folder / f"{name}.jsonl"
         text = self._path.read_text() if self._path.exists() else ""
@@ -48,7 +48,7 @@ class MetricsLog:
             file.write(json.dumps({key: as_logged(key, value) for key, value in row.items()}) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """All steps so far."""
+        """Return all steps so far."""
         if not self._path.exists():
             return []
         return [json.loads(line) for line in self._path.read_text().splitlines()]
@@ -58,9 +58,9 @@ def _step_of(line: str) -> float:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line that a crash cut short
+        return float("inf")  # a crash truncated the line
 
 
 def as_logged(key: str, value: Any) -> Any:
-    """Return the value as the log holds it: floats with six significant digits, but those of `EXACT` with all."""
+    """Return the value as logged: floats with six significant digits, but all digits for metrics in `EXACT`."""
     return float(f"{value:.6g}") if isinstance(value, float) and key not in EXACT else value

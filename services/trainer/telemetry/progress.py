@@ -1,4 +1,4 @@
-"""Where the run stands, and the gRPC service that reports it."""
+"""The run's progress, and the gRPC service that reports it."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from services.trainer.admission.group_state import GroupCounts
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Written by the training loop, read by callers of TrainerService."""
+    """The run's progress. The training loop writes it; callers of TrainerService read it."""
 
     run_id: str
     num_steps: int
@@ -25,7 +25,7 @@ class Progress:
     num_filtered_groups: int = 0
 
     def count_groups(self, counts: GroupCounts, *, num_untrained: int) -> None:
-        """Take over the ledger's counts."""
+        """Copy the ledger's counts."""
         self.num_outstanding_groups = num_untrained
         self.num_trained_groups = counts.trained
         self.num_stale_groups = counts.rejected
@@ -34,7 +34,7 @@ class Progress:
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Answers from `Progress`."""
+    """Answers calls from `Progress`."""
 
     def __init__(self, progress: Progress) -> None:
         """Report `progress`."""
@@ -43,7 +43,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetRun(  # noqa: N802 - gRPC's name
         self, request: trainer_pb2.GetRunRequest, context: "grpc.aio.ServicerContext[object, object]"
     ) -> trainer_pb2.GetRunResponse:
-        """Report where the run stands."""
+        """Report the run's progress."""
         progress = self._progress
         return trainer_pb2.GetRunResponse(
             run_id=progress.run_id,

@@ -1,4 +1,4 @@
-"""The metrics of a step that are not the backend's: its batch, its push, its times, and the groups of the run."""
+"""Metrics of a step other than the backend's: its batch, its push, its times, and the groups of the run."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ _PARTS = ("wait_s", "data_wait_s", "push_wait_s", "checkpoint_wait_s", "evaluati
 
 
 class StepClock:
-    """Measures the parts of a step, which take turns."""
+    """Measures the parts of a step, which follow each other."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Start the first part."""
@@ -30,7 +30,7 @@ class StepClock:
         self._has_stopped = asyncio.Event()
 
     def lap(self, name: str) -> None:
-        """End a part of the step, and start the next; parts of the same name add up."""
+        """End a part of the step and start the next one; parts of the same name add up."""
         now = self._now()
         self._laps[name] += now - self._lap_started
         self._lap_started = now
@@ -41,7 +41,7 @@ class StepClock:
         self._has_stopped.set()
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part, and of the whole step, until it was stopped or so far, as `step_s`."""
+        """Return the seconds of each part and, as `step_s`, of the whole step: until it was stopped, or so far."""
         ended = self._now() if self._stopped is None else self._stopped
         return self._laps | {"step_s": ended - self._started}
 
@@ -68,13 +68,13 @@ def describe_batch(groups: Sequence[Group]) -> dict[str, Any]:
 def describe_filters(played: Sequence[Group], ready: Sequence[TrainGroup], since: Interval) -> dict[str, Any]:
     """Describe what the filters did to the batch, and to the groups that arrived since the last step.
 
-    `reward_mean_played` is of all samples of those groups, before any filter: the reward of the policy. `reward_mean`
-    is of the batch, which a filter of groups keeps away from 0 and 1.
+    `reward_mean_played` covers all samples of those groups, before any filter: the reward of the policy. `reward_mean`
+    covers the batch, which a filter of groups keeps away from 0 and 1.
 
     Args:
         played: The batch as it was played.
         ready: The batch as it was trained.
-        since: What met the filters since the last step.
+        since: The groups that reached the filters since the last step.
     """
     metrics = {
         "num_masked_samples": sum(sum(group.masked) for group in ready),
@@ -89,10 +89,10 @@ def describe_filters(played: Sequence[Group], ready: Sequence[TrainGroup], since
 
 
 def prefill_ratio(groups: Sequence[Group]) -> float:
-    """Return how many prompt tokens the engines computed for each that had to be; 1 is the least.
+    """Return the prompt tokens that the engines computed, divided by those that they had to; 1 is the minimum.
 
-    A group needs its prompt once, and of each later turn what the environment added; the rest can come from the prefix
-    cache. 0 if nothing was needed.
+    A group needs its prompt once, and for each later turn the tokens that the environment added; the rest can come from
+    the prefix cache. 0 if nothing was needed.
     """
     num_computed = num_needed = 0
     for group in groups:
@@ -116,7 +116,7 @@ def describe_push(report: PushReport, *, num_live_replicas: int) -> dict[str, An
 
 
 def describe_groups(counts: GroupCounts, *, num_duplicate: int, num_unreadable: int) -> dict[str, int]:
-    """Describe what became of groups since the run began; the last two are counted since the trainer started."""
+    """Describe the outcomes of groups since the run began; the last two counts are since the trainer started."""
     return {
         "num_trained_groups": counts.trained,
         "num_stale_groups": counts.rejected,
@@ -134,5 +134,5 @@ def describe_groups(counts: GroupCounts, *, num_duplicate: int, num_unreadable: 
 
 
 def describe_pools(shares: Mapping[Pool, float]) -> dict[str, float]:
-    """Describe the row pools by the shares of all rows that they hold."""
+    """Describe the row pools by their shares of all rows."""
     return {f"{pool}_pool_share": share for pool, share in shares.items()}

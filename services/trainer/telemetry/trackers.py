@@ -1,9 +1,9 @@
-"""The run's metrics in experiment trackers: Weights & Biases, TensorBoard, MLflow, SwanLab, Trackio.
+"""Sends the run's metrics to experiment trackers: Weights & Biases, TensorBoard, MLflow, SwanLab, Trackio.
 
-accelerate's trackers speak to them. Each has a thread of its own, so the training loop never waits for one, and one
-that hangs delays no other. Nothing of a tracker is imported unless the recipe uses it.
+It uses accelerate's trackers. Each has its own thread, so the training loop never waits for one, and one that hangs
+delays no other. A tracker is imported only if the recipe uses it.
 
-Invariants: no error of a tracker reaches the run; each warns once. A run that goes on from a checkpoint goes on in
+Invariants: no error of a tracker reaches the run; each warns once. A run that resumes from a checkpoint continues in
 every tracker under the same id.
 """
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _MAX_WAITING_ROWS = 1000
-"""Steps that wait for a tracker that hangs; later ones are not sent to it."""
+"""Most steps queued for a tracker that hangs; later ones are not sent to it."""
 _CLOSE_TIMEOUT_S = 60.0
-"""The longest that the end of a run waits for uploads."""
+"""Longest wait for uploads at the end of a run, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What trackers know of a run."""
+    """The facts about a run that trackers need."""
 
     run_id: str
-    """The same before and after a resume."""
+    """Identity of the run, the same before and after a resume."""
     name: str
     project: str
     last_step: int
-    """Of the checkpoint that the run goes on from; 0 in a new run."""
+    """Step of the checkpoint that the run resumes from; 0 in a new run."""
     folder: Path
-    """For files of trackers."""
+    """Folder for the trackers' files."""
     settings: Mapping[str, str]
-    """The recipe, by dotted name."""
+    """Settings of the recipe, by dotted name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,11 @@ class TrackerKind:
     """A tracker that a recipe can name."""
 
     package: str
-    """What pip installs."""
+    """Package that pip installs."""
     modules: Sequence[str]
-    """What must then be importable."""
+    """Modules that must then be importable."""
     make: Callable[[TrackedRun], "GeneralTracker"]
-    """Returns it, not yet started."""
+    """Creates the tracker without starting it."""
     settings_can_change: bool
     """Whether settings may be stored again after a resume."""
 
@@ -72,12 +72,12 @@ class Trackers:
     """Sends every step's metrics to each tracker of the recipe."""
 
     def __init__(self, feeds: Sequence["Feed"]) -> None:
-        """Use trackers that were started."""
+        """Use started trackers."""
         self._feeds = feeds
 
     @classmethod
     def open(cls, config: TrackersConfig, run: TrackedRun) -> "Trackers":
-        """Start the trackers of the recipe; `require_packages` comes before. Blocks while accelerate is imported."""
+        """Start the trackers of the recipe; call `require_packages` first. Blocks while accelerate is imported."""
         if config.use:
             from accelerate.state import PartialState
 
@@ -89,7 +89,7 @@ class Trackers:
         return cls(feeds)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Send one step's row of metrics.jsonl, or what is a number in it. Returns at once."""
+        """Send the numbers in one step's row of metrics.jsonl. Returns at once."""
         values = {
             name: value for name, value in row.items() if isinstance(value, int | float) and not isinstance(value, bool)
         }
@@ -97,7 +97,7 @@ class Trackers:
             feed.put(values)
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Wait until everything is sent, together at most `timeout_s`. Blocks."""
+        """Wait until everything is sent, at most `timeout_s` in total. Blocks."""
         deadline = time.monotonic() + timeout_s
         for feed in self._feeds:
             feed.put(None)
@@ -108,10 +108,10 @@ class Trackers:
 
 
 class Feed(threading.Thread):
-    """The thread of one tracker. A daemon: a tracker that hangs does not keep the process alive."""
+    """The thread of one tracker. It is a daemon, so that a tracker that hangs does not keep the process alive."""
 
     def __init__(self, name: str, kind: TrackerKind, run: TrackedRun) -> None:
-        """Prepare; `start` begins."""
+        """Prepare the thread; `start` starts it."""
         super().__init__(name=name, daemon=True)
         self._kind = kind
         self._run = run
@@ -119,14 +119,14 @@ class Feed(threading.Thread):
         self._has_failed = False
 
     def put(self, row: dict[str, float] | None) -> None:
-        """Send a row after those that wait; None ends the thread after them."""
+        """Queue a row; None ends the thread once the queue is empty."""
         if row is not None and self._rows.qsize() >= _MAX_WAITING_ROWS:
             self._warn(f"{_MAX_WAITING_ROWS} steps wait for it; later ones are not sent")
         else:
             self._rows.put(row)
 
     def run(self) -> None:
-        """Start the tracker, send it rows until the end, and finish it."""
+        """Start the tracker, send it rows until None, and finish it."""
         tracker: Any = None
 
         def start() -> None:
@@ -157,10 +157,10 @@ class Feed(threading.Thread):
 
 
 def require_packages(config: TrackersConfig) -> None:
-    """Check that the trackers of the recipe are installed; accelerate would leave them out in silence.
+    """Check that the trackers of the recipe are installed; accelerate would silently skip them.
 
     Raises:
-        ConfigError: one is not; names the command that installs it.
+        ConfigError: a tracker is not installed; names the command that installs it.
     """
     for name in config.use:
         kind = KINDS[name]
@@ -185,7 +185,7 @@ def described(settings: TrainerSettings | SftSettings) -> dict[str, str]:
 def _tensorboard(run: TrackedRun) -> "GeneralTracker":
     from accelerate.tracking import TensorBoardTracker
 
-    # TensorBoard shows nothing that was logged earlier for steps from purge_step on.
+    # TensorBoard hides earlier values of steps from purge_step on.
     return TensorBoardTracker(run.name, run.folder / "tensorboard", purge_step=run.last_step + 1)
 
 
@@ -193,7 +193,7 @@ def _wandb(run: TrackedRun) -> "GeneralTracker":
     from accelerate.tracking import WandBTracker
 
     class Tracker(WandBTracker):  # type: ignore[misc]  # accelerate is untyped
-        """Draws everything over `step`, and numbers rows apart from it: W&B ignores a row below its newest number."""
+        """Plots over `step`, but numbers rows independently: W&B ignores a row with a number below the newest."""
 
         def start(self) -> None:
             super().start()
@@ -217,7 +217,7 @@ def _mlflow(run: TrackedRun) -> "GeneralTracker":
         mlflow.set_tracking_uri(f"sqlite:///{run.folder.absolute() / 'mlflow.db'}")
 
     class Tracker(MLflowTracker):  # type: ignore[misc]  # accelerate is untyped
-        """Keeps the id that MLflow draws for the run, and gives it names that it takes."""
+        """Stores the id that MLflow assigns to the run, and gives values names that MLflow accepts."""
 
         def start(self) -> None:
             super().start()
@@ -236,7 +236,7 @@ def _mlflow(run: TrackedRun) -> "GeneralTracker":
 
 
 def _accepted_by_mlflow(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by names without the characters for which MLflow refuses a whole row, as in `visual.*`."""
+    """Return the values by names without the characters for which MLflow rejects a whole row, as in `visual.*`."""
     return {re.sub(r"[^\w./: -]", "_", name): value for name, value in values.items()}
 
 

@@ -1,8 +1,8 @@
 """A push in which trainer and members meet in a process group, so that all go through each stage together.
 
 A failed member is dropped and the others go on. If one failure blocks a collective stage (forming the process group,
-the transfer), the group is closed at once, so that nobody waits for it. Members that only suffered from the failure are
-told apart from the one that caused it: they answer when the group is closed, it does not.
+the transfer), the group is closed at once, so that no member waits for it. Members that only suffered from the failure
+answer when the group is closed; the one that caused it does not.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _OWN_SHARE = 0.8
 
 
 class CollectivePush:
-    """One push. Use once."""
+    """One push over a collective transport. Use once."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class CollectivePush:
         stub: Callable[[Member], Stub],
         transport: CollectiveTransport,
     ) -> None:
-        """Push to `members` over `transport`, which was opened for them."""
+        """Push to `members` over `transport`, which must have been opened for them."""
         self._stages = stages
         self._deadlines = stages.deadlines
         self._transport = transport
@@ -104,7 +104,7 @@ class CollectivePush:
                 self._failed_in.setdefault(member, stage)
 
     async def _conclude(self) -> PushOutcome:
-        """End the push for members that did not complete it, and find out which of them caused that."""
+        """End the push for members that did not complete it, and determine which of them caused the failure."""
         calls = self._calls
         failures = dict(calls.failures)
         if not failures:

@@ -1,4 +1,4 @@
-"""How long each stage of a push may take, and a whole push."""
+"""Deadlines of the stages of a push, and of a whole push."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -6,12 +6,12 @@ from typing import Self
 from services.trainer.config import WeightSyncConfig
 
 CONTROL_S = 10.0
-"""The longest an engine may take for calls that move no weights and wait for nothing: a busy event loop, at most."""
+"""Most seconds for calls that move no weights and wait for nothing but a busy event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushDeadlines:
-    """Seconds for each stage. Time that running requests get to finish (mode drain) comes on top."""
+    """Seconds for each stage. The time for running requests to finish (mode drain) is added to them."""
 
     prepare_s: float
     upload_s: float
@@ -19,21 +19,21 @@ class PushDeadlines:
     transfer_s: float
     verify_s: float
     control_s: float
-    """For each of commit, resume and abort, and for asking a replica for its state."""
+    """Seconds for each of commit, resume and abort, and for asking a replica for its state."""
 
     @classmethod
     def of(cls, config: WeightSyncConfig) -> Self:
-        """The deadlines that the two settings imply."""
+        """Return the deadlines that the two settings imply."""
         return cls(
             prepare_s=config.stage_timeout_s,
             upload_s=config.transfer_timeout_s if config.transport == "delta" else 0.0,
             pause_s=config.stage_timeout_s,
             transfer_s=config.transfer_timeout_s,
-            verify_s=config.transfer_timeout_s,  # it reads every byte once more
+            verify_s=config.transfer_timeout_s,  # it reads every byte again
             control_s=min(CONTROL_S, config.stage_timeout_s),
         )
 
     @property
     def push_s(self) -> float:
-        """The longest a push can take if every stage keeps its deadline: what the engines are told."""
+        """Longest duration of a push in which every stage keeps its deadline; engines are told this value."""
         return self.prepare_s + self.upload_s + self.pause_s + self.transfer_s + self.verify_s + 3 * self.control_s

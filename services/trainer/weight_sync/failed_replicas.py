@@ -1,4 +1,4 @@
-"""Replicas whose last push failed, and when each of them is retried. Pure: the caller passes the time."""
+"""Replicas whose last push failed, and their next retries. Pure: the caller passes the time."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from penstock.runtime.backoff import Backoff
 from services.trainer.weight_sync.push_calls import Member
 
 RETRY_AFTER_S = 5.0
-"""Long enough for an engine to be restarted, short against the minutes that it would otherwise be missing."""
+"""Seconds before the first retry: long enough to restart an engine, short against the minutes of its absence."""
 
 _MAX_WAIT_FACTOR = 32
 _MAX_INTERRUPTIONS = 2
-"""A replica whose push takes longer than a step would never come back if every retry were interrupted."""
+"""Most interruptions in a row: a replica whose push takes longer than a step would otherwise never come back."""
 
 
 @dataclass(slots=True)
@@ -21,19 +21,19 @@ class _Failure:
     count: int = 0
     retry_at: float = 0.0
     num_interrupted: int = 0
-    """Retries that were interrupted since the last one that ended."""
+    """Retries interrupted since the last one that ended."""
 
 
 class FailedReplicas:
-    """Keeps a wait for each failed replica: `retry_after_s`, doubled after each further failure, 32-fold at most."""
+    """Keeps the backoff of each failed replica: `retry_after_s`, doubled after each further failure, up to 32-fold."""
 
     def __init__(self, retry_after_s: float = RETRY_AFTER_S) -> None:
-        """No replica has failed."""
+        """Start without failed replicas."""
         self._backoff = Backoff(retry_after_s, _MAX_WAIT_FACTOR * retry_after_s)
         self._failures: dict[Member, _Failure] = {}
 
     def __contains__(self, member: Member) -> bool:
-        """Whether its last push failed."""
+        """Return whether the replica's last push failed."""
         return member in self._failures
 
     def add(self, member: Member, *, now: float) -> float:
@@ -45,7 +45,7 @@ class FailedReplicas:
         return wait_s
 
     def remove(self, member: Member) -> None:
-        """Forget its failures, if any."""
+        """Forget the replica's failures, if any."""
         self._failures.pop(member, None)
 
     def keep_only(self, live: Collection[Member]) -> None:
@@ -53,15 +53,15 @@ class FailedReplicas:
         self._failures = {member: failure for member, failure in self._failures.items() if member in live}
 
     def due(self, *, now: float) -> list[Member]:
-        """Replicas to retry."""
+        """Return the replicas to retry."""
         return [member for member, failure in self._failures.items() if failure.retry_at <= now]
 
     def may_interrupt(self, member: Member) -> bool:
-        """Whether a publication may interrupt the replica's retry. After two interruptions the next retry must end."""
+        """Return whether a publication may interrupt the replica's retry. After two interruptions the next must end."""
         failure = self._failures.get(member)
         return failure is None or failure.num_interrupted < _MAX_INTERRUPTIONS
 
     def interrupted(self, member: Member) -> None:
-        """Record that its retry was interrupted. That is not a failure: the replica stays due."""
+        """Record that the replica's retry was interrupted. That is not a failure: the replica stays due."""
         if member in self._failures:
             self._failures[member].num_interrupted += 1

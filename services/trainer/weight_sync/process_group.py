@@ -1,12 +1,12 @@
 """The trainer's end of a torch.distributed process group whose other members are SGLang engines; its rank is 0.
 
 The rendezvous is that of SGLang's `init_custom_process_group`, but SGLang is not needed here. With gloo, `form` proves
-that all members are present, and no call outlasts its timeout. `close` ends a rendezvous at once, for the members too.
+that all members are present, and no call outlasts its timeout. `close` ends a rendezvous at once, also for the members.
 A broadcast cannot be interrupted: its members are released when it ends, at its timeout or when the member it waits for
 leaves. After an error the group is unusable; close it and open another under a new name.
 
 With NCCL, members connect in their first broadcast, so `form` proves nothing and a missing member is noticed in the
-transfer. Whether `close` or the timeout ends a broadcast that is still connecting has not been tried.
+transfer. Whether `close` or the timeout ends a broadcast that is still connecting has not been tested.
 """
 
 import collections
@@ -33,7 +33,7 @@ _SHORT_POLL_S = 0.0001
 _LONG_POLL_S = 0.002
 """Poll a send fast at first (GPU sends finish quickly), then slowly (on CPUs polling competes with sending)."""
 _AHEAD = 4
-"""Parts in flight at a time."""
+"""Most parts in flight at a time."""
 
 
 class WeightProcessGroup:
@@ -134,7 +134,7 @@ class WeightProcessGroup:
         except RuntimeError as error:
             raise UnavailableError(f"process group {self.name}: broadcast failed: {_first_line(error)}") from None
         finally:
-            # Members notice that this side left only when nothing refers to the group, not even a traceback's frame.
+            # Members notice that this side left only when nothing refers to the group, including a traceback's frame.
             in_flight.clear()
 
     def _start(self, part: torch.Tensor, deadline: float) -> Any:
@@ -166,13 +166,13 @@ class WeightProcessGroup:
             work = None
 
     def close(self, *, are_coming: bool = False) -> None:
-        """Leave the group, formed or not; a call in another thread ends with an error. May be repeated.
+        """Leave the group, formed or not; a call in another thread ends with an error. May be called repeatedly.
 
         It may wait for a running broadcast, see above.
 
         Args:
             are_coming: Whether members are about to reach the rendezvous. If so, it stays open for a moment longer to
-                turn them away: a member that finds no rendezvous would retry until its own timeout.
+                reject them: a member that finds no rendezvous would retry until its own timeout.
         """
         if are_coming:
             self._await_members()
@@ -192,7 +192,7 @@ class WeightProcessGroup:
             time.sleep(_POLL_S)
 
     def _own_stream(self) -> AbstractContextManager[object]:
-        """On a GPU: copies from the host do not wait until all that training has queued there is done."""
+        """Return a separate stream on a GPU, so that copies from the host do not wait for training's queued work."""
         if self._device.type == "cpu":
             return nullcontext()
         own: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream(self._device))
@@ -209,7 +209,7 @@ class WeightProcessGroup:
 
 
 def _new_group(store: Any, *, world_size: int, name: str, backend: str, timeout: datetime.timedelta) -> Any:
-    """Form the group as SGLang's members do, which follow torch's own `init_process_group`."""
+    """Form the group as SGLang's members do; they follow torch's own `init_process_group`."""
     group, _ = distributed_c10d._new_process_group_helper(
         world_size, 0, [], dist.Backend(backend), store, group_name=name, backend_options=None, timeout=timeout
     )
@@ -225,5 +225,5 @@ def _leave(group: Any) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """Without torch's C++ stack."""
+    """Return the error's first line, without torch's C++ stack."""
     return str(error).split("\n", 1)[0]

@@ -3,9 +3,9 @@
 Invariants: a replica generates again only after the digest of every parameter it holds equals the trainer's. No stage
 outlasts its deadline, so a replica that dies or hangs costs one deadline and the others get their weights. A failed
 replica is retried alone, so that it cannot spoil a push to others. A publication interrupts the retry, so that training
-does not wait for it; only after two interruptions it waits, so that a slow replica comes back. Weights are pushed from
-a snapshot, so a replica that joins between two steps gets exactly the published version. Replicas that an evaluation
-holds out keep its version instead, and catch up as late joiners do when it has ended.
+does not wait for it; after two interruptions it waits, so that a slow replica comes back. Weights are pushed from a
+snapshot, so a replica that joins between two steps gets exactly the published version. Replicas that an evaluation
+holds out keep its version instead, and catch up like late joiners when it has ended.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ log = structlog.get_logger()
 
 _CATCH_UP_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.1
-"""Leases of a large pool are renewed hundreds of times a second, and each look reads all of them."""
+"""Seconds between looks at the leases. In a large pool they are renewed hundreds of times a second, and each look reads
+all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,15 @@ class WeightPublisher:
     replicas: Watch
     """The `replicas` bucket."""
     backend: str
-    """torch.distributed back end of broadcasts: nccl or gloo."""
+    """torch.distributed backend of broadcasts: nccl or gloo."""
     files: WeightFileStore
-    """Writes weight files if so configured; late joiners read them."""
+    """Writes weight files if configured; late joiners read them."""
     keeps_on_host: bool = False
-    """Whether snapshots are in the host's memory: the weights are sharded or offloaded, so that a GPU has no room for
-    copies of all of them."""
+    """Whether snapshots are in the host's memory: the weights are sharded or offloaded, so a GPU has no room for a full
+    copy."""
     failed_replicas: FailedReplicas = field(default_factory=FailedReplicas)
     security: Security | None = None
-    """Tokens and TLS of the calls to replicas; None: the tokens of the environment."""
+    """Tokens and TLS of the calls to replicas; None uses the tokens from the environment."""
     _current: WeightSnapshot | None = None
     _hold_out: HoldOut | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -79,7 +80,7 @@ class WeightPublisher:
     _memory: SharedMemoryPool = field(default_factory=SharedMemoryPool)
 
     def __post_init__(self) -> None:
-        """Nothing is opened yet."""
+        """Create the parts, without opening connections or files."""
         self._deadlines = PushDeadlines.of(self.config)
         self._selector = TransportSelector(self.config, self.files, host=self.host, backend=self.backend)
         self._pool = ReplicaPool(
@@ -93,7 +94,7 @@ class WeightPublisher:
         """Copy the trainer's weights for `publish`. Blocking: it reads every byte.
 
         Raises:
-            ValueError: a name occurs twice, or what comes is not what was announced.
+            ValueError: a name occurs twice, or the weights differ from their announced specs.
         """
         return WeightSnapshot.take(
             version,
@@ -109,13 +110,13 @@ class WeightPublisher:
         """Make `weights` the published version and push it to every live replica.
 
         Replicas that fail now or have failed before are skipped and brought up to date later, as are those that an
-        evaluation holds out. It is no error if there are no replicas. A running retry is interrupted; a running
-        catch-up is completed first.
+        evaluation holds out. Having no replicas is not an error. A running retry is interrupted; a running catch-up is
+        completed first.
 
         Args:
-            weights: What `take` returned.
-            on_half_served: Called when half of the replicas that are pushed to serve the version. From then on calls
-                that want it find enough of them.
+            weights: The snapshot that `take` returned.
+            on_half_served: Called when half of the replicas in the push serve the version. From then on, calls that
+                want it find enough replicas.
 
         Raises:
             SetupError: network.advertise_host is not an address of this machine, or there is no room for a delta.
@@ -132,7 +133,7 @@ class WeightPublisher:
         return report
 
     async def keep_current(self) -> None:
-        """Until cancelled: push the published version to replicas that lack it, such as ones that have just joined.
+        """Push the published version to replicas that lack it, such as ones that have just joined, until cancelled.
 
         Raises:
             SetupError: network.advertise_host is not an address of this machine.
@@ -157,7 +158,7 @@ class WeightPublisher:
 
     @property
     def num_live_replicas(self) -> int:
-        """Replicas with a lease that have finished loading."""
+        """Number of replicas with a lease that have finished loading."""
         return self._pool.num_loaded
 
     @property
@@ -171,9 +172,9 @@ class WeightPublisher:
         return can_spare(replicas, choose_held_out(replicas, (), num=num, version=version))
 
     async def hold_out(self, hold_out: HoldOut) -> bool:
-        """Push no more to some replicas, if training has others left; return whether.
+        """Stop pushing to some replicas, if training has others left; return whether it does.
 
-        One that dies is replaced by another, which is given the weights that `hold_out` keeps.
+        A held-out replica that dies is replaced by another, which receives the weights that `hold_out` keeps.
         """
         async with self._lock:
             if await hold_out.begin(self._pool.sound()):
@@ -181,16 +182,19 @@ class WeightPublisher:
         return self._hold_out is hold_out
 
     async def go_on_holding_out(self, hold_out: HoldOut) -> None:
-        """Hold out what an earlier trainer did, before anything is published; replicas are chosen as they come."""
+        """Hold out again what an earlier trainer held out. Call before anything is published.
+
+        Further replicas are chosen as they join.
+        """
         async with self._lock:
             await hold_out.update(self._pool.sound())
             self._hold_out = hold_out
 
     async def release_held_out(self) -> None:
-        """Hold nothing out any more; the replicas catch up. Once this returns, nobody writes the hold-out's record."""
+        """Stop holding replicas out; they catch up. Once this returns, nothing writes the hold-out's record."""
         self._hold_out = None  # a look that waits for the lock replaces no replica
         async with self._lock:
-            pass  # one that has the lock has ended
+            pass  # a look that held the lock has ended
 
     async def close(self) -> None:
         """Leave the process group, finish writing weight files, and close all channels."""
@@ -203,12 +207,12 @@ class WeightPublisher:
             if self._current is not None and member in self._lagging():
                 await self._catch_up(self._current, [member])
             else:
-                self.failed_replicas.remove(member)  # it has the version by now, or is gone
+                self.failed_replicas.remove(member)  # it already has the version, or is gone
 
     async def _end_retry(self) -> None:
         """Interrupt the running retry and those that follow it. That is not a failure: the replicas stay due.
 
-        A retry that was interrupted before is awaited instead, one for each publication.
+        A retry that was interrupted twice before is awaited instead, at most one per publication.
         """
         has_awaited = False
         while self._retry is not None and not self._retry.task.done():
@@ -224,7 +228,7 @@ class WeightPublisher:
             log.info("push.retry_interrupted", replica_id=retry.member.replica_id)
 
     def _lagging(self) -> list[Member]:
-        """Replicas that lack the published version, by their leases."""
+        """Return the replicas that lack the published version, by their leases."""
         if self._current is None:
             return []
         version = self._current.version
@@ -245,7 +249,7 @@ class WeightPublisher:
         weights, selector = await hold_out.open_weights(
             self.config, host=self.host, backend=self.backend, keeps_on_host=self.keeps_on_host
         )
-        await self._selector.leave_group()  # whoever joins another leaves this one
+        await self._selector.leave_group()  # a member that joins another group leaves this one
         try:
             await selector.make_ready(weights)
             await self._new_push(weights, selector, only_lagging=True, replaces_newer=True).run(lagging)

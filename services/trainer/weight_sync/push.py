@@ -1,7 +1,7 @@
 """A push of one version to some replicas, until each serves it or has failed.
 
-A member whose transport cannot carry the push is pushed to over the next one; after wrong checksums it is pushed to
-once more. One that failed only because of others takes part again, without those.
+If a member's transport cannot carry the push, the push to it is repeated over the fallback; after wrong checksums it is
+repeated once. A member that failed only because of others takes part again, without them.
 """
 
 import asyncio
@@ -47,12 +47,12 @@ class Push:
         """Push `weights`, for which `selector` was made ready, to members of `pool`.
 
         Args:
-            weights: The version.
-            pool: Where members are asked for their state, and failures recorded.
+            weights: Weights of the version.
+            pool: Asks members for their state, and records failures.
             selector: Chooses a transport for each part of the members.
-            config: How they are paused.
-            deadlines: Of each stage.
-            only_lagging: Leave out members that serve the version already.
+            config: How members are paused.
+            deadlines: Deadlines of the stages.
+            only_lagging: Leave out members that already serve the version.
             replaces_newer: Members may hold a newer version.
             on_half_served: Called when half of the members that can take a push serve the version.
         """
@@ -90,7 +90,7 @@ class Push:
         return self._report(push_s)
 
     async def _push_to_a_part(self, left: tuple[Member, ...]) -> tuple[Member, ...]:
-        """Push to those of `left` that share a transport; return who is left to be pushed to."""
+        """Push to those of `left` that share a transport; return the members that still need the push."""
         part, transport = await self._selector.next(
             left,
             self._weights,
@@ -101,7 +101,7 @@ class Push:
         try:
             outcome = await self._over(transport, part)
         except asyncio.CancelledError:
-            await self._selector.leave_group()  # a member that was told has left it, whatever it was pushed over
+            await self._selector.leave_group()  # an aborted member has left it, whatever the transport
             raise
         await self._selector.put_back(transport, outcome)
         self._done += outcome.done
@@ -132,7 +132,7 @@ class Push:
         return outcome
 
     def _may_try_again(self, transport: Transport, member: Member, outcome: PushOutcome) -> bool:
-        """Return whether a member that failed is pushed to once more."""
+        """Return whether to repeat the push to a failed member."""
         error = outcome.failed[member]
         has_fallback = self._selector.note_failure(transport, member, error, stage=outcome.failed_in[member])
         self._failed_delta.add(member)

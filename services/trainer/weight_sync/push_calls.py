@@ -15,7 +15,7 @@ log = structlog.get_logger()
 
 CANCELLED = "the trainer cancelled the push"
 CANCEL_NOTICE_S = 2.0
-"""Time to tell the members that the push was cancelled."""
+"""Seconds to tell the members that the push was cancelled."""
 
 Answer = TypeVar("Answer")
 Stub: TypeAlias = "rollout_pb2_grpc.RolloutServiceAsyncStub"
@@ -28,7 +28,7 @@ class Member:
     replica_id: str
     address: str
     num_ranks: int = 1
-    """Its processes in the process group of a broadcast."""
+    """Number of its processes in the process group of a broadcast."""
 
 
 class NoMembersLeftError(PenstockError):
@@ -39,10 +39,10 @@ class PushCalls:
     """Calls the members of one push."""
 
     def __init__(self, members: tuple[Member, ...], stub: Callable[[Member], Stub], push_id: str) -> None:
-        """`stub` returns the connection to a member."""
+        """Call `members`; `stub` returns the connection to a member."""
         self.push_id = push_id
         self.members = members
-        """The members that have not failed."""
+        """Members that have not failed."""
         self.failures: dict[Member, PenstockError] = {}
         self._stub = stub
 
@@ -88,7 +88,7 @@ class PushCalls:
     async def abort(self, members: Collection[Member], reason: str, timeout_s: float) -> set[Member]:
         """Tell `members` that the push has ended; return those that did not answer.
 
-        Those end it by themselves at the push's deadline.
+        Members that did not answer end it on their own at the push's deadline.
         """
         request = rollout_pb2.AbortWeightsRequest(push_id=self.push_id, reason=reason[:500])
         results = await asyncio.gather(
@@ -127,5 +127,5 @@ async def called(pending: Awaitable[Answer], *, peer: str) -> Answer:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        # gRPC raises this when the channel is closed during the call; nobody has cancelled this push.
+        # gRPC raises this when the channel is closed during the call; the push was not cancelled.
         raise UnavailableError(f"{peer}: the connection was closed during the call") from None

@@ -7,10 +7,10 @@ from penstock.v1 import common_pb2
 
 
 def in_turn(replicas: Iterable[common_pb2.Replica]) -> list[common_pb2.Replica]:
-    """Order by id, the roles in proportion.
+    """Order by id, with the roles interleaved in proportion.
 
-    A prefill and a decode replica answer together only while they hold the same version. If all of one role came first,
-    no pair would be left in the middle of a push.
+    A prefill and a decode replica can answer together only while they hold the same version. If all of one role came
+    first, no pair would be left in the middle of a push.
     """
     of_role: defaultdict[int, list[common_pb2.Replica]] = defaultdict(list)
     for replica in sorted(replicas, key=lambda each: each.replica_id):

@@ -1,4 +1,4 @@
-"""How a push ended."""
+"""The outcome of a push."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from services.trainer.weight_sync.push_calls import Member
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOutcome:
-    """How a push ended. Members that are neither done nor failed suffered from others: another push may succeed."""
+    """The outcome of a push. Members neither done nor failed suffered from others: another push may succeed."""
 
     done: tuple[Member, ...]
     """Members that serve the version."""
     failed: Mapping[Member, PenstockError]
-    """Members that failed by themselves, and why."""
+    """Members that caused their own failure, and the errors."""
     failed_in: Mapping[Member, str]
-    """The stage in which each of them failed."""
+    """The stage in which each member failed."""
     is_reusable: bool
     """Whether the transport can carry another push to the same members."""
     paused_s: Mapping[Member, float]
-    """How long each member that was asked to stop generating was kept from it."""
+    """Seconds that each paused member was kept from generating."""
     stages_s: Mapping[str, float]
-    """Duration of each stage that was reached: the mean over members that go through it alone."""
+    """Seconds of each stage that was reached; in a rolling push, the mean over members."""

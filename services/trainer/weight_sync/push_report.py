@@ -1,4 +1,4 @@
-"""What came of publishing a version."""
+"""The result of publishing a version."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ class PushReport:
 
     version: int
     num_replicas: int
-    """Replicas that were brought to the version."""
+    """Replicas that received the version."""
     num_failed: int
     """Replicas that failed; they are retried while they live."""
     num_bytes: int
-    """Size of the weights."""
+    """Size of the weights in bytes."""
     push_s: float
-    """From the first call to the last answer."""
+    """Seconds from the first call to the last answer."""
     pause_s: float
-    """How long an engine was kept from generating, on average over those that were asked to stop; 0 if none was."""
+    """Seconds that an engine was kept from generating, on average over paused engines; 0 if none was paused."""
     stages_s: Mapping[str, float] = field(default_factory=dict)
-    """Duration of each stage, summed over pushes; of replicas that take a push alone, their mean."""
+    """Seconds of each stage, summed over pushes; for rolling pushes, the mean over replicas."""

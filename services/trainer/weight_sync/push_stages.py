@@ -1,7 +1,7 @@
 """The stages of a push, as calls to one member: prepare, upload, pause, transfer, verify, commit, resume.
 
-Every call has a deadline. Whether members go through the stages alone or together is decided elsewhere
-(`rolling_push.py`, `collective_push.py`).
+Every call has a deadline. `rolling_push.py` takes each member through the stages alone, `collective_push.py` all of
+them together.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports.base import PullTransport, Transport
 
 _DRAIN_S = 30.0
-"""With mode drain, seconds that running requests have to finish; after that they are retracted. New ones wait
-meanwhile, so this is what a push may cost at worst. Who has longer answers is better served by retract."""
+"""With mode drain, seconds for running requests to finish; after that they are retracted. New ones wait meanwhile, so
+this bounds the cost of a push. With longer answers, retract is the better mode."""
 _MODES = {
     "retract": rollout_pb2.PAUSE_MODE_RETRACT,
     "in_place": rollout_pb2.PAUSE_MODE_IN_PLACE,
@@ -42,9 +42,9 @@ class PushStages:
         deadlines: PushDeadlines,
         replaces_newer: bool = False,
     ) -> None:
-        """Push `weights` over `transport`, which was opened for the members.
+        """Push `weights` over `transport`, which must have been opened for the members.
 
-        With `replaces_newer` they may be older than what members hold, which refuse that otherwise.
+        With `replaces_newer` the weights may be older than those that members hold; members reject that otherwise.
         """
         self.weights = weights
         self.deadlines = deadlines
@@ -68,12 +68,12 @@ class PushStages:
         return stub.PrepareWeights(request, timeout=self.deadlines.prepare_s)
 
     async def upload(self, stub: Stub, _: Member) -> None:
-        """Send what the member loads later, while it still generates."""
+        """Send the bytes that the member loads later, while it still generates."""
         if isinstance(self._transport, PullTransport):
             await self._transport.upload(stub, self.push_id, timeout_s=self.deadlines.upload_s)
 
     def pause(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.PauseGenerationResponse]:
-        """Have the member stop generating."""
+        """Make the member stop generating."""
         drain_s = _DRAIN_S if self._config.mode == "drain" else 0.0
         request = rollout_pb2.PauseGenerationRequest(
             push_id=self.push_id, mode=_MODES[self._config.mode], drain_s=drain_s
@@ -81,7 +81,7 @@ class PushStages:
         return stub.PauseGeneration(request, timeout=self.deadlines.pause_s + drain_s)
 
     def transfer(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.ReceiveWeightsResponse]:
-        """Have the member load the weights."""
+        """Make the member load the weights."""
         request = rollout_pb2.ReceiveWeightsRequest(push_id=self.push_id)
         return stub.ReceiveWeights(request, timeout=self.deadlines.transfer_s)
 
@@ -89,7 +89,7 @@ class PushStages:
         """Compare the digest of every parameter that the member holds with the snapshot's.
 
         Raises:
-            ChecksumError: some differ.
+            ChecksumError: some digests differ.
         """
         request = rollout_pb2.VerifyWeightsRequest(push_id=self.push_id)
         answer = await stub.VerifyWeights(request, timeout=self.deadlines.verify_s)
@@ -98,11 +98,11 @@ class PushStages:
             raise ChecksumError(f"{member.replica_id}: weights differ after the push in {names}")
 
     def commit(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.CommitWeightsResponse]:
-        """Make the version the member's."""
+        """Make the member adopt the version."""
         request = rollout_pb2.CommitWeightsRequest(push_id=self.push_id)
         return stub.CommitWeights(request, timeout=self.deadlines.control_s)
 
     def resume(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.ResumeGenerationResponse]:
-        """Have the member generate again."""
+        """Make the member generate again."""
         request = rollout_pb2.ResumeGenerationRequest(push_id=self.push_id)
         return stub.ResumeGeneration(request, timeout=self.deadlines.control_s)

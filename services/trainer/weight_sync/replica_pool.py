@@ -1,4 +1,4 @@
-"""The live replicas as a push sees them: their leases, a connection to each, what each holds, and which have failed."""
+"""The live replicas as a push sees them: leases, connections, versions held, and failures."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from services.trainer.weight_sync.push_stages import ChecksumError
 
 log = structlog.get_logger()
 
-# Only one push runs at a time, so a replica that is UPDATING was left behind by an earlier push, or its lease is old.
+# Only one push runs at a time, so an UPDATING replica was left behind by an earlier push, or its lease is outdated.
 _PUSHABLE = (
     common_pb2.REPLICA_STATE_READY,
     common_pb2.REPLICA_STATE_UPDATING,
@@ -31,24 +31,24 @@ _READY = common_pb2.REPLICA_STATE_READY
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaPool:
-    """Replicas by their leases. Connections are opened when they are needed, and kept while the replica lives."""
+    """Replicas by their leases. Connections are opened when needed, and kept while the replica lives."""
 
     replicas: Watch
     """The `replicas` bucket."""
     failed: FailedReplicas
-    """Those whose last push failed."""
+    """Replicas whose last push failed."""
     security: Security | None
-    """Tokens and TLS of the calls to replicas; None: the tokens of the environment."""
+    """Tokens and TLS of the calls to replicas; None uses the tokens from the environment."""
     answer_within_s: float
-    """Deadline for a replica to say in which state it is."""
+    """Deadline in seconds for a replica to report its state."""
     versions: dict[Member, int] = field(default_factory=dict)
-    """The version that each replica reported last; 0 if its weights are not sound."""
+    """The version that each replica reported last; 0 if its weights are not intact."""
     _leases: ReplicaLeases = field(default_factory=ReplicaLeases)
     _channels: dict[Member, grpc.aio.Channel] = field(default_factory=dict)
 
     @property
     def num_loaded(self) -> int:
-        """Replicas with a lease that have finished loading."""
+        """Number of replicas with a lease that have finished loading."""
         return len(self._members(lambda replica: replica.state != common_pb2.REPLICA_STATE_STARTING))
 
     @property
@@ -61,20 +61,20 @@ class ReplicaPool:
         return self._members(lambda replica: replica.state in _PUSHABLE and wanted(replica))
 
     def sound(self) -> list[common_pb2.Replica]:
-        """Return the replicas that can take a push, and have not failed in the last one."""
+        """Return the replicas that can take a push and did not fail in their last one."""
         replicas = self._leases.read(self.replicas.values).values()
         return [one for one in replicas if one.state in _PUSHABLE and member_of(one) not in self.failed]
 
     async def ask(
         self, members: tuple[Member, ...], *, lagging_behind: int | None
     ) -> tuple[tuple[Member, ...], dict[Member, PenstockError]]:
-        """Return which members can take a push, and why others failed, as they report themselves.
+        """Ask members for their state; return those that can take a push, and the errors of others.
 
-        A lease may be old, or outlive its holder.
+        A lease does not suffice: it may be outdated, or outlive its holder.
 
         Args:
-            members: Whom to ask.
-            lagging_behind: Only those that do not serve this version.
+            members: Members to ask.
+            lagging_behind: Return only those that do not serve this version; None returns all.
         """
         if not members:
             return (), {}
@@ -104,7 +104,7 @@ class ReplicaPool:
         await self._disconnect(member)
 
     async def forget_the_dead(self) -> None:
-        """Close the connections to replicas whose lease is gone, and forget what is known of them."""
+        """Close the connections to replicas whose lease is gone, and forget their versions and failures."""
         live = self.live
         for member in self._channels.keys() - live:
             await self._disconnect(member)

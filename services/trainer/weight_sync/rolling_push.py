@@ -1,11 +1,11 @@
-"""A push to members that fetch the weights by themselves: each goes through all stages alone, at its own pace.
+"""A push to members that fetch the weights on their own: each goes through all stages alone, at its own pace.
 
 Invariants: no member waits for another, so one that fails or hangs costs the others nothing; a member generates until
-its own turn comes and again as soon as it has committed, while others still hold the version before.
+its turn comes and again as soon as it has committed, while others still hold the previous version.
 
-Few members begin at a time. All of them at once would make every stopped engine wait in each stage until the trainer
-has made that stage's call to all others: with 512 replicas, seconds instead of milliseconds. Where members are busy
-with their own part (a load, a drain), more begin.
+Few members begin at a time. If all began at once, every stopped engine would wait in each stage until the trainer has
+made that stage's call to all others: with 512 replicas, seconds instead of milliseconds. While members are busy with
+their own part (a load, a drain), more begin.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from services.trainer.weight_sync.push_stages import PushStages
 _AT_ONCE = 16
 """Members that begin together. Fewer would leave the trainer idle while calls travel."""
 _PATIENCE_S = 1.0
-"""If no member ends for so long, they are busy with their own part, and twice as many take part: all of 512 begin
-within 5 s."""
+"""If no member ends for this many seconds, they are busy with their own part, and the number of members in the push is
+doubled: all of 512 begin within 5 s."""
 
 
 class RollingPush:
-    """One push. Use once."""
+    """One push over a pull transport. Use once."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RollingPush:
         stub: Callable[[Member], Stub],
         on_served: Callable[[], None],
     ) -> None:
-        """Push to `members`, those first that stand first; call `on_served` for each that serves the version."""
+        """Push to `members` in order; call `on_served` for each that serves the version."""
         self._stages = stages
         self._members = members
         self._stub = stub
@@ -47,7 +47,7 @@ class RollingPush:
         self._durations_s: dict[str, list[float]] = {}
 
     async def run(self) -> PushOutcome:
-        """Bring every member through all stages, or to its failure."""
+        """Take every member through all stages, or until it fails."""
         waiting, running, num_at_once = deque(self._members), set[asyncio.Task[None]](), _AT_ONCE
         try:
             while waiting or running:

@@ -17,18 +17,18 @@ from penstock.weights.shared_memory import ALIGNMENT, SharedMemory, SharedMemory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSnapshot:
-    """The weights of one version: what replicas of this version hold, byte for byte."""
+    """The weights of one version, byte for byte as its replicas hold them."""
 
     version: int
     manifest: Manifest
     buckets: tuple[torch.Tensor, ...]
     """uint8[bytes] each, in the manifest's order."""
     shared_memory: SharedMemory | None
-    """The memory that contains the buckets, if other processes of this machine can open it."""
+    """The memory that contains the buckets, if other processes on this machine can open it."""
     digest_kind: str
     """See `penstock.weights.digest`."""
     pending_digests: Mapping[str, Future[int]]
-    """By checkpoint name; computed in the background."""
+    """Digests by checkpoint name, computed in the background."""
 
     @classmethod
     def take(
@@ -43,18 +43,18 @@ class WeightSnapshot:
     ) -> Self:
         """Copy weights bucket by bucket, into memory of `pool` if given. Blocking: it reads every byte.
 
-        Beside the copy, only the tensors of one bucket are there at a time, once as they come and once packed.
+        Besides the copy, memory holds the tensors of only one bucket at a time, once as they come and once packed.
 
         Args:
-            version: Of the weights.
-            weights: Under their checkpoint names.
+            version: Version of the weights.
+            weights: The weights under their checkpoint names.
             max_bucket_bytes: See `Manifest.plan`.
             pool: Memory that other processes can open.
-            device: Of the copy; by default that of the weights.
-            kind: Of the digests; by default the one that is fast on a GPU if weights or copy are on one.
+            device: Device of the copy; by default that of the weights.
+            kind: Kind of the digests; by default the one that is fast on a GPU if weights or copy are on one.
 
         Raises:
-            ValueError: a name occurs twice, or what comes is not what was announced.
+            ValueError: a name occurs twice, or the weights differ from their announced specs.
         """
         manifest = Manifest.plan(weights.specs, max_bucket_bytes=max_bucket_bytes)
         device = device or weights.device
@@ -89,7 +89,7 @@ class WeightSnapshot:
                         continue
                     buckets.append(torch.empty_like(packed, device=device) if out is None else out)
                     buckets[-1].copy_(packed)
-                    wait(pending.values())  # they keep what they read
+                    wait(pending.values())  # they keep the packed bucket alive
                     del packed
                 if next(tensors, None) is not None:
                     raise ValueError(f"more weights came than the {len(manifest.tensors)} that were announced")
@@ -106,7 +106,7 @@ class WeightSnapshot:
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """Digest by checkpoint name. Blocks until they are computed."""
+        """Digests by checkpoint name. Blocks until they are computed."""
         return {name: pending.result() for name, pending in self.pending_digests.items()}
 
     def wait(self) -> None:
@@ -115,7 +115,7 @@ class WeightSnapshot:
             pending.result()
 
     def differing_names(self, held: Mapping[str, int]) -> list[str]:
-        """Parameters whose digest in `held` differs, or that only one side has. Blocking."""
+        """Return the parameters whose digest in `held` differs, or that only one side has. Blocking."""
         digests = self.digests
         return sorted(name for name in digests.keys() | held.keys() if digests.get(name) != held.get(name))
 
@@ -127,7 +127,7 @@ def _pack_next(
     *,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Pack the tensors of a bucket as they come; see `pack`."""
+    """Pack the next tensors into a bucket; see `pack`."""
     named = dict(itertools.islice(tensors, len(bucket)))
     if tuple(named) != tuple(spec.name for spec in bucket):
         raise ValueError(f"weights {tuple(named)} came, {tuple(spec.name for spec in bucket)} were announced")

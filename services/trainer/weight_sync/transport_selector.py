@@ -26,10 +26,10 @@ log = structlog.get_logger()
 
 
 class TransportSelector:
-    """Opens transports, and remembers which replica cannot use which."""
+    """Opens transports, and remembers which replicas cannot use which transport."""
 
     def __init__(self, config: WeightSyncConfig, files: WeightFileStore, *, host: str, backend: str) -> None:
-        """`host` is where replicas reach this process; `backend` is torch.distributed's: nccl or gloo."""
+        """Let replicas reach this process at `host`; `backend` is torch.distributed's: nccl or gloo."""
         self._host = host
         self._config = config
         self._files = files
@@ -38,10 +38,10 @@ class TransportSelector:
         self._group: BroadcastTransport | None = None
         """The process group of the last broadcast, while its members stay the same."""
         self._unfit: dict[str, set[Member]] = {}
-        """Live replicas that could not use a transport, by its name."""
+        """Live replicas that could not use a transport, by the transport's name."""
 
     async def make_ready(self, weights: WeightSnapshot) -> None:
-        """Do what can be done while engines still generate.
+        """Do the preparation that is possible while engines still generate.
 
         Raises:
             SetupError: there is no room for a delta.
@@ -66,9 +66,9 @@ class TransportSelector:
         Args:
             members: One or more.
             weights: The snapshot that was last passed to `make_ready`.
-            versions: The version that each member holds, if it is sound.
+            versions: The version that each member holds, if its weights are intact.
             failed_delta: Members for which the delta to this version has failed.
-            only_lagging: The members are late, and no others wait for them.
+            only_lagging: Whether the members are catching up, so that no others wait for them.
 
         Raises:
             SetupError: network.advertise_host is not an address of this machine, or there is no room for a delta.
@@ -85,7 +85,7 @@ class TransportSelector:
         return members, await self._broadcast(members)
 
     async def put_back(self, transport: Transport, outcome: PushOutcome) -> None:
-        """Take a transport back after its push, for the next one to the same members."""
+        """Take a transport back after its push, to reuse it for the next push to the same members."""
         if isinstance(transport, BroadcastTransport):
             self._group = transport if outcome.is_reusable else None
         elif outcome.failed:
@@ -99,7 +99,7 @@ class TransportSelector:
             return transport.base_version > 0
         refused = stage == "prepare" and isinstance(error, NotReadyError)
         if not (refused or stage == "transfer" or isinstance(error, ChecksumError)):
-            return False  # an engine that is slow to pause or resume would be so with any transport
+            return False  # an engine that is slow to pause or resume would be slow with any transport
         log.info("push.transport_unfit", transport=transport.name, replica_id=member.replica_id, reason=str(error))
         self._unfit.setdefault(transport.name, set()).add(member)
         return True

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 PASSED_REWARD = 0.5
-"""A sample passes from this reward on: most of a verifier's 0 to 1, whatever it gives for the format alone."""
+"""Smallest reward of a sample that passes: most of a verifier's 0 to 1, whatever it gives for the format alone."""
 
 
 def batch_stats(
@@ -25,7 +25,7 @@ def batch_stats(
     Args:
         rewards: Group by group; NaN for a sample that was not judged, which counts in no reward.
         num_tokens_G: The policy's own tokens of each sample.
-        staleness: Of each group: published version minus the version of its oldest token.
+        staleness: Staleness of each group: published version minus the version of its oldest token.
     """
     rewards_G = np.array([reward for group in rewards for reward in group], dtype=np.float64)
     judged = rewards_G[np.isfinite(rewards_G)]
@@ -46,7 +46,7 @@ def batch_stats(
 
 
 def _of_groups(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the shares of groups without spread and by pass rate; groups that nobody judged count in none."""
+    """Return the shares of groups without spread and by pass rate, leaving out groups without a judged sample."""
     groups = [judged for group in rewards if len(judged := np.array(group)[~np.isnan(group)])]
     rates = np.array([(judged >= PASSED_REWARD).mean() for judged in groups])
     bins = {

@@ -1,7 +1,7 @@
-"""Metrics of the tokens of an optimizer step: the gap between trainer and engine, staleness, and what each axis did.
+"""Metrics of the tokens of an optimizer step: the gap between trainer and engine, staleness, and each axis's effect.
 
 Legend: N = the policy's own tokens of the optimizer batch. Values are computed in float64 over the whole batch at once,
-by the same functions as the loss, so the result does not depend on how the batch was cut. Where only some samples
+by the same functions as the loss, so the result does not depend on how the batch was cut. If only some of the samples
 without gradient are computed, each of their tokens stands for several: means and shares estimate the whole batch.
 """
 
@@ -20,28 +20,28 @@ def token_stats(
 
     With d = logp_trainer - logp_engine of each sampled token:
 
-    - `dlogp_mean`, `dlogp_max`: of |d|. With `_current`, of tokens sampled by the current version, where d is
-      numerical error alone; with `_lag_k`, of tokens k versions old, where d includes training.
+    - `dlogp_mean`, `dlogp_max`: mean and maximum of |d|. With `_current`, over tokens sampled by the current version,
+      where d is only numerical error; with `_lag_k`, over tokens k versions old, where d includes training.
     - `kl_k1`, `kl_k3`: estimates of KL(engine || trainer): mean of -d, and of exp(d) - 1 - d (Schulman 2020,
       "Approximating KL Divergence").
-    - `kl_k1_lag_k`, `kl_k3_lag_k`: the same estimates of tokens k versions old.
+    - `kl_k1_lag_k`, `kl_k3_lag_k`: the same estimates over tokens k versions old.
     - `num_tokens_lag_k`: tokens of the batch that are k versions old, estimated if not all were measured.
     - `token_lag_mean`, `token_lag_max`: published version minus the token's version.
-    - `ratio_mean`, `ratio_min`, `ratio_max`: of the policy to the anchor. `ratio_ess`: their effective share of the
+    - `ratio_mean`, `ratio_min`, `ratio_max`: ratio of the policy to the anchor. `ratio_ess`: effective share of the
       batch, (sum r)^2 / (N sum r^2).
-    - `clip_fraction`: share of tokens whose objective the trust region changed; `_low` and `_high` of those with
+    - `clip_fraction`: share of tokens whose objective the trust region changed; `_low` and `_high` count those with
       negative and with positive advantage.
     - `tis_mean`, `tis_capped_fraction`, `tis_ess`: importance weight after its bounds, share of tokens that a bound
       changed, and effective share of the batch, (sum w)^2 / (N sum w^2). Only with a correction.
     - `rejected_fraction`: share of tokens with an advantage that have no policy gradient; `_low` and `_high` as above.
       `rejected_fraction_<axis>` is the share of all tokens that each axis gives weight 0.
-    - `policy_loss`, and `kl_loss`, `drift_loss`, `entropy_loss` where they are on.
-    - `num_measured_tokens`: tokens that were computed, which all these numbers are of.
-    - `entropy`, `kl_reference`: means over tokens, of entropy and of k1 to the reference, where they are known.
+    - `policy_loss`, and `kl_loss`, `drift_loss`, `entropy_loss` if they are on.
+    - `num_measured_tokens`: computed tokens, which all these numbers are based on.
+    - `entropy`, `kl_reference`: means over tokens of entropy and of k1 to the reference, if they are known.
 
     Args:
-        tokens: All that the step computed, detached, with the trainer's logprobs at the start of the step.
-        loss: Of these.
+        tokens: All tokens that the step computed, detached, with the trainer's logprobs at the start of the step.
+        loss: Loss of these tokens.
         config: The axes.
         version: The published version, which the trainer's weights have before the step.
         counts_N: Tokens of the batch that each token stands for (`Batch.counts_G`); None: one.
@@ -85,7 +85,7 @@ def token_stats(
 
 
 def weighted_mean(values_N: torch.Tensor, counts_N: torch.Tensor) -> torch.Tensor:
-    """Return the mean of values each of which counts so often."""
+    """Return the mean of values weighted by their counts."""
     return (values_N * counts_N).sum() / counts_N.sum()
 
 
@@ -116,5 +116,5 @@ def _effective_share(weights_N: torch.Tensor, counts_N: torch.Tensor) -> torch.T
 
 
 def _share(mask_N: torch.Tensor, counts_N: torch.Tensor) -> torch.Tensor | float:
-    """The share of tokens for which the mask holds; 0 of none."""
+    """Return the share of tokens for which the mask holds; 0 if there are no tokens."""
     return weighted_mean(mask_N, counts_N) if len(mask_N) else 0.0

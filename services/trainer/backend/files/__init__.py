@@ -1,1 +1,1 @@
-"""Models and states in files: what checkpoints hold, and what others load."""
+"""Models and states in files: the contents of checkpoints, and models that others load."""

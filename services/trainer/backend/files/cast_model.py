@@ -1,6 +1,6 @@
-"""A model folder in another precision: a checkpoint's, in the one in which models are published.
+"""Converts a model folder to another precision: a checkpoint's model, to the precision of published models.
 
-A checkpoint's `model/` is a model folder already, in float32. An exported one has the same files, with weights of
+A checkpoint's `model/` is already a model folder, in float32. An exported one has the same files, with weights in
 another precision. It is written under another name, flushed and renamed, so it is complete or absent.
 """
 
@@ -26,17 +26,17 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def cast_model(model: Path, target: Path, *, dtype: str) -> int:
-    """Write a model folder whose weights have another precision; return their size in bytes.
+    """Write a model folder with weights in another precision; return their size in bytes.
 
-    One weight file is in memory at a time. Tensors that are no floating-point numbers stay as they are.
+    One weight file is in memory at a time. Tensors that are not floating-point stay unchanged.
 
     Args:
         model: A model folder with safetensors files, such as `model/` of a checkpoint.
-        target: The folder to make. Those above it are made too.
+        target: The folder to create. Its parents are created too.
         dtype: A floating-point type of torch: "bfloat16".
 
     Raises:
-        ConfigError: `target` is there already, or `model` has no safetensors files.
+        ConfigError: `target` already exists, or `model` has no safetensors files.
         SetupError: there is no room for it.
     """
     if target.exists():
@@ -63,7 +63,7 @@ def cast_model(model: Path, target: Path, *, dtype: str) -> int:
 
 
 def _write(source: Path, target: Path, dtype: str) -> int:
-    """Cast the tensors of a file; return their bytes."""
+    """Cast the tensors of a file; return their size in bytes."""
     with safe_open(source, framework="pt") as file:
         tensors = {name: _cast(file.get_tensor(name), dtype_of(dtype)) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         with writing_safetensors():
@@ -87,7 +87,7 @@ def _copy(source: Path, target: Path, dtype: str, *, num_bytes: int) -> None:
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Name the precision at the top, and wherever a part of the model names one."""
+    """Set the precision at the top level, and in every part of the model that names one."""
 
     def renamed(part: Mapping[str, Any]) -> dict[str, Any]:
         return {

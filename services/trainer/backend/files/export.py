@@ -1,4 +1,4 @@
-"""Weights out of the model: under the names that engines load, as a model folder, and as one digest."""
+"""Exports the model's weights: under the names that engines load, as a model folder, and as one digest."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def weights_digest(weights: MasterWeights) -> str:
-    """Return one digest over name and value of every master weight; equal digests mean equal bits."""
+    """Return one digest over the names and values of all master weights; equal digests mean equal bits."""
     digests = tensor_digests(weights.named(), XXH3)
     text = "".join(f"{name}={digest:016x}\n" for name, digest in sorted(digests.items()))
     digest: str = xxhash.xxh3_64_hexdigest(text.encode())
@@ -36,13 +36,13 @@ def weights_digest(weights: MasterWeights) -> str:
 
 
 def save_model(policy: PolicyModel, state: dict[str, Any] | None, base_path: Path, folder: Path) -> None:
-    """Write `folder/model`: the master weights, and everything but weights of the base model's folder.
+    """Write `folder/model`: the master weights, and all files of the base model's folder except weights.
 
     Args:
         policy: The policy.
         state: Its master weights (`MasterWeights.model_state`).
         base_path: Folder that the policy was loaded from, for tokenizer, processor and chat template.
-        folder: Where to make `model`.
+        folder: Folder in which to create `model`.
 
     Raises:
         OSError: a file cannot be written.
@@ -57,7 +57,7 @@ def save_model(policy: PolicyModel, state: dict[str, Any] | None, base_path: Pat
     if has_experts(model_type):
         own = dict(named_weights(policy)) if state is None else state
         published = dict(part for name, weight in own.items() for part in published_experts(name, weight, model_type))
-        with writing_safetensors():  # file by file transposed parameters are copied, so files are small
+        with writing_safetensors():  # transposed parameters are copied file by file, so files are small
             policy.model.save_pretrained(
                 target, state_dict=published, save_original_format=False, max_shard_size=_SHARD_OF_MIXTURE
             )
@@ -65,7 +65,7 @@ def save_model(policy: PolicyModel, state: dict[str, Any] | None, base_path: Pat
         with writing_safetensors():
             policy.model.save_pretrained(target, state_dict=state)
     if state is not None:
-        # It names the precision that the model computes with, which is not that of what was written.
+        # config.json names the precision that the model computes in, not that of the written weights.
         config = target / "config.json"
         dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
         config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2) + "\n")

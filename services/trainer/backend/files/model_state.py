@@ -1,6 +1,6 @@
-"""What a checkpoint holds: weights, the optimizer's averages, random state. Every kind of step uses it.
+"""The state in a checkpoint: weights, the optimizer's averages, random state. Every kind of step uses it.
 
-Invariant: what `collect` returns is of the moment after the last step that was finished.
+Invariant: `collect` returns the state after the last finished step.
 """
 
 from collections.abc import Mapping
@@ -34,12 +34,12 @@ _STATE_FILE = "optimizer.pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collected:
-    """A model and its optimizer as a checkpoint has them."""
+    """A model and its optimizer in the form of a checkpoint."""
 
     model: dict[str, Any] | None
-    """State of the model; None: the model's own is what it says."""
+    """State of the model; None: the model's own state."""
     state: dict[str, Any]
-    """Of `optimizer.pt`."""
+    """Contents of `optimizer.pt`."""
 
 
 class ModelState:
@@ -62,21 +62,21 @@ class ModelState:
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Choose device and precision; `load` makes policy, weights and optimizer.
+        """Choose device and precision; `load` creates policy, weights and optimizer.
 
         Args:
             model_path: Model folder that the run begins with; its tokenizer and processor go into every checkpoint.
             config: How steps are computed.
-            seed: Of torch's generator, in a run that starts from `model_path`.
+            seed: Seed of torch's generator, in a run that starts from `model_path`.
             temperature: Divides the logits.
             forbidden_ids: Ids without probability.
-            settings: Those that decide beside `config` what a step computes, by their names in a recipe, as plain data.
+            settings: Settings besides `config` that affect a step's numbers, by their names in a recipe, as plain data.
             adam_eps: Added to AdamW's denominator.
-            max_skipped_steps: More steps in a row than this whose loss or gradient is not finite are an error.
-            ranks: All that hold a share of the model.
+            max_skipped_steps: More skipped steps in a row than this are an error.
+            ranks: The ranks that hold a share of the model.
 
         Raises:
-            ConfigError: the device is not there.
+            ConfigError: the device does not exist.
         """
         self.ranks = ranks
         device = resolve_device(config.device)
@@ -93,10 +93,10 @@ class ModelState:
         self._max_skipped_steps = max_skipped_steps
 
     def load(self, checkpoint: Path | None) -> Mapping[str, Any]:
-        """Load a checkpoint, or with None the model folder; return what `collect` was given beside it, or nothing.
+        """Load a checkpoint, or with None the model folder; return the checkpoint's state, with `collect`'s `further`.
 
         Raises:
-            ConfigError: the folder holds no model that can be loaded.
+            ConfigError: the folder holds no loadable model.
             SetupError: an earlier version of Penstock wrote the checkpoint.
         """
         torch.manual_seed(self._seed)
@@ -121,7 +121,7 @@ class ModelState:
         )
         state: Mapping[str, Any] = {}
         if checkpoint is not None:
-            is_sharded = self.ranks.size > 1  # each rank copies its part, and need not read the others'
+            is_sharded = self.ranks.size > 1  # each rank copies its part without reading the others'
             state = torch.load(checkpoint / _STATE_FILE, map_location="cpu", weights_only=True, mmap=is_sharded)
             self._log_changes(state["settings"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -130,11 +130,11 @@ class ModelState:
         return state
 
     def finish_step(self) -> None:
-        """Take the present random state as the one that `collect` returns: the next step may draw."""
+        """Save the current random state for `collect`, because the next step may draw."""
         self._random_state = capture_random_state()
 
     def precision(self) -> torch.autocast:
-        """Compute in the configured precision; the weights stay float32."""
+        """Return a context that computes in the configured precision; the weights stay float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
     def logprobs(self, *inputs: Any) -> TokenLogprobs:
@@ -144,12 +144,12 @@ class ModelState:
         return logprobs
 
     def forget_forward(self) -> None:
-        """Take note that no backward pass follows the forward passes so far."""
+        """Release gathered weights: no backward pass follows the forward passes so far."""
         if self.ranks.size > 1:
             forget_gathered(self.policy)
 
     def collect(self, further: Mapping[str, Any]) -> "Collected":
-        """Return what `write` writes; `further` is plain data and tensors that `load` returns."""
+        """Return the state for `write`; `further` is plain data and tensors that `load` returns."""
         state = {
             **further,
             "optimizer": self.optimizer.state_dict(),
@@ -159,7 +159,7 @@ class ModelState:
         return Collected(model=self.weights.model_state(), state=state)
 
     def write(self, collected: "Collected", folder: Path) -> None:
-        """Write `model/` and `optimizer.pt` into `folder`, which is there.
+        """Write `model/` and `optimizer.pt` into `folder`, which must exist.
 
         Raises:
             OSError: a file cannot be written.
@@ -168,11 +168,11 @@ class ModelState:
         save_state(collected.state, folder / _STATE_FILE)
 
     def digests(self) -> StateDigests:
-        """Return digests of the present weights and random state."""
+        """Return digests of the current weights and random state."""
         return StateDigests(weights=weights_digest(self.weights), random_state=random_state_digest())
 
     def _choose_trained(self) -> dict[str, float]:
-        """Freeze what has a learning rate of 0; return the rates by name."""
+        """Freeze parameters with a learning rate of 0; return the rates by name."""
         parameters = dict(self.policy.model.named_parameters())
         optimizer = self.config.optimizer
         rates = rates_of(list(parameters), optimizer.learning_rates, default=optimizer.learning_rate)
@@ -195,7 +195,7 @@ class ModelState:
         return weights
 
     def _log_changes(self, saved: Mapping[str, Any]) -> None:
-        """The recipe's settings hold after a resume; say which the checkpoint was trained with."""
+        """Log the settings that differ from the checkpoint's; the recipe's settings apply after a resume."""
         for name in sorted({*self._settings, *saved}):
             before, value = saved.get(name), self._settings.get(name)
             if before != value:

@@ -21,7 +21,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def random_state_digest() -> str:
-    """Return a digest of torch's generators, from which alone a step could draw."""
+    """Return a digest of torch's generators, the only ones that a step could draw from."""
     state = xxhash.xxh3_64()
     for generator in (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])):
         state.update(memoryview(generator.cpu().numpy()))
@@ -29,7 +29,7 @@ def random_state_digest() -> str:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore what `capture_random_state` returned; GPU generators only if the number of GPUs is the same."""
+    """Restore a state from `capture_random_state`; GPU generators only if the number of GPUs is the same."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

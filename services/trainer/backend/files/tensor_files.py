@@ -1,4 +1,4 @@
-"""Writing a checkpoint's tensors. A full or failing disk is an OSError, whatever the libraries make of it."""
+"""Writes a checkpoint's tensors. A full or failing disk raises OSError, whatever the libraries raise."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def save_state(state: dict[str, Any], path: Path) -> None:
         with path.open("wb") as file:
             torch.save(state, file)
     except RuntimeError as error:
-        cause = error.__context__  # torch closes its archive after a failed write, which fails in another way
+        cause = error.__context__  # torch closes its archive after a failed write, which raises another error
         raise cause if isinstance(cause, OSError) else error from None
 
 

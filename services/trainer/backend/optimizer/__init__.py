@@ -1,1 +1,1 @@
-"""What an optimizer step changes, and by how much: weights, averages, rates and their schedule."""
+"""The optimizer: weights, averages, learning rates and their schedule."""

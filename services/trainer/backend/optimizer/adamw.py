@@ -1,7 +1,7 @@
-"""AdamW with a schedule, rates of their own for parts of the model, and a bound on the gradient's norm.
+"""AdamW with a schedule, separate learning rates for parts of the model, and a bound on the gradient's norm.
 
 Invariants: weights and averages change only by a finite gradient. Every setting is the recipe's, also after a resume:
-a checkpoint holds what AdamW has averaged and how many updates there were, never a learning rate.
+a checkpoint holds AdamW's averages and the number of updates, never a learning rate.
 """
 
 import math
@@ -23,7 +23,7 @@ log = structlog.get_logger()
 ADAM_EPS = 1e-8
 """Added to AdamW's denominator, against division by zero: torch's default, and that of the published recipes."""
 MAX_SKIPPED_STEPS = 3
-"""One bad batch skips a step; more in a row come from weights that stay broken, and would go on until the end."""
+"""Most skipped steps in a row. One bad batch skips a step; more in a row come from weights that stay broken."""
 
 
 class Optimizer:
@@ -41,17 +41,17 @@ class Optimizer:
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Make AdamW over the trained weights.
+        """Create AdamW over the trained weights.
 
         Args:
-            weights: Where gradients are summed.
-            rates: Learning rate after warm-up, of each trained weight by name.
+            weights: Master weights, in which gradients are summed.
+            rates: Learning rate of each trained weight after warm-up, by name.
             config: AdamW, its schedule, and the bound on the gradient's norm.
-            num_updates: Of the whole run.
+            num_updates: Updates of the whole run.
             is_fused: Use torch's fused kernels. Their last bits differ from those of the plain loop.
             eps: Added to AdamW's denominator.
-            max_skipped_steps: More updates in a row than this that are not applied are an error.
-            ranks: All that hold a shard of the weights.
+            max_skipped_steps: More skipped updates in a row than this are an error.
+            ranks: The ranks that hold a shard of the weights.
         """
         self._ranks = ranks
         self._weights = weights
@@ -75,8 +75,8 @@ class Optimizer:
         """Apply the accumulated gradient if it and the loss are finite, clear it, and return metrics.
 
         Args:
-            loss: Of the batch.
-            problem: Why the gradient must not be applied although it is finite; empty if it may.
+            loss: Loss of the batch.
+            problem: Why a finite gradient must not be applied; empty if it may.
 
         Raises:
             UserError: more than `max_skipped_steps` updates in a row were not applied.
@@ -105,7 +105,7 @@ class Optimizer:
         }
 
     def _clip(self) -> float:
-        """Scale the gradient down to the largest norm allowed; return the norm it had."""
+        """Scale the gradient down to the largest allowed norm; return its norm before."""
         gradients = [weight.grad for weight in self._trained.values() if weight.grad is not None]
         norm = self._ranks.norm(torch.nn.utils.get_total_norm(gradients))
         if gradients:
@@ -123,7 +123,7 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def discard_parts(self, parts: Collection[str]) -> None:
-        """Clear the gradient of some parts of the model: the batch had nothing for them, so they stay as they are."""
+        """Clear the gradient of parts of the model that the batch did not use, so that they stay unchanged."""
         for name, weight in self._trained.items():
             if part_of(name) in parts:
                 weight.grad = None
@@ -140,7 +140,7 @@ class Optimizer:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` continues from: plain data and tensors."""
+        """Return the state for `load_state_dict`: plain data and tensors."""
         averages = self._adamw.state_dict()["state"]
         return {
             "averages": {
@@ -152,9 +152,9 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; the settings stay as they are.
+        """Continue from a state of `state_dict`; the settings do not change.
 
-        A weight that was frozen then begins with averages of zero, and those of one that is frozen now are dropped.
+        A weight that was frozen before begins with zero averages; averages of a weight that is now frozen are dropped.
 
         Raises:
             SetupError: an earlier version of Penstock wrote the state.
@@ -178,7 +178,7 @@ class Optimizer:
                     for number, name in enumerate(self._names)
                     if name in averages
                 },
-                # torch would take the checkpoint's learning rate, betas, eps and weight decay with its param_groups.
+                # The checkpoint's param_groups would bring its learning rate, betas, eps and weight decay.
                 "param_groups": self._adamw.state_dict()["param_groups"],
             }
         )
@@ -189,14 +189,14 @@ class Optimizer:
     def _each_average(
         name: str, state: Mapping[str, torch.Tensor], change: Callable[[str, torch.Tensor], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Change the averages of a weight; its number of updates is no average."""
+        """Change the averages of a weight, but not its number of updates."""
         return {key: change(name, value) if value.ndim else value for key, value in state.items()}
 
 
 def _param_groups(
     trained: Mapping[str, torch.nn.Parameter], rates: Mapping[str, float], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """One group for each learning rate and whether weights decay: matrices do, norms and biases do not."""
+    """Return one group per learning rate and weight decay: matrices decay, norms and biases do not."""
     groups: dict[tuple[float, bool], list[str]] = {}
     for name, parameter in sorted(trained.items(), key=lambda item: item[1].ndim < 2):
         groups.setdefault((rates[name], parameter.ndim >= 2), []).append(name)

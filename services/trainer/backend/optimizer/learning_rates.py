@@ -10,7 +10,7 @@ _SETTING = "trainer.optimizer.learning_rates"
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a parameter is in the part called `pattern`, or its name or the end of it after a dot fits it."""
+    """Return whether a parameter is in the part called `pattern`, or its name, or a tail after a dot, matches it."""
     return part_of(name) == pattern or fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
@@ -19,8 +19,8 @@ def rates_of(names: Sequence[str], patterns: Mapping[str, float], *, default: fl
 
     Args:
         names: Own names of all parameters.
-        patterns: Rate by pattern. The last one that fits a name counts.
-        default: Of parameters that no pattern fits.
+        patterns: Rate by pattern. The last pattern that matches a name counts.
+        default: Rate of parameters that no pattern matches.
 
     Raises:
         ConfigError: a pattern decides for no parameter, or all parameters are frozen.

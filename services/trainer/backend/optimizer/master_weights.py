@@ -1,7 +1,7 @@
 """The float32 weights that AdamW updates: the policy's own parameters, shards of them, or copies on the host.
 
-Invariants: gradients are summed in float32, over all backward passes of a step. What AdamW updates is what checkpoints
-and digests hold; what the device computes with is its value in the device's precision.
+Invariants: gradients are summed in float32, over all backward passes of a step. Checkpoints and digests hold the
+weights that AdamW updates; the device computes with their values in its own precision.
 
 Names are transformers' own, which engines know; tied weights have one name.
 """
@@ -17,7 +17,7 @@ from services.trainer.backend.ranks.sharding import full_like, full_tensor, loca
 
 
 class MasterWeights:
-    """The parameters themselves."""
+    """The master weights of one process: the model's own parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Take the float32 parameters of a transformers model; those with `requires_grad` are trained."""
@@ -26,7 +26,7 @@ class MasterWeights:
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """What AdamW updates. A step's gradient is in `grad` of each."""
+        """The weights that AdamW updates. A step's gradient is in `grad` of each."""
         return {name: master for name, master in self._masters.items() if master.requires_grad}
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -35,29 +35,30 @@ class MasterWeights:
             yield name, master.detach()
 
     def updated(self) -> None:
-        """Take note of an update."""
+        """Handle an update of the weights."""
 
     def collected(self, name: str, of_shard: torch.Tensor) -> torch.Tensor:
-        """Return all of something like the weight `name`, such as an average, given what this rank holds of it."""
+        """Return a full tensor shaped like the weight `name`, such as an average, given this rank's shard of it."""
         return of_shard
 
     def local_shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """Return what this rank holds of something like the weight `name`."""
+        """Return this rank's shard of a tensor shaped like the weight `name`."""
         return full
 
     def model_state(self) -> dict[str, Any] | None:
-        """Return what to save under the names of the model's state; None for the model's own."""
+        """Return the state to save under the names of the model's state; None for the model's own."""
         return None
 
 
 class ShardedMasterWeights(MasterWeights):
     """This rank's shards of the parameters of a model that many ranks hold together.
 
-    `trained` has the shards. All ranks must ask together for what is whole: `named`, `collected` and `model_state`.
+    `trained` holds the shards. All ranks must call `named`, `collected` and `model_state` together, because these
+    return full tensors.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Take the float32 parameters of a model that was sharded."""
+        """Take the float32 parameters of a sharded model."""
         super().__init__(model)
         self._parameters = self._masters
         self._masters = {
@@ -69,21 +70,21 @@ class ShardedMasterWeights(MasterWeights):
                 parameter.register_post_accumulate_grad_hook(_moves_gradient_to(self._masters[name]))
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight, whole."""
+        """Yield every weight in full."""
         for name, parameter in self._parameters.items():
             yield name, full_tensor(parameter.detach())
 
     def collected(self, name: str, of_shard: torch.Tensor) -> torch.Tensor:
-        """Return on rank 0, in the host's memory, all of something like the weight `name`; elsewhere nothing of it."""
+        """Return the full tensor in the host's memory on rank 0, and an empty tensor elsewhere."""
         return _kept(full_like(of_shard, self._parameters[name]))
 
     def local_shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """Return what this rank holds of something like the weight `name`."""
+        """Return this rank's shard of a tensor shaped like the weight `name`."""
         return local_shard_like(full, self._parameters[name])
 
     @contextmanager
     def replaced_by(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Have the model compute with other weights, given this rank's shard of each, within the context."""
+        """Make the model compute with other weights, given this rank's shard of each, within the context."""
         own = {name: master.detach().clone() for name, master in self._masters.items()}
         self._write(shards)
         try:
@@ -97,7 +98,7 @@ class ShardedMasterWeights(MasterWeights):
                 master.copy_(shards[name])
 
     def model_state(self) -> dict[str, Any]:
-        """Return the model's state with whole parameters, as `collected` does; tied names share one."""
+        """Return the model's state with full parameters, as `collected` does; tied names share one tensor."""
         known: dict[int, torch.Tensor] = {}
         state = self._model.state_dict(keep_vars=True)
         for tensor in state.values():
@@ -115,7 +116,7 @@ class HostMasterWeights(MasterWeights):
     """float32 copies in the host's memory; the model keeps its parameters in the precision that it computes in.
 
     Each parameter's gradient moves to its copy as soon as a backward pass has computed it, so the device never holds
-    the gradients of all.
+    all gradients.
     """
 
     def __init__(self, model: torch.nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -138,7 +139,7 @@ class HostMasterWeights(MasterWeights):
                 self._parameters[name].copy_(master)
 
     def model_state(self) -> dict[str, Any]:
-        """Return the model's state with the copies for its parameters; tied names share one."""
+        """Return the model's state with the copies in place of its parameters; tied names share one tensor."""
         masters = {id(self._parameters[name]): master.detach() for name, master in self._masters.items()}
         state = self._model.state_dict(keep_vars=True)
         return {name: masters.get(id(tensor), tensor) for name, tensor in state.items()}

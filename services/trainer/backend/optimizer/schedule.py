@@ -1,6 +1,6 @@
-"""Learning-rate schedules: what the rate of an update is multiplied with, as pure functions of its number.
+"""Learning-rate schedules: the factor on the learning rate, as a pure function of the update's number.
 
-Every schedule rises linearly to 1 over the warm-up and never goes below `min_ratio` after it. From the end of the
+Every schedule rises linearly to 1 over the warm-up and never falls below `min_ratio` after it. From the end of the
 warm-up on, the values are those of transformers' schedulers of the same name.
 """
 
@@ -14,7 +14,7 @@ def rate_factor(update: int, config: OptimizerConfig, *, num_updates: int) -> fl
     """Return the factor on the learning rate of an update.
 
     Args:
-        update: Updates before it; skipped steps are none.
+        update: Number of earlier updates; skipped steps do not count.
         config: Warm-up and schedule.
         num_updates: Updates of the whole run, after which a schedule stays at its minimum.
     """
@@ -64,5 +64,5 @@ def _decay(schedule: ScheduleConfig) -> functools.partial[float]:
 
 
 def _progress(update: int, first: int, last: int) -> float:
-    """Return how much of the way from update `first` to `last` has passed, from 0 to 1."""
+    """Return the progress from update `first` to `last`, from 0 to 1."""
     return min(1.0, max(0.0, (update - first) / max(1, last - first)))

@@ -1,15 +1,15 @@
-"""Attention over packed rows, for any transformers model that asks its attention function from `AttentionInterface`.
+"""Attention over packed rows, for any transformers model that takes its attention function from `AttentionInterface`.
 
 Legend: T = tokens of a row, H = attention heads, G = key/value heads, D = head dimension, S = query ranges of a bucket,
 Q = their length, P = tokens that a range sees in full, K = P and Q together, M = gathered keys of all segments.
 
 Each segment of a row attends to its prefix segment in full and to itself causally. Keys and values are gathered as
 prefix + segment, so a single causal call does both: query i of a segment sees the keys up to prefix + i. The gather's
-backward pass adds the gradients of all responses up in the prompt's keys. No mask of T x T exists.
+backward pass sums the gradients of all responses in the prompt's keys. No T x T mask exists.
 
 On a GPU in half precision: one call of `torch.nn.attention.varlen` per layer. Causal there means aligned at the bottom
-right, as flash attention does where there are fewer queries than keys. Elsewhere: scaled_dot_product_attention, one
-call per bucket of query ranges that see equally many tokens in full and are nearly of one length.
+right, as in flash attention with fewer queries than keys. Elsewhere: scaled_dot_product_attention, one call per bucket
+of query ranges that see the same number of tokens in full and have nearly the same length.
 """
 
 from collections import defaultdict
@@ -25,38 +25,38 @@ from penstock.errors import ConfigError
 from services.trainer.batching.rows import Segment
 
 NAME = "penstock_packed"
-"""Under which transformers knows `packed_attention`. It has no mask function, so transformers builds no mask."""
+"""Name of `packed_attention` in transformers. It has no mask function, so transformers builds no mask."""
 BUCKET_MULTIPLE = 16
 """Query ranges whose lengths round up to the same multiple share a call."""
 BLOCK_QUERIES = 256
-"""A segment behind a prefix is cut into query ranges of this length, each of which sees what is before it in full: a
-masked call computes the whole rectangle, of which a long segment would throw almost half away."""
+"""Length of the query ranges that a segment with a prefix is cut into, each of which sees all earlier tokens in full: a
+masked call computes the whole rectangle, and a long segment would discard almost half of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VarlenIndex:
-    """A row for one call of `varlen_attn`."""
+    """A row, indexed for one call of `varlen_attn`."""
 
     key_tokens_M: torch.Tensor
     """int64[M]: the row's token of each gathered key."""
     cu_queries: torch.Tensor
-    """int32[segments + 1]: where each segment's queries begin."""
+    """int32[segments + 1]: offset of each segment's first query, then the end."""
     cu_keys: torch.Tensor
-    """int32[segments + 1]: where each segment's gathered keys begin."""
+    """int32[segments + 1]: offset of each segment's first gathered key, then the end."""
     max_queries: int
     max_keys: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bucket:
-    """Query ranges that see equally many tokens in full, padded at the end to one length."""
+    """Query ranges that see the same number of tokens in full, padded at the end to one length."""
 
     query_tokens_SQ: torch.Tensor
-    """int64[S, Q]: the row's token of each query; at the padding, the range's first."""
+    """int64[S, Q]: the row's token of each query; for padding, the range's first token."""
     key_tokens_SK: torch.Tensor
-    """int64[S, K]: what is seen in full, then the range. Only queries that are padding see keys that are."""
+    """int64[S, K]: the tokens seen in full, then the range. Only padding queries see padding keys."""
     mask_QK: torch.Tensor | None
-    """bool[Q, K]; None if nothing is seen in full, where plain causal attention says the same."""
+    """bool[Q, K]; None if nothing is seen in full: plain causal attention is then equivalent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,7 +66,7 @@ class _QueryRange:
     start: int
     stop: int
     seen_P: torch.Tensor
-    """int64[P]: the tokens that all of them see; beside these each sees the range causally."""
+    """int64[P]: the tokens that all of them see; each also sees the range causally."""
 
 
 class RowLayout:
@@ -79,7 +79,7 @@ class RowLayout:
 
     @cached_property
     def varlen(self) -> VarlenIndex:
-        """For `varlen_attn`."""
+        """The index for `varlen_attn`."""
         keys = [_keys_of(segment) for segment in self._segments]
         return VarlenIndex(
             key_tokens_M=torch.cat(keys).to(self._device),
@@ -91,12 +91,12 @@ class RowLayout:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """For scaled_dot_product_attention."""
+        """The buckets for scaled_dot_product_attention."""
         return tuple(self._bucket(length, members) for (_, length), members in self._alike.items())
 
     @cached_property
     def bucket_rows_T(self) -> torch.Tensor:
-        """int64[T]: where each token of the row stands in the buckets' outputs, put behind each other."""
+        """int64[T]: index of each token of the row in the concatenated outputs of the buckets."""
         rows_T = torch.empty(self._segments[-1].stop, dtype=torch.int64)
         first_row = 0
         for (_, length), members in self._alike.items():
@@ -147,22 +147,22 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return [1, T, H, D] and no weights: what transformers expects of an attention function.
+    """Return [1, T, H, D] and no weights, as transformers expects of an attention function.
 
     Args:
         module: The attention layer; not used.
         query: [1, H, T, D].
         key: [1, G, T, D].
-        value: [1, G, T, D]; its dtype is that of the products, for autocast does not reach every kernel.
+        value: [1, G, T, D]; its dtype is that of the products, because autocast does not reach every kernel.
         attention_mask: None: transformers builds none for a function that it does not know.
         scaling: Factor on the products of queries and keys.
-        row_layout: The row's segments, given to the model's forward as a keyword.
-        sliding_window: Must be None, like the next two: what some models want and packed rows do not do.
+        row_layout: The row's segments, passed to the model's forward as a keyword.
+        sliding_window: Must be None, like the next two: some models need these, but packed rows do not support them.
         softcap: Bound on the products.
         s_aux: Attention sinks.
 
     Raises:
-        ConfigError: the model wants one of the last three.
+        ConfigError: the model needs one of the last three.
     """
     assert attention_mask is None, "packed rows need no mask"
     wanted = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
@@ -184,14 +184,14 @@ def packed_attention_of_gpus(
     row_layout: RowLayout,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As `packed_attention` does on a GPU in half precision. Its sizes can be had without one (`penstock plan`)."""
+    """Compute `packed_attention` on a GPU in half precision. `penstock plan` gets its sizes without a GPU."""
     return _attend_varlen(*_of_tokens(query, key, value), scaling, row_layout)[None], None
 
 
 def _of_tokens(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[T, H, D], [T, G, D] and [T, G, D] of [1, H, T, D] and so on, in the precision of the last."""
+    """Return [T, H, D], [T, G, D] and [T, G, D] from [1, H, T, D] and so on, in the precision of the last."""
     query_THD, key_TGD, value_TGD = (t[0].transpose(0, 1).to(value.dtype) for t in (query, key, value))
     return query_THD, key_TGD, value_TGD
 
@@ -213,7 +213,7 @@ def _attend_varlen(
         scale=scaling,
         window_size=(-1, 0),
         enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
-        num_splits=1,  # a row's other segments do not change the order of summation
+        num_splits=1,  # so that a row's other segments do not change the order of summation
     )
     return output
 
@@ -238,7 +238,7 @@ def _attend_buckets(
 
 
 def use_packed_attention(model: Any) -> None:
-    """Have the text part of a transformers model attend with `packed_attention`; its vision tower stays as it is.
+    """Make the text part of a transformers model attend with `packed_attention`; its vision tower stays unchanged.
 
     Raises:
         ConfigError: a layer of the model attends in a way that packed rows do not reproduce.
@@ -263,7 +263,7 @@ def _keys_of(segment: Segment) -> torch.Tensor:
 
 
 def _query_ranges(segment: Segment) -> Iterator[_QueryRange]:
-    """Cut a segment that has a prefix; without one, causal attention computes no more than it must."""
+    """Cut a segment that has a prefix; without one, causal attention wastes nothing."""
     prefix = torch.arange(segment.prefix_start, segment.prefix_stop)
     step = BLOCK_QUERIES if len(prefix) else segment.stop - segment.start
     for start in range(segment.start, segment.stop, step):

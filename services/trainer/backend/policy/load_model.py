@@ -26,11 +26,11 @@ def load_policy(
         path: Folder of the checkpoint.
         temperature: The temperature that the policy is sampled with.
         forbidden_ids: From penstock.model.tokens.
-        float32_head: Multiply with the output head in float32, whatever the precision of the rest.
+        float32_head: Multiply by the output head in float32, whatever the precision of the rest.
         gradient_checkpointing: Recompute activations in the backward pass.
 
     Raises:
-        ConfigError: the folder has no model that can be loaded, or the model's parameters have other names than its
+        ConfigError: the folder has no loadable model, or the names of the model's parameters differ from its
             checkpoint's, so that an engine could not load them.
     """
     from safetensors import SafetensorError
@@ -75,7 +75,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def _check_names(path: Path, policy: PolicyModel) -> None:
-    """Compare what is to be pushed with the checkpoint, by names and shapes; either may lack a tied copy."""
+    """Compare the weights to push with the checkpoint, by names and shapes; either may lack a tied copy."""
     from safetensors import safe_open
 
     in_checkpoint: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and entropies, in the engine's convention, without all logits at a time.
+"""Log-probabilities of given tokens and entropies, in the engine's convention, without holding all logits at once.
 
 Legend: N = tokens whose log-probability is wanted, H = hidden size, V = vocabulary, C = tokens of one chunk, K = ids of
 one chunk.
@@ -7,7 +7,7 @@ Convention: logits are divided by the temperature, forbidden ids are removed, th
 top-k or top-p.
 
 Logits exist in chunks of tokens and ids. The forward pass keeps a running log-sum-exp (Milakov and Gimelshein 2018,
-"Online normalizer calculation for softmax"), the backward pass computes each chunk again. With l the tempered logits,
+"Online normalizer calculation for softmax"); the backward pass recomputes each chunk. With l the tempered logits,
 p = softmax(l), e = the sampled token and H = lse - sum p l:
 
     d logp / d l = 1[e] - p        d H / d l = -p (l - sum p l)
@@ -26,12 +26,12 @@ CHUNK_IDS = 16384
 
 
 class TokenLogprobs(NamedTuple):
-    """What the model says of tokens."""
+    """Log-probabilities of tokens, and entropies."""
 
     logprobs_N: torch.Tensor
     """The tempered log-probability of each token."""
     entropy_N: torch.Tensor
-    """Entropy of the distribution that each token is from, in nats. It has a gradient."""
+    """Entropy of the distribution that each token was drawn from, in nats, with gradient."""
 
 
 def token_logprobs(
@@ -44,19 +44,19 @@ def token_logprobs(
     bias_V: torch.Tensor | None = None,
     float32_head: bool = False,
 ) -> TokenLogprobs:
-    """Return the log-probability of each target and the entropy where it stands, in float32 or wider.
+    """Return the log-probability of each target and the entropy at its place, in float32 or wider.
 
-    Inputs are rounded to autocast's precision, if there is one, as the engine's are; the products are made in that
+    Inputs are rounded to autocast's precision, if it is on, as in the engine; the products are computed in that
     precision, or in float32.
 
     Args:
-        hidden_NH: The hidden state from which each target is predicted.
+        hidden_NH: The hidden state that predicts each target.
         weight_VH: The output embedding.
         targets_N: int64 token ids.
         temperature: Divides the logits.
         forbidden_ids: int64 ids that the policy can never sample.
-        bias_V: Of the output embedding, if it has one.
-        float32_head: Make the products in float32, as SGLang does with `enable_fp32_lm_head`.
+        bias_V: Bias of the output embedding, if it has one.
+        float32_head: Compute the products in float32, as SGLang does with `enable_fp32_lm_head`.
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
@@ -71,7 +71,7 @@ def token_logprobs(
 
 
 class _Head(NamedTuple):
-    """Makes tempered logits of chunks."""
+    """Computes tempered logits of chunks."""
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
@@ -79,12 +79,12 @@ class _Head(NamedTuple):
     temperature: float
 
     def chunks(self) -> Iterator[slice]:
-        """Ranges of ids."""
+        """Yield the ranges of ids."""
         for start in range(0, len(self.weight_VH), CHUNK_IDS):
             yield slice(start, min(start + CHUNK_IDS, len(self.weight_VH)))
 
     def logits(self, hidden_CH: torch.Tensor, ids: slice) -> torch.Tensor:
-        """[C, K] in float32 or wider."""
+        """Return [C, K] in float32 or wider."""
         logits_CK = (hidden_CH @ self.weight_VH[ids].T).to(_wide(hidden_CH.dtype))
         if self.bias_V is not None:
             logits_CK += self.bias_V[ids]
@@ -92,7 +92,7 @@ class _Head(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Log-probabilities and entropies, with logits computed again for the gradient."""
+    """Log-probabilities and entropies, with logits recomputed for the gradient."""
 
     @staticmethod
     def forward(
@@ -164,10 +164,10 @@ class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
 def _accumulate(
     largest_C: torch.Tensor, sum_C: torch.Tensor, weighted_C: torch.Tensor, logits_CK: torch.Tensor
 ) -> None:
-    """Take a chunk into the running largest logit, sum of exp(l - largest) and sum of l exp(l - largest)."""
+    """Add a chunk to the running largest logit, sum of exp(l - largest) and sum of l exp(l - largest)."""
     before_C = largest_C.clone()
     torch.maximum(largest_C, logits_CK.amax(1), out=largest_C)
-    # A chunk of nothing but forbidden ids has no largest logit.
+    # A chunk of only forbidden ids has no largest logit.
     shift_C = torch.where(largest_C.isinf(), 0, largest_C)
     scale_C = (before_C - shift_C).exp()
     exp_CK = (logits_CK - shift_C[:, None]).exp_()
@@ -176,7 +176,7 @@ def _accumulate(
 
 
 def _in_chunk(targets_C: torch.Tensor, ids: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which targets are in the chunk, and where; 0 for those that are not."""
+    """Return which targets are in the chunk, and their columns; 0 for those that are not."""
     columns_C = targets_C - ids.start
     is_in_C = (columns_C >= 0) & (columns_C < ids.stop - ids.start)
     return is_in_C, torch.where(is_in_C, columns_C, 0)
@@ -190,7 +190,7 @@ def _gather_targets(target_C: torch.Tensor, logits_CK: torch.Tensor, targets_C: 
 
 
 def _add_at_targets(grad_CK: torch.Tensor, grad_C: torch.Tensor, targets_C: torch.Tensor, ids: slice) -> None:
-    """Add each token's gradient at its target, if that is in the chunk."""
+    """Add each token's gradient at its target, if the target is in the chunk."""
     is_in_C, columns_C = _in_chunk(targets_C, ids)
     grad_CK.scatter_add_(1, columns_C[:, None], torch.where(is_in_C, grad_C, 0)[:, None])
 
@@ -201,5 +201,5 @@ def _slices(num_tokens: int) -> Iterator[slice]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision of sums."""
+    """Return the precision of sums."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,8 +1,8 @@
-"""The precision of a mixture of experts, where autocast does not see to it.
+"""Sets the precision of a mixture of experts where autocast does not.
 
-Routers choose: rounded scores that are nearly equal choose other experts, and the token's log-probability jumps. So
-their inputs are rounded as everything's are, and their scores are float32; `token_logprobs` treats the head likewise.
-Experts are multiplied by a grouped product, which autocast does not know, so here they are rounded.
+Routers choose: if nearly equal scores are rounded, they choose other experts, and the token's log-probability jumps. So
+their inputs are rounded like all others, but their scores are float32; `token_logprobs` treats the head the same way.
+Experts are multiplied by a grouped product, which autocast does not know, so they are rounded here.
 
 Legend: T = tokens, H = hidden size, E = experts, K = experts of a token.
 """
@@ -14,7 +14,7 @@ import torch
 
 
 def set_mixture_precision(model: Any) -> None:
-    """Have every router and all experts of a transformers model compute so. Dense models stay as they are."""
+    """Make every router and all experts of a transformers model compute this way. Dense models stay unchanged."""
     for module in model.modules():
         if type(module).__name__.endswith("TopKRouter"):
             module.forward = MethodType(_route, module)
@@ -23,7 +23,7 @@ def set_mixture_precision(model: Any) -> None:
 
 
 def _route(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As transformers' forward, which this replaces.
+    """Replace transformers' forward.
 
     Returns float32[T, E] scores, [T, K] weights in the precision of the input, and int64[T, K] experts.
 
@@ -44,7 +44,7 @@ def _route(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _compute(experts: Any, hidden_TH: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Return [T, H]: transformers' forward, with inputs and weights in autocast's precision."""
+    """Return [T, H]: transformers' forward with inputs and weights in autocast's precision."""
     forward = type(experts).forward
     if (dtype := _autocast_dtype(hidden_TH)) is None:
         output: torch.Tensor = forward(experts, hidden_TH, *args)
@@ -54,7 +54,7 @@ def _compute(experts: Any, hidden_TH: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 class _Rounded:
-    """A module whose parameters are seen in another precision."""
+    """A view of a module with its parameters in another precision."""
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         self._module = module

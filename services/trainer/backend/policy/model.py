@@ -16,7 +16,7 @@ from services.trainer.config import TRAINED_MODEL_TYPES
 
 
 class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """A Qwen of transformers, with or without images."""
+    """A Qwen model of transformers, with or without images."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
     @property
     def text_layers(self) -> Any:
-        """The layers that read the row, in their order."""
+        """The layers that read the row, in order."""
         base = self.model.base_model
         return getattr(base, "language_model", base).layers
 
@@ -73,7 +73,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
     def _backbone(self, row: PackedRow) -> torch.Tensor:
         """Return [T, H]: the last hidden states."""
-        # All four axes: with three, transformers would take the row for one sequence; with one, images for text.
+        # All four axes: with three, transformers would treat the row as one sequence; with one, images as text.
         positions = row.positions_AT[:, None] if self._has_images else row.positions_AT[:1]
         images = {} if row.pixel_values_PD is None else {"mm_encoder_outputs": {"image": self._image_features(row)}}
         output = self.model.base_model(

@@ -1,4 +1,4 @@
-"""Sequences packed into rows, each of which is built when its forward pass comes, on the rank that computes it."""
+"""Packs sequences into rows, each of which is built just before its forward pass, on the rank that computes it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class RankRow(NamedTuple):
     """A row that this rank computes."""
 
     number: int
-    """In the plan."""
+    """Number of the row in the plan."""
     row: PackedRow
     counts: bool
-    """False: it is another rank's, and computed only because all ranks compute equally often."""
+    """Whether the row is this rank's. Others are computed only because all ranks compute the same number of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,12 +29,12 @@ class PlannedRows:
     """Rows of some sequences of a batch."""
 
     sequences: Sequence[TrainSequence]
-    """Of all samples of the batch."""
+    """Sequences of all samples of the batch."""
     samples: Sequence[int]
-    """The sample of each."""
+    """Sample of each sequence."""
     plan: Sequence[Row]
     row_length: int
-    """To which rows are padded; 0 pads nothing."""
+    """Length that rows are padded to; 0 pads nothing."""
     device: torch.device
     ranks: Ranks
 
@@ -52,13 +52,13 @@ class PlannedRows:
         """Plan rows of the chosen sequences.
 
         Args:
-            sequences: Of all samples of the batch.
-            groups: The group of each.
-            samples: The sample of each.
-            chosen: Numbers of the sequences, with all of a sample or none.
+            sequences: Sequences of all samples of the batch.
+            groups: Group of each sequence.
+            samples: Sample of each sequence.
+            chosen: Numbers of the chosen sequences: all of a sample's or none.
             config: How they are packed.
-            device: Where the rows are computed.
-            ranks: Who computes them.
+            device: Device that computes the rows.
+            ranks: The ranks that compute the rows.
         """
         lengths = [sequence.num_inputs for sequence in sequences]
 
@@ -81,7 +81,7 @@ class PlannedRows:
         return cls(sequences=sequences, samples=samples, plan=widest, row_length=row_length, device=device, ranks=ranks)
 
     def __iter__(self) -> Iterator[RankRow]:
-        """Build what this rank computes, one row after the other, on the device."""
+        """Build the rows that this rank computes, one at a time, on the device."""
         costs = [self._cost(row) if self.ranks.size > 1 else 0 for row in self.plan]
         for number, counts in rounds_of(self.ranks.rank, costs, self.ranks.size):
             row = build_row(self.sequences, self.plan[number], length=self.row_length, samples=self.samples)
@@ -89,16 +89,16 @@ class PlannedRows:
 
     @property
     def num_of_rank(self) -> int:
-        """How many rows this rank computes; all compute equally many."""
+        """Number of rows that this rank computes; it is the same for all ranks."""
         return -(-len(self.plan) // self.ranks.size)
 
     @property
     def have_images(self) -> bool:
-        """Whether any rank's rows have any."""
+        """Whether any rank's rows have images."""
         return any(self.sequences[number].images for row in self.plan for block in row for number in block.sequences)
 
     def _cost(self, row: Row) -> int:
-        """What a row takes, roughly: its tokens, and the patches of its different images."""
+        """Return a row's approximate cost: its tokens, and the patches of its different images."""
         numbers = [number for block in row for number in block.sequences]
         images = {id(image): image for number in numbers for image in self.sequences[number].images}
         num_patches = sum(len(image.pixel_values_PD) for image in images.values())
@@ -106,7 +106,7 @@ class PlannedRows:
 
     @property
     def token_counts(self) -> "TokenCounts":
-        """What the rows cost."""
+        """Token counts of the rows."""
         lengths = [sequence.num_inputs for sequence in self.sequences]
         read = [num_row_tokens(row, lengths) for row in self.plan]
         computed = [padded_length(tokens, self.row_length) if self.row_length else tokens for tokens in read]
@@ -119,17 +119,17 @@ class PlannedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Tokens of rows."""
+    """Token counts of rows."""
 
     planned: int = 0
-    """Of the sequences, each by itself."""
+    """Tokens of the sequences, each on its own."""
     read: int = 0
-    """Of these, in the rows: what sequences of a group share stands there once."""
+    """Tokens of the sequences in the rows, which hold a group's shared prefix once."""
     computed: int = 0
-    """Of the rows, with what pads them."""
+    """Tokens of the rows, padding included."""
 
     def __add__(self, other: "TokenCounts") -> "TokenCounts":
-        """Count both."""
+        """Return the sum of both."""
         return TokenCounts(
             planned=self.planned + other.planned, read=self.read + other.read, computed=self.computed + other.computed
         )
@@ -141,5 +141,5 @@ class TokenCounts:
 
     @property
     def shared_fraction(self) -> float:
-        """Share of the samples' tokens that are not computed, because another sample begins with the same."""
+        """Share of the samples' tokens that are not computed, because another sample begins with the same tokens."""
         return 1 - self.read / max(1, self.planned)

@@ -2,10 +2,10 @@
 
 Legend: N = own tokens of a row.
 
-Its weights wait in the host's memory. From a step's first chunk to its last they are on the device beside the
-policy's, and the policy's own module computes with them; no second model exists. So they move there once per step,
-however many chunks it has, and are gone when the optimizer needs the room. Where many ranks hold shards of the policy,
-each has its shard of the reference, and the two change places for as long as the reference computes.
+Its weights are kept in the host's memory. From a step's first chunk to its last they are on the device beside the
+policy's, and the policy's own module computes with them; no second model exists. So they move to the device once per
+step, however many chunks it has, and are gone when the optimizer needs the room. If many ranks hold shards of the
+policy, each has its shard of the reference, and the two are swapped while the reference computes.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ _FILE = "reference.pt"
 
 
 class ReferencePolicy:
-    """A frozen copy of the policy, refreshed by the recipe."""
+    """A frozen copy of the policy, refreshed as the recipe says."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ReferencePolicy:
         *,
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Begin with the policy's present weights.
+        """Start with the policy's current weights.
 
         Args:
             policy: Returns `TokenLogprobs` of a row.
@@ -76,11 +76,11 @@ class ReferencePolicy:
             return [compute(row).logprobs_N.float().cpu() for row in rows]
 
     def release(self) -> None:
-        """Give the device's memory back, after the last pass of a step."""
+        """Free the device's memory, after the last pass of a step."""
         self._on_device = None
 
     def count_update(self) -> None:
-        """Take note of an optimizer step, after it; refresh the reference if it is time."""
+        """Count an optimizer step that has ended; refresh the reference if it is due."""
         self._num_updates += 1
         if self._config.refresh == "never" or self._num_updates % self._config.refresh_every:
             return
@@ -89,7 +89,7 @@ class ReferencePolicy:
             self._weights[_in_policy(name)].lerp_(self._masters.local_shard(name, weight).to("cpu"), share)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `save_reference` writes; many ranks must ask for it together."""
+        """Return the state for `save_reference`; many ranks must call this together."""
         weights = {name: self._masters.collected(_own(name), weight) for name, weight in self._weights.items()}
         return {"num_updates": self._num_updates, "weights": weights}
 
@@ -97,7 +97,7 @@ class ReferencePolicy:
         """Read `reference.pt` from a checkpoint.
 
         Raises:
-            ConfigError: the checkpoint is of a run without a reference.
+            ConfigError: the checkpoint is from a run without a reference.
         """
         if not (folder / _FILE).is_file():
             raise ConfigError(
@@ -120,7 +120,7 @@ def save_reference(state: dict[str, Any], folder: Path) -> None:
 
 
 def _in_policy(name: str) -> str:
-    """The name within `PolicyModel`, which holds the transformers model as `model`."""
+    """Return the name within `PolicyModel`, which holds the transformers model as `model`."""
     return f"model.{name}"
 
 

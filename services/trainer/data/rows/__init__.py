@@ -1,1 +1,1 @@
-"""What a row says: its messages, images and gold answers."""
+"""Reads the contents of rows: messages, images and gold answers."""

@@ -1,4 +1,4 @@
-"""Which columns of a table hold the prompt, the correct answer and the images.
+"""Finds the columns of a table that hold the prompt, the correct answer and the images.
 
     hiyouga/geometry3k               problem, answer, images list<struct<bytes, path>>
     chenhegu/geo3k_imgurl            the same, images list<string> of base64 data URIs
@@ -9,8 +9,8 @@
     slime                            problem or prompt or input, answer or label, images
     ShareGPT                         conversations list<struct<from, value>>, images
 
-Invariant: a column is chosen without settings only if no other one could be meant. What looks like images is never
-left unread in silence.
+Invariant: without settings, a column is chosen only if no other one could be meant. A column that looks like images is
+never silently left unread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,28 +27,28 @@ _GOLD = (("answer", "reward_model", "reward_spec"), ("label", "ground_truth", "t
 _IMAGES = (("images", "image"),)
 _CONVERSATION = (("messages", "conversations"), ("problem", "prompt"), ("question", "query", "input"))
 _COMPLETION = (("completion", "response", "output"), *_GOLD)
-"""Names by rank: those of the second rank are read if there is none of the first."""
+"""Names by rank: those of a later rank are read if none of the earlier ranks exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """The columns of one table, dotted where they lie inside a struct."""
+    """The columns of one table; a dotted name is a field of a struct."""
 
     text: str
     gold: str
-    """The correct answer, or in supervised training the assistant's; empty if the text's messages have it."""
+    """The correct answer, or in supervised training the assistant's; empty if the text's messages include it."""
     images: tuple[str, ...]
     extra: tuple[str, ...] = ()
     """Further columns that travel with the prompt."""
 
 
 def find_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> Columns:
-    """Choose the columns of a table: those that the settings name, else the only ones of a published name.
+    """Choose the columns of a table: those that the settings name, else the only ones with a published name.
 
     Args:
         row: The table's first row, with a value or None in each column.
         config: The settings.
-        name: What to call the table in an error.
+        name: Name of the table in error messages.
 
     Raises:
         DataError: a column is missing, several could be meant, or images would stay unread.
@@ -68,7 +68,7 @@ def find_demonstration_columns(row: Mapping[str, Any], config: SourceConfig, *, 
     Args:
         row: The table's first row, with a value or None in each column.
         config: The settings.
-        name: What to call the table in an error.
+        name: Name of the table in error messages.
 
     Raises:
         DataError: as for `find_columns`.
@@ -87,7 +87,7 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
 
     Args:
         row: Values by column.
-        column: A column's name, or a dotted path into the structs of one.
+        column: A column's name, or a dotted path into a column of structs.
     """
     if column in row:
         return row[column]
@@ -100,7 +100,7 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _with_the_rest(row: Mapping[str, Any], config: SourceConfig, *, text: str, gold: str, name: str) -> Columns:
-    """Choose the columns of images, and the further ones."""
+    """Add the columns of images and the further columns."""
     columns = Columns(text=text, gold=gold, images=_image_columns(row, config, name=name))
     for key in ("profile_column", "environment_column", "sampling_column", "tools_column", "limits_column"):
         if wanted := getattr(config, key):

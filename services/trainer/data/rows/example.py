@@ -1,4 +1,4 @@
-"""Rows of a data set to examples: the part of a prompt that comes from the data, or a demonstration.
+"""Turns rows of a data set into examples: the part of a prompt that comes from the data, or a demonstration.
 
 Invariant: the images that an example's messages refer to are exactly the images beside them, in order.
 """
@@ -30,22 +30,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """What a prompt takes from a data set; or a demonstration: a whole conversation, for supervised training."""
+    """The part of a prompt that comes from a data set, or a demonstration: a conversation for supervised training."""
 
     messages: tuple[Message, ...]
     images: tuple[bytes, ...]
     golds: tuple[str, ...]
-    """Correct answers; none in a demonstration."""
+    """Correct answers; empty in a demonstration."""
     profile: str
     """The reward service's profile that judges it."""
     environment: str
     """The environment that plays it."""
     tools: tuple[dict[str, Any], ...] = ()
-    """What the policy may call, each in OpenAI's form."""
+    """Tools that the policy may call, each in OpenAI's form."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the chat template."""
     max_new_tokens: int | None = None
-    """Most tokens of a turn; None: as many as the run allows."""
+    """Most tokens of a turn; None: the run's limit."""
     limits: Limits = field(default_factory=Limits)
     """The budgets of its episodes."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig,
         reader: Reads the images.
 
     Raises:
-        ValueError: a value is not what its column should hold.
+        ValueError: a value is not valid for its column.
         InvalidRequestError: an image cannot be decoded, or is too large.
     """
     turns = _read(read_turns, row, columns.text)
@@ -86,7 +86,7 @@ def make_demonstration(row: Mapping[str, Any], columns: Columns, config: SourceC
         reader: Reads the images.
 
     Raises:
-        ValueError: a value is not what its column should hold, or no assistant says anything.
+        ValueError: a value is not valid for its column, or the assistant says nothing.
         InvalidRequestError: an image cannot be decoded, or is too large.
     """
     turns = _read(read_turns, row, columns.text)
@@ -116,7 +116,7 @@ def _example(
     )
     images = tuple(reader.read(image) for image in cells)
     for number, data in enumerate(images):
-        decode_image(data, field=f"image {number}")  # completely, as the engine will, so that truncated files are found
+        decode_image(data, field=f"image {number}")  # in full, as the engine will, to find truncated files
     limits = _limits(row, config).as_record()
     if not is_demonstration:
         _require_within(limits, images)
@@ -167,7 +167,7 @@ def _named(row: Mapping[str, Any], column: str) -> str:
 
 
 def _tools(row: Mapping[str, Any], column: str) -> tuple[dict[str, Any], ...]:
-    """The tools of a row. A struct's fields that are null belong to other tools: columns have one type for all."""
+    """Return a row's tools. A struct's null fields belong to other tools, because a column has one type."""
     given = cell(row, column) if column else None
     try:
         tools = json.loads(given) if isinstance(given, str) and given else given or []
@@ -186,7 +186,7 @@ def _limits(row: Mapping[str, Any], config: SourceConfig) -> LimitsConfig:
 
 
 def _require_within(limits: Limits, images: Sequence[bytes]) -> None:
-    """The prompt's own images fit into the budgets of its episodes."""
+    """Check that the prompt's own images fit into the budgets of its episodes."""
     num_pixels = sum(width * height for width, height in read_sizes(images)) if limits.max_pixels else 0
     for name, number, most in (
         ("max_images", len(images), limits.max_images),

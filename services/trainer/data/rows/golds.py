@@ -1,8 +1,8 @@
-r"""Correct answers as data sets publish them, to the plain text that verifiers compare with.
+r"""Converts correct answers from the forms that data sets publish to the plain text that verifiers compare with.
 
     "5"  5  5.0  [5, "5.0"]  {"ground_truth": "5"}  "$5$"  "\\boxed{5}"  "Answer: \\boxed{5}"  "...<answer>5</answer>"
 
-Invariant: a value that does not say which answer is meant is refused; none is graded as something else.
+Invariant: an ambiguous value is rejected, never graded as something else.
 """
 
 import math
@@ -18,7 +18,7 @@ _BOX = re.compile(r"\\boxed\s*\{")
 
 
 def read_golds(cell: Any) -> tuple[str, ...]:
-    """Return the correct answers in a cell, any of which counts.
+    """Return the correct answers in a cell, each of which is accepted.
 
     Args:
         cell: Text, a number, a struct with `ground_truth`, or a list of texts and numbers.
@@ -49,13 +49,13 @@ def _gold(value: Any) -> str:
 
 
 def _plain(number: Decimal) -> str:
-    """Without exponent, and without zeros behind the point: a column of integers with a gap in it is one of floats."""
+    """Format without exponent and trailing zeros: a column of integers with a missing value becomes one of floats."""
     text = f"{number:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _bare(text: str) -> str:
-    """The answer without label, box and the signs of mathematics around it."""
+    """Strip label, box and math delimiters from an answer."""
     text = text.strip()
     if tagged := _TAG.findall(text):
         if len(tagged) > 1:
@@ -77,7 +77,7 @@ def _bare(text: str) -> str:
 
 
 def _inside(text: str, start: int) -> str | None:
-    """What the brace that opened before `start` surrounds; None if it is never closed."""
+    """Return the content of the brace that opened before `start`; None if it is never closed."""
     depth = 1
     for index in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[index], 0)

@@ -1,9 +1,9 @@
-"""Images in the forms that data sets have them in, to encoded files.
+"""Reads images, in the forms found in data sets, as encoded files.
 
     bytes   {"bytes": ..., "path": ...}   base64   data:image/png;base64,...   a path below the data file's folder
     {"image": ..., "max_pixels": ...}   {"url": ...}   {"type": "image_url", "image_url": {"url": ...}}
 
-Invariant: a row's path reaches no file outside the folder that it belongs to, and its address nothing unless asked.
+Invariant: a row's path reaches no file outside its folder, and its address is downloaded only if the settings allow it.
 """
 
 import base64
@@ -30,20 +30,20 @@ class ImageReader:
     """Reads the image in a cell."""
 
     folder: Path
-    """Paths are relative to it and may not leave it."""
+    """Folder that paths are relative to and may not leave."""
     downloads: Path | None = None
-    """Folder for images that are downloaded; None refuses them."""
+    """Folder for downloaded images; None allows no download."""
     min_pixels: int = 0
-    """Images are enlarged to this, where a cell says nothing else; 0: no bound."""
+    """Smaller images are enlarged to this number of pixels, unless the cell has its own; 0: no bound."""
     max_pixels: int = 0
-    """Images are shrunk to this, where a cell says nothing else; 0: no bound."""
+    """Larger images are shrunk to this number of pixels, unless the cell has its own; 0: no bound."""
 
     def read(self, cell: Any) -> bytes:
         """Return the encoded file.
 
         Raises:
             ValueError: the cell holds no image, or one that cannot be read.
-            InvalidRequestError: an image that has to be resized cannot be decoded, or is too large.
+            InvalidRequestError: an image that must be resized cannot be decoded, or is too large.
         """
         return fit_pixels(
             self._encoded(cell),
@@ -97,7 +97,7 @@ class ImageReader:
             raise ValueError(f"image file {path!r} cannot be read in {self.folder}: {error.strerror}") from None
 
     def _inside(self, path: str) -> Path:
-        """The path below `folder`. Links are followed later: who owns the folder made them, not the row."""
+        """Return the path below `folder`. Links in it are followed: the folder's owner made them, not the row."""
         folder = os.path.abspath(self.folder)
         file = os.path.abspath(os.path.join(folder, path))
         if os.path.commonpath([folder, file]) != folder:
@@ -106,7 +106,7 @@ class ImageReader:
 
 
 def looks_like_image(cell: Any) -> bool:
-    """Whether a cell surely holds an image, or a list of them."""
+    """Return whether a cell certainly holds an image or a list of images."""
     match cell:
         case bytes(data):
             return data.startswith(_MAGIC)
@@ -120,7 +120,7 @@ def looks_like_image(cell: Any) -> bool:
 
 
 def _bound(cell: Any, key: str) -> int:
-    """What a cell says of its pixels; 0 if it says nothing."""
+    """Return a cell's own bound on its pixels; 0 if it has none."""
     value = cell.get(key) if isinstance(cell, Mapping) else None
     if value is None:
         return 0
@@ -130,7 +130,7 @@ def _bound(cell: Any, key: str) -> int:
 
 
 def _without_waiting(file: str, flags: int) -> int:
-    """Open a file; a pipe would otherwise wait for its writer."""
+    """Open a file without blocking; a pipe would otherwise wait for its writer."""
     return os.open(file, flags | os.O_NONBLOCK)
 
 

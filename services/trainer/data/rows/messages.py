@@ -1,4 +1,4 @@
-"""A prompt in the forms that data sets have it in, to messages with their images.
+"""Reads prompts, in the forms found in data sets, as messages with their images.
 
     "<image>Find x."
     [{"role": "user", "content": "<image>Find x."}]
@@ -16,7 +16,7 @@ from penstock.records import ImagePart, Message, TextPart, ToolCall
 from services.trainer.data.tool_calls import read_tool_calls
 
 IMAGE_MARK = "<image>"
-"""Stands for an image in a row's text."""
+"""Placeholder for an image in a row's text."""
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
@@ -28,26 +28,26 @@ _IMAGE_KEYS = ("image_url", "image", "url")
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """Where in a message an image is."""
+    """The place of an image in a message."""
 
     cell: Any = None
-    """The image, where the message brings it; else the next one of the row's columns."""
+    """The message's own image; None: the next image of the row's columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message whose images are not read yet."""
+    """A message whose images have not been read."""
 
     role: Role
     pieces: tuple[str | ImageRef, ...]
     tool_calls: tuple[ToolCall, ...] = ()
-    """Of an assistant's message."""
+    """Tool calls of an assistant's message."""
 
 
 def read_turns(cell: Any) -> tuple[Turn, ...]:
     """Return the messages in a cell: text is one user message.
 
-    Parts that are images decide where images are; a `<image>` that a text holds for each of them is removed.
+    Image parts determine where images are; the `<image>` that a text may have for each of them is removed.
 
     Raises:
         ValueError: it is neither text nor a list of messages.
@@ -63,14 +63,14 @@ def read_turns(cell: Any) -> tuple[Turn, ...]:
 
 
 def is_answered(cell: Any) -> bool:
-    """Whether a cell is a list of messages one of which is the assistant's."""
+    """Return whether a cell is a list of messages, at least one of them the assistant's."""
     messages = cell if isinstance(cell, list) else []
     roles = [message.get("role") or message.get("from") for message in messages if isinstance(message, Mapping)]
     return any(_SHAREGPT_ROLES.get(role, role) == "assistant" for role in roles if isinstance(role, str))
 
 
 def read_completion(cell: Any) -> tuple[Turn, ...]:
-    """Return what follows a prompt: text is one message of the assistant's, in which nothing is a mark.
+    """Return the messages that follow a prompt: text is one message of the assistant's, and `<image>` in it is text.
 
     Raises:
         ValueError: it is neither text nor a list of messages.
@@ -86,7 +86,7 @@ def read_completion(cell: Any) -> tuple[Turn, ...]:
 
 
 def split_answer(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], str]:
-    """Return the messages before the last one, and its text: conversations that end with the correct answer.
+    """Split a conversation that ends with the correct answer into the messages before it and the answer's text.
 
     Raises:
         ValueError: the last message is not the assistant's, or it has an image.
@@ -104,8 +104,8 @@ def place_images(
 
     Args:
         turns: The messages.
-        cells: The row's images that the messages do not bring themselves.
-        images_first: Put the images before the text of the first user message where it has no place for any.
+        cells: The row's images that are not in the messages themselves.
+        images_first: Put the images before the text of the first user message if the messages have no place for any.
 
     Returns:
         The messages, and the images in the order of their references.
@@ -131,14 +131,14 @@ def make_messages(
 
     Args:
         turns: The row's messages.
-        prompt_suffix: Appended to the last user message, in a demonstration to the last that is answered.
+        prompt_suffix: Appended to the last user message, in a demonstration to the last one that is answered.
         system_prompt: Put first, unless empty.
-        is_demonstration: The assistant's messages are there, to be learned.
+        is_demonstration: Whether the assistant's messages are present, to be learned.
 
     Raises:
-        ValueError: chat templates would drop or refuse one of the messages: there is no user message, or a system
-            message that is not the first. A prompt that ends with the assistant's message; a demonstration without one,
-            or whose assistant says nothing or shows an image.
+        ValueError: chat templates would drop or reject one of the messages: there is no user message, or a system
+            message that is not the first; a prompt ends with the assistant's message; or a demonstration has no
+            assistant message, or one that is empty or has an image.
     """
     roles = [turn.role for turn in turns]
     if "user" not in roles:
@@ -216,7 +216,7 @@ def _piece(part: Any) -> str | ImageRef:
 
 
 def _marked(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The messages with a reference for each mark."""
+    """Return the messages with a reference for each mark."""
     return tuple(replace(turn, pieces=tuple(_split(turn.pieces))) for turn in turns)
 
 

@@ -1,4 +1,4 @@
-"""Images between bounds of pixels."""
+"""Resizes images to fit between bounds on their pixels."""
 
 import io
 import math
@@ -9,15 +9,15 @@ from penstock.model.images import MAX_PIXELS, decode_image, read_sizes
 
 
 def fit_pixels(data: bytes, *, min_pixels: int = 0, max_pixels: int = 0) -> bytes:
-    """Return an image between the bounds, its sides in proportion: the same bytes if it is, else a PNG.
+    """Scale an image to fit between the bounds: the same bytes if it already does, else a PNG.
 
     Args:
         data: An encoded image.
-        min_pixels: Fewer pixels are enlarged; 0: no bound.
-        max_pixels: More pixels are shrunk; 0: no bound.
+        min_pixels: Images with fewer pixels are enlarged; 0: no bound.
+        max_pixels: Images with more pixels are shrunk; 0: no bound.
 
     Raises:
-        ValueError: the bounds contradict each other, or what a request may have.
+        ValueError: the bounds contradict each other, or a request's limit.
         InvalidRequestError: the image cannot be decoded, or is too large.
     """
     if not (min_pixels or max_pixels):

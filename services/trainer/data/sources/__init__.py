@@ -1,1 +1,1 @@
-"""Where rows come from: files, folders, the Hub."""
+"""Sources of rows: files, folders, the Hub."""

@@ -1,4 +1,4 @@
-"""Images that a data set names by address, downloaded once.
+"""Downloads each image that a data set names by address once.
 
 Invariant: a download ends within `DEADLINE_S`, reads at most `MAX_FILE_BYTES`, and follows no redirect away from http.
 """
@@ -20,20 +20,20 @@ from penstock.errors import SetupError
 MAX_FILE_BYTES: Final = 64 * 2**20
 """Most bytes of one image file."""
 DEADLINE_S: Final = 10.0
-"""The longest that one download may take."""
+"""Longest duration of one download, in seconds."""
 
 _PIECE_BYTES = 2**16
 
 
 def download(url: str, folder: Path) -> bytes:
-    """Return what is at an address, from `folder` if it was downloaded before.
+    """Return the file at an address, from `folder` if it was downloaded before.
 
     Args:
         url: An http or https address.
-        folder: Holds the files, by hash of their address; created if it is missing.
+        folder: Folder of the files, named by hash of their address; created if missing.
 
     Raises:
-        ValueError: there is no file of at most `MAX_FILE_BYTES`, or it did not come within `DEADLINE_S`.
+        ValueError: there is no file of at most `MAX_FILE_BYTES`, or it did not arrive within `DEADLINE_S`.
         SetupError: files in `folder` cannot be read or written.
     """
     kept = folder / hashlib.sha256(url.encode()).hexdigest()
@@ -57,7 +57,7 @@ def download(url: str, folder: Path) -> bytes:
 
 
 def write_atomically(file: Path, data: bytes) -> None:
-    """Write a file that other processes see whole or not at all.
+    """Write a file atomically: other processes see all of it or nothing.
 
     Raises:
         OSError: it cannot be written.
@@ -80,7 +80,7 @@ def _unusable(folder: Path, error: OSError) -> SetupError:
 
 
 def _get(url: str) -> bytes:
-    """Read an address in a thread of its own: a server that sends a byte at a time never meets a socket's timeout."""
+    """Read an address in its own thread: a server that sends one byte at a time never triggers a socket timeout."""
     done: Future[bytes] = Future()
 
     def read() -> None:
@@ -111,7 +111,7 @@ def _read(url: str) -> bytes:
 
 
 def _http_only() -> urllib.request.OpenerDirector:
-    """An opener that knows no other scheme, also where an address redirects to one."""
+    """Return an opener for http and https only, also for redirects."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,

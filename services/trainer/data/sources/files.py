@@ -1,8 +1,8 @@
-"""The files that a source's path names: files, folders, globs, slices of them, and data sets on the Hub.
+"""Finds the files that a source's path names: files, folders, globs, slices of them, and data sets on the Hub.
 
     train.parquet    data/    data/*.jsonl    train.parquet@[100:200]    hiyouga/geometry3k    hiyouga/geometry3k@[:100]
 
-Invariant: a source's files have one order, whatever order the file system lists them in.
+Invariant: the order of a source's files does not depend on the file system's listing order.
 """
 
 import glob
@@ -46,32 +46,32 @@ SavedT = TypeVar("SavedT", _SavedDict, _SavedState)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """Files behind each other, and which of their rows to read."""
+    """Consecutive files, and which of their rows to read."""
 
     path: str
-    """As the settings have it, without the slice."""
+    """The path from the settings, without the slice."""
     files: Sequence[Path]
     rows: slice
     revision: str = ""
-    """The commit, of files from the Hub."""
+    """The commit of files from the Hub; otherwise empty."""
 
 
 def find_files(config: SourceConfig) -> list[Files]:
     """Return the files of each of a source's paths. Data sets on the Hub are downloaded if the cache lacks them.
 
     Raises:
-        ConfigError: there is no such file.
-        DataError: there is no such data set or split.
+        ConfigError: a file does not exist.
+        DataError: a data set or split does not exist.
         SetupError: the Hub cannot be reached, and the cache has no complete copy.
     """
     return [_find(path, config) for path in config.paths]
 
 
 def require_files(config: SourceConfig) -> None:
-    """Check that the files exist, as far as this machine knows; cheap enough to do before anything else starts.
+    """Check that the files exist, without asking the Hub; cheap enough to run before anything else starts.
 
     Raises:
-        ConfigError: there is no such file, or a data set on the Hub is one of several paths.
+        ConfigError: a file does not exist, or a data set on the Hub is one of several paths.
     """
     for given in config.paths:
         path, _ = split_slice(given)
@@ -85,10 +85,10 @@ def require_files(config: SourceConfig) -> None:
 
 
 def pin(config: DataConfig) -> DataConfig:
-    """Return the settings with the commit of each data set on the Hugging Face Hub, whose files are then in the cache.
+    """Return the settings with the commit of each data set on the Hugging Face Hub, after caching its files.
 
     Raises:
-        DataError: there is no such data set, revision, configuration or split.
+        DataError: a data set, revision, configuration or split does not exist.
         SetupError: the Hub cannot be reached, and its cache has no copy.
     """
     if config.sources:
@@ -100,7 +100,7 @@ def pin(config: DataConfig) -> DataConfig:
 
 
 def split_slice(path: str) -> tuple[str, slice]:
-    """Return the path and its rows: `a.parquet@[10:20]` are rows 10 to 19; negative ends count from the end."""
+    """Return the path and its rows: `a.parquet@[10:20]` means rows 10 to 19; negative bounds count from the end."""
     match = _SLICE.fullmatch(path)
     if match is None:
         return path, slice(None)
@@ -127,7 +127,7 @@ def _commit(config: SourceConfig) -> str:
 
 
 def _existing(path: str) -> list[Path]:
-    """The file or folder, or the files of the glob."""
+    """Return the file or folder, or the files of the glob."""
     if Path(path).exists():
         return [Path(path)]
     found = [Path(each) for each in sorted(glob.glob(path, recursive=True)) if Path(each).is_file()]

@@ -1,7 +1,7 @@
 """Data sets on the Hugging Face Hub, through huggingface_hub and its cache.
 
-Invariant: files come from one commit, whose hash is returned; where the Hub cannot be reached, from a complete copy in
-the cache or not at all. HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and HF_HUB_CACHE are obeyed.
+Invariant: files come from one commit, whose hash is returned. If the Hub cannot be reached, they come from a complete
+copy in the cache or not at all. HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and HF_HUB_CACHE are obeyed.
 """
 
 import glob
@@ -34,7 +34,7 @@ class HubFiles:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path that is not on this machine reads like `owner/name`."""
+    """Return whether a path has the form `owner/name` and does not exist on this machine."""
     return _ID.fullmatch(path) is not None and not path.lower().endswith(SUFFIXES) and not Path(path).exists()
 
 
@@ -48,7 +48,7 @@ def fetch(repo: str, *, config: str, split: str, revision: str) -> HubFiles:
         revision: Branch, tag or commit; empty for the main branch.
 
     Raises:
-        DataError: there is no such data set, revision, configuration or split, or it is not open to this account.
+        DataError: the data set, revision, configuration or split does not exist or is not open to this account.
         SetupError: the Hub cannot be reached, and the cache has no complete copy.
     """
     name = f"data.path {repo!r} on the Hugging Face Hub"
@@ -57,15 +57,15 @@ def fetch(repo: str, *, config: str, split: str, revision: str) -> HubFiles:
 
 
 def look_up(repo: str, *, revision: str, timeout_s: float) -> None:
-    """Ask the Hub for a data set, and download nothing of it.
+    """Ask the Hub for a data set without downloading it.
 
     Args:
         repo: `owner/name`.
         revision: Branch, tag or commit; empty for the main branch.
-        timeout_s: For the connection, and for each part of the answer.
+        timeout_s: Timeout of the connection, and of each part of the answer.
 
     Raises:
-        DataError: there is no such data set or revision, or it is not open to this account.
+        DataError: the data set or revision does not exist or is not open to this account.
         SetupError: the Hub cannot be reached, or HF_HUB_OFFLINE forbids it.
     """
     import huggingface_hub
@@ -76,7 +76,7 @@ def look_up(repo: str, *, revision: str, timeout_s: float) -> None:
 
 
 def is_cached(repo: str, *, revision: str) -> bool:
-    """Whether the cache has files of the data set; not whether it has all of them."""
+    """Return whether the cache has any files of the data set; it may lack some."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -89,7 +89,7 @@ def is_cached(repo: str, *, revision: str) -> bool:
 
 @contextmanager
 def _explained(repo: str, revision: str, name: str) -> Iterator[None]:
-    """What huggingface_hub raises, as errors that say what to do."""
+    """Translate huggingface_hub's errors into errors with a remedy."""
     import httpx
     from huggingface_hub import errors
 
@@ -131,7 +131,7 @@ def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> H
 
     folder = download(
         revision or None, ["README.md"]
-    )  # also keeps which commit the branch is at, for times without Hub
+    )  # also caches the branch's commit, for use while the Hub is unreachable
     commit = folder.name
     names = _names(repo, folder)
     card = read_card(folder / "README.md")
@@ -141,14 +141,14 @@ def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> H
 
 
 def _names(repo: str, folder: Path) -> list[str]:
-    """Paths of a commit's files, from the listing that the download before has kept."""
+    """Return the paths of a commit's files, from the listing that the download cached."""
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
         tree = huggingface_hub.get_cached_repo_tree(repo, repo_type="dataset", revision=folder.name)
         return [file.path for file in tree]
-    except errors.CachedRepoTreeNotFoundError:  # an earlier version of huggingface_hub fetched it, and the Hub is away
+    except errors.CachedRepoTreeNotFoundError:  # fetched by an earlier huggingface_hub, and the Hub is unreachable
         return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
@@ -157,7 +157,7 @@ def _endpoint() -> str | None:
 
 
 def read_card(file: Path) -> dict[str, Any]:
-    """The front matter of a data set's README.md; empty if there is none."""
+    """Return the front matter of a data set's README.md; empty if there is none."""
     from huggingface_hub import metadata_load
     from yaml import YAMLError  # type: ignore[import-untyped]
 

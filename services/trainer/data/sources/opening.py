@@ -15,8 +15,8 @@ from services.trainer.data.sources.source import DEMONSTRATIONS, PROMPTS, NamedT
 from services.trainer.data.sources.table import Slice, Table
 
 NUM_BUILT_IN_ROWS: Final = 10_000
-"""An epoch of the built-in problems: more rows than there are different pictures of a coordinate, few enough for an
-order of rows to be drawn in a millisecond."""
+"""Rows in an epoch of the built-in problems: more than there are different pictures of a coordinate, few enough to draw
+an order of rows in a millisecond."""
 BUILT_IN_SEED: Final = 0
 """The built-in problems are the same in every run, so that runs can be compared; run.seed changes their order."""
 
@@ -29,7 +29,7 @@ def open_sources(config: DataConfig, *, form: RowForm = PROMPTS) -> dict[str, So
         form: What rows are read as.
 
     Raises:
-        DataError: a file is missing or wrong, or lacks a column.
+        DataError: a file is missing or invalid, or lacks a column.
         SetupError: the Hugging Face Hub cannot be reached, and its cache has no copy.
     """
     blocks = BlockCache(int(config.memory_gib * 2**30))
@@ -49,9 +49,9 @@ def built_in(
 
     Args:
         config: Kinds of problem, and how rows are read.
-        num_rows: Of an epoch.
-        seed: Of the draws.
-        pictures: Which pictures to draw from; training never draws those that are held out.
+        num_rows: Rows of an epoch.
+        seed: Seed of the draws.
+        pictures: Which pictures to draw from; training never draws held-out ones.
         form: What rows are read as.
     """
     name = "the built-in data set"
@@ -70,7 +70,7 @@ def built_in(
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """The folder for what is computed or downloaded once."""
+    """Return the folder for prompt lengths and downloaded images."""
     if config.cache_dir is not None:
         return config.cache_dir
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"

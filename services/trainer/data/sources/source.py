@@ -1,4 +1,4 @@
-"""A source of examples: the rows of its tables behind each other, read as its settings say."""
+"""A source of examples: the rows of its tables, one table after another, read according to its settings."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class _ReadRow(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowForm:
-    """What rows are read as."""
+    """The form that rows are read in: which columns are read, and how a row becomes an example."""
 
     name: str
     find_columns: _FindColumns
@@ -36,27 +36,27 @@ class RowForm:
 PROMPTS = RowForm(name="prompts", find_columns=find_columns, read=make_example)
 """Prompts to play, with the correct answers."""
 DEMONSTRATIONS = RowForm(name="demonstrations", find_columns=find_demonstration_columns, read=make_demonstration)
-"""Conversations whose assistant's messages are to be learned."""
+"""Conversations whose assistant messages are learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTable:
-    """A table, and what to call it."""
+    """A table with a name."""
 
     table: Table
     name: str
-    """Its file, for errors."""
+    """Its file, for error messages."""
     images: ImageReader
     """Reads its images."""
     first_row: int = 0
-    """Where its rows begin in the file."""
+    """Number in the file of its first row."""
     stamp: str = ""
-    """Changes with the file and the choice of its rows."""
+    """A stamp that changes with the file and the selection of its rows."""
     form: RowForm = PROMPTS
     _columns: dict[tuple[str, ...], Columns] = field(default_factory=dict, init=False, repr=False)
 
     def columns(self, row: Mapping[str, Any], config: SourceConfig) -> Columns:
-        """Return which columns of a row to read; in some formats each row may have others.
+        """Return the columns to read from a row; in some formats, they differ between rows.
 
         Raises:
             DataError: a column is missing, or several could be meant.
@@ -94,7 +94,7 @@ class Source:
         """Read a row.
 
         Raises:
-            DataError: the row is wrong.
+            DataError: the row is invalid.
         """
         table, index = self._locate(number)
         try:
@@ -104,7 +104,7 @@ class Source:
             raise self.wrong(number, error) from None
 
     def wrong(self, number: int, error: Exception) -> DataError:
-        """Return the error that names the row's file, and its place there."""
+        """Return an error that names the row's file and its place there."""
         table, index = self._locate(number)
         return DataError(f"{table.name}, row {table.first_row + index}: {error}; repair the row or remove it")
 
@@ -114,10 +114,10 @@ class Source:
 
 
 def _readable(table: NamedTable) -> Mapping[str, Any]:
-    """The first row that can be read among those that show a table's columns.
+    """Return the first readable row among the first `NUM_SHOWN_ROWS` rows.
 
     Raises:
-        DataError: none of them can.
+        DataError: none of them can be read.
     """
     first_error: Exception | None = None
     for number in range(min(len(table.table), NUM_SHOWN_ROWS)):

@@ -1,6 +1,6 @@
-"""Which files of a published folder belong to a configuration and a split, as the `datasets` library finds them.
+"""Finds the files of a published folder that belong to a configuration and a split, as the `datasets` library does.
 
-The card's front matter says it (`configs:` with `data_files:`); without one the files' names do:
+The card's front matter names them (`configs:` with `data_files:`); without it, the files' names determine the split:
 
     data/train-00000-of-00002.parquet     train.jsonl     test/problems.parquet     geometry/val.csv
 """
@@ -43,7 +43,7 @@ class _CardConfig(pydantic.BaseModel):
     data_files: str | list[str] | list[_SplitFiles] | dict[str, str | list[str]] | None = None
 
     def patterns(self) -> dict[str, str | list[str]]:
-        """Patterns of files by split, however the card writes them."""
+        """Patterns of files by split, in any form that a card may use."""
         files = self.data_files
         if isinstance(files, dict):
             return files
@@ -64,14 +64,14 @@ def choose_files(
 
     Args:
         names: Paths of all files, relative to the folder.
-        suffixes: The formats that can be read; if a folder has several, the first of these counts.
+        suffixes: The readable formats; if a folder has several, the first of these counts.
         config: Name of the configuration; empty for the only or the default one.
         split: Name of the split; empty for `train`, or the only one.
         card: The front matter of the folder's README.md.
-        name: What to call the folder in an error.
+        name: Name of the folder in error messages.
 
     Raises:
-        DataError: there is no such configuration or split, or a shard is missing.
+        DataError: the configuration or split does not exist, or a shard is missing.
     """
     found = [each for each in sorted(names) if PurePosixPath(each).name not in _NOT_DATA]
     if not _of_first_format(found, suffixes):
@@ -91,13 +91,13 @@ def choose_files(
 
 
 def _of_first_format(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
-    """The files of the first of the formats that any of them has."""
+    """Return the files of the first format that any file has."""
     of_formats = ([each for each in names if each.lower().endswith(suffix)] for suffix in suffixes)
     return next(filter(None, of_formats), [])
 
 
 def _named_in_card(names: Sequence[str], config: str, card: Mapping[str, Any], name: str) -> dict[str, list[str]]:
-    """Files by split, as the card's `configs` say; empty if it says nothing."""
+    """Return files by split according to the card's `configs`; empty if it has none."""
     configs = {each.config_name: each for each in _read_card(card, name).configs or () if each.data_files}
     if not configs:
         return {}

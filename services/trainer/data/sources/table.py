@@ -1,4 +1,4 @@
-"""Rows by number: what each reader makes of a file."""
+"""Tables: rows by number, the interface of each reader."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 from penstock.errors import DataError
 
 NUM_SHOWN_ROWS: Final = 100
-"""Rows of a table that show which columns it has. Later rows may have others; they are looked at then."""
+"""Rows of a table that are searched for its columns. Later rows may have others, which are found when they are read."""
 
 
 class Table(Protocol):
@@ -16,7 +16,7 @@ class Table(Protocol):
 
     @property
     def columns(self) -> Sequence[str]:
-        """The columns' names; rows of some formats may have others."""
+        """Names of the columns; in some formats, rows may have others."""
         ...
 
     def __len__(self) -> int:
@@ -28,7 +28,7 @@ class Table(Protocol):
 
         Raises:
             DataError: the file is damaged there.
-            ValueError, OverflowError: a value is not what its column says, such as text that is not UTF-8.
+            ValueError, OverflowError: a value does not fit its column's type, such as text that is not UTF-8.
         """
         ...
 
@@ -37,7 +37,7 @@ class Slice:
     """Consecutive rows of a table."""
 
     def __init__(self, table: Table, rows: range) -> None:
-        """The rows of `table` in `rows`."""
+        """Select the rows of `table` in `rows`."""
         self.columns = table.columns
         self.rows = rows
         self._table = table
@@ -50,10 +50,10 @@ class Slice:
 
 
 def require_unique(columns: Sequence[str], file: Path) -> None:
-    """Refuse a file with two columns of one name, of which a row would show only the last.
+    """Reject a file with two columns of the same name: a row would hold only the last one.
 
     Raises:
-        DataError: it has.
+        DataError: two columns have the same name.
     """
     if twice := [column for column, count in Counter(columns).items() if count > 1]:
         raise DataError(

@@ -1,8 +1,8 @@
-"""Which replicas an evaluation holds out of pushes. Pure.
+"""Chooses the replicas that an evaluation holds out of pushes. Pure.
 
-Invariants: at least one replica that can answer is held out, or one prefill and one decode replica where there are only
+Invariants: at least one replica that can answer is held out, or one prefill and one decode replica if there are only
 pairs. Training keeps at least one of each kind that is held out, or whole pairs, unless there is only one: that one is
-held out, and `can_spare` says that training has none. Replicas that are held out stay so while they live.
+held out, and `can_spare` reports that training has none. Replicas that are held out stay so while they live.
 """
 
 from collections.abc import Collection, Iterable
@@ -17,16 +17,16 @@ _DECODE = common_pb2.REPLICA_ROLE_DECODE
 def choose_held_out(
     replicas: Iterable[common_pb2.Replica], held_out: Collection[str], *, num: int, version: int
 ) -> list[common_pb2.Replica]:
-    """Return the replicas to hold out, by id; empty without replicas that can answer.
+    """Return the replicas to hold out, sorted by id; empty without replicas that can answer.
 
-    Those that are held out already come first, then those that hold the version, then those that hold an older one or
-    none, because they have to be pushed to anyway.
+    Replicas that are already held out are preferred, then those that hold the version, then those that hold an older
+    one or none, because they need a push anyway.
 
     Args:
-        replicas: Those that can take a push.
-        held_out: Ids of those that are held out.
-        num: How many to hold out, at least 1; of PD pairs, n prefill and n decode replicas. Unified replicas go first,
-            and may all be held out where training has a pair.
+        replicas: Replicas that can take a push.
+        held_out: Ids of the replicas that are already held out.
+        num: Replicas to hold out, at least 1; of PD pairs, n prefill and n decode replicas. Unified replicas go first,
+            and may all be held out if training has a pair.
         version: The version of the evaluation.
     """
 
@@ -44,7 +44,7 @@ def choose_held_out(
     elif prefill and decode:
         chosen = prefill[: _num_of(num, prefill)]
         peers = {_pairing(each) for each in chosen}
-        decode.sort(key=lambda each: _pairing(each) not in peers)  # stable: equal ones keep their rank
+        decode.sort(key=lambda each: _pairing(each) not in peers)  # stable: ties keep their rank
         chosen += decode[: _num_of(num, decode)]
     else:
         chosen = []
@@ -52,14 +52,14 @@ def choose_held_out(
 
 
 def can_spare(replicas: Iterable[common_pb2.Replica], chosen: Collection[common_pb2.Replica]) -> bool:
-    """Return whether some are chosen, and training has replicas left: unified ones, or a prefill and a decode one."""
+    """Return whether any are chosen, and training has replicas left: a unified one, or a prefill and a decode one."""
     ids = {each.replica_id for each in chosen}
     left = {each.role for each in replicas if each.replica_id not in ids}
     return bool(ids) and (_UNIFIED in left or {_PREFILL, _DECODE} <= left)
 
 
 def num_slots(chosen: Iterable[common_pb2.Replica]) -> int:
-    """Return how many samples they generate at once; a prefill replica generates none."""
+    """Return the number of samples that replicas generate at once; a prefill replica generates none."""
     return sum(max(1, each.max_running) for each in chosen if each.role != _PREFILL)
 
 

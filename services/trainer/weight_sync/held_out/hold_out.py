@@ -1,4 +1,4 @@
-"""The claim of an evaluation on some replicas: they take no pushes, and play nothing else, until it is given up."""
+"""An evaluation's claim on some replicas: they take no pushes, and play nothing else, until it is released."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,30 +23,30 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, kw_only=True)
 class HoldOut:
-    """Which replicas are held out, at which version. Routers learn it before a replica is treated so."""
+    """The replicas that are held out, and their version. It is written for routers before a replica is held out."""
 
     step: int
-    """Optimizer steps behind the version."""
+    """Optimizer steps taken to reach the version."""
     kept: KeptWeights
     """The version's weights, for a replica that takes the place of one that died."""
     num: int
-    """How many replicas, at least 1."""
+    """Number of replicas to hold out, at least 1."""
     record: HeldOutRecord
-    """Where routers read it."""
+    """The record that routers read."""
     replica_ids: frozenset[str] = frozenset()
     num_slots: int = 0
     """Samples that the replicas generate at once."""
     _spares: bool = True
-    """Whether training had replicas left when somebody last looked."""
+    """Whether training had replicas left at the last update."""
     _has_some: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def version(self) -> int:
-        """The policy version at which they are held."""
+        """The policy version of the held-out replicas."""
         return self.kept.version
 
     async def begin(self, replicas: Sequence[common_pb2.Replica]) -> bool:
-        """Hold out some of `replicas`, if training has others left; return whether."""
+        """Hold out some of `replicas`, if training has others left; return whether it does."""
         chosen = self._chosen(replicas)
         if not can_spare(replicas, chosen):
             return False
@@ -54,9 +54,9 @@ class HoldOut:
         return True
 
     async def update(self, replicas: Sequence[common_pb2.Replica]) -> list[common_pb2.Replica]:
-        """Replace those that are no longer among `replicas`; return all that are held out.
+        """Replace held-out replicas that are no longer among `replicas`; return all that are held out.
 
-        Those that an earlier trainer held out, `replica_ids` as this was made, are claimed by the first call.
+        The first call claims the initial `replica_ids`, which an earlier trainer held out.
         """
         chosen = self._chosen(replicas)
         is_claimed = self._has_some.is_set() or not chosen
@@ -80,10 +80,10 @@ class HoldOut:
     async def open_weights(
         self, config: WeightSyncConfig, *, host: str, backend: str, keeps_on_host: bool
     ) -> tuple[WeightSnapshot, TransportSelector]:
-        """Read the kept weights, and choose transports for them alone; replicas that see the files read them.
+        """Read the kept weights, and return them with their own transports; replicas that see the files read them.
 
         Raises:
-            SetupError: the files cannot be read any more.
+            SetupError: the files can no longer be read.
         """
         on_gpu = backend == "nccl"
         computing = torch.device("cuda" if on_gpu else "cpu")

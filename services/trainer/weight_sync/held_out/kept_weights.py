@@ -1,6 +1,6 @@
-"""The weights of an evaluation's version on disk, for a replica that must be given them after others were published.
+"""The weights of an evaluation's version on disk, for a replica that needs them after others were published.
 
-Invariant: it is complete or absent, over kills of the trainer. It stays until the evaluation has ended.
+Invariant: they are complete or absent, even if the trainer is killed. They stay until the evaluation has ended.
 """
 
 import shutil
@@ -30,14 +30,14 @@ class KeptWeights:
         """Write `weights` below `parent`, which holds nothing else. Blocking.
 
         Raises:
-            OSError: there is no room, or the folder cannot be written to.
+            OSError: the disk is full, or the folder cannot be written.
         """
         folder = write_weight_files(parent, weights.version, weights.manifest, weights.buckets)
         return cls(version=weights.version, folder=folder)
 
     @classmethod
     def find(cls, parent: Path) -> Self | None:
-        """Return what is kept below `parent`; None if that is nothing, or incomplete. Blocking."""
+        """Return the weights kept below `parent`; None if there are none, or they are incomplete. Blocking."""
         newest = find_weight_files(parent)
         return None if newest is None else cls(version=newest[0], folder=newest[1])
 
@@ -46,19 +46,19 @@ class KeptWeights:
     ) -> WeightSnapshot:
         """Read the weights, in the order in which they were written. Blocking.
 
-        The device gets one copy of them, as for a publication.
+        The device holds one copy of them, as for a publication.
 
         Args:
-            device: Where they are to be.
-            kind: Of their digests.
-            max_bucket_bytes: As of the snapshot that was written.
-            pool: Of shared memory, if other processes are to open them.
+            device: Device of the snapshot.
+            kind: Kind of the digests.
+            max_bucket_bytes: As for the snapshot that was written.
+            pool: Shared memory for the weights, if other processes must open them.
 
         Raises:
-            SetupError: the files cannot be read any more.
+            SetupError: the files can no longer be read.
         """
         try:
-            tensors = dict(read_weight_files(self.folder))  # mapped, not read
+            tensors = dict(read_weight_files(self.folder))  # memory-mapped, not read
         except (OSError, SafetensorError) as error:
             raise SetupError(
                 f"{self.folder} held the weights of policy version {self.version}, which an evaluation plays, and "
@@ -69,11 +69,11 @@ class KeptWeights:
             NamedWeights.of(tensors),
             max_bucket_bytes=max_bucket_bytes,
             pool=pool,
-            device=torch.empty(0, device=device).device,  # with its number
+            device=torch.empty(0, device=device).device,  # with its index
             kind=kind,
         )
 
 
 def remove_kept(parent: Path) -> None:
-    """Remove what is kept below `parent`, complete or not. Blocking."""
+    """Remove the weights kept below `parent`, complete or not. Blocking."""
     shutil.rmtree(parent, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""What routers read of the replicas that are held out of pushes: a key of the bucket `policy`.
+"""The record of the held-out replicas, for routers: a key of the bucket `policy`.
 
-Invariant: only the trainer that read the key last replaces it, so a trainer that was replaced holds nothing out.
+Invariant: only the trainer that read the key last replaces it, so a replaced trainer holds nothing out.
 """
 
 from collections.abc import Collection
@@ -27,7 +27,7 @@ class HeldOutRecord:
 
     @property
     def value(self) -> HeldOutReplicas:
-        """What it says; nothing is held out if it cannot be read."""
+        """The held-out replicas; none if the key cannot be read."""
         if not self._register.value:
             return HeldOutReplicas()
         try:
@@ -37,7 +37,7 @@ class HeldOutRecord:
             return HeldOutReplicas()
 
     async def write(self, replica_ids: Collection[str], *, version: int, step: int) -> None:
-        """Have routers give these replicas the calls of the evaluation of `version`, and no others.
+        """Make routers send these replicas the calls of the evaluation of `version`, and no others.
 
         Raises:
             SupersededError: another trainer has written it since.
@@ -49,7 +49,7 @@ class HeldOutRecord:
         await self._register.write(write_held_out_replicas(held_out))
 
     async def clear(self) -> None:
-        """Have routers treat all replicas alike.
+        """Make routers treat all replicas alike.
 
         Raises:
             SupersededError: another trainer has written it since.
@@ -62,7 +62,7 @@ async def open_held_out_record(bus: Bus, *, trainer_epoch: str) -> HeldOutRecord
     """Read the key.
 
     Raises:
-        SetupError: the server does not make the bucket.
+        SetupError: the server does not create the bucket.
     """
     bucket = await bus.bucket(POLICY_BUCKET)
     return HeldOutRecord(await open_register(bus, bucket, HELD_OUT_KEY), trainer_epoch=trainer_epoch)

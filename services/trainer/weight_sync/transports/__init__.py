@@ -1,1 +1,1 @@
-"""How the bytes of a push travel: one module per transport, named as in `trainer.weight_sync.transport`."""
+"""Transports of a push's bytes: one module each, named as in `trainer.weight_sync.transport`."""

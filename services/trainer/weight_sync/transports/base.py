@@ -1,4 +1,4 @@
-"""What a push needs of a transport: either the members pull the weights, or all meet in one collective operation.
+"""Interface of transports: either each member pulls the weights, or all meet in one collective operation.
 
 Members that pull go through a push alone (`rolling_push.py`), the others together (`collective_push.py`).
 """
@@ -15,27 +15,27 @@ class Transport(ABC):
     """Carries the weights of one push to its members."""
 
     name: ClassVar[str]
-    """As in `trainer.weight_sync.transport`."""
+    """Its name in `trainer.weight_sync.transport`."""
 
     @abstractmethod
     def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
-        """Set the source in `request`: how this member gets the weights."""
+        """Set the source in `request`, which tells this member how to get the weights."""
 
 
 class PullTransport(Transport):
-    """Each member fetches the weights by itself, and none waits for another."""
+    """Each member fetches the weights on its own, and none waits for another."""
 
     async def upload(self, stub: Stub, push_id: str, *, timeout_s: float) -> None:
-        """Send a prepared member what it loads later, while it still generates. Most transports send nothing."""
+        """Send a prepared member the bytes that it loads later, while it still generates. Most transports send none."""
 
 
 class CollectiveTransport(Transport):
-    """Trainer and members wait for each other. Methods block; once closed it cannot be used again."""
+    """Trainer and members wait for each other. Methods block; a closed transport cannot be used again."""
 
     @property
     @abstractmethod
     def is_formed(self) -> bool:
-        """Whether the members are connected already. If not, `form` runs while they prepare."""
+        """Whether the members are already connected. If not, `form` runs while they prepare."""
 
     @property
     @abstractmethod
@@ -44,11 +44,11 @@ class CollectiveTransport(Transport):
 
     @abstractmethod
     def form(self, *, timeout_s: float) -> None:
-        """The trainer's part while members prepare."""
+        """Do the trainer's part while members prepare."""
 
     @abstractmethod
     def send(self, weights: WeightSnapshot, *, timeout_s: float) -> None:
-        """The trainer's part while members receive."""
+        """Do the trainer's part while members receive."""
 
     @abstractmethod
     def close(self, *, are_coming: bool = False) -> None:

@@ -55,7 +55,7 @@ class BroadcastTransport(CollectiveTransport):
         return self._group.is_closed
 
     def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
-        """The process group, and the member's first rank in it."""
+        """Announce the process group, and the member's first rank in it."""
         request.broadcast.CopyFrom(self._source)
         before = self.members[: self.members.index(member)]
         request.broadcast.rank_offset = 1 + sum(other.num_ranks for other in before)

@@ -1,6 +1,6 @@
-"""Compressed blocks over gRPC: what changed since the version before, or all weights.
+"""Compressed blocks over gRPC: the changes since the previous version, or all weights.
 
-Blocks are kept in unnamed files. The version before, which a delta is computed against, stays in memory.
+Blocks are kept in unnamed files. The previous version, which a delta is computed against, stays in memory.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ class DeltaTransport(PullTransport):
 
     name = "delta"
     file: BinaryIO
-    """Read by offset, so that several members can be served at a time."""
+    """The file, read by offset, so that several members can be served at a time."""
     size_bytes: int
     base_version: int
     """The version that the members must hold; 0: the blocks contain all weights."""
 
     def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
-        """The base, and the size of the upload."""
+        """Announce the base version, and the size of the upload."""
         request.delta.base_version = self.base_version
         request.delta.size_bytes = self.size_bytes
 
@@ -47,7 +47,7 @@ class DeltaTransport(PullTransport):
         await stub.SendWeights(self._chunks(push_id), timeout=timeout_s)
 
     async def _chunks(self, push_id: str) -> AsyncIterator[rollout_pb2.SendWeightsRequest]:
-        """Only the chunks that gRPC is sending are in memory."""
+        """Yield the chunks; only those that gRPC is sending are in memory."""
         yield rollout_pb2.SendWeightsRequest(push_id=push_id)
         for first in range(0, self.size_bytes, _CHUNK_BYTES):
             yield await asyncio.to_thread(self._chunk, first)
@@ -63,15 +63,15 @@ class DeltaStore:
 
     _newest: WeightSnapshot | None = None
     _base: WeightSnapshot | None = None
-    """The version before it."""
+    """The version before the newest."""
     _written: dict[int, DeltaTransport] = field(default_factory=dict)
-    """By base version; 0: all weights."""
+    """Written files by base version; 0: all weights."""
 
     async def move_on(self, weights: WeightSnapshot) -> None:
-        """Make `weights` the newest version, and write its delta against the one before.
+        """Make `weights` the newest version, and write its delta against the previous one.
 
         Raises:
-            SetupError: there is no room for it.
+            SetupError: there is no room for the delta.
         """
         if self._newest is not None and self._newest.version == weights.version:
             return
@@ -82,14 +82,14 @@ class DeltaStore:
             self._written[base.version] = await self._write(weights, base)
 
     def since(self, version: int) -> DeltaTransport | None:
-        """What changed since `version`, if that is known."""
+        """Return the changes since `version`; None if they are not known."""
         return self._written.get(version) if version else None
 
     async def all_weights(self) -> DeltaTransport:
-        """The newest version as a whole; written at the first call.
+        """Return all weights of the newest version; the first call writes them.
 
         Raises:
-            SetupError: there is no room for it.
+            SetupError: there is no room for them.
         """
         if 0 not in self._written:
             assert self._newest is not None

@@ -1,6 +1,6 @@
-"""Weight files that members read from a folder which they see under the same path as the trainer.
+"""Weight files that members read from a folder with the same path as on the trainer.
 
-Writing them may fail without harm: the weights are then broadcast.
+If writing them fails, the weights are broadcast instead.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class DiskTransport(PullTransport):
     folder: Path
 
     def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
-        """The folder."""
+        """Announce the folder."""
         request.disk.folder = str(self.folder)
 
 
@@ -44,22 +44,22 @@ class WeightFileStore:
 
     @classmethod
     def of_run(cls, config: WeightSyncConfig, run_folder: Path) -> Self:
-        """Return the store of a run: in the configured folder, else in the run's own if engines read files at all."""
+        """Return the store of a run: in the configured folder, else in the run folder if the transport is disk."""
         if config.files_dir is not None:
             return cls(config.files_dir.absolute())
         return cls(run_folder.absolute() / "weights" if config.transport == "disk" else None)
 
     @classmethod
     def of(cls, version: int, folder: Path) -> Self:
-        """Return a store of files that were written already, which writes none."""
+        """Return a store of existing files, which writes none."""
         return cls(None, (version, folder))
 
     def folder_of(self, version: int) -> Path | None:
-        """The files of `version`, if it was the last version written."""
+        """Return the folder of `version`, if it was the last version written."""
         return self._newest[1] if self._newest is not None and self._newest[0] == version else None
 
     async def write(self, weights: WeightSnapshot) -> None:
-        """Write a version, unless it is written already."""
+        """Write a version, unless it has already been written."""
         async with self._lock:
             if self.parent is None or self.folder_of(weights.version) is not None:
                 return

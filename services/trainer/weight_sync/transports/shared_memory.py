@@ -10,11 +10,11 @@ from services.trainer.weight_sync.transports.base import PullTransport
 
 @dataclass(frozen=True)
 class SharedMemoryTransport(PullTransport):
-    """The memory of one snapshot, which keeps it alive."""
+    """The memory of one snapshot, which it keeps alive."""
 
     name = "shared_memory"
     memory: SharedMemory
 
     def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
-        """How to open the memory."""
+        """Announce how to open the memory."""
         request.shared_memory.CopyFrom(self.memory.message)

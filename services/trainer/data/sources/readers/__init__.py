@@ -1,1 +1,1 @@
-"""Readers: one file of each format to rows."""
+"""Readers: each reads files of one format as rows."""

@@ -1,4 +1,4 @@
-"""Rows of Arrow tables as Python values; the folders that `datasets.save_to_disk` writes."""
+"""Reads rows of Arrow tables as Python values, including the files that `datasets.save_to_disk` writes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,18 +12,18 @@ class RowDecoder:
     """Turns rows of tables with one schema into Python values."""
 
     def __init__(self, schema: Any) -> None:
-        """Rows of tables with this schema."""
+        """Decode rows of tables with this schema."""
         self.columns: Sequence[str] = tuple(schema.names)
         self._short = {field.name: field.type for field in schema if _has_short_float(field.type)}
 
     def row(self, table: Any, number: int) -> dict[str, Any]:
-        """Return one row, its values by column."""
+        """Return one row as values by column."""
         row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
         return row | {name: _shortest(row[name], kind) for name, kind in self._short.items()} if self._short else row
 
 
 class ArrowTable:
-    """The rows of an Arrow file, in the stream or the file format. The file stays on disk and is mapped."""
+    """The rows of an Arrow file, in the stream or the file format. The file is memory-mapped."""
 
     def __init__(self, file: Path) -> None:
         """Map the file.
@@ -46,7 +46,7 @@ class ArrowTable:
 
     @property
     def columns(self) -> Sequence[str]:
-        """The columns' names."""
+        """Names of the columns."""
         return self._decoder.columns
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ def _has_short_float(kind: Any) -> bool:
 
 
 def _shortest(value: Any, kind: Any) -> Any:
-    """The value with every float of less than 64 bits as the shortest decimal that it stands for: 0.1 stays 0.1."""
+    """Return the value with every float of less than 64 bits as the shortest decimal that it represents: 0.1 is 0.1."""
     import numpy as np
     from pyarrow import types
 

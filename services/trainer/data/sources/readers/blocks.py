@@ -7,23 +7,23 @@ from typing import Any
 
 
 class BlockCache:
-    """The blocks that were used last. May be used from any thread; blocks are read one at a time."""
+    """A cache of the most recently used blocks. May be used from any thread; blocks are read one at a time."""
 
     def __init__(self, max_bytes: int) -> None:
         """Hold at most `max_bytes`, and always the block that was read last."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        """What it holds."""
+        """Bytes of the cached blocks."""
         self._blocks: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, read: Callable[[], Any], *, num_bytes: int) -> Any:
-        """Return the block under `key`; what was used longest ago makes room for it.
+        """Return the block under `key`; the least recently used blocks make room for it.
 
         Args:
-            key: The block.
-            read: Reads it, as an Arrow table.
-            num_bytes: About its size in memory.
+            key: Key of the block.
+            read: Reads the block, as an Arrow table.
+            num_bytes: Its approximate size in memory.
         """
         with self._lock:
             if key in self._blocks:

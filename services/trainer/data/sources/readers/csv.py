@@ -1,4 +1,4 @@
-"""CSV files with a header."""
+"""Reads CSV files with a header."""
 
 import csv
 from pathlib import Path
@@ -13,7 +13,7 @@ _MAX_FIELD = 2**31 - 1
 
 
 class CsvTable:
-    """The rows of a file, which are held in memory. All values are text; an empty one is None."""
+    """The rows of a CSV file, held in memory. All values are text; an empty one is None."""
 
     def __init__(self, file: Path, *, max_bytes: int) -> None:
         """Read the file.

@@ -1,4 +1,4 @@
-"""The formats that can be read, by the end of a file's name."""
+"""Opens files by format, which the end of the file's name gives."""
 
 from pathlib import Path
 from typing import Final
@@ -12,18 +12,18 @@ from services.trainer.data.sources.readers.parquet import ParquetTable
 from services.trainer.data.sources.table import Table
 
 SUFFIXES: Final = (".parquet", ".arrow", ".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz")
-"""In the order in which they are preferred where a folder has several."""
+"""Readable suffixes, in order of preference if a folder has several."""
 
 
 def open_table(file: Path, blocks: BlockCache) -> Table:
     """Open a file.
 
     Args:
-        file: Its suffix says what it is.
-        blocks: Holds the decoded rows of all files.
+        file: The file; its suffix gives the format.
+        blocks: Cache of the decoded rows of all files.
 
     Raises:
-        DataError: its suffix is not known, or it is not what its suffix says.
+        DataError: the suffix is unknown, or the file is not in the format of its suffix.
     """
     if file.name.lower().endswith((".jsonl.gz", ".json.gz")):
         return open_zipped_json(file, max_bytes=blocks.max_bytes)

@@ -1,4 +1,4 @@
-"""JSON Lines, and JSON files that hold a list of objects."""
+"""Reads JSON Lines, and JSON files that hold a list of objects."""
 
 import abc
 import gzip
@@ -15,7 +15,7 @@ from services.trainer.data.sources.table import NUM_SHOWN_ROWS
 
 
 class _Lines(abc.ABC):
-    """JSON objects, one a line. A line that is none is a wrong row, not a wrong file."""
+    """JSON objects, one per line. A line that is not an object is an invalid row, not an invalid file."""
 
     columns: Sequence[str]
 
@@ -41,19 +41,19 @@ class _Lines(abc.ABC):
             ) from None
 
     def _shown_keys(self) -> Sequence[str]:
-        """The keys of the first rows."""
+        """Return the keys of the first rows."""
         rows = []
         for number in range(min(len(self), NUM_SHOWN_ROWS)):
-            with suppress(DataError):  # the row is refused or dropped when it is played
+            with suppress(DataError):  # the row is rejected or dropped when it is played
                 rows.append(self[number])
         return _keys(rows)
 
 
 class LinesTable(_Lines):
-    """A file with one JSON object a line. Memory holds the offsets of the lines, and no row."""
+    """A file with one JSON object per line. Memory holds only the offsets of the lines."""
 
     def __init__(self, file: Path) -> None:
-        """Find the lines; empty ones are no rows.
+        """Find the lines, skipping empty ones.
 
         Raises:
             DataError: the file cannot be read.
@@ -86,10 +86,10 @@ class LinesTable(_Lines):
 
 
 class HeldLinesTable(_Lines):
-    """Lines of a file that cannot be read from the middle, held in memory as they are."""
+    """Unparsed lines, held in memory, of a file that cannot be read from the middle."""
 
     def __init__(self, file: Path, content: bytes) -> None:
-        """Hold the lines of a file's `content`; empty ones are no rows."""
+        """Hold the lines of a file's `content`, without empty ones."""
         super().__init__(file)
         self._held = [line for line in content.split(b"\n") if line.strip()]
         self.columns = self._shown_keys()
@@ -102,13 +102,13 @@ class HeldLinesTable(_Lines):
 
 
 class ListTable:
-    """A file that is one JSON list of objects, which is held in memory."""
+    """A file that is one JSON list of objects, held in memory."""
 
     def __init__(self, file: Path, rows: Any) -> None:
         """Hold the rows of a file.
 
         Raises:
-            DataError: they are no list of objects.
+            DataError: they are not a list of objects.
         """
         try:
             if not isinstance(rows, list):
@@ -129,7 +129,7 @@ def open_json(file: Path, *, max_bytes: int) -> LinesTable | ListTable:
     """Open a `.json` file: a list if it begins as one, else lines.
 
     Raises:
-        DataError: as the two tables do.
+        DataError: as for the two tables.
     """
     try:
         with file.open("rb") as opened:
@@ -149,7 +149,7 @@ def open_zipped_json(file: Path, *, max_bytes: int) -> HeldLinesTable | ListTabl
     """Open a `.json.gz` or `.jsonl.gz` file: a list if it begins as one, else lines. It is held in memory.
 
     Raises:
-        DataError: it is no gzip file, too large when unzipped, or holds no objects.
+        DataError: it is not a gzip file, is too large when unzipped, or holds no objects.
     """
     try:
         with gzip.open(file) as opened:
@@ -171,7 +171,7 @@ def open_zipped_json(file: Path, *, max_bytes: int) -> HeldLinesTable | ListTabl
 
 
 def require_size(file: Path, max_bytes: int) -> None:
-    """Refuse a file that has to be read as a whole and is larger than that.
+    """Reject a file larger than `max_bytes` that must be read as a whole.
 
     Raises:
         DataError: it is too large.

@@ -1,4 +1,4 @@
-"""Parquet files, read by row group."""
+"""Reads Parquet files by row group."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class ParquetTable:
 
     @property
     def columns(self) -> Sequence[str]:
-        """The columns' names."""
+        """Names of the columns."""
         return self._decoder.columns
 
     def __len__(self) -> int:
