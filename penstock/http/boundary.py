@@ -1,8 +1,8 @@
 """Wraps every HTTP application: admission, body limit, errors, cancellation, drain, one log line per request.
 
 Invariants: the body of a request without the token is not read, and every such request gets the same answer. Only the
-health page (GET, HEAD) needs no token; a request with its own key is also admitted by that key. The application gets a complete
-body, and is cancelled when its client disconnects.
+health page (GET, HEAD) needs no token; a request with its own key is also admitted by that key. The application gets a
+complete body, and is cancelled when its client disconnects.
 """
 
 import asyncio
