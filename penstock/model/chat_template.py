@@ -317,7 +317,7 @@ class Renderer:
         ours: dict[str, Any] = {"tokenize": False, "add_generation_prompt": is_prompt}
         if tools:
             ours["tools"] = list(tools)
-        with _refusals_told(chat):
+        with _reporting_refusals(chat):
             return str(self._tokenizer.apply_chat_template(list(chat), **template_kwargs, **ours))
 
     def _fill_marked(
@@ -327,7 +327,7 @@ class Renderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         require_free(template_kwargs)
-        with _refusals_told(chat):
+        with _reporting_refusals(chat):
             [rendered], [spans] = render_jinja_template(
                 conversations=[chat],
                 tools=list(tools) or None,
@@ -378,7 +378,7 @@ class Renderer:
 
 
 @contextmanager
-def _refusals_told(chat: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+def _reporting_refusals(chat: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Raise a template's rejection of the messages as an InvalidRequestError."""
     from jinja2 import TemplateError
 

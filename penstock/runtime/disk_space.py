@@ -34,7 +34,7 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def disk_full_told(folder: Path, remedy: str) -> Iterator[None]:
+def disk_full_reported(folder: Path, remedy: str) -> Iterator[None]:
     """Report in one line that the disk of `folder`, which exists, is full.
 
     From errors of several tasks, any that a full disk did not cause are raised instead, because they say more.

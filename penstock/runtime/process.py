@@ -113,12 +113,12 @@ async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> 
     try:
         await task
     except BaseExceptionGroup as group:  # a TaskGroup wraps its tasks' errors; people want the error itself
-        if (error := _first_told(group)) is None:
+        if (error := _first_reported(group)) is None:
             raise
         raise error from None
 
 
-def _first_told(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:
+def _first_reported(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:
     """Return the error of a group to show: its first `UserError`, or else its first `PenstockError`.
 
     None if the group also holds an error that was not raised on purpose: a bug, whose traceback must not be lost.

@@ -68,7 +68,7 @@ class Child:
         self.state = State.STARTING
         self.num_starts = 0
         self.address = spec.address
-        self.stop_asked = asyncio.Event()
+        self.stop_requested = asyncio.Event()
         """Set when the process has been asked to end."""
         self._clock = clock
         self._started_at = clock()
@@ -111,7 +111,7 @@ class Child:
         self.state = State.STARTING
         self.num_starts += 1
         self._started_at = self._clock()
-        if self.stop_asked.is_set():  # asked to stop while it was being started
+        if self.stop_requested.is_set():  # asked to stop while it was being started
             self.terminate()
         code = await process.wait()
         self.kill()
@@ -121,7 +121,7 @@ class Child:
 
     def terminate(self) -> None:
         """Ask the process to end; it ends its own children."""
-        self.stop_asked.set()
+        self.stop_requested.set()
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()

@@ -115,7 +115,7 @@ class Supervisor:
     async def kill(self) -> None:
         """Kill the remaining processes at once."""
         for child in self.children:
-            child.stop_asked.set()
+            child.stop_requested.set()
             child.kill()
         tasks = list(self._tasks.values())
         if tasks:
@@ -152,10 +152,10 @@ class Supervisor:
         name = child.spec.name
         deaths = self._deaths[name] = deque(maxlen=self._max_restarts + 1)
         num_failures = 0
-        while not child.stop_asked.is_set():
+        while not child.stop_requested.is_set():
             code = await child.run()
             ended_in, child.state = child.state, State.STOPPED
-            if child.stop_asked.is_set() or (code == 0 and child.spec.ends_run):
+            if child.stop_requested.is_set() or (code == 0 and child.spec.ends_run):
                 return
             if code == EXIT_USER_ERROR and not child.lacks_what_it_had(ended_in):
                 raise UserError(child.read_error() or f"{name} cannot start; see {child.log.path}")
@@ -170,7 +170,7 @@ class Supervisor:
             self._report(f"{name} {how}; starting it again in {backoff_s:g} s")
             child.state = State.RESTARTING
             with suppress(TimeoutError):
-                await asyncio.wait_for(child.stop_asked.wait(), backoff_s)
+                await asyncio.wait_for(child.stop_requested.wait(), backoff_s)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import structlog
 from penstock.bus.buckets.lock import locked
 from penstock.bus.connection import connect
 from penstock.rpc.server import RpcServer, service_name
-from penstock.runtime.disk_space import disk_full_told
+from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
@@ -46,7 +46,7 @@ async def serve(
         start = await find_starting_point(settings, bus)
         progress = Progress(run_id=start.run_id, num_steps=settings.trainer.num_steps)
         await _serve_progress(settings, progress, security, stack)
-        with disk_full_told(start.folder, "make room and start the run again, which continues from its checkpoint"):
+        with disk_full_reported(start.folder, "make room and start the run again, which continues from its checkpoint"):
             assembling = assemble(settings, start, bus, lock, progress, security, stack, open_backend=open_backend)
             loop = await unless_stopped(assembling, stop)
             if loop is None:

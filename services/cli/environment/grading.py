@@ -14,7 +14,7 @@ from penstock.v1 import reward_pb2
 from services.cli.extras import import_with_extra
 from services.cli.score.reward_caller import RewardCaller, Service
 from services.reward.config import RewardConfig
-from services.rollout.worker.judge import Judge
+from services.rollout.worker.answer_verifier import AnswerVerifier
 
 _DEADLINE_S = 10.0
 
@@ -61,7 +61,7 @@ class Grading:
             if profile not in self._profiles:
                 known = ", ".join(sorted(self._profiles))
                 raise ConfigError(f"profile {profile!r} is unknown to the reward service; known: {known}")
-            [verdict] = await Judge(self).judge(prompt, [("by-hand", text)])
+            [verdict] = await AnswerVerifier(self).verify(prompt, [("by-hand", text)])
             return verdict
 
         return grade
@@ -69,7 +69,7 @@ class Grading:
     async def verify_batch(
         self, items: Sequence[reward_pb2.VerifyItem], *, timeout_s: float, retry_until: float | None = None
     ) -> list[reward_pb2.Verdict]:
-        """Judge `items` for the worker's `Judge`; the caller has its own deadlines."""
+        """Judge `items` for the worker's `AnswerVerifier`; the caller has its own deadlines."""
         assert self._caller is not None, "`grade` opens it first"
         return await asyncio.wrap_future(self._caller.verify(items))
 

@@ -59,13 +59,13 @@ class GroupImages:
                     self._hashes[data] = await self._store.put(self._scope, data)
         return [self._hashes[data] for data in files]
 
-    async def store_again(self, asked_at: float) -> None:
-        """Store every image anew, after a request of time `asked_at` (`time.monotonic()`) missed one.
+    async def store_again(self, requested_at: float) -> None:
+        """Store every image anew, after a request of time `requested_at` (`time.monotonic()`) missed one.
 
         A loss concerns all samples at once: requests older than the last storing need no other.
         """
         async with self._storing:
-            if asked_at < self._stored_again_at:
+            if requested_at < self._stored_again_at:
                 return
             self._stored_again_at = time.monotonic()
             for data in self._hashes:

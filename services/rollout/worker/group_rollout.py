@@ -15,8 +15,8 @@ import structlog
 from penstock.errors import InvalidRequestError, MissingImageError, PoisonError
 from penstock.records import Group, Prompt, Sample, Verdict
 from penstock.verdict_status import Status
+from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.group_images import GroupImages, Store
-from services.rollout.worker.judge import Judge
 from services.rollout.worker.players import Played, Player
 from services.rollout.worker.shared_prefill import SharedPrefill
 
@@ -33,13 +33,13 @@ class GroupRollout:
         *,
         episodes: Player,
         images: Store,
-        judge: Judge,
+        answer_verifier: AnswerVerifier,
         worker_id: str,
     ) -> None:
-        """Play episodes with `episodes`, keep images in `images`, have `judge` judge the samples."""
+        """Play episodes with `episodes`, keep images in `images`, have `answer_verifier` verify the samples."""
         self._episodes = episodes
         self._images = images
-        self._judge = judge
+        self._answer_verifier = answer_verifier
         self._worker_id = worker_id
 
     async def play(self, prompt: Prompt, *, num_deliveries: int = 1) -> Group:
@@ -106,7 +106,7 @@ class GroupRollout:
             for number, episode in enumerate(episodes)
             if episode.needs_verdict
         ]
-        found = iter(await self._judge.judge(prompt, answers))
+        found = iter(await self._answer_verifier.verify(prompt, answers))
         return [next(found) if episode.needs_verdict else _FAILED if episode.error else None for episode in episodes]
 
 

@@ -27,12 +27,12 @@ from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import Security
 from services.rollout.worker.agents.agent_player import AgentPlayer
 from services.rollout.worker.agents.runners import load_runner
+from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.episode import EpisodePlayer
 from services.rollout.worker.episodes.turn import WAIT_TIMEOUT_S
 from services.rollout.worker.group_rollout import GroupRollout
-from services.rollout.worker.judge import Judge
 from services.rollout.worker.players import Players
 from services.rollout.worker.prompt_handler import PromptHandler
 
@@ -82,13 +82,13 @@ async def serve(
         bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))
         generator = await stack.enter_async_context(GenerateClient(settings.router_address, security=security))
         verifier = await stack.enter_async_context(RewardClient(settings.reward_address, security=security))
-        judge = Judge(verifier, wait_timeout_s=wait_timeout_s)
+        answer_verifier = AnswerVerifier(verifier, wait_timeout_s=wait_timeout_s)
         episodes = EpisodePlayer(
             config,
             renderer=renderer,
             generator=generator,
             environments=environments,
-            judge=judge,
+            answer_verifier=answer_verifier,
             forbidden_ids=forbidden_token_ids(settings.model.path),
             context_length=settings.context_length or context_length(settings.model.path),
             grid=None if image_token_id(settings.model.path) is None else ImageGrid.of(settings.model.path),
@@ -102,14 +102,16 @@ async def serve(
             await sessions.ensure()
         agents = AgentPlayer(
             runners,
-            judge=judge,
+            answer_verifier=answer_verifier,
             sessions=sessions,
             renderer=renderer,
             router_url=settings.router_url,
             security=security,
             episode_timeout_s=config.episode_timeout_s,
         )
-        rollout = GroupRollout(episodes=Players(episodes, agents), images=images, judge=judge, worker_id=worker_id)
+        rollout = GroupRollout(
+            episodes=Players(episodes, agents), images=images, answer_verifier=answer_verifier, worker_id=worker_id
+        )
         handler = PromptHandler(bus, rollout, worker_id=worker_id)
         consumer = await stack.enter_async_context(
             consuming(bus, bus.prompts, _CONSUMER, ack_wait_s=settings.bus.ack_wait_s, max_ack_pending=_MAX_IN_HAND)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.runtime.disk_space import disk_full_told
+from penstock.runtime.disk_space import disk_full_reported
 from services.trainer.sft.assembly import assemble
 from services.trainer.sft.config import SftSettings
 from services.trainer.sft.loop import Observer
@@ -31,7 +31,7 @@ async def train(
     Raises:
         UserError: the model, the data or the checkpoints are not as the run needs them, or the disk is full.
     """
-    with disk_full_told(folder, f"make room and continue with `penstock sft --resume {folder}`"):
+    with disk_full_reported(folder, f"make room and continue with `penstock sft --resume {folder}`"):
         loop = await asyncio.to_thread(assemble, settings, folder, observer)
         try:
             await loop.run(stop)

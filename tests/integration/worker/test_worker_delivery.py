@@ -18,10 +18,10 @@ from services.cli import service_settings
 from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
+from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.episode import EpisodePlayer
 from services.rollout.worker.group_rollout import GroupRollout
-from services.rollout.worker.judge import Judge
 from services.rollout.worker.prompt_handler import PromptHandler
 from services.router import server as router_server
 from services.router.config import RouterConfig
@@ -94,9 +94,11 @@ async def test_a_group_published_by_a_worker_that_died_before_its_ack_is_stored_
             renderer=Renderer.load(recipe.model.path),
             generator=generator,
             environments=EnvironmentRegistry(),
-            judge=Judge(verifier),
+            answer_verifier=AnswerVerifier(verifier),
         )
-        player = GroupRollout(episodes=episodes, images=ImageStore(bus), judge=Judge(verifier), worker_id="died")
+        player = GroupRollout(
+            episodes=episodes, images=ImageStore(bus), answer_verifier=AnswerVerifier(verifier), worker_id="died"
+        )
         [delivery] = await consumer.fetch(1)
         await PromptHandler(bus, player, worker_id="died").handle(delivery)
     assert (await count(bus, bus.groups), await count(bus, bus.prompts)) == (1, 1)

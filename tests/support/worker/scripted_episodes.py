@@ -14,13 +14,13 @@ from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
+from services.rollout.worker.answer_verifier import AnswerVerifier, Verifier
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.episode import Episode, EpisodePlayer
 from services.rollout.worker.episodes.trajectory import STOP
 from services.rollout.worker.episodes.turn import WAIT_TIMEOUT_S
 from services.rollout.worker.group_images import GroupImages
-from services.rollout.worker.judge import Judge, Verifier
 from services.rollout.worker.shared_prefill import SharedPrefill
 from tests.support.image_shelf import ImageShelf
 
@@ -242,7 +242,7 @@ def make_player(
         renderer=renderer,
         generator=generator,
         environments=environments,
-        judge=Judge(verifier or NoVerifier(), wait_timeout_s=wait_timeout_s),
+        answer_verifier=AnswerVerifier(verifier or NoVerifier(), wait_timeout_s=wait_timeout_s),
         forbidden_ids=forbidden_ids,
         context_length=context_length,
         grid=grid,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.errors import DataError, SetupError
-from penstock.runtime.disk_space import disk_full_told
+from penstock.runtime.disk_space import disk_full_reported
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.files.tensor_files import save_state, writing_safetensors
 from services.trainer.backend.in_process import InProcessBackend
@@ -127,7 +127,7 @@ async def test_metrics_without_room_end_the_run_in_one_line(tmp_path: Path) -> N
         log.write({"step": 1, "note": "x" * LARGEST_FILE_BYTES})
 
     async def run() -> None:
-        with disk_full_told(tmp_path, "make room"):
+        with disk_full_reported(tmp_path, "make room"):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(train())
 
@@ -138,10 +138,10 @@ async def test_metrics_without_room_end_the_run_in_one_line(tmp_path: Path) -> N
 async def test_what_a_full_disk_did_not_cause_is_raised(tmp_path: Path) -> None:
     """Alone, and among errors that it did cause."""
     full = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(FileNotFoundError), disk_full_told(tmp_path, "make room"):
+    with pytest.raises(FileNotFoundError), disk_full_reported(tmp_path, "make room"):
         raise FileNotFoundError(errno.ENOENT, "gone")
-    with pytest.raises(ExceptionGroup) as raised, disk_full_told(tmp_path, "make room"):
+    with pytest.raises(ExceptionGroup) as raised, disk_full_reported(tmp_path, "make room"):
         raise ExceptionGroup("tasks", [full, DataError("a row is wrong")])
     assert [str(error) for error in raised.value.exceptions] == ["a row is wrong"]
-    with pytest.raises(SetupError, match="No space left on device"), disk_full_told(tmp_path, "make room"):
+    with pytest.raises(SetupError, match="No space left on device"), disk_full_reported(tmp_path, "make room"):
         raise ExceptionGroup("tasks", [ExceptionGroup("more", [full])])

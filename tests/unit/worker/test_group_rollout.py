@@ -11,11 +11,11 @@ import pytest
 from penstock.errors import InvalidRequestError, PenstockError, PoisonError, UnavailableError
 from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
+from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.episodes.episode import Ending, Episode, EpisodePlayer
 from services.rollout.worker.episodes.trajectory import STOP, Trajectory
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout, summarize
-from services.rollout.worker.judge import Judge
 from services.rollout.worker.shared_prefill import SharedPrefill
 from tests.support.image_shelf import ImageShelf
 from tests.support.waiting import until
@@ -94,7 +94,9 @@ def with_status(status: Any, score: float = 0.0) -> ScriptedVerifier:
 def make_player(verifier: ScriptedVerifier, episodes: ScriptedEpisodes | None = None) -> GroupRollout:
     """A player of scripted parts."""
     played = cast(EpisodePlayer, episodes or ScriptedEpisodes())
-    return GroupRollout(episodes=played, images=ImageShelf(), judge=Judge(verifier), worker_id="worker-a")
+    return GroupRollout(
+        episodes=played, images=ImageShelf(), answer_verifier=AnswerVerifier(verifier), worker_id="worker-a"
+    )
 
 
 async def test_a_prompt_whose_image_is_gone_is_reported_as_lost() -> None:

@@ -24,11 +24,11 @@ from penstock.records import Prompt, Sample, SessionCall, SessionId, SessionStat
 from penstock.runtime.security import Security
 from services.rollout.worker.agents.linearize import linearize, turns_of
 from services.rollout.worker.agents.runners import RunnerCaller, RunnerError
+from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.episodes.clock import EpisodeClock
 from services.rollout.worker.episodes.grading import Grading
 from services.rollout.worker.episodes.tasks import make_task
 from services.rollout.worker.group_images import GroupImages
-from services.rollout.worker.judge import Judge
 
 log = structlog.get_logger()
 
@@ -98,7 +98,7 @@ class AgentPlayer:
         self,
         agents: Mapping[str, RunnerCaller],
         *,
-        judge: Judge,
+        answer_verifier: AnswerVerifier,
         sessions: Sessions,
         renderer: Renderer,
         router_url: str,
@@ -109,7 +109,7 @@ class AgentPlayer:
 
         Args:
             agents: The caller of each agent's runner, by the agent's name.
-            judge: Judges answers for runners.
+            answer_verifier: Verifies answers for runners.
             sessions: Where the router records the policy's answers.
             renderer: The model's tokenizer.
             router_url: http(s)://host:port of the router's OpenAI-compatible API.
@@ -117,7 +117,7 @@ class AgentPlayer:
             episode_timeout_s: Maximum seconds for a sample; its prompt may allow less.
         """
         self._agents = agents
-        self._judge = judge
+        self._answer_verifier = answer_verifier
         self._sessions = sessions
         self._renderer = renderer
         self._router_url = router_url.rstrip("/")
@@ -147,7 +147,7 @@ class AgentPlayer:
             episode, problem = await self._attempt(prompt, number, images)
             if episode is not None:
                 return episode
-            log.warning("runner.asked_nothing", sample=item_id, agent=prompt.environment, reason=problem)
+            log.warning("runner.made_no_call", sample=item_id, agent=prompt.environment, reason=problem)
         raise UnavailableError(
             f"agent {prompt.environment!r} asked the policy nothing in {MAX_ATTEMPTS} attempts at sample {number}: "
             f"{problem}; see that its runner starts and calls the base_url that it is given"
@@ -160,7 +160,7 @@ class AgentPlayer:
         opened = await self._sessions.open(session, _state_of(prompt, session, timeout_s))
         started_at, started = time.time(), time.monotonic()
         clock, item_id = EpisodeClock(timeout_s), f"{prompt.id.message}/{number}"
-        grading = Grading(self._judge, prompt, item_id, clock)
+        grading = Grading(self._answer_verifier, prompt, item_id, clock)
         ending: Ending = "stop"
         given = AgentSession(
             base_url=f"{self._router_url}/sessions/{session}/v1",

@@ -64,20 +64,20 @@ def turns_of(calls: Sequence[tuple[int, SessionCall]]) -> tuple[Turn, ...]:
 
 def _tree(calls: Sequence[tuple[int, SessionCall]]) -> list[_Node]:
     nodes: list[_Node] = []
-    place_of: dict[int, int] = {}
+    node_of: dict[int, int] = {}
     whole: list[bytes] = []
     """Prompt and answer of each node."""
     for number, call in calls:
         prompt, images = b"", call.images
         if call.continues:
-            if call.continues not in place_of:
+            if call.continues not in node_of:
                 raise ValueError(f"call {number} continues call {call.continues}, which is not before it")
-            before = place_of[call.continues]
+            before = node_of[call.continues]
             prompt, images = whole[before], (*nodes[before].images, *call.images)
         prompt += call.input_ids.tobytes()
-        place_of[number] = len(nodes)
+        node_of[number] = len(nodes)
         ids = np.frombuffer(prompt, "<i4")
-        parent = _parent(nodes, whole, prompt, images, place_of.get(call.continues))
+        parent = _parent(nodes, whole, prompt, images, node_of.get(call.continues))
         nodes.append(_Node(call=call, prompt_ids=ids, images=images, parent=parent))
         whole.append(prompt + call.output_ids.tobytes())
     return nodes

@@ -31,6 +31,7 @@ from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Prompt, Sample, Verdict
 from penstock.v1 import generate_pb2
+from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.beginning import Beginning, EpisodeStarter, describe_failure
@@ -43,7 +44,6 @@ from services.rollout.worker.episodes.tasks import make_task
 from services.rollout.worker.episodes.trajectory import DEADLINE, LENGTH, Trajectory
 from services.rollout.worker.episodes.turn import CHUNK_TOKENS, WAIT_TIMEOUT_S, Generator, Turn, TurnPlayer
 from services.rollout.worker.group_images import GroupImages
-from services.rollout.worker.judge import Judge
 from services.rollout.worker.shared_prefill import SharedPrefill
 
 log = structlog.get_logger()
@@ -107,7 +107,7 @@ class EpisodePlayer:
         renderer: Renderer,
         generator: Generator,
         environments: EnvironmentRegistry,
-        judge: Judge,
+        answer_verifier: AnswerVerifier,
         forbidden_ids: Collection[int] = (),
         context_length: int | None = None,
         grid: ImageGrid | None = None,
@@ -120,7 +120,7 @@ class EpisodePlayer:
             renderer: The model's chat template.
             generator: A router or an engine.
             environments: Finds the environment of a prompt.
-            judge: Judges answers for environments.
+            answer_verifier: Verifies answers for environments.
             forbidden_ids: Turns with any of these ids are refused.
             context_length: Maximum tokens of a sequence, images expanded; None for no limit.
             grid: How the model cuts images into tokens; None for a model without images.
@@ -143,7 +143,7 @@ class EpisodePlayer:
             grid=grid,
             wait_timeout_s=wait_timeout_s,
         )
-        self._judge = judge
+        self._answer_verifier = answer_verifier
         self._forbidden_ids = frozenset(forbidden_ids)
 
     async def play(self, prompt: Prompt, number: int, images: GroupImages, prefill: SharedPrefill) -> Episode:
@@ -163,7 +163,7 @@ class EpisodePlayer:
         own, bound = prompt.limits.episode_timeout_s, self._config.episode_timeout_s
         clock = EpisodeClock(bound if own is None else min(own, bound))
         item_id = f"{prompt.id.message}/{number}"
-        grading = Grading(self._judge, prompt, item_id, clock)
+        grading = Grading(self._answer_verifier, prompt, item_id, clock)
         task = make_task(prompt, item_id, images, grading, clock)
         async with self._starter.begun(prompt, task, clock, grading, prefill) as begun:
             trajectory.add_observation(begun.ids, await images.add(begun.first.images))

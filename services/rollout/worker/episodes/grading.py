@@ -6,16 +6,16 @@ the group. A step whose reward may rest on an unjudged answer leaves its sample 
 
 from penstock.errors import InvalidRequestError, PenstockError, UserError
 from penstock.records import Prompt, Verdict
+from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.episodes.clock import EpisodeClock
-from services.rollout.worker.judge import Judge
 
 
 class Grading:
     """The grade handle of one episode."""
 
-    def __init__(self, judge: Judge, prompt: Prompt, item_id: str, clock: EpisodeClock) -> None:
-        """Have `judge` judge answers to `prompt` as those of sample `item_id`; pause `clock` meanwhile."""
-        self._judge = judge
+    def __init__(self, answer_verifier: AnswerVerifier, prompt: Prompt, item_id: str, clock: EpisodeClock) -> None:
+        """Have `answer_verifier` verify answers to `prompt` as those of sample `item_id`; pause `clock` meanwhile."""
+        self._answer_verifier = answer_verifier
         self._prompt = prompt
         self._item_id = item_id
         self._clock = clock
@@ -30,7 +30,7 @@ class Grading:
         """
         try:
             with self._clock.paused():
-                [verdict] = await self._judge.judge(self._prompt, [(self._item_id, text)])
+                [verdict] = await self._answer_verifier.verify(self._prompt, [(self._item_id, text)])
         except PenstockError as error:
             if isinstance(error, InvalidRequestError | UserError):
                 self._fault = error

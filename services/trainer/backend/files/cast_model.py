@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from penstock.errors import ConfigError
-from penstock.runtime.disk_space import disk_full_told, flush
+from penstock.runtime.disk_space import disk_full_reported, flush
 from penstock.weights.manifest import dtype_of
 from services.trainer.backend.files.tensor_files import writing_safetensors
 
@@ -48,7 +48,7 @@ def cast_model(model: Path, target: Path, *, dtype: str) -> int:
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir()
     try:
-        with disk_full_told(target.parent, "make room there, or name a folder on another disk"):
+        with disk_full_reported(target.parent, "make room there, or name a folder on another disk"):
             sizes = [_write(path, partial / path.name, dtype) for path in files if path.name.endswith(_WEIGHTS)]
             for path in files:
                 if not path.name.endswith(_WEIGHTS):

@@ -172,8 +172,8 @@ async def test_images_that_all_samples_find_lost_are_stored_again_once() -> None
     await shelf.put(prompt.id.scope, PICTURE)
     images = await GroupImages.load(shelf, prompt)
     shelf.images.clear()
-    asked_at = time.monotonic()
-    await asyncio.gather(*(images.store_again(asked_at) for _ in range(16)))
+    requested_at = time.monotonic()
+    await asyncio.gather(*(images.store_again(requested_at) for _ in range(16)))
     assert shelf.num_stored == 2
     await images.store_again(time.monotonic())  # lost once more
     assert shelf.num_stored == 3

@@ -10,9 +10,9 @@ from penstock.errors import InvalidRequestError, PenstockError, SetupError, Unav
 from penstock.model.chat_template import Renderer
 from penstock.records import Limits
 from penstock.v1 import reward_pb2
+from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.episodes.episode import Episode
 from services.rollout.worker.group_rollout import GroupRollout
-from services.rollout.worker.judge import Judge
 from tests.support.image_shelf import ImageShelf
 from tests.support.worker.scripted_episodes import (
     DONE,
@@ -69,7 +69,10 @@ async def test_only_the_last_turn_is_judged(renderer: Renderer, first: str, last
     await shelf.put(prompt.id.scope, PICTURE)
     policy = ScriptedPolicy(renderer, [(first + END, 4), (last + END, 4)])
     rollout = GroupRollout(
-        episodes=make_player(renderer, policy), images=shelf, judge=Judge(verifier), worker_id="worker-a"
+        episodes=make_player(renderer, policy),
+        images=shelf,
+        answer_verifier=AnswerVerifier(verifier),
+        worker_id="worker-a",
     )
     [sample] = (await rollout.play(prompt)).samples
     assert verifier.judged == [last]

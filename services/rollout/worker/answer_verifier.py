@@ -34,7 +34,7 @@ class Verifier(Protocol):
         ...
 
 
-class Judge:
+class AnswerVerifier:
     """Gets verdicts on answers to prompts."""
 
     def __init__(self, verifier: Verifier, *, wait_timeout_s: float = WAIT_TIMEOUT_S) -> None:
@@ -42,7 +42,7 @@ class Judge:
         self._verifier = verifier
         self._wait_timeout_s = wait_timeout_s
 
-    async def judge(self, prompt: Prompt, answers: Sequence[tuple[str, str]]) -> list[Verdict]:
+    async def verify(self, prompt: Prompt, answers: Sequence[tuple[str, str]]) -> list[Verdict]:
         """Return verdicts on `answers` (item id, text) to `prompt`, in order.
 
         Raises:
