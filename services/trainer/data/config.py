@@ -61,6 +61,8 @@ class SourceConfig(Config):
     tools_column: str = ""
     """Column with the tools that the policy may call, as a list in OpenAI's form or as its JSON text. The model's chat
     template shows them. Empty: none."""
+    tools: tuple[dict[str, pydantic.JsonValue], ...] = ()
+    """Tools of rows that have none of their own, each in OpenAI's form: `[[data.tools]]` with a `function`."""
     chat_template_kwargs: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
     """Further variables of the model's chat template: `enable_thinking = false`. A name that the template does not read
     is rejected."""
@@ -105,6 +107,13 @@ class SourceConfig(Config):
                 f"answer_format = {self.answer_format!r} has no {ANSWER}, so that all rows would be answered alike; "
                 f"write for example \\boxed{{{ANSWER}}}"
             )
+        for number, tool in enumerate(self.tools):
+            function = tool.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError(
+                    f"tools.{number} has no function with a name; write a tool in OpenAI's form, "
+                    '{type = "function", function = {name = ..., description = ..., parameters = {...}}}'
+                )
         if 0 < self.max_pixels < self.min_pixels:
             raise ValueError(f"max_pixels = {self.max_pixels} is below min_pixels = {self.min_pixels}; raise it")
         return self

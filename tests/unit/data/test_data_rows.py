@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import structlog
+from pydantic import ValidationError
 
 from penstock.errors import DataError
 from services.trainer.data.config import DataConfig
@@ -48,6 +49,15 @@ def test_a_row_may_have_tools(tmp_path: Path, cell: Any) -> None:
     """As JSON text, or as structs, where a field of another row's tool is null."""
     found = examples(tmp_path, [{"tools": cell}, {"tools": None}], tools_column="tools")
     assert [each.tools for each in found] == [(TOOL,), ()]
+
+
+def test_rows_without_tools_have_those_of_their_source(tmp_path: Path) -> None:
+    """A row's own replace them."""
+    other = {**TOOL, "function": {"name": "crop"}}
+    found = examples(tmp_path, [{"tools": json.dumps([TOOL])}, {"tools": None}], tools_column="tools", tools=(other,))
+    assert [each.tools for each in found] == [(TOOL,), (other,)]
+    with pytest.raises(ValidationError, match=r"tools\.1 has no function with a name; write a tool in OpenAI's form"):
+        DataConfig(tools=(other, {"type": "function"}))
 
 
 def test_several_image_columns_are_read_in_their_order(tmp_path: Path) -> None:

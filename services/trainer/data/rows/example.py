@@ -131,7 +131,7 @@ def _example(
         golds=golds,
         profile=_named(row, config.profile_column) or config.profile,
         environment=_named(row, config.environment_column) or config.environment,
-        tools=_tools(row, config.tools_column),
+        tools=_tools(row, config.tools_column) or config.tools,
         chat_template_kwargs=config.chat_template_kwargs,
         max_new_tokens=_max_new_tokens(row, config.sampling_column),
         limits=limits,
