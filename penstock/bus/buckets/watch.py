@@ -69,9 +69,9 @@ class Watch:
         return True
 
     async def _follow(self, ready: asyncio.Event) -> None:
-        # A silent watch is reopened, because it may have died with the server. It is reopened well within the time to #
+        # A silent watch is reopened, because it may have died with the server. It is reopened well within the time to
         # live: otherwise a restart of the server would make all leases look expired. The old watch may also be alive
-        # with # nothing to report, so it is read until the new one is open, which takes a slow server long.
+        # with nothing to report, so it is read until the new one is open, which takes a slow server long.
         silence_s = min(2.0, (self._ttl_s or math.inf) / 2)
         last = AsyncExitStack()
         try:
@@ -104,27 +104,44 @@ class Watch:
         caught_up = False
         async for entry in watcher:  # its updates(timeout) may swallow a cancellation
             self._heard_at = time.monotonic()
-            if entry is None:
-                if not caught_up:
-                    for gone in set(self._values) - seen:
-                        self._values.pop(gone)
-                        self._announce()
+            if entry is not None:
+                seen.add(entry.key)
+                self._store(entry)
+                is_complete = entry.delta == 0
+            else:
+                is_complete = bool(seen) or not await _has_sent(watcher)
+            if is_complete and not caught_up:
+                for gone in set(self._values) - seen:
+                    self._values.pop(gone)
+                    self._announce()
                 caught_up = True
                 ready.set()
-                continue
-            seen.add(entry.key)
-            if entry.operation in ("DEL", "PURGE") or entry.value is None:
-                if self._values.pop(entry.key, None) is not None:
-                    self._announce()
-            elif (known := self._values.get(entry.key)) is None or known[:2] != (entry.value, entry.revision):
-                # A value that was seen before keeps its age. The revision alone does not identify it: a recreated
-                # bucket # counts from 1 again.
-                self._values[entry.key] = _Seen(entry.value, entry.revision, time.monotonic())
+
+    def _store(self, entry: KeyValue.Entry) -> None:
+        """Store an update, or remove the value that it deletes."""
+        if entry.operation in ("DEL", "PURGE") or entry.value is None:
+            if self._values.pop(entry.key, None) is not None:
                 self._announce()
+        elif (known := self._values.get(entry.key)) is None or known[:2] != (entry.value, entry.revision):
+            # A value that was seen before keeps its age. The revision alone does not identify it: a recreated bucket
+            # counts from 1 again.
+            self._values[entry.key] = _Seen(entry.value, entry.revision, time.monotonic())
+            self._announce()
 
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _has_sent(watcher: KeyValue.KeyWatcher) -> bool:
+    """Return whether the server has values for a new watcher, sent or not.
+
+    nats-py calls a watcher complete that has received nothing when the server has nothing left to send. Under load, its
+    question overtakes the values: taken at its word, it would make every replica look gone.
+    """
+    subscription: JetStreamContext.PushSubscription = watcher._sub
+    info = await subscription.consumer_info()
+    return bool(info.num_pending or (info.delivered is not None and info.delivered.consumer_seq))
 
 
 @asynccontextmanager

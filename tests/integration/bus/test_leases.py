@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import signal
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import nats.errors
 import pytest
 from nats.js import JetStreamContext, api
+from nats.js.api import ConsumerInfo
 from nats.js.kv import KeyValue
 
 from penstock.bus.buckets.leases import held
@@ -254,6 +256,29 @@ async def test_leases_and_watches_survive_a_restart_of_the_server(tmp_path: Path
                     assert policy_watch.values == {"current": b"1"}
                     await policy.put("current", b"2")
                     await until(policy_watch, lambda values: values == {"current": b"2"})
+
+
+async def test_a_watch_is_complete_only_when_its_values_are_there(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nats-py says that it is before, when the server has sent them and they have not arrived."""
+    bucket = await bus.bucket("policy")
+    for number in range(3):
+        await bucket.put(f"version.{number}", b"x")
+    num_asked, ask = 0, JetStreamContext.PushSubscription.consumer_info
+
+    async def sent(subscription: JetStreamContext.PushSubscription) -> ConsumerInfo:
+        nonlocal num_asked
+        num_asked += 1
+        return dataclasses.replace(await ask(subscription), num_pending=0)
+
+    monkeypatch.setattr(JetStreamContext.PushSubscription, "consumer_info", sent)
+    monkeypatch.setattr(JetStreamContext.PushSubscription, "delivered", 0)
+    async with watched(bucket, ttl_s=3.0) as watch:
+        assert len(watch.values) == 3
+        num_of_first = num_asked
+        while num_asked < 2 * num_of_first:  # it is opened anew after half of its ttl
+            assert not await watch.changed(0.05)
+        assert not await watch.changed(0.2)
+        assert len(watch.values) == 3
 
 
 async def test_a_bucket_with_other_settings_is_a_setup_error(bus: Bus) -> None:

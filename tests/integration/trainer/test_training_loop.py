@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.bus.buckets.lock import claim
+from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.image_store import ImageStore, hash_of
@@ -303,8 +304,8 @@ async def test_the_origin_of_a_version_is_kept_for_a_bounded_time(bus: Bus) -> N
     versions = await open_versions(bus)
     for number in (1, 2, 1000, 1001):
         await versions.announce(PublishedVersion(policy_version=number, step=number))
-    bucket = await bus.bucket("policy")
-    assert sorted(await bucket.keys()) == ["current", "version.0", "version.1", "version.2"]
+    async with watched(await bus.bucket("policy")) as watch:
+        assert sorted(watch.values) == ["current", "version.0", "version.1", "version.2"]
     assert (await open_versions(bus)).published == PublishedVersion(policy_version=1001, step=1001)
 
 
