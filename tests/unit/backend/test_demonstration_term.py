@@ -19,6 +19,7 @@ from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig, OptimizerConfig
 from services.trainer.sft.sequences import DemonstrationReader
+from services.trainer.telemetry.gradient_streak import GradientStreak
 from tests.support.trainer.pictures import png
 from tests.support.trainer.ranked_groups import VERSION, groups_of
 from tests.support.trainer.sft import demonstration
@@ -213,15 +214,17 @@ def test_a_group_without_finite_numbers_leaves_the_demonstrations_as_they_are(
 def test_a_batch_that_teaches_nothing_leaves_the_demonstrations_alone_to_learn(
     tiny_model_path: Path, groups: list[TrainGroup], learned: list[TrainSequence]
 ) -> None:
-    """Of equal rewards, or wholly rejected: demonstrations act where a regulariser would."""
+    """Of equal rewards, or wholly rejected: demonstrations act where a regulariser would, and hide nothing."""
     of_demonstrations, _ = supervised(tiny_model_path, learned)
     flat = loaded(tiny_model_path)
     metrics = step(flat, groups[3:], learned, [[0], [1]])
     assert (metrics["skipped"], metrics["num_groups_without_gradient"]) == (0, 2)
+    assert GradientStreak().observe(metrics) == {"num_steps_without_gradient": 1}
     assert_sum(gradients(flat), [(COEF, of_demonstrations)])
     rejected = loaded(tiny_model_path, algorithm=ALL_REJECTED)
     metrics = step(rejected, groups, learned)
     assert (metrics["skipped"], metrics["rejected_fraction"]) == (0, 1)
+    assert GradientStreak().observe(metrics) == {"num_steps_without_gradient": 1}
     assert_sum(gradients(rejected), [(COEF, of_demonstrations)])
     assert step(loaded(tiny_model_path, algorithm=ALL_REJECTED), groups, ())["skipped"] == 1
 
