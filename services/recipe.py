@@ -26,6 +26,7 @@ from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.config import TrackersConfig, TrainerConfig
 from services.trainer.data.config import DataConfig
+from services.trainer.demonstrations.config import DemonstrationsConfig
 from services.trainer.evaluation.config import EvaluationConfig, inherit
 from services.trainer.sft.config import SftConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
@@ -40,6 +41,7 @@ class Recipe(Config):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     filters: FilterConfig = FilterConfig()
+    demonstrations: DemonstrationsConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
     trainer: TrainerConfig = TrainerConfig()
     sft: SftConfig = SftConfig()

@@ -11,7 +11,7 @@ from bench.async_loop.workload import Workload
 from penstock.weights.named_weights import NamedWeights
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.environment import Environment, current_environment
-from services.trainer.batching.sequences import TrainGroup
+from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
 
 _FILE = "num_steps.txt"
@@ -50,6 +50,9 @@ class SimulatedBackend:
         """Sleep as long as forward and backward pass of these groups take."""
         time.sleep(sum(self._workload.train_s(group.index) for group in groups))
         self._groups += groups
+
+    def add_demonstrations(self, sequences: Sequence[TrainSequence]) -> None:
+        """They take no time."""
 
     def finish_step(self) -> dict[str, float]:
         """Sleep as long as an update takes, and return the metrics that every backend has."""

@@ -4,7 +4,9 @@ Only the settings that a service uses are checked here, so that NATS, the reward
 machines without the model and the data.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, InvalidRequestError
@@ -20,7 +22,10 @@ from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.config import EnvironmentServerSettings
 from services.router.config import RouterSettings
 from services.trainer.config import TrainerSettings
+from services.trainer.data.config import DataConfig
+from services.trainer.data.named_section import named_section
 from services.trainer.data.sources.files import pin, require_files
+from services.trainer.demonstrations.files import require_demonstrations
 from services.trainer.evaluation.set_files import pin_sets, require_sets
 from services.trainer.sft.config import SftSettings
 from services.trainer.telemetry.trackers import require_packages
@@ -123,7 +128,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         ConfigError: there is no model or no data, the sampling cannot be trained on, the chat template does not read
             a variable, or a tracker is not installed.
     """
-    _require_data(recipe, with_sets=recipe.evaluation.is_in_training)
+    _require_data(recipe, with_sets=recipe.evaluation.is_in_training, with_demonstrations=True)
     require_packages(recipe.trackers)
     recipe.sampling.require_trainable()
     return TrainerSettings(
@@ -138,6 +143,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         sampling=recipe.sampling,
         trackers=recipe.trackers,
         evaluation=recipe.evaluation,
+        demonstrations=recipe.demonstrations,
         context_length=recipe.rollout.context_length,
     )
 
@@ -174,15 +180,25 @@ def require_inputs(recipe: Recipe) -> None:
     for_trainer(recipe)
 
 
-def pin_inputs(recipe: Recipe, *, with_sets: bool) -> Recipe:
-    """Return the recipe with the Hugging Face Hub commits of its data pinned, and `with_sets` of its evaluation sets.
+def pin_inputs(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = False) -> Recipe:
+    """Return the recipe with the Hugging Face Hub commits of its data pinned.
+
+    Args:
+        recipe: The recipe.
+        with_sets: Whether to pin its evaluation sets too.
+        with_demonstrations: Whether to pin its demonstrations too.
 
     Raises:
         DataError: there is no such data set, revision, configuration or split.
         SetupError: the Hub cannot be reached, and its cache has no copy.
     """
-    evaluation = pin_sets(recipe.evaluation, recipe.data) if with_sets else recipe.evaluation
-    return recipe.model_copy(update={"data": pin(recipe.data), "evaluation": evaluation})
+    pinned: dict[str, Any] = {"data": pin(recipe.data)}
+    if with_sets:
+        pinned["evaluation"] = pin_sets(recipe.evaluation, recipe.data)
+    if with_demonstrations and recipe.demonstrations is not None:
+        with named_section("demonstrations"):
+            pinned["demonstrations"] = pin(recipe.demonstrations)
+    return recipe.model_copy(update=pinned)
 
 
 def require_columns(recipe: Recipe, *, with_sets: bool) -> None:
@@ -198,28 +214,36 @@ def require_columns(recipe: Recipe, *, with_sets: bool) -> None:
     """
     data = import_with_extra("services.trainer.data.sources.opening", "penstock train", extra="trainer")
     data.open_sources(recipe.data)
+    if recipe.demonstrations is not None:
+        source = import_with_extra("services.trainer.data.sources.source", "penstock train", extra="trainer")
+        with named_section("demonstrations"):
+            data.open_sources(recipe.demonstrations, form=source.DEMONSTRATIONS)
     if with_sets:
         evaluation = import_with_extra("services.trainer.evaluation.sets", "penstock train", extra="trainer")
         evaluation.open_sets(recipe.evaluation, recipe.data, reads_rows=False)
 
 
-def require_template_variables(recipe: Recipe, model: Path | None, *, with_sets: bool) -> None:
-    """Check that a model's chat template reads the variables that the data and, `with_sets`, the evaluation sets set.
+def require_template_variables(
+    recipe: Recipe, model: Path | None, *, with_sets: bool, with_demonstrations: bool = False
+) -> None:
+    """Check that a model's chat template reads the variables that the recipe's data set.
 
     Args:
         recipe: The recipe whose `chat_template_kwargs` are checked.
         model: Folder of the model; None: its template is unknown, and only reserved names are rejected.
         with_sets: Whether evaluation sets are played.
+        with_demonstrations: Whether steps learn demonstrations beside groups.
 
     Raises:
         ConfigError: the template does not read one, or the name is reserved.
         SetupError: transformers is not installed.
     """
     sets = recipe.evaluation.sets if with_sets else {}
+    learned = recipe.demonstrations if with_demonstrations else None
     given = {  # [data] comes first, because the others inherit it
-        "data": recipe.data.chat_template_kwargs,
-        **{f"data.sources.{name}": source.chat_template_kwargs for name, source in recipe.data.sources.items()},
+        **_template_variables("data", recipe.data),
         **{f"evaluation.sets.{name}": each.chat_template_kwargs for name, each in sets.items()},
+        **({} if learned is None else _template_variables("demonstrations", learned)),
     }
     if not any(given.values()):
         return
@@ -232,12 +256,24 @@ def require_template_variables(recipe: Recipe, model: Path | None, *, with_sets:
             raise ConfigError(f"{section}.{error}") from None
 
 
-def _require_data(recipe: Recipe, *, with_sets: bool) -> None:
+def _template_variables(section: str, data: DataConfig) -> dict[str, Mapping[str, object]]:
+    """What a section and its sources set, by their names."""
+    return {
+        section: data.chat_template_kwargs,
+        **{f"{section}.sources.{name}": source.chat_template_kwargs for name, source in data.sources.items()},
+    }
+
+
+def _require_data(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = False) -> None:
     for source in recipe.data.by_name.values():
         require_files(source)
     if with_sets:
         require_sets(recipe.evaluation)
-    require_template_variables(recipe, _model(recipe).path, with_sets=with_sets)
+    if with_demonstrations and recipe.demonstrations is not None:
+        require_demonstrations(recipe.demonstrations)
+    require_template_variables(
+        recipe, _model(recipe).path, with_sets=with_sets, with_demonstrations=with_demonstrations
+    )
 
 
 def _model(recipe: Recipe) -> ModelConfig:

@@ -32,9 +32,12 @@ def train(
     plan = launcher.plan_run(settings)
     if dry_run:
         path = RunFolder.pattern(settings.run) if folder is None else str(folder.path)
-        sys.stdout.write("\n".join([*plan.describe(), *RunFolder.describe(path), ""]))
+        learned = [] if settings.demonstrations is None else [settings.demonstrations.describe()]
+        sys.stdout.write("\n".join([*plan.describe(), *learned, *RunFolder.describe(path), ""]))
         return 0
-    settings = service_settings.pin_inputs(settings, with_sets=settings.evaluation.is_in_training)
+    settings = service_settings.pin_inputs(
+        settings, with_sets=settings.evaluation.is_in_training, with_demonstrations=True
+    )
     service_settings.require_columns(settings, with_sets=settings.evaluation.is_in_training)
     is_new = folder is None
     folder = folder or RunFolder.create(settings.run)

@@ -13,8 +13,10 @@ TIMEOUT_S = 5.0
 
 
 def hub_sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield id and revision of each data set, for training and evaluation, once each."""
+    """Yield id and revision of each data set, for training, demonstrations and evaluation, once each."""
     sources: list[SourceConfig] = [*recipe.data.by_name.values(), *recipe.evaluation.sets.values()]
+    if recipe.demonstrations is not None:
+        sources += recipe.demonstrations.by_name.values()
     found = {(split_slice(path)[0], source.revision): None for source in sources for path in source.paths}
     return ((repo, revision) for repo, revision in found if hub.is_hub_id(repo))
 

@@ -12,6 +12,7 @@ from services.rollout.engine import sglang_settings
 from services.rollout.engine.settings import num_parameters
 from services.trainer.config import TRAINED_MODEL_TYPES
 from services.trainer.data.sources.files import require_files
+from services.trainer.demonstrations.files import require_demonstrations
 from services.trainer.evaluation.set_files import require_sets
 from services.trainer.sft.config import SftConfig, require_meant
 from services.trainer.telemetry.trackers import require_packages
@@ -44,12 +45,17 @@ def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
 
 
 def check_data(recipe: Recipe, *, is_sft: bool = False) -> Finding:
-    """Check that the files of the data and of the evaluation sets exist; the Hub has its own check."""
+    """Check that the files of data, demonstrations and evaluation sets exist; the Hub has its own check."""
     try:
         for source in recipe.data.by_name.values():
             require_files(source)
     except UserError as error:
         return blamed("data", error)
+    if recipe.demonstrations is not None and not is_sft:
+        try:
+            require_demonstrations(recipe.demonstrations)
+        except UserError as error:
+            return blamed("data", error)
     try:
         require_sets(recipe.evaluation)
     except UserError as error:

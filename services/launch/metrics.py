@@ -17,6 +17,7 @@ _GROUP_COUNTS = ("trained", "stale", "failed", "filtered", "duplicate")
 _WAITS = (
     ("wait_s", "groups"),
     ("data_wait_s", "prompts"),
+    ("demonstration_wait_s", "demonstrations"),
     ("push_wait_s", "pushes"),
     ("checkpoint_wait_s", "files"),
     ("evaluation_wait_s", "evaluation"),

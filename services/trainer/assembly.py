@@ -32,6 +32,7 @@ from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import PromptLimit
+from services.trainer.demonstrations.opening import open_demonstrations
 from services.trainer.evaluation.evaluator import Evaluator
 from services.trainer.evaluation.holding import ReplicaHolding, give_up_interrupted
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
@@ -47,6 +48,7 @@ from services.trainer.position import Position
 from services.trainer.publication import Publication
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.replay.settings import StepSettings
+from services.trainer.sft.batches import BatchesAhead
 from services.trainer.starting_point import StartingPoint
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
@@ -95,6 +97,7 @@ def _backend_arguments(settings: TrainerSettings) -> dict[str, Any]:
         "algorithm": settings.algorithm,
         "seed": settings.run.seed,
         "temperature": settings.sampling.temperature,
+        "demonstration_coef": None if settings.demonstrations is None else settings.demonstrations.coef,
     }
 
 
@@ -123,6 +126,7 @@ async def assemble(
         log.warning("settings.doubtful", reason=doubt)
     dataset = await asyncio.to_thread(_open_dataset, settings)
     evaluated = await asyncio.to_thread(_open_evaluation_sets, settings)
+    demonstrations = await asyncio.to_thread(_open_demonstrations, settings, start)
     pools = _open_pools(settings, dataset, start.checkpoint, next_position=ledger.next_index)
     backend = await asyncio.to_thread(open_backend, settings)
     stack.push_async_callback(asyncio.to_thread, backend.close)
@@ -268,10 +272,12 @@ async def assemble(
             publication=publication,
             progress=progress,
             saved_version=start.version,
+            demonstrations=demonstrations,
         ),
         metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step, last_row=start.metrics),
         trackers=trackers,
         evaluator=evaluator,
+        demonstrations=demonstrations,
         recorder=_recorder(settings, start.folder, backend, start.run_id) if config.record_groups else None,
     )
 
@@ -297,6 +303,14 @@ def _open_dataset(settings: TrainerSettings) -> Dataset:
         keep=settings.filters.overlong_prompts == "keep",
     )
     return open_dataset(settings.data, seed=settings.run.seed, limit=limit)
+
+
+def _open_demonstrations(settings: TrainerSettings, start: StartingPoint) -> BatchesAhead | None:
+    if settings.demonstrations is None:
+        return None
+    return open_demonstrations(
+        settings.demonstrations, settings.model.path, seed=settings.run.seed, position=start.demonstration_position
+    )
 
 
 def _open_evaluation_sets(settings: TrainerSettings) -> dict[str, EvaluationSet]:
@@ -351,6 +365,7 @@ def _recorder(settings: TrainerSettings, folder: Path, backend: TrainBackend, ru
         trainer=settings.trainer,
         algorithm=settings.algorithm,
         filters=settings.filters,
+        demonstrations=settings.demonstrations,
     )
     return StepRecorder(folder, recorded, backend, run_id=run_id)
 

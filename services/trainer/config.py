@@ -16,6 +16,7 @@ from services.trainer.admission.config import FilterConfig
 from services.trainer.algorithm.axes import Axis
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.data.config import DataConfig
+from services.trainer.demonstrations.config import DemonstrationsConfig
 from services.trainer.evaluation.config import EvaluationConfig
 
 TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -223,5 +224,7 @@ class TrainerSettings:
     sampling: SamplingConfig
     trackers: TrackersConfig
     evaluation: EvaluationConfig
+    demonstrations: DemonstrationsConfig | None
+    """None: steps learn none."""
     context_length: int
     """The most tokens of prompt and response together that engines take; 0: what the model allows."""

@@ -6,7 +6,7 @@
     checkpoint                       | write | acknowledge       (every n steps)
 
 While the backend computes a chunk of groups, others arrive and make the next chunk. If all are there at the start, the
-batch is one chunk.
+batch is one chunk. Demonstrations of the step, if it learns any, are read meanwhile and computed with the update.
 
 Invariants: one optimizer step per published version; at most one push and one checkpoint are under way; a checkpoint's
 weights, ledger and step are of one moment, so an update waits until the files of the one before are written. An update
@@ -29,6 +29,7 @@ from services.trainer.backend.base import TrainBackend
 from services.trainer.background import Lane
 from services.trainer.checkpoint.saving import CheckpointSaver, Moment
 from services.trainer.config import TrainerConfig
+from services.trainer.data.named_section import named_section
 from services.trainer.evaluation.evaluator import Evaluator
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.collector import Collector, Finished
@@ -37,6 +38,7 @@ from services.trainer.flow.feeder import Feeder
 from services.trainer.position import Position
 from services.trainer.publication import Publication
 from services.trainer.replay.recorder import StepRecorder
+from services.trainer.sft.batches import BatchesAhead, SftBatch
 from services.trainer.telemetry.episode_metrics import describe_episodes
 from services.trainer.telemetry.episode_samples import write_group
 from services.trainer.telemetry.field_names import field_names
@@ -86,6 +88,8 @@ class TrainingLoop:
     gradients: GradientStreak = field(default_factory=GradientStreak)
     evaluator: Evaluator | None = None
     """Measures the policy; None where the recipe does not evaluate."""
+    demonstrations: BatchesAhead | None = None
+    """What steps learn beside their groups; None: nothing."""
     _may_update: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while the weights that an evaluation plays must stay the published ones."""
 
@@ -97,7 +101,11 @@ class TrainingLoop:
             await self.publication.publish(self.position.version, await self._copy_weights())
             await unless_stopped(self._catch_up(), stop)
             feeding = tasks.create_task(self.feeder.run())
-            await self._train_until(stop, tasks)
+            try:
+                await self._train_until(stop, tasks)
+            finally:
+                if self.demonstrations is not None:
+                    await self.demonstrations.close()
             await end_task(feeding)
         self.progress.phase = trainer_pb2.RUN_PHASE_FINISHED
 
@@ -123,6 +131,7 @@ class TrainingLoop:
             batch = await self._compute_batch(stop, clock)
             if batch is None:
                 break
+            learned = await self._take_demonstrations(clock)
             await self._may_update.wait()
             clock.lap("evaluation_wait_s")
             if stop.is_set() and self._is_evaluation_due():  # it was stopped, and comes again when the run goes on
@@ -130,7 +139,7 @@ class TrainingLoop:
                 break
             await writes.free()
             clock.lap("checkpoint_wait_s")
-            metrics = await self._update(batch)
+            metrics = await self._update(batch, learned)
             clock.lap("train_s")
             await pushes.free()
             weights = await self._copy_weights()
@@ -177,6 +186,8 @@ class TrainingLoop:
 
     async def _compute_batch(self, stop: asyncio.Event, clock: StepClock) -> list[Finished] | None:
         """Compute the groups of a step as they come; None, and no step, if `stop` is set while some are missing."""
+        if self.demonstrations is not None:
+            self.demonstrations.begin()
         await asyncio.to_thread(self._begin)
         batch: list[Finished] = []
         while len(batch) < self.ledger.gate.groups_per_step:
@@ -215,8 +226,24 @@ class TrainingLoop:
         if self.recorder is not None:
             self.recorder.abort()
 
-    async def _update(self, batch: Sequence[Finished]) -> dict[str, Any]:
-        metrics: dict[str, Any] = await asyncio.to_thread(self._finish, batch)
+    async def _take_demonstrations(self, clock: StepClock) -> SftBatch | None:
+        if self.demonstrations is None:
+            return None
+        with named_section("demonstrations"):
+            taken = await self.demonstrations.take(is_last=self.position.num_steps_left == 1)
+        if self.recorder is not None:
+            await self.publication.lock.confirm()
+        clock.lap("demonstration_wait_s")
+        return taken
+
+    async def _update(self, batch: Sequence[Finished], learned: SftBatch | None) -> dict[str, Any]:
+        metrics: dict[str, Any] = await asyncio.to_thread(self._finish, batch, learned)
+        if self.demonstrations is not None and learned is not None:
+            self.demonstrations.learned(learned)
+            metrics |= {
+                "num_passed_over_demonstrations": float(learned.num_passed_over),
+                "demonstration_epoch": self.demonstrations.epoch,
+            }
         step, version = self.position.step + 1, self.position.version
         metrics |= self.gradients.observe(metrics)
         self.ledger.finish_training()
@@ -224,8 +251,12 @@ class TrainingLoop:
         self.progress.step = step
         return {"step": step, "num_steps": self.position.num_steps, "policy_version": version, **metrics}
 
-    def _finish(self, batch: Sequence[Finished]) -> dict[str, Any]:
+    def _finish(self, batch: Sequence[Finished], learned: SftBatch | None) -> dict[str, Any]:
+        if self.recorder is not None and learned is not None:
+            self.recorder.add_demonstrations(learned.rendered)
         with self.crashes.updating([finished.ready.index for finished in batch]):
+            if learned is not None:
+                self.backend.add_demonstrations(learned.sequences)
             metrics: dict[str, Any] = dict(self.backend.finish_step())
         if self.recorder is not None:
             metrics["weights_digest"] = self.backend.digests().weights

@@ -38,6 +38,11 @@ class StartingPoint:
         return {} if self.checkpoint is None else dict(self.checkpoint.state.get("metrics", {}))
 
     @property
+    def demonstration_position(self) -> int:
+        """At which the demonstrations of the next step begin; 0 if the run had none so far."""
+        return 0 if self.checkpoint is None else int(self.checkpoint.state.get("demonstration_position", 0))
+
+    @property
     def version(self) -> int | None:
         """Policy version of the checkpoint's weights."""
         return None if self.checkpoint is None else int(self.checkpoint.state["version"])

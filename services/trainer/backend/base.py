@@ -67,6 +67,16 @@ class TrainBackend(Protocol):
             DataError: the algorithm cannot work with these groups.
         """
 
+    def add_demonstrations(self, sequences: Sequence[TrainSequence]) -> None:
+        """Have the step learn demonstrations too, once: its loss is that of the groups plus `demonstrations.coef` times
+        the mean cross-entropy of the demonstrations' learned tokens.
+
+        They are computed in `finish_step`, so the cut of the groups into chunks does not reach them.
+
+        Args:
+            sequences: At least one.
+        """
+
     def finish_step(self) -> dict[str, float]:
         """Update the weights once, with all groups since `begin_step`, at least one, and return the step's metrics.
 
@@ -156,13 +166,19 @@ class SupervisedBackend(Protocol):
         """End what computes beside this process. Nothing may be called afterwards."""
 
 
-def take_step(backend: TrainBackend, chunks: Iterable[Sequence[TrainGroup]], policy_version: int) -> dict[str, float]:
+def take_step(
+    backend: TrainBackend,
+    chunks: Iterable[Sequence[TrainGroup]],
+    policy_version: int,
+    demonstrations: Sequence[TrainSequence] = (),
+) -> dict[str, float]:
     """Take one optimizer step over groups that are all there, and return its metrics.
 
     Args:
         backend: Takes the step.
         chunks: The batch as it is cut; see `TrainBackend.accumulate`.
         policy_version: The published version, which the weights have before the step.
+        demonstrations: What the step learns beside the groups; none: nothing.
 
     Raises:
         DataError: the algorithm cannot work with these groups.
@@ -172,6 +188,8 @@ def take_step(backend: TrainBackend, chunks: Iterable[Sequence[TrainGroup]], pol
     try:
         for chunk in chunks:
             backend.accumulate(chunk)
+        if demonstrations:
+            backend.add_demonstrations(demonstrations)
         return backend.finish_step()
     except BaseException:
         backend.abort_step()

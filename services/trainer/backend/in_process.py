@@ -13,6 +13,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.plugin import require_functions
 from services.trainer.algorithm.regularisers import EntropyCoefficient
 from services.trainer.backend.base import StateDigests
+from services.trainer.backend.demonstrations import DemonstrationTerm
 from services.trainer.backend.device import DTYPES
 from services.trainer.backend.environment import Environment, current_environment
 from services.trainer.backend.files.export import named_weights
@@ -24,7 +25,7 @@ from services.trainer.backend.policy.reference import ReferencePolicy, save_refe
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.sharding import full_tensor
 from services.trainer.backend.train_step import StepParts, TrainStep
-from services.trainer.batching.sequences import TrainGroup
+from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
 
 
@@ -51,6 +52,7 @@ class InProcessBackend:
         *,
         seed: int,
         temperature: float,
+        demonstration_coef: float | None = None,
         adam_eps: float = ADAM_EPS,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
         ranks: Ranks = ALONE,
@@ -63,6 +65,7 @@ class InProcessBackend:
             algorithm: What they compute.
             seed: Of torch's generator, in a run that starts from `model_path`.
             temperature: Of the sampling that is trained.
+            demonstration_coef: `demonstrations.coef`; None: no step has any.
             adam_eps: Added to AdamW's denominator.
             max_skipped_steps: More steps in a row than this whose loss or gradient is not finite are an error.
             ranks: All that compute.
@@ -72,6 +75,8 @@ class InProcessBackend:
         """
         require_functions(algorithm)
         self._algorithm = algorithm
+        self._demonstration_coef = demonstration_coef
+        learned = {} if demonstration_coef is None else {"demonstrations.coef": demonstration_coef}
         self._model = ModelState(
             model_path,
             config,
@@ -81,6 +86,7 @@ class InProcessBackend:
             settings={
                 "sampling.temperature": temperature,
                 **leaves("algorithm", algorithm.model_dump(mode="json")),
+                **learned,
             },
             adam_eps=adam_eps,
             max_skipped_steps=max_skipped_steps,
@@ -122,6 +128,18 @@ class InProcessBackend:
             device=model.device,
             config=model.config,
             algorithm=self._algorithm,
+            demonstrations=self._demonstration_term(),
+        )
+
+    def _demonstration_term(self) -> DemonstrationTerm | None:
+        if self._demonstration_coef is None:
+            return None
+        return DemonstrationTerm(
+            model=self._model.plain_logprobs,
+            coef=self._demonstration_coef,
+            config=self._model.config,
+            device=self._model.device,
+            ranks=self._model.ranks,
         )
 
     def begin_step(self, policy_version: int) -> None:
@@ -134,6 +152,14 @@ class InProcessBackend:
     def accumulate(self, groups: Sequence[TrainGroup]) -> None:
         """Add groups to the step's batch; see `TrainBackend.accumulate`."""
         self._open_step().accumulate(groups)
+
+    def add_demonstrations(self, sequences: Sequence[TrainSequence]) -> None:
+        """Have the step learn demonstrations too; see `TrainBackend.add_demonstrations`.
+
+        Raises:
+            ValueError: the step has some already, or there is no factor for them.
+        """
+        self._open_step().add_demonstrations(sequences)
 
     def finish_step(self) -> dict[str, float]:
         """Update the weights; see `TrainBackend.finish_step`."""

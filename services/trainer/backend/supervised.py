@@ -1,12 +1,5 @@
-"""The backend of supervised training: cross-entropy of given tokens, with the packed rows and the optimizer of all.
-
-Legend: N = learned tokens of a row.
-
-    loss = -(1 / learned tokens of the batch) * sum over them of log p(token | all before it)
-
-at temperature 1, with every id of the vocabulary in the distribution: what `cross_entropy` of a plain forward pass
-gives.
-Invariant: the loss and its gradient do not depend on how the batch is packed, up to the order of float32 sums.
+"""The backend of supervised training: the cross-entropy of demonstrations, with the packed rows and the optimizer of
+all.
 """
 
 import time
@@ -16,6 +9,7 @@ from pathlib import Path
 import torch
 
 from services.trainer.backend.base import TokenLoss
+from services.trainer.backend.cross_entropy import add_cross_entropy_gradient, plan_demonstrations
 from services.trainer.backend.files.model_state import Collected, ModelState
 from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
 from services.trainer.backend.policy.planned_rows import PlannedRows
@@ -59,29 +53,18 @@ class InProcessSupervisedBackend:
         model = self._model
         reset_memory_peak(model.device)
         rows = self._plan(sequences)
-        num_learned = sum(sequence.num_own_tokens for sequence in sequences)
-        computed: list[tuple[int, tuple[float, float]]] = []
-        for number, row, counts in rows:
-            said = model.logprobs(row)
-            value = -said.logprobs_N.sum() / num_learned
-            (value if counts else 0.0 * value).backward()
-            if counts:
-                computed.append((number, (float(value.detach()), float(said.entropy_N.detach().double().sum()))))
-        loss = entropy = 0.0
-        for loss_of_row, entropy_of_row in model.ranks.in_order(computed):
-            loss += loss_of_row
-            entropy += entropy_of_row
+        learned = add_cross_entropy_gradient(model.plain_logprobs, rows)
         if not rows.have_images:
             model.optimizer.discard_parts(IMAGE_PARTS)
-        metrics = model.optimizer.update(loss)
+        metrics = model.optimizer.update(learned.value)
         model.finish_step()
         duration_s = time.perf_counter() - started
         num_tokens = sum(map(len, sequences))
         return metrics | {
-            "loss": loss,
-            "entropy": entropy / num_learned,
+            "loss": learned.value,
+            "entropy": learned.entropy,
             "num_samples": float(len(sequences)),
-            "num_tokens": float(num_learned),
+            "num_tokens": float(learned.num_learned),
             "sequence_tokens_mean": num_tokens / len(sequences),
             "sequence_tokens_max": float(max(map(len, sequences))),
             "step_time_s": duration_s,
@@ -95,7 +78,7 @@ class InProcessSupervisedBackend:
         """Return the loss of some samples; see `SupervisedBackend.measure`."""
         model = self._model
         computed = [
-            (number, counts, -float(model.logprobs(row).logprobs_N.double().sum()))
+            (number, counts, -float(model.plain_logprobs(row).logprobs_N.double().sum()))
             for number, row, counts in self._plan(sequences)
         ]
         model.forget_forward()
@@ -126,5 +109,4 @@ class InProcessSupervisedBackend:
         """Nothing computes beside this process."""
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> PlannedRows:
-        numbers = range(len(sequences))
-        return PlannedRows.of(sequences, numbers, numbers, numbers, self.config, self._model.device, self._model.ranks)
+        return plan_demonstrations(sequences, self.config, self._model.device, self._model.ranks)

@@ -1,4 +1,4 @@
-"""One optimizer step: groups in, chunk by chunk as they come, new weights and metrics out.
+"""One optimizer step: groups in, chunk by chunk as they come, and demonstrations; new weights and metrics out.
 
 Legend: G = samples of the batch, N = the policy's own tokens of a row.
 
@@ -12,6 +12,11 @@ How a batch is trained in chunks: the gradient of each is summed with the denomi
 right by one factor when the batch is complete. A batch of one chunk is never scaled. Samples without gradient are
 measured at the end, so which ones does not depend on the cut. Where a sample's gradient depends on the whole batch,
 chunks wait until it is complete (`statistics.whole_batch_setting`).
+
+How demonstrations are learned: their cross-entropy has a denominator of its own, so their rows come last, when the
+gradient of the groups has its factor, and are added to it once. Where all tokens with an advantage are rejected the
+step learns them alone, as a regulariser would act alone. A batch of which no group can be trained is skipped with them:
+it is broken, and must end the run if others follow.
 
 How a batch is trained by many ranks: each has all groups and plans all rows, computes those that are its own, and
 learns from the others what their tokens gave. So all take the same decisions on the same numbers, whatever is not a
@@ -40,13 +45,14 @@ from services.trainer.algorithm.statistics import (
 )
 from services.trainer.algorithm.tokens import Samples, Tokens, concatenated
 from services.trainer.backend.batch import Batch, is_finite, make_batch, measured_samples
+from services.trainer.backend.demonstrations import DemonstrationTerm, LearnedDemonstrations
 from services.trainer.backend.optimizer.adamw import Optimizer
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.planned_rows import PlannedRows, TokenCounts
 from services.trainer.backend.policy.reference import ReferencePolicy
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.batching.rows import PackedRow
-from services.trainer.batching.sequences import TrainGroup
+from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
 
 log = structlog.get_logger()
@@ -73,6 +79,8 @@ class StepParts:
     device: torch.device
     config: BackendConfig
     algorithm: AlgorithmConfig
+    demonstrations: DemonstrationTerm | None
+    """What they add to the loss; None if no step has any."""
 
 
 class _NotFiniteError(Exception):
@@ -144,6 +152,8 @@ class TrainStep:
         self._device = parts.device
         self._config = parts.config
         self._algorithm = parts.algorithm
+        self._demonstration_term = parts.demonstrations
+        self._demonstrations: Sequence[TrainSequence] = ()
         self._version = policy_version
         self._waits_for_batch = bool(whole_batch_setting(parts.algorithm))
         self._chunks: list[Sequence[TrainGroup]] = []
@@ -161,6 +171,12 @@ class TrainStep:
             self._until_finite(self._sum_chunks)
         self._duration_s += time.perf_counter() - started
 
+    def add_demonstrations(self, sequences: Sequence[TrainSequence]) -> None:
+        """Learn these too; see `TrainBackend.add_demonstrations`."""
+        if self._demonstrations or self._demonstration_term is None:
+            raise ValueError("the step has demonstrations already, or no factor for them")
+        self._demonstrations = sequences
+
     def finish(self) -> dict[str, float]:
         """Update the weights and return the metrics; see `TrainBackend.finish_step`."""
         started = time.perf_counter()
@@ -173,10 +189,12 @@ class TrainStep:
             factor = (self._sums.denominator or 0.0) / batch.denominator
             self._optimizer.scale(factor)
             self._sums.loss *= factor
+        learned = self._learn_demonstrations()
         entropy_coef, loss = self._entropy.value, self._sums.loss
         if not self._sums.has_images:
             self._optimizer.discard_parts(IMAGE_PARTS)
-        metrics = self._optimizer.update(loss, problem=_problem(passed, self._algorithm))
+        problem = _problem(passed, self._algorithm, has_demonstrations=learned is not None)
+        metrics = self._optimizer.update(loss, problem=problem)
         if not metrics["skipped"]:
             self._count_update(passed)
         self._duration_s += time.perf_counter() - started
@@ -192,12 +210,14 @@ class TrainStep:
             )
         if self._algorithm.entropy.kind != "none":
             metrics["entropy_coef"] = entropy_coef
+        if learned is not None:
+            metrics |= learned.metrics
         return metrics | {
             "num_tokens": float(batch.num_tokens_G.sum()),
             "num_chunks": 1.0 if self._waits_for_batch else float(len(self._chunks)),
             "loss": loss,
             "step_time_s": self._duration_s,
-            "trained_tokens_per_s": sum(map(len, batch.sequences)) / self._duration_s,
+            "trained_tokens_per_s": sum(map(len, [*batch.sequences, *self._demonstrations])) / self._duration_s,
             "packing_density": self._sums.counts.packing_density,
             "shared_token_fraction": self._sums.counts.shared_fraction,
         }
@@ -310,6 +330,16 @@ class TrainStep:
         self._sums.counts += planned.rows.token_counts
         self._sums.has_images |= planned.rows.have_images
 
+    def _learn_demonstrations(self) -> LearnedDemonstrations | None:
+        """Add their gradient to that of the groups, which has its denominator; None without demonstrations."""
+        if self._demonstration_term is None or not self._demonstrations:
+            return None
+        learned = self._demonstration_term.learn(self._demonstrations)
+        self._sums.loss += learned.loss
+        self._sums.counts += learned.counts
+        self._sums.has_images |= learned.have_images
+        return learned
+
     def _measure(self, planned: _Pass) -> list[Tokens]:
         """Compute rows without gradient."""
         with torch.no_grad():
@@ -351,12 +381,13 @@ def _numbered(tokens: Tokens, first_sample: int) -> Tokens:
     return replace(tokens, sample_N=tokens.sample_N + first_sample)
 
 
-def _problem(passed: _Passed | None, config: AlgorithmConfig) -> str:
+def _problem(passed: _Passed | None, config: AlgorithmConfig, *, has_demonstrations: bool) -> str:
     """Say why no update may follow from a batch; empty if one may."""
     if passed is None:
         return "no group has finite rewards and log-probabilities only"
     is_rejected = (passed.terms.advantages_N != 0).any() and not passed.terms.trained_N.any()
-    if is_rejected and not any(passed.terms.penalties.values()):  # a penalty of 0 has no gradient
+    others_act = has_demonstrations or any(passed.terms.penalties.values())  # a penalty of 0 has no gradient
+    if is_rejected and not others_act:
         axes = f"trust_region {config.trust_region.kind}, correction {config.correction.kind}"
         return f"every token with an advantage was rejected ({axes}, rejection {config.rejection.kind})"
     return ""

@@ -26,6 +26,7 @@ from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.flow.collector import Finished
 from services.trainer.position import Position
 from services.trainer.publication import Publication
+from services.trainer.sft.batches import BatchesAhead
 from services.trainer.telemetry.progress import Progress
 
 log = structlog.get_logger()
@@ -42,6 +43,8 @@ class Moment:
     ledger: LedgerCheckpoint
     pools: Mapping[str, Any] | None
     """State of the row pools; None where there are none."""
+    demonstration_position: int
+    """At which the demonstrations of the next step begin; 0 where there are none."""
     metrics: Mapping[str, Any]
     """Of the step, for `MetricsLog`, which may not have them yet; empty if it has."""
 
@@ -63,6 +66,8 @@ class CheckpointSaver:
     progress: Progress
     saved_version: int | None
     """The policy version in the newest checkpoint; None in a new run."""
+    demonstrations: BatchesAhead | None = None
+    """None where steps learn none."""
     write_s: float | None = None
     """Seconds that writing the newest checkpoint took; None before the first of this process."""
 
@@ -77,6 +82,7 @@ class CheckpointSaver:
             version=position.version,
             ledger=self.ledger.checkpoint(),
             pools=None if self.pools is None else self.pools.state(),
+            demonstration_position=0 if self.demonstrations is None else self.demonstrations.position,
             metrics=metrics,
         )
 
@@ -94,6 +100,7 @@ class CheckpointSaver:
             "base_model": str(self.base_model),
             "ledger": moment.ledger.state,
             "pools": moment.pools,
+            "demonstration_position": moment.demonstration_position,
             "metrics": dict(moment.metrics),
         }
         started = time.monotonic()

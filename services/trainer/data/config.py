@@ -120,7 +120,7 @@ class SourceConfig(Config):
 
 
 class MixedSourceConfig(SourceConfig):
-    """One of several sources. Settings that it omits are taken from `[data]`."""
+    """One of several sources. Settings that it omits are taken from the section it is in."""
 
     weight: float = pydantic.Field(default=1.0, gt=0)
     """Its share of the prompts, relative to the other sources' weights, rounded to a thousandth."""

@@ -118,15 +118,25 @@ class PromptLimit:
 class ConversationLimit(PromptLimit):
     """Decides which demonstrations are short enough to learn from."""
 
+    setting = "sft.max_tokens"
+    """Which setting bounds them, for errors."""
+
     @classmethod
-    def of_model(cls, model_path: Path, *, max_tokens: int) -> Self:
-        """Return the limit of supervised training: `sft.max_tokens`, or what the model allows, if that is less.
+    def of_model(cls, model_path: Path, *, max_tokens: int, setting: str = setting) -> Self:
+        """Return the limit of a setting, or what the model allows, if that is less.
+
+        Args:
+            model_path: Folder of the model.
+            max_tokens: The setting's value; 0: what the model allows.
+            setting: Its name, for errors.
 
         Raises:
             ConfigError: the model has no chat template.
         """
         bounds = [bound for bound in (max_tokens, context_length(model_path)) if bound]
-        return cls.load(model_path, max_tokens=min(bounds, default=_UNLIMITED))
+        limit = cls.load(model_path, max_tokens=min(bounds, default=_UNLIMITED))
+        limit.setting = setting
+        return limit
 
     def num_learned(self, example: Example) -> int:
         """Return how many of the assistant's tokens are learned.
@@ -141,7 +151,7 @@ class ConversationLimit(PromptLimit):
         """Return an error message for a source whose rows are all too long; see `PromptLimit.refusal`."""
         return (
             f"all {num_rows} conversations are longer than the {self.max_tokens} tokens that are trained on, the "
-            f"shortest of them {shortest}; raise sft.max_tokens, up to the model's context, or shrink the images with "
+            f"shortest of them {shortest}; raise {self.setting}, up to the model's context, or shrink the images with "
             "data.max_pixels"
         )
 

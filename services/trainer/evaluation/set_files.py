@@ -3,11 +3,10 @@
 Every process reads its recipe through this module, even if it never reads images or data.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-from penstock.errors import ConfigError, DataError, SetupError
 from services.trainer.data.config import DataConfig
+from services.trainer.data.named_section import named_section
 from services.trainer.data.sources.files import pin, require_files
 from services.trainer.evaluation.config import EvaluationConfig
 
@@ -37,10 +36,6 @@ def pin_sets(config: EvaluationConfig, data: DataConfig) -> EvaluationConfig:
     return config.model_copy(update={"sets": pinned})
 
 
-@contextmanager
-def named_set(name: str) -> Iterator[None]:
+def named_set(name: str) -> AbstractContextManager[None]:
     """Say in an error which set it is about."""
-    try:
-        yield
-    except (ConfigError, DataError, SetupError) as error:
-        raise type(error)(f"evaluation.sets.{name}: {error}") from None
+    return named_section(f"evaluation.sets.{name}")

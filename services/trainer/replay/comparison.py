@@ -37,8 +37,11 @@ _SHOWN = (
     "kl_loss",
     "drift_loss",
     "entropy_loss",
+    "ce_loss",
     "kl_reference",
     "entropy",
+    "demonstration_cross_entropy",
+    "num_demonstration_tokens",
 )
 _OF_THE_MACHINE = frozenset(
     {"step_time_s", "trained_tokens_per_s", "host_memory_peak_bytes", "device_memory_peak_bytes"}

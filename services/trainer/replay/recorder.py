@@ -7,9 +7,16 @@ import msgspec
 
 from penstock.records import Group
 from services.trainer.backend.base import TrainBackend
-from services.trainer.replay.recording import StepInputs, extend_recording, remove_recording, write_recording
+from services.trainer.replay.recording import (
+    StepInputs,
+    extend_recording,
+    extend_recording_by_demonstrations,
+    remove_recording,
+    write_recording,
+)
 from services.trainer.replay.run import GROUPS_FOLDER
 from services.trainer.replay.settings import StepSettings
+from services.trainer.sft.sequences import RenderedDemonstration
 
 
 class StepRecorder:
@@ -60,6 +67,12 @@ class StepRecorder:
             write_recording(self._folder, self._inputs, self._settings, groups, images)
         else:
             extend_recording(self._folder, self._inputs, groups, images)
+
+    def add_demonstrations(self, demonstrations: Sequence[RenderedDemonstration]) -> None:
+        """Record what the step learns beside its groups, before it is computed."""
+        assert self._inputs is not None, "begin comes first"
+        self._inputs = msgspec.structs.replace(self._inputs, num_demonstrations=len(demonstrations))
+        extend_recording_by_demonstrations(self._folder, self._inputs, demonstrations)
 
     def abort(self) -> None:
         """Remove the recording of a step that is not taken."""

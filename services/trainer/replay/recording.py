@@ -6,11 +6,13 @@
                                   weights and random state, environment
         settings.toml             the settings of the step
         group-000352.msgpack      each group as a worker published it
-        image-<sha256>            each image of the groups
+        demonstrations.msgpack    what the step learned beside them, as tokens
+        image-<sha256>            each image of groups and demonstrations
 
 Invariant: a folder named step-N can be replayed: it is written under another name and renamed, and later groups are
-there before its step.json names them. Each chunk is in it before it is computed, so a step that fails can be replayed
-too, as far as it came. A step that is trained again replaces its recording.
+there before its step.json names them. Demonstrations are kept, not their place in the data: files may change or be gone
+when the step is replayed, and so may the chat template. Each chunk is in it before it is computed, so a step that fails
+can be replayed too, as far as it came. A step that is trained again replaces its recording.
 """
 
 import re
@@ -20,15 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from penstock import config as configuration
-from penstock.errors import CorruptMessageError, SetupError
+from penstock.bus.image_store import hash_of
+from penstock.errors import ConfigError, CorruptMessageError, SetupError
 from penstock.records import Group
 from penstock.records.codec import decode, encode
 from services.trainer.backend.environment import Environment
 from services.trainer.replay.settings import StepSettings
+from services.trainer.sft.sequences import RenderedDemonstration
 
 _NAME = re.compile(r"step-(\d{6,})")
+_DEMONSTRATIONS_FILE = "demonstrations.msgpack"
 
 
 class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +49,30 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Indices of the groups in the order of the batch."""
     chunks: tuple[int, ...] = ()
     """Groups in each chunk of the batch, in order; empty: it is one chunk."""
+    num_demonstrations: int = 0
+    """Demonstrations that the step learns beside its groups; 0 also in a step that ended before it came to them."""
     weights: str
     """Digest of the weights before the step."""
     random_state: str
     """Digest of torch's random state before the step."""
     environment: Environment
+
+
+class _Demonstration(msgspec.Struct, frozen=True, kw_only=True):
+    """A demonstration as its file has it."""
+
+    token_ids: np.ndarray
+    """int64, with one placeholder per image."""
+    is_learned: np.ndarray
+    """bool."""
+    images: tuple[str, ...]
+    """Content hashes, in the order of their placeholders."""
+
+
+class _Demonstrations(msgspec.Struct, frozen=True, kw_only=True):
+    """`demonstrations.msgpack`."""
+
+    demonstrations: tuple[_Demonstration, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +84,9 @@ class Recording:
     groups: tuple[Group, ...]
     """In the order of the batch."""
     images: Mapping[str, bytes]
-    """By content hash."""
+    """Of the groups, by content hash."""
+    demonstrations: tuple[RenderedDemonstration, ...] = ()
+    """In the order in which the step has them."""
 
 
 def write_recording(
@@ -86,6 +113,22 @@ def extend_recording(folder: Path, inputs: StepInputs, groups: Sequence[Group], 
     _write_groups(step_folder(folder, inputs.step), inputs, groups, images)
 
 
+def extend_recording_by_demonstrations(
+    folder: Path, inputs: StepInputs, demonstrations: Sequence[RenderedDemonstration]
+) -> None:
+    """Add what a step learns beside its groups to its recording below `folder`; `inputs` count it."""
+    path = step_folder(folder, inputs.step)
+    images = {hash_of(data): data for each in demonstrations for data in each.images}
+    kept = [
+        _Demonstration(
+            token_ids=each.token_ids_T, is_learned=each.is_learned_T, images=tuple(map(hash_of, each.images))
+        )
+        for each in demonstrations
+    ]
+    (path / _DEMONSTRATIONS_FILE).write_bytes(encode(_Demonstrations(demonstrations=tuple(kept))))
+    _write_inputs(path, inputs, images)
+
+
 def remove_recording(folder: Path, step: int) -> None:
     """Remove a step's recording below `folder`, if there is one."""
     if (path := step_folder(folder, step)).exists():
@@ -97,7 +140,7 @@ def read_recording(folder: Path, step: int, overrides: Sequence[str] = ()) -> Re
 
     Raises:
         SetupError: the step is not recorded, or its recording cannot be read.
-        ConfigError: an override names no setting of a step, or its value is wrong.
+        ConfigError: an override names no setting of a step, or one that the step does not read, or its value is wrong.
     """
     path = step_folder(folder, step)
     if not path.is_dir():
@@ -106,11 +149,19 @@ def read_recording(folder: Path, step: int, overrides: Sequence[str] = ()) -> Re
     settings = configuration.load(StepSettings, [path / "settings.toml"], overrides)
     try:
         inputs = msgspec.json.decode((path / "step.json").read_bytes(), type=StepInputs)
+        _require_meant(inputs, overrides)
         groups = tuple(decode(_group_file(path, index).read_bytes(), Group) for index in inputs.groups)
         images = {sha256: _image_file(path, sha256).read_bytes() for group in groups for sha256 in sorted(group.images)}
+        demonstrations = _read_demonstrations(path) if inputs.num_demonstrations else ()
     except (OSError, msgspec.MsgspecError, CorruptMessageError) as error:
         raise SetupError(f"the recording {path} is incomplete or damaged: {error}; take another step") from None
-    return Recording(inputs=inputs, settings=settings, groups=groups, images=images)
+    return Recording(inputs=inputs, settings=settings, groups=groups, images=images, demonstrations=demonstrations)
+
+
+def _require_meant(inputs: StepInputs, overrides: Sequence[str]) -> None:
+    given = [override for override in overrides if override.startswith("--demonstrations.")]
+    if given and not inputs.num_demonstrations:
+        raise ConfigError(f"step {inputs.step} learned no demonstrations; leave out {given[0]}")
 
 
 def recorded_steps(folder: Path) -> list[int]:
@@ -135,11 +186,28 @@ def _write_groups(folder: Path, inputs: StepInputs, groups: Sequence[Group], ima
     """Write the files of groups, and then the inputs that name them."""
     for group in groups:
         _group_file(folder, group.id.index).write_bytes(encode(group))
+    _write_inputs(folder, inputs, images)
+
+
+def _write_inputs(folder: Path, inputs: StepInputs, images: Mapping[str, bytes]) -> None:
+    """Write images, and then the inputs by which all files so far count."""
     for sha256, data in images.items():
         _image_file(folder, sha256).write_bytes(data)
     temporary = folder / ".step.json"
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(inputs), indent=1))
     temporary.rename(folder / "step.json")
+
+
+def _read_demonstrations(folder: Path) -> tuple[RenderedDemonstration, ...]:
+    kept = decode((folder / _DEMONSTRATIONS_FILE).read_bytes(), _Demonstrations).demonstrations
+    return tuple(
+        RenderedDemonstration(
+            token_ids_T=each.token_ids,
+            is_learned_T=each.is_learned,
+            images=tuple(_image_file(folder, sha256).read_bytes() for sha256 in each.images),
+        )
+        for each in kept
+    )
 
 
 def _image_file(folder: Path, sha256: str) -> Path:

@@ -2,7 +2,7 @@
 
 Invariant: in the environment of the recording, the same settings give the same bits: loss, gradient norm and weights.
 A step reads only the weights, the optimizer's state, torch's random state, the groups in their order and chunks,
-the published version and its settings. Its packed rows follow from these.
+the demonstrations, the published version and its settings. Its packed rows follow from these.
 """
 
 from collections import Counter
@@ -20,11 +20,12 @@ from services.trainer.admission.filters import FilterReason, screen
 from services.trainer.backend.base import take_step
 from services.trainer.backend.environment import Environment, computing_threads
 from services.trainer.backend.in_process import InProcessBackend
-from services.trainer.batching.sequences import TrainGroup, open_reader
+from services.trainer.batching.sequences import TrainGroup, TrainSequence, open_reader
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.replay.recording import Recording
 from services.trainer.replay.run import RecordedRun
 from services.trainer.replay.settings import StepSettings
+from services.trainer.sft.sequences import DemonstrationReader
 
 log = structlog.get_logger()
 
@@ -117,6 +118,7 @@ class _Trainer:
             settings.algorithm,
             seed=settings.run.seed,
             temperature=settings.sampling.temperature,
+            demonstration_coef=settings.demonstration_coef,
             max_skipped_steps=_MAX_SKIPPED_STEPS,
         )
         self.backend.load(None if start is None else start.path)
@@ -136,6 +138,7 @@ class _Trainer:
         if not any(groups):
             found = ", ".join(f"{reason} {count}" for reason, count in filtered.items())
             raise SetupError(f"the filters leave none of the {len(recording.groups)} groups of the step ({found})")
+        demonstrations = self._demonstrations(recording)
         bound = self.settings.trainer.max_staleness
         chunks = [
             [group for group in chunk if group and inputs.policy_version - group.oldest_version <= bound]
@@ -147,7 +150,7 @@ class _Trainer:
             raise SetupError(f"trainer.max_staleness = {bound} leaves none of the {num_groups} groups of the step")
         with computing_threads(inputs.environment.num_threads):
             before = self.backend.digests()
-            metrics = take_step(self.backend, filter(None, chunks), inputs.policy_version)
+            metrics = take_step(self.backend, filter(None, chunks), inputs.policy_version, demonstrations)
             environment = self.backend.environment()
         return ReplayedStep(
             metrics=metrics | _filter_metrics(recording, fresh, filtered),
@@ -156,6 +159,17 @@ class _Trainer:
             random_state=before.random_state,
             environment=environment,
         )
+
+    def _demonstrations(self, recording: Recording) -> list[TrainSequence]:
+        if not recording.demonstrations:
+            return []
+        reader = DemonstrationReader.open(self._base_path)
+        try:
+            return [reader.expand(each) for each in recording.demonstrations]
+        except InvalidRequestError as error:
+            raise SetupError(
+                f"the demonstrations of step {recording.inputs.step} do not fit the model in {self._base_path}: {error}"
+            ) from None
 
     def save(self, store: CheckpointStore, step: int) -> Checkpoint:
         return store.save(step, {}, self.backend.save)

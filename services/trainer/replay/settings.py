@@ -9,6 +9,7 @@ from penstock.config import Config, ModelPath
 from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.config import BackendConfig, TrainerConfig
+from services.trainer.demonstrations.config import DemonstrationsConfig
 
 
 class StepModel(Config):
@@ -32,6 +33,13 @@ class StepSampling(Config):
     """Divides the logits."""
 
 
+class StepDemonstrations(Config):
+    """The part of `[demonstrations]` that a step depends on, beside the demonstrations that it learned."""
+
+    coef: float = pydantic.Field(gt=0)
+    """Factor of their cross-entropy."""
+
+
 class StepTrainer(BackendConfig):
     """How the step is computed, and which groups it uses."""
 
@@ -48,6 +56,12 @@ class StepSettings(Config):
     trainer: StepTrainer
     algorithm: AlgorithmConfig
     filters: FilterConfig = FilterConfig()
+    demonstrations: StepDemonstrations | None = None
+
+    @property
+    def demonstration_coef(self) -> float | None:
+        """`demonstrations.coef`; None without demonstrations."""
+        return None if self.demonstrations is None else self.demonstrations.coef
 
     @pydantic.model_validator(mode="after")
     def _filters_fit_the_algorithm(self) -> Self:
@@ -65,6 +79,7 @@ class StepSettings(Config):
         trainer: TrainerConfig,
         algorithm: AlgorithmConfig,
         filters: FilterConfig,
+        demonstrations: DemonstrationsConfig | None = None,
     ) -> "StepSettings":
         """Take the settings of a step from those of a run."""
         return cls(
@@ -74,4 +89,5 @@ class StepSettings(Config):
             trainer=StepTrainer(**{name: getattr(trainer, name) for name in StepTrainer.model_fields}),
             algorithm=algorithm,
             filters=filters,
+            demonstrations=None if demonstrations is None else StepDemonstrations(coef=demonstrations.coef),
         )

@@ -14,7 +14,7 @@ from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import ConversationLimit
 from services.trainer.data.sources.source import DEMONSTRATIONS
 from services.trainer.evaluation.sets import open_sets
-from services.trainer.sft.batches import BatchReader
+from services.trainer.sft.batches import BatchesAhead, BatchReader
 from services.trainer.sft.config import SftSettings
 from services.trainer.sft.loop import Observer, SftLoop
 from services.trainer.sft.sequences import DemonstrationReader
@@ -62,10 +62,12 @@ def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop
         checkpoint_every=config.checkpoint_every,
         validate_every=sft.validate_every,
         step=step,
-        position=0 if checkpoint is None else int(checkpoint.state["position"]),
         num_rows=dataset.num_rows,
         num_too_long=dataset.num_passed_over(),
-        batches=BatchReader(dataset, DemonstrationReader.open(path), sft),
+        batches=BatchesAhead(
+            BatchReader(dataset, DemonstrationReader.open(path), batch_size=sft.batch_size, batch_unit=sft.batch_unit),
+            0 if checkpoint is None else int(checkpoint.state["position"]),
+        ),
         backend=backend,
         checkpoints=checkpoints,
         saved_step=None if checkpoint is None else step,

@@ -14,7 +14,7 @@ import structlog
 
 from services.trainer.backend.base import SupervisedBackend
 from services.trainer.checkpoint.store import CheckpointStore
-from services.trainer.sft.batches import BatchReader, SftBatch
+from services.trainer.sft.batches import BatchesAhead
 from services.trainer.sft.validation import Validation
 from services.trainer.telemetry.field_names import field_names
 from services.trainer.telemetry.metrics_log import MetricsLog
@@ -59,13 +59,11 @@ class SftLoop:
     """Steps; 0 never validates."""
     step: int
     """Optimizer steps taken."""
-    position: int
-    """In the data, at which the next batch begins."""
     num_rows: int
     """Rows of an epoch."""
     num_too_long: int
     """Those of them that are known to be passed over."""
-    batches: BatchReader
+    batches: BatchesAhead
     backend: SupervisedBackend
     checkpoints: CheckpointStore
     saved_step: int | None
@@ -81,36 +79,30 @@ class SftLoop:
         self.observer.opened(
             num_rows=self.num_rows, num_too_long=self.num_too_long, step=self.step, num_steps=self.num_steps
         )
-        reading: asyncio.Task[SftBatch] | None = None
         try:
             await self._validate(stop)
             while self.step < self.num_steps and not stop.is_set():
                 started = time.monotonic()
-                batch = await (reading or self._read(self.position))
+                batch = await self.batches.take(is_last=self.step + 1 == self.num_steps)
                 data_wait_s = time.monotonic() - started
-                reading = self._read(batch.stop) if self.step + 1 < self.num_steps else None
                 metrics = await asyncio.to_thread(self.backend.step, batch.sequences)
-                self.step, self.position = self.step + 1, batch.stop
+                self.step += 1
+                self.batches.learned(batch)
                 metrics |= {"data_wait_s": data_wait_s, "num_passed_over_samples": float(batch.num_passed_over)}
                 self._report(metrics, step_s=time.monotonic() - started)
                 if self.step % self.checkpoint_every == 0:
                     await asyncio.to_thread(self._save)
                 await self._validate(stop)
         finally:
-            if reading is not None:
-                await asyncio.wait({reading})
-                reading.exception()  # of a batch that nobody takes: the run that goes on meets it again
+            await self.batches.close()
         if self.step and self.saved_step != self.step:
             await asyncio.to_thread(self._save)
-
-    def _read(self, position: int) -> "asyncio.Task[SftBatch]":
-        return asyncio.create_task(asyncio.to_thread(self.batches.read, position))
 
     def _report(self, metrics: Row, *, step_s: float) -> None:
         row = {
             "step": self.step,
             "num_steps": self.num_steps,
-            "epoch": self.position / self.num_rows,
+            "epoch": self.batches.epoch,
             **metrics,
             "train_s": metrics["step_time_s"],
             "step_s": step_s,
@@ -142,7 +134,7 @@ class SftLoop:
             "kind": "sft",
             "run_id": self.run_id,
             "step": self.step,
-            "position": self.position,
+            "position": self.batches.position,
             "base_model": str(self.base_model),
         }
         checkpoint = self.checkpoints.save(self.step, state, self.backend.save)

@@ -7,6 +7,7 @@ images and everything else are read only.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,18 @@ from penstock.model.tokens import image_token_id
 from services.trainer.batching.images import ImagePatcher, ImagePatches
 from services.trainer.batching.sequences import TrainSequence, find_placeholders
 from services.trainer.data.rows.example import Example
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RenderedDemonstration:
+    """A demonstration as tokens, before its images are cut into patches."""
+
+    token_ids_T: np.ndarray
+    """int64[T]."""
+    is_learned_T: np.ndarray
+    """bool[T]."""
+    images: tuple[bytes, ...]
+    """Encoded, in the order of their placeholders."""
 
 
 class DemonstrationReader:
@@ -41,10 +54,18 @@ class DemonstrationReader:
         return cls(Renderer.load(model_path), image_id=image_id, patcher=patcher)
 
     def read(self, example: Example) -> TrainSequence:
-        """Return a demonstration expanded.
+        """Return a demonstration rendered and expanded.
 
         Raises:
             InvalidRequestError: the chat template or the image processor refuses it, or the model takes no images.
+        """
+        return self.expand(self.render(example))
+
+    def render(self, example: Example) -> RenderedDemonstration:
+        """Return a demonstration's tokens, and which of them are learned.
+
+        Raises:
+            InvalidRequestError: the chat template refuses it.
         """
         ids, is_learned = self._renderer.render_conversation(
             example.messages,
@@ -52,8 +73,18 @@ class DemonstrationReader:
             tools=example.tools,
             template_kwargs=example.chat_template_kwargs,
         )
-        images = tuple(self._patcher(data) for data in example.images) if self._patcher is not None else ()
-        ids_T, learned_T = np.array(ids, dtype=np.int64), np.array(is_learned)
+        return RenderedDemonstration(
+            token_ids_T=np.array(ids, dtype=np.int64), is_learned_T=np.array(is_learned), images=tuple(example.images)
+        )
+
+    def expand(self, rendered: RenderedDemonstration) -> TrainSequence:
+        """Return a demonstration with its images.
+
+        Raises:
+            InvalidRequestError: the image processor refuses one, or the model takes no images.
+        """
+        images = tuple(self._patcher(data) for data in rendered.images) if self._patcher is not None else ()
+        ids_T, learned_T = rendered.token_ids_T, rendered.is_learned_T
         is_image_T, repeats_T = find_placeholders(ids_T, images, image_id=self._image_id)
         num_tokens = int(repeats_T.sum())
         return TrainSequence(

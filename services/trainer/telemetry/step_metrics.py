@@ -14,7 +14,15 @@ from services.trainer.flow.filter_tally import Interval
 from services.trainer.telemetry.episode_metrics import num_observation_tokens
 from services.trainer.weight_sync.push_report import PushReport
 
-_PARTS = ("wait_s", "data_wait_s", "push_wait_s", "checkpoint_wait_s", "evaluation_wait_s", "train_s")
+_PARTS = (
+    "wait_s",
+    "data_wait_s",
+    "demonstration_wait_s",
+    "push_wait_s",
+    "checkpoint_wait_s",
+    "evaluation_wait_s",
+    "train_s",
+)
 """Of a step, as docs/metrics.md explains them; each may come several times."""
 
 

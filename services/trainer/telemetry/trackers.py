@@ -173,11 +173,11 @@ def require_packages(config: TrackersConfig) -> None:
 
 def described(settings: TrainerSettings | SftSettings) -> dict[str, str]:
     """Return the settings that decide what is learned, by dotted name: not the addresses, which may hold secrets."""
-    sections = ("run", "model", "data", "sampling", "algorithm", "filters", "sft", "trainer")
+    sections = ("run", "model", "data", "sampling", "algorithm", "filters", "demonstrations", "sft", "trainer")
     return {
         name: str(value)
         for section in sections
-        if hasattr(settings, section)
+        if getattr(settings, section, None) is not None
         for name, value in leaves(section, getattr(settings, section).model_dump(mode="json")).items()
     }
 

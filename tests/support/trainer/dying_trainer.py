@@ -136,7 +136,7 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
                 collecting = tasks.create_task(collector.run())
                 batch = await loop._compute_batch(asyncio.Event(), StepClock())
                 assert batch is not None
-                await loop._update(batch)
+                await loop._update(batch, None)
                 await end_task(collecting)
             trained = sorted(finished.ready.index for finished in batch)
             sys.stdout.write(json.dumps({"batch": trained, "num_failed": ledger.counts.failed}) + "\n")

@@ -47,6 +47,10 @@ class GatedBackend:
         """Compute a chunk until the test says that it is enough."""
         self._do([group.index for group in groups])
 
+    def add_demonstrations(self, sequences: Sequence[Any]) -> None:
+        """Only note them."""
+        self._loop.call_soon_threadsafe(self._calls.put_nowait, list(sequences))
+
     def finish_step(self) -> dict[str, float]:
         """Update likewise."""
         self._do("finish_step")

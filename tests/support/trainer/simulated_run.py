@@ -20,6 +20,7 @@ from penstock.config import LogConfig
 from penstock.records.held_out_replicas import HELD_OUT_KEY, read_held_out_replicas
 from penstock.records.published_version import POLICY_BUCKET
 from penstock.v1 import common_pb2, trainer_pb2
+from services.trainer.demonstrations.config import DemonstrationsConfig
 from services.trainer.evaluation.evaluator import EVALUATIONS_FILE
 from tests.support.waiting import until
 
@@ -152,7 +153,14 @@ class SimulatedRun:
 
 @asynccontextmanager
 async def simulated_run(
-    bus: Bus, run_name: str, folder: Path, pool: Scenario, *, num_evaluated: int, **settings: Any
+    bus: Bus,
+    run_name: str,
+    folder: Path,
+    pool: Scenario,
+    *,
+    num_evaluated: int,
+    demonstrations: DemonstrationsConfig | None = None,
+    **settings: Any,
 ) -> AsyncIterator[SimulatedRun]:
     """Run `pool` with an evaluation of the first weights; `settings` are the trainer's."""
     folder.mkdir()
@@ -161,7 +169,7 @@ async def simulated_run(
     made = recipe_of(
         pool, folder, bus.config, max_staleness=1, run_name=run_name, num_evaluated=num_evaluated, **settings
     )
-    made = made.model_copy(update={"log": LogConfig(level="info", format="json")})
+    made = made.model_copy(update={"log": LogConfig(level="info", format="json"), "demonstrations": demonstrations})
     recipe.write_text(configuration.dump(made))
     async with contextlib.AsyncExitStack() as stack:
         for name in ("router", "worker"):

@@ -25,6 +25,8 @@ def training_loop(
     publisher: Any = UNUSED,
     metrics: Any = UNUSED,
     trackers: Any = UNUSED,
+    recorder: Any = None,
+    demonstrations: Any = None,
     loop_type: type[TrainingLoop] = TrainingLoop,
     **settings: Any,
 ) -> TrainingLoop:
@@ -45,6 +47,7 @@ def training_loop(
         checkpoints=checkpoints,
         metrics=metrics,
         trackers=trackers,
-        recorder=None,
+        recorder=recorder,
         evaluator=evaluator,
+        demonstrations=demonstrations,
     )

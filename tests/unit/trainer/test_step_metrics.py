@@ -60,7 +60,9 @@ def test_the_parts_of_a_step_add_up() -> None:
     clock = StepClock(now=lambda: next(times))
     for part in ("wait_s", "train_s", "wait_s", "train_s"):
         clock.lap(part)
-    others = {"data_wait_s": 0.0, "push_wait_s": 0.0, "checkpoint_wait_s": 0.0, "evaluation_wait_s": 0.0}
+    others = dict.fromkeys(
+        ("data_wait_s", "demonstration_wait_s", "push_wait_s", "checkpoint_wait_s", "evaluation_wait_s"), 0.0
+    )
     assert clock.seconds() == {"wait_s": 6.0, "train_s": 7.0, "step_s": 18.0} | others
 
 

@@ -25,6 +25,7 @@ from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.sharding import forget_gathered, shard
+from services.trainer.batching.rows import PackedRow
 from services.trainer.config import BackendConfig
 
 log = structlog.get_logger()
@@ -137,10 +138,16 @@ class ModelState:
         """Return a context that computes in the configured precision; the weights stay float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
-    def logprobs(self, *inputs: Any) -> TokenLogprobs:
+    def logprobs(self, row: PackedRow) -> TokenLogprobs:
         """Return what the policy says of its own tokens in a row, with gradient."""
         with self.precision():
-            logprobs: TokenLogprobs = self.policy(*inputs)
+            logprobs: TokenLogprobs = self.policy(row)
+        return logprobs
+
+    def plain_logprobs(self, row: PackedRow) -> TokenLogprobs:
+        """Return what the model says of a row's learned tokens at temperature 1 and over all ids, with gradient."""
+        with self.precision():
+            logprobs: TokenLogprobs = self.policy(row, is_sampled=False)
         return logprobs
 
     def forget_forward(self) -> None:

@@ -57,16 +57,22 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         base = self.model.base_model
         return getattr(base, "language_model", base).layers
 
-    def forward(self, row: PackedRow) -> TokenLogprobs:
-        """Return the tempered logprob of each of the policy's own tokens, given all tokens before it, and entropies."""
+    def forward(self, row: PackedRow, *, is_sampled: bool = True) -> TokenLogprobs:
+        """Return the logprob of each of a row's own tokens, given all tokens before it, and entropies.
+
+        Args:
+            row: The row.
+            is_sampled: Whether the policy has sampled them: then logits are divided by the temperature, and forbidden
+                ids removed. Else they are those of a plain forward pass.
+        """
         hidden_TH = self._backbone(row)
         head = self.model.get_output_embeddings()
         return token_logprobs(
             hidden_TH[row.predict_N],
             head.weight,
             row.targets_N,
-            temperature=self.temperature,
-            forbidden_ids=self.forbidden_ids,
+            temperature=self.temperature if is_sampled else 1.0,
+            forbidden_ids=self.forbidden_ids if is_sampled else self.forbidden_ids[:0],
             bias_V=head.bias,
             float32_head=self._float32_head,
         )

@@ -104,6 +104,10 @@ class ManyRanksBackend(_ManyRanks):
         """Add groups to the step's batch; see `TrainBackend.accumulate`."""
         self._command("accumulate", groups)
 
+    def add_demonstrations(self, sequences: Sequence[TrainSequence]) -> None:
+        """Have the step learn demonstrations too; see `TrainBackend.add_demonstrations`."""
+        self._command("add_demonstrations", sequences)
+
     def finish_step(self) -> dict[str, float]:
         """Update the weights; see `TrainBackend.finish_step`."""
         metrics: dict[str, float] = self._command("finish_step")

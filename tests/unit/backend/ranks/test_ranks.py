@@ -185,6 +185,38 @@ def test_two_ranks_take_the_supervised_steps_of_one(pool: RankPool, tiny_model_p
         assert together[2] == pytest.approx(alone[2], rel=1e-5)
 
 
+def mixed(
+    ranks: Ranks, path: Path, settings: dict[str, Any], first: int, pictures: bool
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Weights and metrics after two steps of groups, from the `first` on, and demonstrations."""
+    algorithm = AlgorithmConfig.model_validate(settings.pop("algorithm", {}))
+    config = BackendConfig(device="cpu", optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.1), **settings)
+    backend = InProcessBackend(
+        path, config, algorithm, seed=0, temperature=0.7, demonstration_coef=0.5, adam_eps=1e-3, ranks=ranks
+    )
+    backend.load(None)
+    learned = [sequence for group in groups_of(path, seed=7) for sequence in group.sequences]
+    learned = [sequence for sequence in learned if bool(sequence.images) is pictures][:3]
+    metrics = []
+    for seed in range(2):
+        groups = groups_of(path, seed=seed)[first:]
+        metrics.append(take_step(backend, [groups[:1], groups[1:]], VERSION + seed, learned[seed:]))
+    return weights_of(backend), metrics
+
+
+@pytest.mark.parametrize("first", [0, 1, 3], ids=["groups with pictures", "without", "of equal rewards"])
+@pytest.mark.parametrize("pictures", [True, False], ids=["demonstrations with pictures", "without"])
+def test_two_ranks_learn_demonstrations_beside_groups_as_one(
+    pool: RankPool, tiny_model_path: Path, first: int, pictures: bool
+) -> None:
+    """Each computes its own rows of both; under a temperature, with a reference beside the policy."""
+    settings = {"micro_batch_tokens": 90, "algorithm": {"kl": {"kind": "k3"}}}
+    alone = mixed(ALONE, tiny_model_path, dict(settings), first, pictures)
+    for together in pool.run(mixed, tiny_model_path, settings, first, pictures):
+        assert_same(alone, together)
+    assert alone[1][0]["num_demonstrations"] == 3
+
+
 def step_with_a_hole(ranks: Ranks, path: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """As `trained`, with a policy that gives one group's tokens no number."""
     backend = backend_of(ranks, path, micro_batch_tokens=90)

@@ -1,0 +1,1 @@
+"""Demonstrations that a reinforcement learning run learns beside its groups."""
