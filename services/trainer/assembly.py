@@ -21,7 +21,6 @@ from penstock.weights import nccl
 from services.trainer.admission.config import doubts
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
-from services.trainer.admission.pools import RowPools
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.statistics import whole_batch_setting
 from services.trainer.backend.base import TrainBackend
@@ -30,12 +29,8 @@ from services.trainer.batching.sequences import open_reader
 from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
-from services.trainer.data.dataset import Dataset, open_dataset
-from services.trainer.data.prompt_length import PromptLimit
-from services.trainer.demonstrations.opening import open_demonstrations
 from services.trainer.evaluation.evaluator import Evaluator
 from services.trainer.evaluation.holding import ReplicaHolding, give_up_interrupted
-from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
@@ -43,12 +38,12 @@ from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import MAX_IN_A_ROW, FailureStreak
 from services.trainer.flow.feeder import Feeder
 from services.trainer.flow.filter_tally import FilterTally
+from services.trainer.inputs import open_demonstration_batches, open_evaluation_sets, open_pools, open_prompts
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.publication import Publication
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.replay.settings import StepSettings
-from services.trainer.sft.batches import BatchesAhead
 from services.trainer.starting_point import StartingPoint
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
@@ -124,10 +119,10 @@ async def assemble(
     tally = FilterTally(max_share=settings.filters.max_filtered_share)
     for doubt in doubts(settings.filters, settings.algorithm):
         log.warning("settings.doubtful", reason=doubt)
-    dataset = await asyncio.to_thread(_open_dataset, settings)
-    evaluated = await asyncio.to_thread(_open_evaluation_sets, settings)
-    demonstrations = await asyncio.to_thread(_open_demonstrations, settings, start)
-    pools = _open_pools(settings, dataset, start.checkpoint, next_position=ledger.next_index)
+    dataset = await asyncio.to_thread(open_prompts, settings)
+    evaluated = await asyncio.to_thread(open_evaluation_sets, settings)
+    demonstrations = await asyncio.to_thread(open_demonstration_batches, settings, start)
+    pools = open_pools(settings, dataset, start.checkpoint, next_position=ledger.next_index)
     backend = await asyncio.to_thread(open_backend, settings)
     stack.push_async_callback(asyncio.to_thread, backend.close)
     await asyncio.to_thread(backend.load, None if start.checkpoint is None else start.checkpoint.path)
@@ -294,45 +289,9 @@ async def _watch_replicas(settings: TrainerSettings, bus: Bus, stack: AsyncExitS
     return await stack.enter_async_context(watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
 
 
-def _open_dataset(settings: TrainerSettings) -> Dataset:
-    limit = PromptLimit.of_run(
-        settings.model.path,
-        context=settings.context_length,
-        max_new_tokens=settings.sampling.max_new_tokens,
-        max_prompt_tokens=settings.data.max_prompt_tokens,
-        keep=settings.filters.overlong_prompts == "keep",
-    )
-    return open_dataset(settings.data, seed=settings.run.seed, limit=limit)
-
-
-def _open_demonstrations(settings: TrainerSettings, start: StartingPoint) -> BatchesAhead | None:
-    if settings.demonstrations is None:
-        return None
-    return open_demonstrations(
-        settings.demonstrations, settings.model.path, seed=settings.run.seed, position=start.demonstration_position
-    )
-
-
-def _open_evaluation_sets(settings: TrainerSettings) -> dict[str, EvaluationSet]:
-    return open_sets(settings.evaluation, settings.data) if settings.evaluation.is_in_training else {}
-
-
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:
     gate = Gate(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
     return GroupLedger(gate) if checkpoint is None else GroupLedger.from_state(checkpoint.state["ledger"], gate)
-
-
-def _open_pools(
-    settings: TrainerSettings, dataset: Dataset, checkpoint: Checkpoint | None, *, next_position: int
-) -> RowPools | None:
-    config, seed = settings.data.pools, settings.run.seed
-    if not config.are_used:
-        return None
-    num_rows = {name: len(source) for name, source in dataset.sources.items()}
-    state = None if checkpoint is None else checkpoint.state.get("pools")
-    if state is None:
-        return RowPools(config, seed=seed, num_rows=num_rows, next_position=next_position)
-    return RowPools.from_state(state, config, seed=seed, num_rows=num_rows, next_position=next_position)
 
 
 async def _open_trackers(settings: TrainerSettings, start: StartingPoint, stack: AsyncExitStack) -> Trackers:

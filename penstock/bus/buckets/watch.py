@@ -125,6 +125,7 @@ class Watch:
         elif (known := self._values.get(entry.key)) is None or known[:2] != (entry.value, entry.revision):
             # A value that was seen before keeps its age. The revision alone does not identify it: a recreated bucket
             # counts from 1 again.
+            assert entry.revision is not None, "the server numbers what it stores"
             self._values[entry.key] = _Seen(entry.value, entry.revision, time.monotonic())
             self._announce()
 
@@ -139,7 +140,8 @@ async def _has_sent(watcher: KeyValue.KeyWatcher) -> bool:
     nats-py calls a watcher complete that has received nothing when the server has nothing left to send. Under load, its
     question overtakes the values: taken at its word, it would make every replica look gone.
     """
-    subscription: JetStreamContext.PushSubscription = watcher._sub
+    subscription: JetStreamContext.PushSubscription | None = watcher._sub
+    assert subscription is not None, "the watcher is open"
     info = await subscription.consumer_info()
     return bool(info.num_pending or (info.delivered is not None and info.delivered.consumer_seq))
 

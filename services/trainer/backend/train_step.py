@@ -266,16 +266,16 @@ class TrainStep:
             measured = measured_samples(batch.without_gradient, self._version)
             counts_G[measured] = len(batch.without_gradient) / len(measured)
         flat = self._plan(batch, measured, 0)
-        statistics = BatchStatistics()
+        statistics, seen_flat = BatchStatistics(), self._measure(flat)
         if self._waits_for_batch:
             whole = self._plan(batch, batch.with_gradient, 0)
-            if needs_statistics(self._algorithm) and (seen := [*self._measure(whole), *self._measure(flat)]):
+            if needs_statistics(self._algorithm) and (seen := [*self._measure(whole), *seen_flat]):
                 statistics = batch_statistics(concatenated(seen), batch.samples.detached(), self._algorithm)
             self._sums.denominator = batch.denominator
             self._add_gradient(whole, statistics)
         else:
             self._sum_chunks()
-        seen = [*self._sums.tokens, *self._measure(flat)]
+        seen = [*self._sums.tokens, *seen_flat]
         self._sums.counts += flat.rows.token_counts
         if not seen:
             return batch, None
