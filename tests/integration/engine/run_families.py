@@ -18,6 +18,6 @@ async def test_a_family_is_the_trainers_model_before_and_after_pushes(
     kind: str, tensor_parallel: int, nats_url: str, tmp_path: Path
 ) -> None:
     """Texts and pictures: |dlogp| within 1e-5 of transformers', after pushes too."""
-    model = write_model(heard(FAMILIES[kind](), std_of_embedding=0.2), tmp_path / kind)
+    model = write_model(heard(FAMILIES[kind](), std_of_embedding=0.1), tmp_path / kind)
     async with engine_of(model, nats_url, tmp_path, tensor_parallel=tensor_parallel) as engine:
         await require_same_through_pushes(engine, Reference(model))
