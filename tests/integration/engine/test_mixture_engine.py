@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtu
 @pytest.fixture(scope="module", params=MIXTURES)
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder."""
-    model = heard(MIXTURES[request.param](), std_of_embedding=0.3)
+    model = heard(MIXTURES[request.param](), std_of_embedding=0.1)
     return write_model(model, tmp_path_factory.mktemp("mixture") / request.param)
 
 

@@ -15,6 +15,8 @@ MOST = 1e-5
 """A float32 model's |dlogp| against transformers."""
 FELT = 1e-2
 """What other weights make at least."""
+PICTURES = ((96, 80), (300, 200))
+"""Width and height: the tiny model's image processor enlarges the one and shrinks the other."""
 
 
 @asynccontextmanager
@@ -32,10 +34,12 @@ async def difference(engine: EngineProcess, policy: Reference) -> float:
     """The largest |dlogp| between the engine and transformers, over texts and, where the model has eyes, pictures."""
     found = []
     for seed in range(4):
-        images = [picture(96, 96, seed=seed)] * (seed % 2 if policy.image_id is not None else 0)
+        num_images = seed % 2 if policy.image_id is not None else 0
+        images = [picture(*PICTURES[seed // 2], seed=seed)] * num_images
         ids = prompt(random.Random(seed), num_images=len(images), image_id=policy.image_id)
         answer = await engine.generation.Generate(request(ids, images, max_new_tokens=30), timeout=120)
-        expected, _ = policy.logprobs(ids, images, answer.output_ids, temperature=1.0)
+        expected, num_prompt_tokens = policy.logprobs(ids, images, answer.output_ids, temperature=1.0)
+        assert answer.usage.num_prompt_tokens == num_prompt_tokens
         found.append(float((torch.tensor(list(answer.logprobs)) - expected).abs().max()))
     return max(found)
 

@@ -29,11 +29,16 @@ def random_qwen3_vl() -> Any:
 
 
 def random_qwen2_5_vl() -> Any:
-    """With window attention in its tower: windows of 4 x 4 patches, and one layer that sees the whole image."""
+    """With window attention in its tower: windows of 4 x 4 patches, and one layer that sees the whole image.
+
+    As published, the middle of the tower's MLP is no multiple of 8, to which SGLang pads it, and patches have 14 x 14
+    pixels: SGLang takes any others for features that a tower has already made. On CPUs SGLang also pads the middle of
+    the language model's, to a multiple of 32.
+    """
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     image_id = image_token_id(CHECKPOINT)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4}
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
     text = {
         **sizes,
@@ -41,10 +46,11 @@ def random_qwen2_5_vl() -> Any:
         "num_hidden_layers": 3,
         "vocab_size": VOCABULARY,
         "rope_parameters": rope,
+        "rms_norm_eps": 1e-6,
     }
     vision = {
-        **{"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 16},
-        **{"depth": 2, "window_size": 64, "fullatt_block_indexes": [1], "spatial_merge_size": 2},
+        **{"hidden_size": 32, "intermediate_size": 44, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14},
+        **{"depth": 2, "window_size": 56, "fullatt_block_indexes": [1], "spatial_merge_size": 2},
     }
     config = Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, image_token_id=image_id, tie_word_embeddings=False
@@ -53,15 +59,19 @@ def random_qwen2_5_vl() -> Any:
 
 
 def random_qwen2_vl() -> Any:
-    """With full attention in its tower, and biases in the language model."""
+    """With full attention in its tower, and biases in the language model.
+
+    The language model's epsilon is the published one, which SGLang takes for the tower's norms too.
+    """
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
-    text = {**sizes, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "rope_parameters": rope}
+    rest = {"num_hidden_layers": 3, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-6}
+    text = {**sizes, **rest, "rope_parameters": rope}
     vision = {
         **{"embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
-        **{"depth": 2, "patch_size": 16, "spatial_merge_size": 2, "in_chans": 3},
+        **{"depth": 2, "patch_size": 14, "spatial_merge_size": 2, "in_chans": 3},
     }
     config = Qwen2VLConfig(
         text_config=text, vision_config=vision, image_token_id=image_token_id(CHECKPOINT), tie_word_embeddings=False
@@ -126,7 +136,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def heard(model: Any, *, std_of_embedding: float = 1.0) -> Any:
-    """Weights at a scale where every layer, and every expert, is heard."""
+    """Weights at a scale where every layer, and every expert, is heard.
+
+    Where the embedding is the head too, logits grow with its scale, and float32's rounding errors with them: engines
+    agree with transformers to 1e-5 at 0.1, and not always at 0.3.
+    """
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
@@ -159,7 +173,7 @@ def published(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def write_model(model: Any, folder: Path) -> Path:
-    """Make a model folder with the tokenizer and image processor of the tiny model."""
+    """Make a model folder with the tokenizer of the tiny model, and its image processor with the model's patches."""
     folder.mkdir()
     for file in CHECKPOINT.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name != "config.json":
@@ -169,6 +183,19 @@ def write_model(model: Any, folder: Path) -> Path:
     for part, of_tiny in ((config, tiny), (config.get("text_config", config), tiny["text_config"])):
         part.update({name: value for name, value in of_tiny.items() if name.endswith("token_id") and name in part})
     (folder / "config.json").write_text(json.dumps(config, default=str))
+    write_processors(model.config.model_type, folder)
     tensors = {name: tensor.contiguous().clone() for name, tensor in published(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_processors(model_type: str, folder: Path) -> Path:
+    """Write the tiny model's image processors, with the patches and the processor of a family, into a folder."""
+    own = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}.get(model_type)
+    for path in CHECKPOINT.glob("*processor_config.json"):
+        text = path.read_text()
+        if own is not None:
+            text = text.replace('"patch_size": 16', '"patch_size": 14').replace("Qwen3VLProcessor", own)
+            text = text.replace("Qwen3VLVideoProcessor", "Qwen2VLVideoProcessor")
+        (folder / path.name).write_text(text)
     return folder

@@ -20,7 +20,7 @@ from services.trainer.batching.packing import common_prefix_length
 from services.trainer.batching.rows import PackedRow, Segment
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import TRAINED_MODEL_TYPES
-from tests.support.trainer.families import CHECKPOINT, FAMILIES, VOCABULARY
+from tests.support.trainer.families import CHECKPOINT, FAMILIES, VOCABULARY, write_processors
 from tests.support.trainer.groups import picture
 from tests.support.trainer.rows import group_row, row_of
 
@@ -46,10 +46,14 @@ assert set(FAMILIES) == set(TRAINED_MODEL_TYPES), "a type without these tests mu
 
 
 @pytest.fixture(scope="module")
-def images() -> list[Any]:
-    """Two of one size, one of another."""
-    patcher = ImagePatcher(CHECKPOINT)
-    return [patcher(picture(seed, size=size)) for seed, size in enumerate([(96, 96), (96, 96), (160, 128)])]
+def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Two of one size, one of another, in the patches of each family."""
+    sizes = [(96, 96), (96, 96), (160, 128)]
+    patchers = {family: ImagePatcher(write_processors(family, tmp_path_factory.mktemp(family))) for family in FAMILIES}
+    return {
+        family: [patcher(picture(seed, size=size)) for seed, size in enumerate(sizes)]
+        for family, patcher in patchers.items()
+    }
 
 
 def sample(prompt: Sequence[Any], *turns: Sequence[Any]) -> TrainSequence:
@@ -98,9 +102,9 @@ def policies(family: str, *, checkpointing: bool = False) -> tuple[PolicyModel, 
     return policy, PaddedPolicy(theirs, temperature=TEMPERATURE, forbidden_ids=forbidden)
 
 
-def groups_for(family: str, images: list[Any]) -> list[list[TrainSequence]]:
+def groups_for(family: str, images: dict[str, list[Any]]) -> list[list[TrainSequence]]:
     """Groups with a picture, with none, with two and an answer that begins like another, and of several turns."""
-    square, other, wide = images
+    square, other, wide = images[family]
     if family in ("qwen2", "qwen3", "qwen3_moe"):
         square = other = wide = 17
     prompt = [*words(0, 12), square, *words(1, 9)]
@@ -126,7 +130,9 @@ def in_order(row: PackedRow, values_N: torch.Tensor, samples: Sequence[int]) -> 
 
 
 @torch.no_grad()
-def test_packed_rows_give_the_logprobs_of_one_by_one_and_of_padded_rows(family: str, images: list[Any]) -> None:
+def test_packed_rows_give_the_logprobs_of_one_by_one_and_of_padded_rows(
+    family: str, images: dict[str, list[Any]]
+) -> None:
     """Text and pictures mixed in one row, nothing shared."""
     policy, reference = policies(family)
     sequences = [sequence for group in groups_for(family, images) for sequence in group]
@@ -138,7 +144,7 @@ def test_packed_rows_give_the_logprobs_of_one_by_one_and_of_padded_rows(family: 
 
 
 @torch.no_grad()
-def test_the_models_are_confident(family: str, images: list[Any]) -> None:
+def test_the_models_are_confident(family: str, images: dict[str, list[Any]]) -> None:
     """Else the tests of faults below could not feel one: at chance, every token says the same."""
     policy, _ = policies(family)
     for group in groups_for(family, images):
@@ -147,7 +153,7 @@ def test_the_models_are_confident(family: str, images: list[Any]) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_group_rows_equal_unshared_rows_in_loss_and_every_gradient(
-    family: str, images: list[Any], checkpointing: bool
+    family: str, images: dict[str, list[Any]], checkpointing: bool
 ) -> None:
     """Against the padded reference, to 1e-5 of each parameter's gradient norm, the tower's included.
 
@@ -190,7 +196,7 @@ def require_equal_gradients(ours: dict[str, torch.Tensor], theirs: dict[str, tor
 
 
 @torch.no_grad()
-def test_rows_of_a_fixed_length_change_nothing(family: str, images: list[Any]) -> None:
+def test_rows_of_a_fixed_length_change_nothing(family: str, images: dict[str, list[Any]]) -> None:
     """The padding is a segment that nobody sees."""
     from services.trainer.batching.packing import Block
     from services.trainer.batching.rows import build_row
@@ -259,10 +265,10 @@ FAULTS = [shifted, swapped, moved_boundary, forgotten_prefix, read_too_late, tex
 @torch.no_grad()
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
-def test_a_fault_is_felt(name: str, fault: Callable[[PackedRow], PackedRow], images: list[Any]) -> None:
+def test_a_fault_is_felt(name: str, fault: Callable[[PackedRow], PackedRow], images: dict[str, list[Any]]) -> None:
     """By more than 1e-2 in some logprob: a thousand times what the tests above allow."""
     policy, _ = policies(name)
-    prompt = [*words(0, 6), images[0], *words(1, 3), images[1], *words(2, 6)]
+    prompt = [*words(0, 6), images[name][0], *words(1, 3), images[name][1], *words(2, 6)]
     row = group_row(*(sample(prompt, words(seed, 8)) for seed in (10, 11, 12)))
     change = (policy(fault(row)).logprobs_N - policy(row).logprobs_N).abs().max()
     assert float(change) > 1e-2

@@ -1,6 +1,8 @@
-"""Engines on CPUs import few of SGLang's image processors, and the others when a model needs one."""
+"""Image processors of engines: the bounds of the model's own files, and on CPUs few imports."""
 
+import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -64,3 +66,24 @@ def test_somebodys_own_processors_are_imported_at_once(mapping: dict[type, type]
     imported = []
     image_processors.import_some(lambda package, **options: imported.append((package, options)), "mine", overwrite=True)
     assert imported == [("mine", {"overwrite": True})]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "file", "expected"),
+    [
+        ("qwen2_vl", {"size": {"shortest_edge": 9216, "longest_edge": 50176}}, (9216, 50176)),
+        ("qwen2_vl", {"min_pixels": 3136, "max_pixels": 12845056}, (3136, 12845056)),
+        ("qwen2_5_vl", {"size": {"shortest_edge": 9216, "longest_edge": 50176}}, None),
+    ],
+)
+def test_pictures_are_as_large_as_the_models_files_say(
+    tmp_path: Path, model_type: str, file: dict[str, Any], expected: tuple[int, int] | None
+) -> None:
+    """SGLang would shrink a picture for Qwen2-VL to a million pixels, where the trainer does not."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(file))
+    sizes = [] if expected is None else [("size", dict(zip(("shortest_edge", "longest_edge"), expected, strict=True)))]
+    given = {"tokenizer_mode": "auto"}
+    assert image_processors.keep_bounds(str(tmp_path), **given) == ((str(tmp_path),), given | dict(sizes))
+    given = {"size": {"shortest_edge": 1, "longest_edge": 2}}
+    assert image_processors.keep_bounds(str(tmp_path), "more", **given) == ((str(tmp_path), "more"), given)

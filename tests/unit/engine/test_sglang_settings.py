@@ -63,6 +63,41 @@ def test_heads_that_cannot_be_shared_on_a_cpu_are_refused(model_path: Path, text
     assert args_of(RolloutConfig(tensor_parallel=2), model_path, cuda=False)["tp_size"] == 2
 
 
+@pytest.mark.parametrize("cuda", [True, False])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"model_type": "qwen2_5_vl", "vision_config": {"patch_size": 16}}, "patches of 2 x 16 x 16; .* 2 x 14 x 14"),
+        ({"model_type": "qwen2_vl", "vision_config": {}, "rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05; .* 1e-06"),
+        ({"model_type": "qwen2_vl", "vision_config": {}, "text_config": {}}, "rms_norm_eps is 1e-05"),
+    ],
+)
+def test_a_tower_that_sglang_computes_otherwise_is_refused(
+    model_path: Path, model: dict[str, Any], message: str, cuda: bool
+) -> None:
+    """Instead of an engine that dies at its first image, or has other log-probabilities than the trainer."""
+    (model_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, **model}))
+    with pytest.raises(ConfigError, match=rf"model\.path: .*{message}"):
+        args_of(RolloutConfig(), model_path, cuda=cuda)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model_type": "qwen2_5_vl", "vision_config": {"spatial_patch_size": 14}, "rms_norm_eps": 1e-6},
+        {"model_type": "qwen2_5_vl", "vision_config": {"patch_size": 14}, "text_config": {"rms_norm_eps": 1e-5}},
+        {"model_type": "qwen2_vl", "vision_config": {"patch_size": 14}, "rms_norm_eps": 1e-6},
+        {"model_type": "qwen2_vl", "vision_config": {"patch_size": 16}, "text_config": {"rms_norm_eps": 1e-6}},
+        {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16}, "text_config": {"rms_norm_eps": 1e-5}},
+        {"model_type": "qwen2", "rms_norm_eps": 1e-5},
+    ],
+)
+def test_other_towers_are_taken(model_path: Path, model: dict[str, Any]) -> None:
+    """The published ones, whose files are older than transformers 5, and those of other families."""
+    (model_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, **model}))
+    assert args_of(RolloutConfig(), model_path, cuda=True)["model_path"] == str(model_path)
+
+
 def test_a_run_keeps_what_is_passed_on(tmp_path: Path) -> None:
     """The run's config.toml, from which it is resumed, reads back to the same."""
     passed = {"chunked_prefill_size": 512, "hicache_ratio": 2.5, "lora_target_modules": ["q_proj"], "json": {"a": [1]}}

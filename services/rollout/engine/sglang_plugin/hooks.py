@@ -34,6 +34,7 @@ _GRAMMARS = "sglang.srt.constrained.grammar_manager.GrammarManager"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _PROCESSORS = "sglang.srt.managers.multimodal_processor"
+_LOAD_PROCESSOR = "sglang.srt.utils.hf_transformers.processor.get_processor"
 _ACCUMULATOR = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
 
 
@@ -50,6 +51,7 @@ def register() -> None:
         HookRegistry.register(_ATTENTION + "._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
         HookRegistry.register(_PROCESSORS + ".import_processors", image_processors.import_some, HookType.AROUND)
         HookRegistry.register(_PROCESSORS + ".get_mm_processor_cls", image_processors.import_others, HookType.BEFORE)
+        HookRegistry.register(_LOAD_PROCESSOR, image_processors.keep_bounds, HookType.BEFORE)
         HookRegistry.register(_ACCUMULATOR + ".accept", _add_version_spans, HookType.AFTER)
         HookRegistry.register(_SCHEDULER + "._add_request_to_queue", version_keys.key_by_version, HookType.BEFORE)
         HookRegistry.register(_SCHEDULER + ".record_weight_version_change", version_keys.note_version, HookType.AROUND)

@@ -1,7 +1,7 @@
 """SGLang's parameters under the trainer's names, which are those of transformers' `named_parameters`.
 
-SGLang fuses projections, ties and pads embeddings, drops prefixes and divides layers; views undo this without copying.
-Runs inside SGLang's scheduler processes.
+SGLang fuses projections, ties and pads embeddings, pads MLPs, drops prefixes and divides layers; views undo this without
+copying. Runs inside SGLang's scheduler processes.
 """
 
 from collections.abc import Iterator
@@ -34,4 +34,19 @@ def trainer_parameters(model: Any) -> Iterator[tuple[str, Shard]]:
         layer, _, kind = name.rpartition(".")
         names = own_names(name, is_multimodal=is_multimodal)
         data: torch.Tensor = parameter.data
-        yield from zip(names, shards_of(model.get_submodule(layer), kind, data, len(names)), strict=True)
+        shards = shards_of(model.get_submodule(layer), kind, data, len(names), inner_size(layer, model.config))
+        yield from zip(names, shards, strict=True)
+
+
+def inner_size(layer: str, config: Any) -> int | None:
+    """The size of the middle of the MLP that `layer` leads into or out of, by the model's config; None for others.
+
+    SGLang rounds it up: in the tower of Qwen2.5-VL to a multiple of 8 (3,420 becomes 3,424), and on a CPU in language
+    models and towers to a multiple of 32 for each process.
+    """
+    if not layer.endswith((".mlp.gate_up_proj", ".mlp.down_proj")):
+        return None
+    part = config.vision_config if layer.startswith("visual.") else getattr(config, "text_config", config)
+    # On a CPU SGLang changes the config too, and keeps the model's size under the first name.
+    size: int = getattr(part, "original_intermediate_size", part.intermediate_size)
+    return size

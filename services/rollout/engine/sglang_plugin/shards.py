@@ -122,7 +122,9 @@ class Shard:
         return (*before, self.cut.projections, self.cut.stride, *after)
 
 
-def shards_of(owner: Any, kind: str, tensor: torch.Tensor, num_names: int) -> list[Shard]:
+def shards_of(
+    owner: Any, kind: str, tensor: torch.Tensor, num_names: int, inner_size: int | None = None
+) -> list[Shard]:
     """Take apart what SGLang stores as one parameter of a layer.
 
     Args:
@@ -130,6 +132,7 @@ def shards_of(owner: Any, kind: str, tensor: torch.Tensor, num_names: int) -> li
         kind: SGLang's name of the parameter: weight, bias.
         tensor: The parameter.
         num_names: Number of the trainer's parameters that it holds.
+        inner_size: For a layer into or out of the middle of an MLP: the middle's size without SGLang's padding.
 
     Raises:
         ValueError: it is divided in an unknown way.
@@ -148,11 +151,11 @@ def shards_of(owner: Any, kind: str, tensor: torch.Tensor, num_names: int) -> li
     if isinstance(owner, linear.MergedColumnParallelLinear):
         tensors = tensor.split([size // count for size in owner.output_sizes])
         pairs = zip(tensors, owner.output_sizes, strict=True)
-        return [_shard(each, dim=0, size=size, rank=rank, count=count) for each, size in pairs]
+        return [_padded_shard(each, 0, size, inner_size, rank=rank, count=count) for each, size in pairs]
     if isinstance(owner, linear.ColumnParallelLinear):
         return [_shard(tensor, dim=0, size=owner.output_size, rank=rank, count=count)]
     if isinstance(owner, linear.RowParallelLinear) and kind == "weight":
-        return [_shard(tensor, dim=1, size=owner.input_size, rank=rank, count=count)]
+        return [_padded_shard(tensor, 1, owner.input_size, inner_size, rank=rank, count=count)]
     return [Shard(tensor=tensor)]
 
 
@@ -166,6 +169,19 @@ def _shard(
         tensor=tensor,
         cut=Cut(dim=dim, size=size, stride=stride, rank=rank, projections=projections, replicas=replicas),
     )
+
+
+def _padded_shard(tensor: torch.Tensor, dim: int, padded: int, size: int | None, *, rank: int, count: int) -> Shard:
+    """The shard of a parameter whose whole SGLang has padded from `size` to `padded`; None: it has not.
+
+    SGLang keeps zeros in the padding, which nothing here writes.
+    """
+    if size is None or size == padded:
+        return _shard(tensor, dim=dim, size=padded, rank=rank, count=count)
+    if count == 1:
+        return Shard(tensor=tensor.narrow(dim, 0, size))
+    cut = Cut(dim=dim, size=size, stride=padded // count, rank=rank)
+    return Shard(tensor=tensor.narrow(dim, 0, cut.length), cut=cut)
 
 
 def _of_embedding(owner: Any, tensor: torch.Tensor) -> Shard:
