@@ -1,7 +1,7 @@
 """SGLang's parameters under the trainer's names, which are those of transformers' `named_parameters`.
 
-SGLang fuses projections, ties and pads embeddings, pads MLPs, drops prefixes and divides layers; views undo this without
-copying. Runs inside SGLang's scheduler processes.
+SGLang fuses projections, ties and pads embeddings, pads MLPs, drops prefixes and divides layers; views undo this, and
+nothing is copied. Runs inside SGLang's scheduler processes.
 """
 
 from collections.abc import Iterator
