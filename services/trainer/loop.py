@@ -89,7 +89,7 @@ class TrainingLoop:
     evaluator: Evaluator | None = None
     """Measures the policy; None where the recipe does not evaluate."""
     demonstrations: BatchesAhead | None = None
-    """What steps learn beside their groups; None: nothing."""
+    """Batches of demonstrations that steps learn beside their groups; None if they learn none."""
     _may_update: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while the weights that an evaluation plays must stay the published ones."""
 

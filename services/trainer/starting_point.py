@@ -16,7 +16,7 @@ from services.trainer.versions import PolicyVersions, open_versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingPoint:
-    """What the parts of a run are built from."""
+    """Inputs from which the parts of a run are built."""
 
     run_id: str
     """The checkpoint's; for a new run one that no earlier run had, so that what those left on the bus is not used."""

@@ -23,7 +23,7 @@ from services.trainer.config import BackendConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDigests:
-    """What a step starts from, in two numbers: equal digests mean equal bits."""
+    """The state before a step, in two digests: equal digests mean equal bits."""
 
     weights: str
     """Over name and value of every master weight."""
@@ -121,12 +121,12 @@ class TokenLoss:
     num_tokens: int = 0
 
     def __add__(self, other: TokenLoss) -> TokenLoss:
-        """Of both."""
+        """Return the loss of both sets of tokens."""
         return TokenLoss(total=self.total + other.total, num_tokens=self.num_tokens + other.num_tokens)
 
     @property
     def mean(self) -> float:
-        """Of a token, in nats."""
+        """Mean over the tokens, in nats."""
         return self.total / self.num_tokens
 
 

@@ -19,7 +19,7 @@ from services.trainer.algorithm.tokens import Samples
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 
 MEASURED_EVERY = 8
-"""Of the samples without gradient, one in this many is computed: enough to see trainer and engine drift apart."""
+"""One in this many samples without gradient is computed: enough to see trainer and engine drift apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class Batch:
     """Number of each sample's group."""
     num_tokens_G: np.ndarray
     denominator: float
-    """Of these groups (`aggregation.batch_denominator`)."""
+    """Denominator of the weights of these groups' tokens (`aggregation.batch_denominator`)."""
     samples: Samples
     has_advantage_G: np.ndarray
     """bool: the sample's tokens have an advantage."""

@@ -22,7 +22,7 @@ from services.trainer.config import BackendConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossEntropy:
-    """What the pass over a batch of demonstrations gave, beside its gradient."""
+    """Results of the pass over a batch of demonstrations, apart from its gradient."""
 
     value: float
     """Mean over the learned tokens, in nats."""

@@ -20,7 +20,7 @@ from services.trainer.config import BackendConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedDemonstrations:
-    """What the demonstrations of a step gave, beside their gradient."""
+    """Results of a step's demonstrations, apart from their gradient."""
 
     loss: float
     """Their part of the loss."""

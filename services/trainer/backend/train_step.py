@@ -65,7 +65,7 @@ IMAGE_PARTS = ("tower", "merger")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """What every step is computed with."""
+    """Inputs shared by all steps."""
 
     model: Callable[[PackedRow], TokenLogprobs]
     """With gradient."""
@@ -74,13 +74,13 @@ class StepParts:
     ranks: Ranks
     optimizer: Optimizer
     reference: ReferencePolicy | None
-    """What the loss compares the policy with, if it does."""
+    """Reference policy of the loss; None if the loss needs none."""
     entropy: EntropyCoefficient
     device: torch.device
     config: BackendConfig
     algorithm: AlgorithmConfig
     demonstrations: DemonstrationTerm | None
-    """What they add to the loss; None if no step has any."""
+    """Loss term of the demonstrations; None if no step has any."""
 
 
 class _NotFiniteError(Exception):
@@ -94,7 +94,7 @@ class _NotFiniteError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class _Sums:
-    """What the passes over a batch gave so far, beside its gradient."""
+    """Results of the passes over a batch so far, apart from its gradient."""
 
     num_chunks: int = 0
     """Chunks whose gradient is in the sum."""
@@ -102,7 +102,7 @@ class _Sums:
     """With which weights are computed; None before the first chunk."""
     loss: float = 0.0
     tokens: list[Tokens] = field(default_factory=list)
-    """Of each row that was computed, detached."""
+    """Tokens of each computed row, detached."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     has_images: bool = False
     """Whether any row with gradient had one."""
@@ -110,14 +110,14 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Passed:
-    """What the passes over a whole batch gave, beside its gradient."""
+    """Results of the passes over a whole batch, apart from its gradient."""
 
     tokens: Tokens
     """All that were computed, detached."""
     terms: Loss
-    """Of these, in float64."""
+    """Loss terms of these tokens, in float64."""
     counts_N: torch.Tensor
-    """How many tokens of the batch each of these stands for in metrics."""
+    """Number of tokens of the batch that each of these tokens represents in metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,7 +126,7 @@ class _Pass:
 
     rows: PlannedRows
     samples: Samples
-    """Of the chunk."""
+    """Samples of the chunk."""
     references: Sequence[torch.Tensor | None]
     """The reference policy's log-probabilities in each row that this rank computes."""
     first_sample: int

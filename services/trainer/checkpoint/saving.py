@@ -36,7 +36,7 @@ _ACKS_AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What the controller must know of a checkpoint's moment, beside the backend's weights."""
+    """The controller's state at the moment of a checkpoint; the weights are the backend's."""
 
     step: int
     version: int
@@ -46,7 +46,7 @@ class Moment:
     demonstration_position: int
     """At which the demonstrations of the next step begin; 0 where there are none."""
     metrics: Mapping[str, Any]
-    """Of the step, for `MetricsLog`, which may not have them yet; empty if it has."""
+    """The step's metrics, for a `MetricsLog` that may not have them yet; empty if it has."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -46,6 +46,6 @@ class DemonstrationsConfig(DataConfig):
         return self
 
     def describe(self) -> str:
-        """What a step learns of them, in a line."""
+        """Describe in one line what a step learns."""
         places = [path for source in self.by_name.values() for path in source.paths or ("the built-in data set",)]
         return f"{self.samples_per_step} demonstrations a step from {', '.join(places)}, with coef {self.coef:g}"

@@ -84,7 +84,7 @@ class Recording:
     groups: tuple[Group, ...]
     """In the order of the batch."""
     images: Mapping[str, bytes]
-    """Of the groups, by content hash."""
+    """Images of the groups, by content hash."""
     demonstrations: tuple[RenderedDemonstration, ...] = ()
     """In the order in which the step has them."""
 

@@ -18,7 +18,7 @@ from services.trainer.sft.sequences import DemonstrationReader, RenderedDemonstr
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SftBatch:
-    """What one optimizer step learns."""
+    """The demonstrations of one optimizer step."""
 
     rendered: Sequence[RenderedDemonstration]
     sequences: Sequence[TrainSequence]
@@ -90,7 +90,7 @@ class BatchReader:
 
 
 class BatchesAhead:
-    """Batches one behind the other, each read while the one before it is learned."""
+    """Consecutive batches, each read while the one before it is learned."""
 
     def __init__(self, reader: BatchReader, position: int) -> None:
         """Begin with the batch at a position; nothing is read yet."""

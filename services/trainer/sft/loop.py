@@ -67,7 +67,7 @@ class SftLoop:
     backend: SupervisedBackend
     checkpoints: CheckpointStore
     saved_step: int | None
-    """Of the newest checkpoint; None in a new run."""
+    """Step of the newest checkpoint; None in a new run."""
     validation: Validation | None
     metrics: MetricsLog
     validations: MetricsLog

@@ -27,11 +27,11 @@ log = structlog.get_logger()
 
 _END = "end"
 _PATIENCE_S = 30.0
-"""How long the end of the trainer waits for a command that is still running."""
+"""Seconds that the trainer, when it ends, waits for a running command."""
 
 
 class RankProcesses(Protocol):
-    """What keeps the other ranks going: `processes.RankProcesses`, or torchrun."""
+    """Keeps the other ranks running: `processes.RankProcesses`, or torchrun."""
 
     def close(self) -> None:
         """End them."""

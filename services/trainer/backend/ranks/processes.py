@@ -69,7 +69,7 @@ class RankProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of the other ranks."""
+        """Process ids of the other ranks."""
         return [process.pid for process in self._processes]
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ _WIDENING = 1.1
 
 
 class Round(NamedTuple):
-    """What a rank computes in one round."""
+    """A rank's work in one round."""
 
     row: int
     """Number of the row."""

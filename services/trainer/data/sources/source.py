@@ -84,7 +84,7 @@ class Source:
         self.config = config
         found = [each.columns(_readable(each), config) for each in self.tables]
         self.first_columns = found[0]
-        """Of the first table's first readable row."""
+        """Columns of the first table's first readable row."""
         self._ends = list(accumulate(len(each.table) for each in self.tables))
 
     def __len__(self) -> int:
