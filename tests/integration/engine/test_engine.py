@@ -25,6 +25,7 @@ from tests.support.engine.reference import (
     until_replica,
 )
 from tests.support.engine.traffic import Traffic
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
@@ -191,7 +192,7 @@ async def test_cancellation_aborts_in_the_engine(engine: EngineProcess) -> None:
 async def test_a_full_queue_refuses(engine: EngineProcess) -> None:
     """Above five times max_running = 160 the answer is RESOURCE_EXHAUSTED, at once."""
     calls = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=60)) for _ in range(200)]
-    done, _ = await asyncio.wait(calls, timeout=1.0)
+    done, _ = await asyncio.wait(calls, timeout=HANG_S, return_when=asyncio.FIRST_EXCEPTION)
     codes = [call.exception().code() for call in done if call.exception()]  # type: ignore[union-attr]
     for call in calls:
         call.cancel()
