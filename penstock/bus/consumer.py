@@ -45,14 +45,17 @@ class Delivery:
         self.payload: bytes = message.data
         self.headers: Mapping[str, str] = message.headers or {}
         self.num_delivered: int = message.metadata.num_delivered
+        """Number of this delivery. The server also counts those that arrived while the message was in hand."""
         self.message_id: str = self.headers.get("Nats-Msg-Id", "")
         self._sequence = message.metadata.sequence.stream
         in_hand[self._sequence] = self
 
     def renew(self, message: Msg) -> None:
-        """Continue with another delivery of the same message, which arrived because heartbeats were late."""
+        """Continue with another delivery of the same message, which arrived because heartbeats were late.
+
+        `num_delivered` stays: nobody has failed at the message meanwhile.
+        """
         self._message = message
-        self.num_delivered = message.metadata.num_delivered
 
     def forget_payload(self) -> None:
         """Free the bytes of a message that is kept in hand only to be acked later."""

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+from unittest.mock import patch
 
 import pytest
+from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus
@@ -18,7 +20,7 @@ from penstock.errors import (
     UnavailableError,
 )
 from tests.support.bus.work_queue import OpenConsumer, fetch_one, num_messages, until_beaten
-from tests.support.waiting import promptly, until
+from tests.support.waiting import HANG_S, promptly, until
 
 
 @contextlib.asynccontextmanager
@@ -48,6 +50,29 @@ async def test_work_longer_than_the_ack_wait_is_handled_once(workers: OpenConsum
     async with working(await workers(bus, ack_wait_s=1.0), handle):
         await until(is_empty)
     assert handled == [1]
+
+
+async def test_late_heartbeats_are_not_counted_as_failures(workers: OpenConsumer, bus: Bus) -> None:
+    """A process that was busy for longer than the ack wait gets its own message again, and goes on with it."""
+    await bus.publish(bus.prompts, b"long", message_id="a")
+    consumer = await workers(bus)
+    delivery = await fetch_one(consumer)
+    arrived, renew = asyncio.Event(), delivery.renew
+
+    def note(message: Msg) -> None:
+        renew(message)
+        arrived.set()
+
+    async def be_late() -> None:
+        """Send no heartbeat."""
+
+    with patch.multiple(delivery, renew=note, heartbeat=be_late):
+        async with asyncio.timeout(HANG_S):
+            while not arrived.is_set():
+                assert await consumer.fetch(1) == []
+    assert (delivery.num_delivered, consumer.num_in_hand) == (1, 1)
+    await delivery.ack()
+    assert await num_messages(bus, bus.prompts.name) == 0
 
 
 async def test_a_hopeless_message_is_buried_at_once(workers: OpenConsumer, bus: Bus) -> None:

@@ -118,17 +118,19 @@ async def test_in_place_computes_a_half_computed_prompt_anew(engine: EngineProce
     """Long prompts, computed in parts, while one push follows another: every token has its version's logprobs."""
     version = (await engine.replica()).policy_version
     rng = random.Random(5)
-    prompts = [[rng.randrange(300) for _ in range(1000)] for _ in range(40)]
+    prompts: list[list[int]] = []
+    calls: list[asyncio.Future[generate_pb2.GenerateResponse]] = []
     policies = {version: current}
-    calls = [
-        asyncio.ensure_future(engine.generation.Generate(request(ids, max_new_tokens=1), timeout=120))
-        for ids in prompts
-    ]
-    while not all(call.done() for call in calls):
+    for _ in range(3):
+        added = [[rng.randrange(300) for _ in range(1000)] for _ in range(20)]
+        prompts += added
+        calls += [
+            asyncio.ensure_future(engine.generation.Generate(request(ids, max_new_tokens=1), timeout=120))
+            for ids in added
+        ]
         version += 1
         policies[version] = current.perturbed(seed=version)
         await Push(engine, policies[version].weights, version, mode=IN_PLACE).complete()
-    assert len(policies) > 2
     for ids, answer in zip(prompts, await asyncio.gather(*calls), strict=True):
         ((number, _),) = spans_of(answer)
         assert_from(policies[number], ids, [], answer)

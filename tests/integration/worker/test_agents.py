@@ -227,5 +227,5 @@ async def test_a_worker_whose_sample_another_one_plays_gives_it_up(
     await publish(bus, make_prompt(run_name, environment="lose", num_samples=1, sampling=LONG, **TEXT))
     async with working(recipe):
         [group] = await until_done(bus, 1)
-    assert group.num_deliveries == 2
-    assert engine.num_calls == 2
+    assert group.num_deliveries > 1
+    assert (len(superseding), engine.num_calls) == (1, 2)

