@@ -17,10 +17,10 @@ from bench.async_loop.workload import Scenario
 from penstock.bus.buckets.replica_lease import write_replica
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2
-from services.rollout.worker.shared_prefill import SharedPrefill
 from services.router.balancing import Query
 from services.router.config import RouterConfig
 from services.router.pool import Pool
+from services.router.shared_prefill import SharedPrefill
 from services.router.slot_pool import SlotPool
 from services.router.tuning import Tuning
 from services.router.wait_queue import Ticket
@@ -74,6 +74,7 @@ class _Players:
     version: int = 1
     engines: dict[str, _Engine] = field(init=False)
     slots: SlotPool = field(init=False)
+    shared_prefill: SharedPrefill = field(default_factory=SharedPrefill)
     pool: Pool = field(init=False)
     watch: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(values={}))
     num_prefills: int = 0
@@ -121,10 +122,10 @@ class _Players:
 
     async def play(self, index: int) -> None:
         """Play a group as a worker does."""
-        prefill, version = SharedPrefill(), self.version
+        version = self.version
         begun = await asyncio.gather(
             *(
-                self._play_sample(index, number, seconds, version, prefill)
+                self._play_sample(index, number, seconds, version)
                 for number, seconds in enumerate(self.scenario.workload.sample_s(index))
             )
         )
@@ -132,23 +133,21 @@ class _Players:
         self.num_prefills += len(set(begun))
         self.finish(index, min(version for version, _ in begun))
 
-    async def _play_sample(
-        self, index: int, number: int, seconds: float, min_version: int, prefill: SharedPrefill
-    ) -> tuple[int, str]:
+    async def _play_sample(self, index: int, number: int, seconds: float, min_version: int) -> tuple[int, str]:
         """Play a sample, and return the version and the replica with which it began."""
         query = Query(session_id=f"{index}/{number}", group_id=str(index), min_version=min_version)
-        async with prefill.first_turn() as note_first_token:
-            slot = await self.slots.take(Ticket(query=query, deadline=_FOR_EVER_S))
-            engine = self.engines[slot.replica_id]
-            engine.num_calls += 1
-            async with engine.slots:
-                began = self.version, slot.replica_id
-                await asyncio.sleep(self.scenario.workload.token_s)
-                note_first_token()
-                await asyncio.sleep(seconds - self.scenario.workload.token_s)
-            engine.num_calls -= 1
-            slot.succeed()
-            slot.release()
+        slot = await self.slots.take(Ticket(query=query, deadline=_FOR_EVER_S))
+        await self.shared_prefill.enter(slot, index + 1, timeout_s=_FOR_EVER_S)
+        engine = self.engines[slot.replica_id]
+        engine.num_calls += 1
+        async with engine.slots:
+            began = self.version, slot.replica_id
+            await asyncio.sleep(self.scenario.workload.token_s)
+            slot.begin_answer()
+            await asyncio.sleep(seconds - self.scenario.workload.token_s)
+        engine.num_calls -= 1
+        slot.succeed()
+        slot.release()
         return began
 
     def _renew_leases(self) -> None:

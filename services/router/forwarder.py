@@ -14,6 +14,7 @@ from penstock.clients.turn import RetryBudget, run_turn
 from penstock.errors import MissingImageError, NotReadyError, OverloadedError, PenstockError
 from services.router.balancing import UNBOUNDED, Query
 from services.router.resumable_stream import ResumableStream
+from services.router.shared_prefill import SharedPrefill
 from services.router.slot import Slot
 from services.router.slot_pool import SlotPool
 from services.router.tuning import Tuning
@@ -29,6 +30,7 @@ class RequestForwarder:
         """Forward to `slots`."""
         self._slots = slots
         self._tuning = tuning
+        self._shared_prefill = SharedPrefill()
 
     @property
     def context_length(self) -> int | None:
@@ -63,7 +65,7 @@ class RequestForwarder:
         deadline = time.monotonic() + timeout_s
         ticket = Ticket(query=query, deadline=deadline, size_bytes=stream.size_bytes, wait_s=wait_s)
         budget = RetryBudget(self._tuning.max_attempts)
-        slots = _Slots(self._slots, ticket, budget)
+        slots = _Slots(self._slots, ticket, budget, self._shared_prefill)
 
         def run() -> AsyncGenerator[bytes, None]:
             return run_turn(slots, stream, budget=budget, deadline=deadline)
@@ -93,16 +95,21 @@ async def _restoring(
 class _Slots:
     """The slots of one call (`penstock.clients.turn.SlotSource`)."""
 
-    def __init__(self, slots: SlotPool, ticket: Ticket, budget: RetryBudget) -> None:
+    def __init__(self, slots: SlotPool, ticket: Ticket, budget: RetryBudget, shared_prefill: SharedPrefill) -> None:
         self._slots = slots
         self._ticket = ticket
         self._budget = budget
+        self._shared_prefill = shared_prefill
         self._num_prompt_tokens = ticket.query.num_tokens
 
     async def take(self, num_tokens: int) -> Slot:
         if num_tokens:
             self._query.num_tokens = max(self._query.num_tokens, self._num_prompt_tokens + num_tokens)
-        return await self._slots.take(self._ticket)
+        slot = await self._slots.take(self._ticket)
+        if not num_tokens:
+            timeout_s = self._ticket.deadline - time.monotonic()
+            await self._shared_prefill.enter(slot, self._query.shared_prompt, timeout_s=timeout_s)
+        return slot
 
     def find_larger(self, slot: Slot) -> bool:
         if slot.max_tokens == 0:

@@ -37,6 +37,7 @@ class Slot:
         "_is_probe",
         "_is_released",
         "_is_settled",
+        "_on_begun",
         "_on_release",
         "_policy_version",
         "_replica",
@@ -70,6 +71,7 @@ class Slot:
         self._clock = clock
         self._is_released = False
         self._is_settled = False
+        self._on_begun: Callable[[], None] | None = None
         self._policy_version = replica.status.policy_version
         self._was_held_out = replica.status.is_held_out
         self._is_probe = replica.begin(clock())
@@ -78,6 +80,11 @@ class Slot:
     def replica_id(self) -> str:
         """The replica's id."""
         return self._replica.replica_id
+
+    @property
+    def prompt_replica_id(self) -> str:
+        """Id of the replica that computes the prompt."""
+        return self.replica_id if self.prefill is None else self.prefill.replica_id
 
     @property
     def is_first_rejection(self) -> bool:
@@ -101,8 +108,13 @@ class Slot:
         other = 0 if self.prefill is None else self.prefill.max_tokens
         return min(own, other) if own and other else own or other
 
+    def call_when_begun(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called once: at the first chunk, or when the slot is released without one."""
+        self._on_begun = callback
+
     def begin_answer(self) -> None:
         """Note the first chunk. A probe has then succeeded; the last chunk may take minutes."""
+        self._end_beginning()
         if self._is_probe:
             self._is_probe = False
             self._replica.succeed(probe=True)
@@ -175,6 +187,7 @@ class Slot:
         if self._is_released:
             return
         self._is_released = True
+        self._end_beginning()
         if not self._is_settled:
             self._replica.abandon(probe=self._is_probe)
         self._replica.end()
@@ -186,6 +199,11 @@ class Slot:
         if prefill is not None:
             self.sibling, prefill.sibling = prefill, self
         return prefill
+
+    def _end_beginning(self) -> None:
+        callback, self._on_begun = self._on_begun, None
+        if callback is not None:
+            callback()
 
     @property
     def _is_pushed(self) -> bool:

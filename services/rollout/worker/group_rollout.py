@@ -18,7 +18,7 @@ from penstock.verdict_status import Status
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.group_images import GroupImages, Store
 from services.rollout.worker.players import Played, Player
-from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.shared_rendering import SharedRendering
 
 log = structlog.get_logger()
 
@@ -87,11 +87,11 @@ class GroupRollout:
         )
 
     async def _play_all(self, prompt: Prompt, images: GroupImages) -> list[Played]:
-        prefill = SharedPrefill()
+        shared = SharedRendering()
         try:
             async with asyncio.TaskGroup() as tasks:
                 playing = [
-                    tasks.create_task(self._episodes.play(prompt, number, images, prefill))
+                    tasks.create_task(self._episodes.play(prompt, number, images, shared))
                     for number in range(prompt.num_samples)
                 ]
         except ExceptionGroup as failures:

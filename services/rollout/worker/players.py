@@ -6,7 +6,7 @@ from penstock.records import Prompt, Sample, Verdict
 from services.rollout.worker.agents.agent_player import AgentPlayer
 from services.rollout.worker.episodes.episode import EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
-from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.shared_rendering import SharedRendering
 
 
 class Played(Protocol):
@@ -35,8 +35,8 @@ class Played(Protocol):
 class Player(Protocol):
     """Plays samples."""
 
-    async def play(self, prompt: Prompt, number: int, images: GroupImages, prefill: SharedPrefill) -> Played:
-        """Play sample `number` of `prompt`; `images` and `prefill` are the group's."""
+    async def play(self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering) -> Played:
+        """Play sample `number` of `prompt`; `images` and `shared` are the group's."""
         ...
 
 
@@ -48,8 +48,8 @@ class Players:
         self._episodes = episodes
         self._agents = agents
 
-    async def play(self, prompt: Prompt, number: int, images: GroupImages, prefill: SharedPrefill) -> Played:
+    async def play(self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering) -> Played:
         """See `Player`."""
         if self._agents.plays(prompt.environment):
             return await self._agents.play(prompt, number, images)
-        return await self._episodes.play(prompt, number, images, prefill)
+        return await self._episodes.play(prompt, number, images, shared)

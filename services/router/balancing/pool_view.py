@@ -23,6 +23,8 @@ class Query:
     """Calls of one session belong together; empty: no session."""
     group_id: str = ""
     """Sessions of one group begin with the same prompt; empty: no group."""
+    shared_prompt: int = 0
+    """Equal for calls of one group with equal prompts; 0: no group."""
     request_id: str = ""
     """Replaces the session where there is none."""
     min_version: int = 0

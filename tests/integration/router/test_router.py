@@ -60,6 +60,20 @@ async def test_a_call_passes_through_unchanged(steady_bus: Bus) -> None:
         assert request.sampling.temperature == 0.5
 
 
+async def test_a_group_computes_its_prompt_once(steady_bus: Bus) -> None:
+    """Its samples reach the engine when the first of them has a token; a sample of another group does not wait."""
+    async with pool(steady_bus, 1, engine={"hang_after": 0}) as (caller, [engine]):
+        answers = [asyncio.ensure_future(caller.generate(f"s{n}", group_id="g", input_ids=[5, 6])) for n in range(4)]
+        await until(lambda: engine.num_calls == 1)
+        answers.append(asyncio.ensure_future(caller.generate("other", group_id="h", input_ids=[5, 6])))
+        await until(lambda: engine.num_calls == 2)
+        await asyncio.sleep(0.1)
+        assert engine.num_calls == 2
+        engine.released.set()
+        assert {answer.replica_id for answer in await promptly(asyncio.gather(*answers))} == {"r0"}
+        assert engine.num_calls == 5
+
+
 async def test_sessions_stay_and_spread(steady_bus: Bus) -> None:
     """Each session's turns go to one replica; the sessions share the replicas evenly."""
     async with pool(steady_bus, 3) as (caller, engines):

@@ -16,7 +16,7 @@ from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.episode import Episode
 from services.rollout.worker.group_images import GroupImages
-from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.shared_rendering import SharedRendering
 from tests.support.image_shelf import ImageShelf
 from tests.support.worker.hosted_episodes import HERE
 from tests.support.worker.scripted_episodes import END, PICTURE, ScriptedPolicy, make_player, make_prompt, play
@@ -97,12 +97,12 @@ async def test_samples_wait_for_a_process_and_lose_no_time(
 
 
 async def test_a_group_is_played_with_fewer_processes_than_samples(renderer: Renderer, tmp_path: Path) -> None:
-    """The sample whose first turn the others wait for is never one that waits for a process."""
+    """One after another, however many begin."""
     async with counting_others(tmp_path, max_processes=1) as registry:
         policy = ScriptedPolicy(renderer, [("stop" + END, 4)] * 3)
         player = make_player(renderer, policy, environments=registry)
         prompt, shelf = make_prompt("CountsOthers"), ImageShelf()
         await shelf.put(prompt.id.scope, PICTURE)
-        images, prefill = await GroupImages.load(shelf, prompt), SharedPrefill()
-        episodes = await asyncio.gather(*(player.play(prompt, number, images, prefill) for number in range(3)))
+        images, shared = await GroupImages.load(shelf, prompt), SharedRendering()
+        episodes = await asyncio.gather(*(player.play(prompt, number, images, shared) for number in range(3)))
     assert [episode.trajectory.turns[-1].metrics["num_living"] for episode in episodes] == [1.0] * 3

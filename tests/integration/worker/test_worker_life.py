@@ -31,7 +31,7 @@ async def test_a_worker_killed_while_playing_loses_nothing(
     for index in range(3):
         await publish(bus, make_prompt(run_name, index))
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.worker.process", str(config))
-    await until(lambda: engine.num_running == 3)  # the first sample of each: the others wait for its prefill
+    await until(lambda: engine.num_running == 6)
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
     await until(lambda: engine.num_running == 0)
@@ -77,7 +77,7 @@ async def test_a_worker_that_stops_finishes_what_it_can(
     engine.delay_s = 1.0
     await publish(bus, make_prompt(run_name))
     async with working(make_recipe(engine.replica.address, grace_s=10.0)) as stop:
-        await until(lambda: engine.num_running == 1)
+        await until(lambda: engine.num_running == 2)
         stop.set()
     assert (await count(bus, bus.groups), await count(bus, bus.prompts)) == (1, 0)
 
@@ -91,9 +91,9 @@ async def test_a_worker_that_stops_puts_back_at_once_what_it_cannot_finish(
     slow_to_expire = recipe.model_copy(update={"bus": recipe.bus.model_copy(update={"ack_wait_s": 60.0})})
     await publish(bus, make_prompt(run_name))
     async with working(slow_to_expire) as stop:
-        await until(lambda: engine.num_running == 1)
+        await until(lambda: engine.num_running == 2)
         stop.set()
-    await until(lambda: engine.num_cancelled == 1)
+    await until(lambda: engine.num_cancelled == 2)
     engine.delay_s = 0.0
     async with working(slow_to_expire):
         await until_done(bus, 1)

@@ -21,7 +21,7 @@ from services.rollout.worker.episodes.episode import Episode, EpisodePlayer
 from services.rollout.worker.episodes.trajectory import STOP
 from services.rollout.worker.episodes.turn import WAIT_TIMEOUT_S
 from services.rollout.worker.group_images import GroupImages
-from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.shared_rendering import SharedRendering
 from tests.support.image_shelf import ImageShelf
 
 END = "<|im_end|>"
@@ -219,7 +219,7 @@ async def play(player: EpisodePlayer, prompt: Prompt, number: int = 0) -> Episod
     """Play with the prompt's picture stored."""
     shelf = ImageShelf()
     await shelf.put(prompt.id.scope, PICTURE)
-    return await player.play(prompt, number, await GroupImages.load(shelf, prompt), SharedPrefill())
+    return await player.play(prompt, number, await GroupImages.load(shelf, prompt), SharedRendering())
 
 
 def make_player(

@@ -16,7 +16,7 @@ from services.rollout.worker.episodes.episode import Ending, Episode, EpisodePla
 from services.rollout.worker.episodes.trajectory import STOP, Trajectory
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout, summarize
-from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.shared_rendering import SharedRendering
 from tests.support.image_shelf import ImageShelf
 from tests.support.waiting import until
 
@@ -42,7 +42,7 @@ class ScriptedEpisodes:
     num_waiting: int = 0
     num_cancelled: int = 0
 
-    async def play(self, prompt: Prompt, sample: int, images: GroupImages, _prefill: SharedPrefill) -> Episode:
+    async def play(self, prompt: Prompt, sample: int, images: GroupImages, _shared: SharedRendering) -> Episode:
         broken = False
         match self.script.get(sample):
             case "wait":

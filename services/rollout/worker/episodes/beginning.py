@@ -31,7 +31,7 @@ from services.rollout.worker.episodes.budget import Budget, OverBudgetError
 from services.rollout.worker.episodes.clock import EpisodeClock
 from services.rollout.worker.episodes.grading import Grading
 from services.rollout.worker.episodes.rendering import Rendering
-from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.shared_rendering import SharedRendering
 
 log = structlog.get_logger()
 
@@ -79,7 +79,7 @@ class EpisodeStarter:
 
     @asynccontextmanager
     async def begun(
-        self, prompt: Prompt, task: Task, clock: EpisodeClock, grading: Grading, prefill: SharedPrefill
+        self, prompt: Prompt, task: Task, clock: EpisodeClock, grading: Grading, shared: SharedRendering
     ) -> AsyncIterator[Beginning]:
         """Begin an episode of `prompt`, and close its environment when the context ends.
 
@@ -96,7 +96,7 @@ class EpisodeStarter:
         waiting = time.monotonic()
         async with self._environments.room(prompt.environment):
             clock.stop_for(time.monotonic() - waiting)
-            async with self._reset(factory, prompt, task, clock, grading, prefill) as beginning:
+            async with self._reset(factory, prompt, task, clock, grading, shared) as beginning:
                 yield beginning
 
     @asynccontextmanager
@@ -107,7 +107,7 @@ class EpisodeStarter:
         task: Task,
         clock: EpisodeClock,
         grading: Grading,
-        prefill: SharedPrefill,
+        shared: SharedRendering,
     ) -> AsyncIterator[Beginning]:
         num_tried, num_waits, give_up_at = 0, 0, time.monotonic() + self._wait_timeout_s
         while True:
@@ -118,7 +118,7 @@ class EpisodeStarter:
                         first = await environment.reset(task)
                     grading.require_sound()
                     budget = self._budget(prompt)
-                    ids = await self._render(first, prompt, task, budget, prefill)
+                    ids = await self._render(first, prompt, task, budget, shared)
                 except OverBudgetError as error:
                     raise PromptTooLongError(
                         f"environment {prompt.environment!r} begins with {error}; see data.limits"
@@ -146,7 +146,7 @@ class EpisodeStarter:
             clock.stop_for(pause_s)
 
     async def _render(
-        self, first: Observation, prompt: Prompt, task: Task, budget: Budget, prefill: SharedPrefill
+        self, first: Observation, prompt: Prompt, task: Task, budget: Budget, shared: SharedRendering
     ) -> list[int]:
         if not isinstance(first, Observation):
             raise TypeError(f"its reset returned {type(first).__name__}; return an Observation")
@@ -161,7 +161,7 @@ class EpisodeStarter:
             )
 
         async def ids_of(num_bytes: int) -> list[int]:
-            return await prefill.ids_of(first, lambda: self._rendering.render(render, num_bytes=num_bytes))
+            return await shared.ids_of(first, lambda: self._rendering.render(render, num_bytes=num_bytes))
 
         return await budget.add_prompt(first, ids_of)
 

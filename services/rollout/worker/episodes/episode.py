@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Literal, TypeAlias
 
 import structlog
@@ -44,7 +44,7 @@ from services.rollout.worker.episodes.tasks import make_task
 from services.rollout.worker.episodes.trajectory import DEADLINE, LENGTH, Trajectory
 from services.rollout.worker.episodes.turn import CHUNK_TOKENS, WAIT_TIMEOUT_S, Generator, Turn, TurnPlayer
 from services.rollout.worker.group_images import GroupImages
-from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.shared_rendering import SharedRendering
 
 log = structlog.get_logger()
 
@@ -146,8 +146,8 @@ class EpisodePlayer:
         self._answer_verifier = answer_verifier
         self._forbidden_ids = frozenset(forbidden_ids)
 
-    async def play(self, prompt: Prompt, number: int, images: GroupImages, prefill: SharedPrefill) -> Episode:
-        """Play sample `number` of `prompt`; `images` and `prefill` are the group's.
+    async def play(self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering) -> Episode:
+        """Play sample `number` of `prompt`; `images` and `shared` are the group's.
 
         Raises:
             InvalidRequestError: the prompt can never be played or judged: its data are at fault, there is no such
@@ -165,13 +165,10 @@ class EpisodePlayer:
         item_id = f"{prompt.id.message}/{number}"
         grading = Grading(self._answer_verifier, prompt, item_id, clock)
         task = make_task(prompt, item_id, images, grading, clock)
-        async with self._starter.begun(prompt, task, clock, grading, prefill) as begun:
+        async with self._starter.begun(prompt, task, clock, grading, shared) as begun:
             trajectory.add_observation(begun.ids, await images.add(begun.first.images))
             episode = _Episode(prompt, item_id, begun, trajectory, images, clock, grading)
-            waiting = time.monotonic()
-            async with prefill.first_turn() as note_prefill:
-                clock.stop_for(time.monotonic() - waiting)
-                ending = await self._play_turn(episode, on_first_token=note_prefill)
+            ending = await self._play_turn(episode)
             while ending is None:
                 ending = await self._ask_environment(episode) or await self._play_turn(episode)
             if episode.error:
@@ -186,7 +183,7 @@ class EpisodePlayer:
                 elapsed_s=time.monotonic() - started,
             )
 
-    async def _play_turn(self, episode: "_Episode", on_first_token: Callable[[], None] = lambda: None) -> Ending | None:
+    async def _play_turn(self, episode: "_Episode") -> Ending | None:
         """Append a turn of the policy; return the ending if it ended the episode, else None."""
         trajectory, prompt = episode.trajectory, episode.prompt
         budget_s = min(prompt.limits.turn_timeout_s or math.inf, episode.clock.remaining_s)
@@ -210,12 +207,7 @@ class EpisodePlayer:
         )
         started = time.monotonic()
         try:
-            turn = await self._turns.play(
-                request,
-                budget_s=budget_s,
-                restore_images=episode.images.store_again,
-                on_first_token=on_first_token,
-            )
+            turn = await self._turns.play(request, budget_s=budget_s, restore_images=episode.images.store_again)
         except PenstockError as error:
             if not trajectory.turns:
                 raise

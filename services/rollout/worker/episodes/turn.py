@@ -78,7 +78,6 @@ class _Progress:
     resumable: ResumableTurn
     give_up_at: float
     """Time of `time.monotonic()` at which a waiting turn gives up; it moves on with each token."""
-    on_first_token: Callable[[], None]
     waited_s: float = 0.0
     generated_s: float = 0.0
     failure: str = ""
@@ -103,13 +102,12 @@ class TurnPlayer:
         *,
         budget_s: float,
         restore_images: Callable[[float], Awaitable[None]],
-        on_first_token: Callable[[], None] = lambda: None,
     ) -> Turn:
         """Play `request`, for at most `budget_s` seconds from its first chunk on.
 
         `restore_images` stores the request's images again, unless that happened after its argument, a time of
         `time.monotonic()`: the start of the attempt that missed one. If no token came since, and an image is missing
-        again, the turn ends. `on_first_token` is called when the turn has a token.
+        again, the turn ends.
 
         Raises:
             MissingImageError: an image is lost for good.
@@ -119,7 +117,7 @@ class TurnPlayer:
                 UnavailableError, OverloadedError and NotReadyError if it was refused.
             PenstockError: the server broke its contract.
         """
-        progress = _Progress(ResumableTurn(request), time.monotonic() + self._wait_timeout_s, on_first_token)
+        progress = _Progress(ResumableTurn(request), time.monotonic() + self._wait_timeout_s)
         resumable, backoff_s = progress.resumable, _FIRST_BACKOFF_S
         while not resumable.is_finished:
             num_before, began = resumable.num_tokens, time.monotonic()
@@ -178,7 +176,6 @@ class TurnPlayer:
                     if began is None:
                         began = time.monotonic()
                         ends_at = began + budget_s - progress.generated_s
-                        progress.on_first_token()
                     resumable.add(chunk)
         except TimeoutError:
             if began is None:

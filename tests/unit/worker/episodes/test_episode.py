@@ -17,7 +17,7 @@ from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Verdict, VersionSpan
 from penstock.v1 import generate_pb2
 from services.rollout.worker.group_images import GroupImages
-from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.shared_rendering import SharedRendering
 from tests.support.image_shelf import ImageShelf
 from tests.support.worker.scripted_episodes import (
     END,
@@ -161,7 +161,7 @@ async def test_an_image_lost_on_the_bus_is_stored_again_once(renderer: Renderer)
     await shelf.put(prompt.id.scope, PICTURE)
     images = await GroupImages.load(shelf, prompt)
     shelf.images.clear()
-    episode = await make_player(renderer, policy).play(prompt, 0, images, SharedPrefill())
+    episode = await make_player(renderer, policy).play(prompt, 0, images, SharedRendering())
     assert (episode.finish_reason, len(policy.requests)) == ("stop", 2)
     assert await shelf.get(prompt.id.scope, hash_of(PICTURE)) == PICTURE
 
@@ -187,7 +187,7 @@ async def test_a_group_stores_an_image_once_however_many_samples_show_it(rendere
 
     async def play_one(number: int) -> None:
         policy = ScriptedPolicy(renderer, [("one" + END, 4), ("two" + END, 4)])
-        await make_player(renderer, policy).play(prompt, number, images, SharedPrefill())
+        await make_player(renderer, policy).play(prompt, number, images, SharedRendering())
 
     await asyncio.gather(*map(play_one, range(16)))
     assert shelf.num_stored == 2

@@ -19,7 +19,7 @@ from penstock.records import Limits
 from penstock.v1 import generate_pb2
 from services.rollout.worker.episodes.trajectory import LENGTH
 from services.rollout.worker.group_images import GroupImages
-from services.rollout.worker.shared_prefill import SharedPrefill
+from services.rollout.worker.shared_rendering import SharedRendering
 from tests.support.image_shelf import ImageShelf
 from tests.support.waiting import promptly
 from tests.support.worker.scripted_episodes import (
@@ -171,6 +171,6 @@ async def test_an_observation_whose_image_cannot_be_stored_ends_its_sample(
     await shelf.put(prompt.id.scope, PICTURE)
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
     episode = await make_player(renderer, policy).play(
-        prompt, 0, await GroupImages.load(shelf, prompt), SharedPrefill()
+        prompt, 0, await GroupImages.load(shelf, prompt), SharedRendering()
     )
     assert (episode.finish_reason, episode.text) == (ending, "one")
