@@ -201,28 +201,6 @@ def pin_inputs(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = F
     return recipe.model_copy(update=pinned)
 
 
-def require_columns(recipe: Recipe, *, with_sets: bool) -> None:
-    """Open the data as the trainer will, so that no engine is started for files that the trainer would refuse.
-
-    Only the first row of each file is read; the trainer reads more before its first step, and `penstock data` reads
-    all.
-
-    Raises:
-        ConfigError: an evaluation set has too few rows.
-        DataError: a file cannot be read, has no rows, or lacks a column.
-        SetupError: the Hub cannot be reached and its cache has no copy, or a package is not installed.
-    """
-    data = import_with_extra("services.trainer.data.sources.opening", "penstock train", extra="trainer")
-    data.open_sources(recipe.data)
-    if recipe.demonstrations is not None:
-        source = import_with_extra("services.trainer.data.sources.source", "penstock train", extra="trainer")
-        with named_section("demonstrations"):
-            data.open_sources(recipe.demonstrations, form=source.DEMONSTRATIONS)
-    if with_sets:
-        evaluation = import_with_extra("services.trainer.evaluation.sets", "penstock train", extra="trainer")
-        evaluation.open_sets(recipe.evaluation, recipe.data, reads_rows=False)
-
-
 def require_template_variables(
     recipe: Recipe, model: Path | None, *, with_sets: bool, with_demonstrations: bool = False
 ) -> None:

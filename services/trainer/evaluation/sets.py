@@ -42,10 +42,10 @@ class EvaluationSet:
             )
         self.name = name
         self.config = config
-        self._source = source
+        self.source = source
 
     def __len__(self) -> int:
-        return self.config.num_prompts or len(self._source)
+        return self.config.num_prompts or len(self.source)
 
     def __getitem__(self, row: int, /) -> Example:
         """Read a row.
@@ -54,22 +54,22 @@ class EvaluationSet:
             DataError: the row is invalid, or wants more tokens than the set allows.
         """
         with named_set(self.name):
-            example = self._source[row]
+            example = self.source[row]
             wanted, most = example.max_new_tokens, self.config.max_new_tokens
             if wanted is not None and wanted > most:
-                raise self._source.wrong(
+                raise self.source.wrong(
                     row, ValueError(f"its max_new_tokens = {wanted} is above the set's, {most}; raise the setting")
                 )
             return example
 
-    def check(self) -> None:
-        """Read the first rows.
+    def check(self, *, max_rows: int = MAX_CHECKED_ROWS) -> None:
+        """Read the first rows; of the built-in problems, one.
 
         Raises:
             DataError: one of them is invalid.
         """
         column = self.config.break_down_by
-        for row in range(min(len(self), MAX_CHECKED_ROWS)):
+        for row in range(min(len(self), max_rows if self.source.config.paths else 1)):
             example = self[row]
             if row == 0 and column and column.partition(".")[0] not in example.extra:
                 raise DataError(
