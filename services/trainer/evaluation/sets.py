@@ -14,7 +14,7 @@ from services.trainer.data.config import DataConfig
 from services.trainer.data.rows.example import Example
 from services.trainer.data.rows.messages import IMAGE_MARK
 from services.trainer.data.sources.opening import built_in, open_sources
-from services.trainer.data.sources.source import PROMPTS, RowForm, Source
+from services.trainer.data.sources.source import EVALUATED, RowForm, Source
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
 from services.trainer.evaluation.outcome import PlayedPrompt, source_of
 from services.trainer.evaluation.set_files import named_set
@@ -78,11 +78,12 @@ class EvaluationSet:
                 )
 
     def sampling(self, example: Example) -> Sampling:
-        """Return the sampling parameters for this row."""
+        """Return the sampling parameters for this row: its own, else the set's."""
+        own = example.sampling
         return Sampling(
-            temperature=self.config.temperature,
-            top_p=self.config.top_p,
-            top_k=max(0, self.config.top_k),
+            temperature=float(own.get("temperature", self.config.temperature)),
+            top_p=float(own.get("top_p", self.config.top_p)),
+            top_k=max(0, int(own.get("top_k", self.config.top_k))),
             max_new_tokens=example.max_new_tokens or self.config.max_new_tokens,
         )
 
@@ -140,7 +141,7 @@ class EvaluationSet:
 
 
 def open_sets(
-    config: EvaluationConfig, data: DataConfig, *, form: RowForm = PROMPTS, reads_rows: bool = True
+    config: EvaluationConfig, data: DataConfig, *, form: RowForm = EVALUATED, reads_rows: bool = True
 ) -> dict[str, EvaluationSet]:
     """Open every set and read its rows, so that nothing is started for a set that cannot be played.
 
