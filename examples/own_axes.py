@@ -49,6 +49,17 @@ def gmpo(step: Step, low: float, high: float) -> Surrogate:
     )
 
 
+def nothing(rewards_G: np.ndarray, group_G: np.ndarray, num_tokens_G: np.ndarray) -> np.ndarray:
+    """0 for every sample: rewards are measured and teach nothing, as in on-policy distillation from a teacher.
+
+    Args:
+        rewards_G: Of the judged samples of the batch.
+        group_G: Group of each.
+        num_tokens_G: The policy's own tokens of each.
+    """
+    return np.zeros_like(rewards_G)
+
+
 def opo(rewards_G: np.ndarray, group_G: np.ndarray, num_tokens_G: np.ndarray) -> np.ndarray:
     """Reward minus the group's mean weighted by length (Hao et al. 2025, "OPO", arXiv 2505.23585).
 

@@ -117,6 +117,8 @@ def _kind(annotation: Any, metadata: Sequence[Any]) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " or ".join(f'"{value}"' for value in arguments)
+    if origin is typing.Annotated:
+        return _kind(arguments[0], [*metadata, *arguments[1:]])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_kind(kind, metadata) for kind in arguments if kind is not type(None))
     if origin is tuple:

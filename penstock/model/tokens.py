@@ -76,6 +76,21 @@ def vocab_size(model_path: Path | str) -> int:
     return value
 
 
+def require_same_tokens(model_path: Path, other: Path) -> None:
+    """Check that two models give each token the same id, as far as their tokenizers' files say.
+
+    Raises:
+        ConfigError: a token has another id in `other`, or one of them lacks it.
+    """
+    ours, theirs = _tokens(model_path), _tokens(other)
+    differing = sorted(token for token, _ in ours.items() ^ theirs.items())
+    if ours and theirs and differing:
+        raise ConfigError(
+            f"{str(other)!r} has other ids than {str(model_path)!r} for {len(set(differing))} tokens, such as "
+            f"{differing[0]!r}; take a model with the same tokenizer"
+        )
+
+
 def _padding_ids(folder: Path, config: dict[str, Any], tokens: dict[str, int]) -> set[int]:
     ids = {
         source.get("pad_token_id")

@@ -13,6 +13,7 @@ from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.chat_template import Renderer
 from penstock.model.folder import require_model
 from penstock.model.template_variables import require_free
+from penstock.model.tokens import require_same_tokens
 from services.cli.extras import import_with_extra
 from services.recipe import Recipe
 from services.reward.config import RewardSettings
@@ -125,12 +126,13 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     """Return the settings of `penstock serve trainer`.
 
     Raises:
-        ConfigError: there is no model or no data, the sampling cannot be trained on, the chat template does not read
-            a variable, or a tracker is not installed.
+        ConfigError: there is no model or no data, the sampling cannot be trained on, the reference is no model with
+            the same tokens, the chat template does not read a variable, or a tracker is not installed.
     """
     _require_data(recipe, with_sets=recipe.evaluation.is_in_training, with_demonstrations=True)
     require_packages(recipe.trackers)
     recipe.sampling.require_trainable()
+    _require_reference(recipe)
     return TrainerSettings(
         trainer=recipe.trainer,
         algorithm=recipe.algorithm,
@@ -201,28 +203,6 @@ def pin_inputs(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = F
     return recipe.model_copy(update=pinned)
 
 
-def require_columns(recipe: Recipe, *, with_sets: bool) -> None:
-    """Open the data as the trainer will, so that no engine is started for files that the trainer would refuse.
-
-    Only the first row of each file is read; the trainer reads more before its first step, and `penstock data` reads
-    all.
-
-    Raises:
-        ConfigError: an evaluation set has too few rows.
-        DataError: a file cannot be read, has no rows, or lacks a column.
-        SetupError: the Hub cannot be reached and its cache has no copy, or a package is not installed.
-    """
-    data = import_with_extra("services.trainer.data.sources.opening", "penstock train", extra="trainer")
-    data.open_sources(recipe.data)
-    if recipe.demonstrations is not None:
-        source = import_with_extra("services.trainer.data.sources.source", "penstock train", extra="trainer")
-        with named_section("demonstrations"):
-            data.open_sources(recipe.demonstrations, form=source.DEMONSTRATIONS)
-    if with_sets:
-        evaluation = import_with_extra("services.trainer.evaluation.sets", "penstock train", extra="trainer")
-        evaluation.open_sets(recipe.evaluation, recipe.data, reads_rows=False)
-
-
 def require_template_variables(
     recipe: Recipe, model: Path | None, *, with_sets: bool, with_demonstrations: bool = False
 ) -> None:
@@ -274,6 +254,14 @@ def _require_data(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool 
     require_template_variables(
         recipe, _model(recipe).path, with_sets=with_sets, with_demonstrations=with_demonstrations
     )
+
+
+def _require_reference(recipe: Recipe) -> None:
+    reference = recipe.algorithm.kl.reference
+    if reference is not None:
+        with named_section("algorithm.kl.reference"):
+            require_model(reference)
+            require_same_tokens(_model(recipe).path, reference)
 
 
 def _model(recipe: Recipe) -> ModelConfig:

@@ -11,6 +11,7 @@ from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli import service_settings
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
+from services.cli.extras import import_with_extra
 from services.launch.run_folder import RunFolder
 
 
@@ -38,7 +39,8 @@ def train(
     settings = service_settings.pin_inputs(
         settings, with_sets=settings.evaluation.is_in_training, with_demonstrations=True
     )
-    service_settings.require_columns(settings, with_sets=settings.evaluation.is_in_training)
+    rows = import_with_extra("services.launch.row_check", "penstock train", extra="trainer")
+    rows.check_rows(settings, with_sets=settings.evaluation.is_in_training, say=typer.echo)
     is_new = folder is None
     folder = folder or RunFolder.create(settings.run)
     hide_secrets()

@@ -80,8 +80,8 @@ def _plan(
     if engines := [name for name in placed.of_process if name != TRAINER]:
         processes.append(_engine(shape, recipe, gpus, count=len(engines)))
     if TRAINER in placed.of_process:
-        row = _row(shape, recipe, image_share=image_share)
-        processes += _trainer(shape, recipe, _room(recipe, gpus, placed, len(engines)), working, row)
+        room = _room(recipe, gpus, placed, len(engines))
+        processes += _trainer(shape, recipe, room, working, image_share=image_share)
     return MemoryPlan(shape=shape, processes=tuple(processes))
 
 
@@ -116,14 +116,33 @@ def _longest_sample(recipe: Recipe) -> tuple[int, bool]:
 def _row(shape: ModelShape, recipe: Recipe, *, image_share: float) -> RowShape:
     """Return the longest row: micro_batch_tokens, or a longer sample."""
     trainer = recipe.trainer
-    num_tokens = max(trainer.micro_batch_tokens, _longest_sample(recipe)[0])
+    return _row_of(
+        shape,
+        max(trainer.micro_batch_tokens, _longest_sample(recipe)[0]),
+        image_share=image_share,
+        num_responses=trainer.samples_per_group,
+        shares_prompt=trainer.share_prompts,
+    )
+
+
+def _row_of_demonstrations(shape: ModelShape, recipe: Recipe, *, image_share: float) -> RowShape | None:
+    """Return the longest row of demonstrations, which holds one; None if a step learns none."""
+    if recipe.demonstrations is None:
+        return None
+    num_tokens = max(recipe.trainer.micro_batch_tokens, recipe.demonstrations.max_tokens)
+    return _row_of(shape, num_tokens, image_share=image_share, num_responses=1, shares_prompt=False)
+
+
+def _row_of(
+    shape: ModelShape, num_tokens: int, *, image_share: float, num_responses: int, shares_prompt: bool
+) -> RowShape:
     num_image_tokens = 0 if shape.vision is None else int(num_tokens * image_share)
     return RowShape(
         num_tokens=num_tokens,
         num_prompt_tokens=max(int(num_tokens * PROMPT_SHARE), num_image_tokens + 1),
         num_image_tokens=num_image_tokens,
-        num_responses=trainer.samples_per_group,
-        shares_prompt=trainer.share_prompts,
+        num_responses=num_responses,
+        shares_prompt=shares_prompt,
     )
 
 
@@ -164,25 +183,47 @@ def _of_engines_push(shape: ModelShape, recipe: Recipe, gpus: Gpus) -> str:
     return f"a push takes {taken:,.1f} GiB of the {free:,.1f} that rollout.gpu_memory_fraction leaves"
 
 
+def _activations(
+    shape: ModelShape, recipe: Recipe, working: Callable[..., int], *, image_share: float
+) -> tuple[Part, list[str]]:
+    """Return the activations of the row that takes most of them, and notes on it: rows are computed one by one."""
+    trainer = recipe.trainer
+    keeps_all = trainer.ranks == 1 and not trainer.optimizer.offload
+
+    def size_of(row: RowShape) -> int:
+        return working(
+            row,
+            learning_rates=tuple(trainer.optimizer.learning_rates.items()),
+            gradient_checkpointing=trainer.gradient_checkpointing,
+            float32_head=trainer.float32_head,
+            keeps_all=keeps_all,
+        )
+
+    row, what = _row(shape, recipe, image_share=image_share), ""
+    size_bytes = size_of(row)
+    notes = []
+    if not _longest_sample(recipe)[1]:
+        notes.append(f"a sample of more than {row.num_tokens:,} tokens takes more")
+    learned = _row_of_demonstrations(shape, recipe, image_share=image_share)
+    if learned is not None:
+        if (more := size_of(learned)) > size_bytes:
+            row, what, size_bytes = learned, " of demonstrations", more
+        if recipe.demonstrations is not None and not recipe.demonstrations.max_tokens:
+            notes.append(
+                f"a demonstration of more than {learned.num_tokens:,} tokens takes more; demonstrations.max_tokens "
+                "bounds them"
+            )
+    notes.insert(0, f"{size_bytes / row.num_tokens / 2**20:.2f} MiB of activations for each token of a row{what}")
+    name = f"activations of {row.num_tokens:,} tokens{what}, {row.num_image_tokens:,} of images"
+    return Part(name=name, size_bytes=size_bytes), notes
+
+
 def _trainer(
-    shape: ModelShape, recipe: Recipe, room: int, working: Callable[..., int], row: RowShape
+    shape: ModelShape, recipe: Recipe, room: int, working: Callable[..., int], *, image_share: float
 ) -> Iterator[ProcessPlan]:
     trainer = recipe.trainer
     is_sharded = trainer.ranks > 1
-    activations_bytes = working(
-        row,
-        learning_rates=tuple(trainer.optimizer.learning_rates.items()),
-        gradient_checkpointing=trainer.gradient_checkpointing,
-        float32_head=trainer.float32_head,
-        keeps_all=not is_sharded and not trainer.optimizer.offload,
-    )
-    activations = Part(
-        name=f"activations of {row.num_tokens:,} tokens, {row.num_image_tokens:,} of images",
-        size_bytes=activations_bytes,
-    )
-    notes = [f"{activations_bytes / row.num_tokens / 2**20:.2f} MiB of activations for each token of a row"]
-    if not _longest_sample(recipe)[1]:
-        notes.append(f"a sample of more than {row.num_tokens:,} tokens takes more")
+    activations, notes = _activations(shape, recipe, working, image_share=image_share)
     standing, gradients, reference = _standing(shape, recipe)
     if is_sharded:
         moments = _sharded_moments(shape, (*standing, gradients), reference, activations)
@@ -301,7 +342,8 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
         settings = settings | {"trainer.gradient_checkpointing": True}
         yield settings
     tokens = trainer.micro_batch_tokens
-    while tokens // 2 >= max(LEAST_ROW, _longest_sample(recipe)[0]):
+    longest_demonstration = 0 if recipe.demonstrations is None else recipe.demonstrations.max_tokens
+    while tokens // 2 >= max(LEAST_ROW, _longest_sample(recipe)[0], longest_demonstration):
         tokens //= 2
         settings = settings | {"trainer.micro_batch_tokens": tokens}
         yield settings

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import pydantic
 
-from penstock.config import Config
+from penstock.config import Config, ModelPath
 
 
 class Axis(Config):
@@ -212,10 +212,10 @@ class KlConfig(Axis):
     """A penalty on the distance to a reference policy, which is kept in memory beside the trained one."""
 
     uses: ClassVar[Mapping[str, str]] = {
-        "k1_in_reward": "coef refresh refresh_every ema_weight",
-        "k2": "coef unbiased refresh refresh_every ema_weight",
-        "k3": "coef unbiased refresh refresh_every ema_weight",
-        "k3_plus": "coef unbiased refresh refresh_every ema_weight",
+        "k1_in_reward": "coef reference refresh refresh_every ema_weight",
+        "k2": "coef unbiased reference refresh refresh_every ema_weight",
+        "k3": "coef unbiased reference refresh refresh_every ema_weight",
+        "k3_plus": "coef unbiased reference refresh refresh_every ema_weight",
     }
 
     kind: Literal["none", "k1_in_reward", "k2", "k3", "k3_plus"] = "none"
@@ -226,8 +226,11 @@ class KlConfig(Axis):
     unbiased: bool = False
     """Weight the penalty by the ratio to the engine, so that it estimates the policy's divergence on stale tokens
     too (k2, k3, k3_plus)."""
+    reference: ModelPath | None = None
+    """Folder of the reference, for example a teacher: a model with the architecture, the sizes and the tokens of the
+    trained one. Unset: the model that the run began with."""
     refresh: Literal["never", "copy", "ema"] = "never"
-    """never: the reference is the model that the run began with. Every `refresh_every` steps, copy: it becomes the
+    """never: the reference stays what it was at the start. Every `refresh_every` steps, copy: it becomes the
     policy. ema: it moves towards the policy by `ema_weight`."""
     refresh_every: int = pydantic.Field(default=512, ge=1)
     """Optimizer steps between refreshes (copy, ema)."""
@@ -236,6 +239,11 @@ class KlConfig(Axis):
 
     @pydantic.model_validator(mode="after")
     def _refreshes_by_what_is_set(self) -> Self:
+        if self.reference is not None and self.refresh != "never":
+            raise ValueError(
+                f"refresh = {self.refresh!r} would replace reference = {str(self.reference)!r} by the policy; leave "
+                "one of them out"
+            )
         for name, refreshes in (("refresh_every", ("copy", "ema")), ("ema_weight", ("ema",))):
             value, needed = getattr(self, name), " or ".join(map(repr, refreshes))
             if value != type(self).model_fields[name].default and self.refresh not in refreshes:

@@ -118,6 +118,8 @@ class InProcessBackend:
             )
             if checkpoint is not None:
                 self._reference.load(checkpoint)
+            elif self._algorithm.kl.reference is not None:
+                self._reference.read_model(self._algorithm.kl.reference)
         self._parts = StepParts(
             model=model.logprobs,
             forget_forward=model.forget_forward,

@@ -57,7 +57,8 @@ class SourceConfig(Config):
     environment_column: str = ""
     """Column with a row's environment. If empty, and for rows without one: `environment`."""
     sampling_column: str = ""
-    """Column with a struct of a row's own sampling; `max_new_tokens` may be lower than the run's. Empty: none."""
+    """Column with a struct of a row's own sampling: a `max_new_tokens` that is lower than the run's, and in evaluation
+    sets `temperature`, `top_p` and `top_k`. Empty: none."""
     tools_column: str = ""
     """Column with the tools that the policy may call, as a list in OpenAI's form or as its JSON text. The model's chat
     template shows them. Empty: none."""

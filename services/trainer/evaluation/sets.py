@@ -14,7 +14,7 @@ from services.trainer.data.config import DataConfig
 from services.trainer.data.rows.example import Example
 from services.trainer.data.rows.messages import IMAGE_MARK
 from services.trainer.data.sources.opening import built_in, open_sources
-from services.trainer.data.sources.source import PROMPTS, RowForm, Source
+from services.trainer.data.sources.source import EVALUATED, RowForm, Source
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
 from services.trainer.evaluation.outcome import PlayedPrompt, source_of
 from services.trainer.evaluation.set_files import named_set
@@ -42,10 +42,10 @@ class EvaluationSet:
             )
         self.name = name
         self.config = config
-        self._source = source
+        self.source = source
 
     def __len__(self) -> int:
-        return self.config.num_prompts or len(self._source)
+        return self.config.num_prompts or len(self.source)
 
     def __getitem__(self, row: int, /) -> Example:
         """Read a row.
@@ -54,22 +54,22 @@ class EvaluationSet:
             DataError: the row is invalid, or wants more tokens than the set allows.
         """
         with named_set(self.name):
-            example = self._source[row]
+            example = self.source[row]
             wanted, most = example.max_new_tokens, self.config.max_new_tokens
             if wanted is not None and wanted > most:
-                raise self._source.wrong(
+                raise self.source.wrong(
                     row, ValueError(f"its max_new_tokens = {wanted} is above the set's, {most}; raise the setting")
                 )
             return example
 
-    def check(self) -> None:
-        """Read the first rows.
+    def check(self, *, max_rows: int = MAX_CHECKED_ROWS) -> None:
+        """Read the first rows; of the built-in problems, one.
 
         Raises:
             DataError: one of them is invalid.
         """
         column = self.config.break_down_by
-        for row in range(min(len(self), MAX_CHECKED_ROWS)):
+        for row in range(min(len(self), max_rows if self.source.config.paths else 1)):
             example = self[row]
             if row == 0 and column and column.partition(".")[0] not in example.extra:
                 raise DataError(
@@ -78,11 +78,12 @@ class EvaluationSet:
                 )
 
     def sampling(self, example: Example) -> Sampling:
-        """Return the sampling parameters for this row."""
+        """Return the sampling parameters for this row: its own, else the set's."""
+        own = example.sampling
         return Sampling(
-            temperature=self.config.temperature,
-            top_p=self.config.top_p,
-            top_k=max(0, self.config.top_k),
+            temperature=float(own.get("temperature", self.config.temperature)),
+            top_p=float(own.get("top_p", self.config.top_p)),
+            top_k=max(0, int(own.get("top_k", self.config.top_k))),
             max_new_tokens=example.max_new_tokens or self.config.max_new_tokens,
         )
 
@@ -140,7 +141,7 @@ class EvaluationSet:
 
 
 def open_sets(
-    config: EvaluationConfig, data: DataConfig, *, form: RowForm = PROMPTS, reads_rows: bool = True
+    config: EvaluationConfig, data: DataConfig, *, form: RowForm = EVALUATED, reads_rows: bool = True
 ) -> dict[str, EvaluationSet]:
     """Open every set and read its rows, so that nothing is started for a set that cannot be played.
 

@@ -129,18 +129,48 @@ def test_an_evaluation_larger_than_its_data(
     assert f"evaluation.sets.s.num_prompts = 10001, but {has}; lower it, or set 0 for all" in line
 
 
+@pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_line_that_is_cut_in_the_middle_of_a_file(
-    hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An evaluation reads its first 5000 rows before it starts."""
-    line = refusal("eval", tiny_model_path, 'path = "middle.jsonl"', capsys)
+    """A run and an evaluation read their first 5000 rows before they start."""
+    line = refusal(command, tiny_model_path, 'path = "middle.jsonl"', capsys)
     assert "middle.jsonl', row 2: it is not a JSON object" in line
     assert line.endswith("repair the line")
 
 
-def test_an_image_bomb(hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_an_image_bomb(command: str, hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is measured by its header, and never decoded."""
     Path("bomb.jsonl").write_text(json.dumps({"problem": "<image>?", "answer": "2", "images": ["bomb.png"]}))
     Path("bomb.png").write_bytes(png(size=(12_000, 10_000)))
-    line = refusal("eval", tiny_model_path, 'path = "bomb.jsonl"', capsys)
+    line = refusal(command, tiny_model_path, 'path = "bomb.jsonl"', capsys)
     assert "bomb.jsonl', row 0: image 0: 120000000 pixels (12000 x 10000); a request may have 100000000" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--evaluation.sets.s.path=middle.jsonl"], "evaluation.sets.s: data.path "),
+        (["--demonstrations.path=middle.jsonl"], "demonstrations: data.path "),
+    ],
+    ids=["evaluation set", "demonstrations"],
+)
+def test_a_cut_line_beside_the_prompts(
+    arguments: list[str], words: str, hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluation sets and demonstrations are read too, and named."""
+    line = refusal("train", tiny_model_path, 'path = "rows.parquet"', capsys, *arguments)
+    assert line.startswith(f"error: {words}")
+    assert "middle.jsonl', row 2: it is not a JSON object" in line
+
+
+def test_a_row_that_wants_more_tokens_than_the_run_allows(
+    hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer would refuse it when it is played."""
+    rows = [{"problem": "?", "answer": "2", "own": {"max_new_tokens": number}} for number in (8, 600)]
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = 'path = "own.jsonl"\nsampling_column = "own"'
+    line = refusal("train", tiny_model_path, data, capsys, "--evaluation.at_start=false")
+    assert "own.jsonl', row 1: its max_new_tokens = 600 is above sampling.max_new_tokens = 512; raise" in line

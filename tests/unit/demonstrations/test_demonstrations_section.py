@@ -12,6 +12,7 @@ from penstock import config as configuration
 from penstock.errors import ConfigError, DataError
 from services.cli import main, service_settings
 from services.doctor.inputs import check_data
+from services.launch.row_check import check_rows
 from services.recipe import Recipe
 from services.trainer.demonstrations.config import DemonstrationsConfig
 from services.trainer.demonstrations.opening import open_demonstrations
@@ -94,7 +95,7 @@ def test_columns_are_looked_at_before_engines_start(tiny_model_path: Path, tmp_p
     file = written(tmp_path, [{"prompt": "a"}])
     values: dict[str, Any] = {"model": {"path": tiny_model_path}, "demonstrations": {"path": str(file)}}
     with pytest.raises(DataError, match=r"^demonstrations: data\.path '.*rows\.jsonl'"):
-        service_settings.require_columns(Recipe.model_validate(values), with_sets=False)
+        check_rows(Recipe.model_validate(values), with_sets=False, say=print)
     values["demonstrations"]["chat_template_kwargs"] = {"enable_thinking": False}
     with pytest.raises(ConfigError, match=r"^demonstrations\.chat_template_kwargs"):
         service_settings.for_trainer(Recipe.model_validate(values))

@@ -12,6 +12,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.records import GroupId
 from services.recipe import Recipe
 from services.trainer.data.config import DataConfig
+from services.trainer.data.dataset import open_dataset
 from services.trainer.data.sources.opening import built_in
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 
@@ -157,3 +158,56 @@ def test_a_set_needs_a_path_beside_several_sources(tmp_path: Path, rows: str) ->
     """There is none that it could take over."""
     with pytest.raises(ConfigError, match=r"evaluation\.sets\.s has no path, and \[data\.sources\] has several"):
         recipe(tmp_path, data={"sources": {"a": {"path": rows}}}, evaluation={"sets": {"s": {}}})
+
+
+def of_own_sampling(folder: Path, *samplings: Any) -> str:
+    """A file of rows with these values in column `own`."""
+    file = folder / "own.jsonl"
+    rows = [{"problem": "1 + 1?", "answer": "2", "own": own} for own in samplings]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_rows_choose_their_own_sampling(tmp_path: Path) -> None:
+    """What a row leaves out, or has null, is the set's."""
+    file = of_own_sampling(
+        tmp_path,
+        {"temperature": 0, "top_p": 0.5, "top_k": 20, "max_new_tokens": 7},
+        {"temperature": None, "top_k": -1},
+        None,
+    )
+    found = opened(tmp_path, path=file, sampling_column="own", temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=8)
+    group_id = GroupId(run_id="r", index=1, attempt=0, trainer_epoch="e")
+    played = [found.prompt(found[row], group_id, version=7, images=()).sampling for row in range(3)]
+    assert [(each.temperature, each.top_p, each.top_k, each.max_new_tokens) for each in played] == [
+        (0.0, 0.5, 20, 7),
+        (0.7, 0.9, 0, 8),
+        (0.7, 0.9, 5, 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"temperature": -1}, r"temperature = -1; want a number from 0 to 100"),
+        ({"temperature": True}, r"temperature = True; want a number"),
+        ({"top_p": 0}, r"top_p = 0; want a number above 0 and at most 1"),
+        ({"top_k": 0.5}, r"top_k = 0\.5; want an integer"),
+        ({"max_new_tokens": 0}, r"max_new_tokens = 0; want an integer of at least 1"),
+        ({"min_p": 0.1}, r"'min_p'; a row may have its own max_new_tokens, temperature, top_p, top_k"),
+        ("greedy", r"greedy; want a struct"),
+    ],
+)
+def test_a_row_of_wrong_sampling_is_named(tmp_path: Path, own: Any, words: str) -> None:
+    """With its file, number, column, value, and what is wanted."""
+    with pytest.raises(
+        DataError, match=rf"evaluation\.sets\.s: data\.path '.*own\.jsonl', row 1: .*'own' holds {words}"
+    ):
+        opened(tmp_path, path=of_own_sampling(tmp_path, {}, own), sampling_column="own")
+
+
+def test_rows_of_training_have_no_temperature_of_their_own(tmp_path: Path) -> None:
+    """The trainer's log-probabilities are those of the run's."""
+    file = of_own_sampling(tmp_path, {"temperature": 0.5})
+    with pytest.raises(DataError, match=r"row 0: column 'own' holds .*the run's temperature, top_p and top_k"):
+        open_dataset(DataConfig(path=file, sampling_column="own"))

@@ -140,6 +140,29 @@ def test_what_bounds_a_sample_bounds_a_row(model: Path) -> None:
     assert unbounded.processes[1].notes[1] == "a sample of more than 300 tokens takes more"
 
 
+def test_demonstrations_take_rows_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are computed one by one, so the one that takes most counts: the longest demonstration, if it is longer."""
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda _, row, **__: row.num_tokens << 20)
+    rows = ("--trainer.micro_batch_tokens=2000", '--demonstrations.path="rows.jsonl"')
+    found = moments(plan_of(model, *rows, "--demonstrations.max_tokens=3000"), "trainer")["in a step"]
+    assert found["activations of 3,000 tokens of demonstrations, 0 of images"] == 3000 << 20
+    shorter = plan_of(model, *rows, "--demonstrations.max_tokens=1000")
+    assert moments(shorter, "trainer")["in a step"]["activations of 2,000 tokens, 0 of images"] == 2000 << 20
+    assert not any("demonstration" in note for note in shorter.processes[1].notes)
+    unbounded = plan_of(model, *rows)
+    assert unbounded.processes[1].notes[1] == (
+        "a demonstration of more than 2,000 tokens takes more; demonstrations.max_tokens bounds them"
+    )
+
+
+def test_rows_are_not_made_shorter_than_a_demonstration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would win nothing: a longer one has a row of its own."""
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda _, row, **__: row.num_tokens << 20)
+    rows = ("--trainer.micro_batch_tokens=8192", '--demonstrations.path="rows.jsonl"')
+    assert plan_of(model, *rows, gpus="2x7").remedy == ("--trainer.micro_batch_tokens=4096",)
+    assert plan_of(model, *rows, "--demonstrations.max_tokens=8000", gpus="2x7").remedy is None
+
+
 def test_more_ranks_or_a_smaller_share_are_proposed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What there are GPUs for; on a shared GPU the engines' share is lowered."""
     monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)

@@ -20,15 +20,17 @@ from penstock.errors import ConfigError
 from services.trainer.algorithm.axes import KlConfig
 from services.trainer.backend.files.tensor_files import save_state
 from services.trainer.backend.optimizer.master_weights import MasterWeights, ShardedMasterWeights
+from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.ranks.sharding import forget_gathered
 from services.trainer.batching.rows import PackedRow
+from services.trainer.data.named_section import named_section
 
 _FILE = "reference.pt"
 
 
 class ReferencePolicy:
-    """A frozen copy of the policy, refreshed as the recipe says."""
+    """A frozen copy of the policy, refreshed as the recipe says; or another model."""
 
     def __init__(
         self,
@@ -87,6 +89,27 @@ class ReferencePolicy:
         share = 1.0 if self._config.refresh == "copy" else self._config.ema_weight
         for name, weight in self._masters.named():
             self._weights[_in_policy(name)].lerp_(self._masters.local_shard(name, weight).to("cpu"), share)
+
+    def read_model(self, folder: Path) -> None:
+        """Become the model in a folder, which is loaded in float32 beside the weights that this rank holds.
+
+        Raises:
+            ConfigError: it cannot be loaded, or has not the policy's weights and sizes.
+        """
+        with named_section("algorithm.kl.reference"):
+            model = load_policy(folder, temperature=1.0, forbidden_ids=()).model
+        found = {name: weight.detach() for name, weight in model.named_parameters()}
+        sizes = {name: list(weight.shape) for name, weight in found.items()}
+        own = {name: list(weight.shape) for name, weight in self._masters.named()}
+        wrong = sorted(name for name in own.keys() | sizes.keys() if own.get(name) != sizes.get(name))
+        if wrong:
+            theirs, ours = (each.get(wrong[0], "none") for each in (sizes, own))
+            raise ConfigError(
+                f"algorithm.kl.reference = {str(folder)!r} differs from the trained model in {len(wrong)} weights, "
+                f"such as {wrong[0]}: {theirs} instead of {ours}; take a model of the same architecture and sizes"
+            )
+        for name, weight in found.items():
+            self._weights[_in_policy(name)].copy_(self._masters.local_shard(name, weight))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `save_reference`; many ranks must call this together."""

@@ -24,6 +24,7 @@ from services.trainer.data.rows.messages import (
     read_turns,
     split_answer,
 )
+from services.trainer.data.rows.sampling import read_sampling
 
 T = TypeVar("T")
 
@@ -46,6 +47,8 @@ class Example:
     """Further variables of the chat template."""
     max_new_tokens: int | None = None
     """Most tokens of a turn; None: the run's limit."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Its own temperature, top_p and top_k, in an evaluation set."""
     limits: Limits = field(default_factory=Limits)
     """The budgets of its episodes."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +57,14 @@ class Example:
     """Whether the row's text had no `<image>`, and the images were put before it."""
 
 
-def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig, reader: ImageReader) -> Example:
+def make_example(
+    row: Mapping[str, Any],
+    columns: Columns,
+    config: SourceConfig,
+    reader: ImageReader,
+    *,
+    is_evaluated: bool = False,
+) -> Example:
     """Turn a row into an example.
 
     Args:
@@ -62,6 +72,7 @@ def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig,
         columns: Which of them to read.
         config: How to read them.
         reader: Reads the images.
+        is_evaluated: Whether the row is of an evaluation set, which may set all of its sampling.
 
     Raises:
         ValueError: a value is not valid for its column.
@@ -73,7 +84,7 @@ def make_example(row: Mapping[str, Any], columns: Columns, config: SourceConfig,
         golds = _read(lambda _: read_golds(answer), row, columns.gold)
     else:
         golds = _read(read_golds, row, columns.gold)
-    return _example(row, columns, config, reader, turns, golds=golds)
+    return _example(row, columns, config, reader, turns, golds=golds, is_evaluated=is_evaluated)
 
 
 def make_demonstration(row: Mapping[str, Any], columns: Columns, config: SourceConfig, reader: ImageReader) -> Example:
@@ -107,6 +118,7 @@ def _example(
     *,
     golds: tuple[str, ...],
     is_demonstration: bool = False,
+    is_evaluated: bool = False,
 ) -> Example:
     _require_unicode(*golds, *(piece for turn in turns for piece in turn.pieces if isinstance(piece, str)))
     placed, cells = place_images(
@@ -118,6 +130,12 @@ def _example(
     for number, data in enumerate(images):
         decode_image(data, field=f"image {number}")  # in full, as the engine will, to find truncated files
     limits = _limits(row, config).as_record()
+    sampling = read_sampling(
+        cell(row, config.sampling_column) if config.sampling_column else None,
+        config.sampling_column,
+        is_evaluated=is_evaluated,
+    )
+    max_new_tokens = sampling.pop("max_new_tokens", None)
     if not is_demonstration:
         _require_within(limits, images)
     return Example(
@@ -133,7 +151,8 @@ def _example(
         environment=_named(row, config.environment_column) or config.environment,
         tools=_tools(row, config.tools_column) or config.tools,
         chat_template_kwargs=config.chat_template_kwargs,
-        max_new_tokens=_max_new_tokens(row, config.sampling_column),
+        max_new_tokens=None if max_new_tokens is None else int(max_new_tokens),
+        sampling=sampling,
         limits=limits,
         extra={
             name: as_json(value)
@@ -194,22 +213,6 @@ def _require_within(limits: Limits, images: Sequence[bytes]) -> None:
     ):
         if most is not None and number > most:
             raise ValueError(f"its images come to {number}, above limits.{name} = {most}; raise it or shrink them")
-
-
-def _max_new_tokens(row: Mapping[str, Any], column: str) -> int | None:
-    given = cell(row, column) if column else None
-    if given is None:
-        return None
-    wanted = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else given
-    match wanted:
-        case {"max_new_tokens": int(number)} if len(wanted) == 1 and number > 0 and not isinstance(number, bool):
-            return number
-        case Mapping() if not wanted:
-            return None
-    raise ValueError(
-        f"column {column!r} holds {str(wanted)[:80]}; a row may have its own max_new_tokens, and the trainer computes "
-        "log-probabilities for the run's temperature, top_p and top_k"
-    )
 
 
 def _images(value: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -35,6 +36,8 @@ class RowForm:
 
 PROMPTS = RowForm(name="prompts", find_columns=find_columns, read=make_example)
 """Prompts to play, with the correct answers."""
+EVALUATED = RowForm(name="evaluated", find_columns=find_columns, read=partial(make_example, is_evaluated=True))
+"""The same in an evaluation set, where rows may choose all of their sampling."""
 DEMONSTRATIONS = RowForm(name="demonstrations", find_columns=find_demonstration_columns, read=make_demonstration)
 """Conversations whose assistant messages are learned."""
 

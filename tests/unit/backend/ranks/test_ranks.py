@@ -17,6 +17,7 @@ from services.trainer.config import BackendConfig, OptimizerConfig
 from tests.support.trainer.families import MIXTURES, heard, write_model
 from tests.support.trainer.rank_pool import RankPool
 from tests.support.trainer.ranked_groups import VERSION, groups_of
+from tests.support.trainer.teacher import write_teacher
 from tests.unit.algorithm.test_chunks import ALGORITHMS
 
 OF_THE_CUT = {"step_time_s", "trained_tokens_per_s", "shared_token_fraction", "host_memory_peak_bytes"}
@@ -115,6 +116,16 @@ def test_every_algorithm_takes_the_same_step_on_two_ranks(pool: RankPool, tiny_m
     for together in pool.run(trained_by_each, tiny_model_path, ALGORITHMS):
         for name in ALGORITHMS:
             assert_same(alone[name], together[name])
+
+
+def test_two_ranks_learn_from_a_teacher_as_one(pool: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
+    """Each has its shard of the teacher's weights."""
+    teacher = write_teacher(tiny_model_path, tmp_path / "teacher")
+    settings = {"micro_batch_tokens": 90, "algorithm": {"kl": {"kind": "k2", "coef": 1.0, "reference": teacher}}}
+    alone = trained(ALONE, tiny_model_path, dict(settings), range(2))
+    assert alone[1][0]["kl_reference"] != 0
+    for together in pool.run(trained, tiny_model_path, settings, range(2)):
+        assert_same(alone, together)
 
 
 def test_a_batch_without_pictures_leaves_the_tower_as_it_is(pool: RankPool, tiny_model_path: Path) -> None:
