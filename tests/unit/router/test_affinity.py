@@ -82,6 +82,16 @@ def test_new_sessions_of_a_group_go_where_its_prompt_was_computed() -> None:
     assert chosen(balancer, pool, Query(session_id="g/0", group_id="g")) == "a"
 
 
+def test_a_small_replica_takes_none_beyond_its_limit() -> None:
+    """A call that queues behind two others may wait for half of a long sample."""
+    balancer = AffinityBalancer(max_sessions=10)
+    pool = Fleet(described("a", max_running=2, running=1), described("b", max_running=2))
+    balancer.record(Query(session_id="g/0", group_id="g"), "a")
+    assert chosen(balancer, pool, Query(session_id="g/1", group_id="g")) == "a"
+    pool.set_in_flight("a", 2)
+    assert chosen(balancer, pool, Query(session_id="g/2", group_id="g")) == "b"
+
+
 def test_a_session_whose_replica_is_full_moves() -> None:
     """It does not wait for its prefix cache while others stand idle, and stays where it went."""
     balancer = AffinityBalancer(max_sessions=10)
