@@ -110,7 +110,7 @@ async def test_a_spare_worker_that_comes_late_is_let_go(monkeypatch: pytest.Monk
         may_come.set()
         await has_come.wait()
         await _all(pool, _EASY)
-        await until(lambda: (pool.num_workers, pool.num_overtime) == (4, 0), timeout_s=5.0)
+        await until(lambda: (pool.num_workers, pool.num_overtime) == (4, 0))
 
 
 async def test_only_so_many_items_are_in_overtime() -> None:

@@ -65,7 +65,7 @@ async def test_a_drained_replica_hands_its_calls_over(bus: Bus) -> None:
         sessions = [f"s{n}" for n in range(8)]
         before = {each: (await caller.generate(each)).replica_id for each in sessions}
         pending = {each: asyncio.ensure_future(caller.generate(each, num_tokens=50)) for each in sessions}
-        await until(lambda: leaving.num_running == 4, timeout_s=5.0)
+        await until(lambda: leaving.num_running == 4)
         request = router_pb2.RouterServiceDrainReplicaRequest(replica_id="r0", grace_s=0.3)
         drained = await caller.router.DrainReplica(request, timeout=10.0)
         assert (drained.num_finished, drained.num_handed_over) == (0, 4)

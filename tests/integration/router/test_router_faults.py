@@ -194,7 +194,7 @@ async def test_a_stream_that_is_left_is_cancelled_in_the_engine(steady_bus: Bus)
         stream = caller.stream(num_tokens=1000)
         await stream.read()
         stream.cancel()
-        await until(lambda: engine.num_cancelled == 1, timeout_s=5.0)
+        await until(lambda: engine.num_cancelled == 1)
         await caller.until(lambda pool: pool.replicas[0].num_in_flight == 0)
 
 

@@ -50,13 +50,13 @@ async def test_a_prefill_replica_that_is_killed_before_its_part_is_done_costs_th
     ):
         await caller.until_routable(2)
         pending = asyncio.ensure_future(caller.generate("s", num_tokens=6))
-        await until(lambda: d.num_running == 1, timeout_s=5.0)
+        await until(lambda: d.num_running == 1)
         async with SimulatedPrefill(bus, replica_id="b-heir").running() as heir:
             await caller.until_routable(3)
             victim.send_signal(signal.SIGKILL)
             answer = await promptly(pending)
             assert list(answer.output_ids) == ids(6)
-            await until(lambda: heir.num_answered == 1, timeout_s=5.0)
+            await until(lambda: heir.num_answered == 1)
             assert (d.num_calls, d.num_answered) == (2, 1)
             assert len(set(d.rooms)) == 2
             assert (await breakers(caller))["d"] == CLOSED
@@ -73,14 +73,14 @@ async def test_a_killed_prefill_replica_is_blamed_also_where_its_partner_says_so
     ):
         second.delay_s = 0.0
         pending = asyncio.ensure_future(caller.generate("s"))
-        await until(lambda: d.num_running == first.num_running == 1, timeout_s=5.0)
+        await until(lambda: d.num_running == first.num_running == 1)
         d.error = UnavailableError("the transfer failed")  # heard by the router as soon as the ticket is there
         first.drop_passes()
         await first.stop_serving()
         d.error = None
         assert list((await promptly(pending)).output_ids) == ids(4)
         assert (await breakers(caller))["d0"] == CLOSED
-        await until(lambda: second.num_answered == 1, timeout_s=5.0)
+        await until(lambda: second.num_answered == 1)
         await until_idle(caller)
 
 
@@ -93,7 +93,7 @@ async def test_a_frozen_prefill_replica_is_blamed_for_what_its_partner_waited_fo
     ):
         await caller.until_routable(2)
         pending = asyncio.ensure_future(caller.generate("s", timeout_s=30.0))
-        await until(lambda: d.num_running == 1, timeout_s=5.0)
+        await until(lambda: d.num_running == 1)
         frozen.send_signal(signal.SIGSTOP)
         async with SimulatedPrefill(bus, replica_id="b-heir").running():
             while not pending.done():
@@ -142,18 +142,18 @@ async def test_the_peer_that_fails_first_ends_the_other_at_once(steady_bus: Bus)
     ):
         p.delay_s, d.delay_s, d.error = 30.0, 0.1, OverloadedError("full")
         pending = asyncio.ensure_future(caller.generate("s"))
-        await until(lambda: p.num_cancelled == 1, timeout_s=5.0)
-        await until(lambda: other_d.num_running == 1, timeout_s=5.0)
+        await until(lambda: p.num_cancelled == 1)
+        await until(lambda: other_d.num_running == 1)
         assert (d.num_calls, p.num_calls, other_p.num_calls) == (1, 2, 0)
         pending.cancel()
-        await until(lambda: p.num_running == 0, timeout_s=5.0)
+        await until(lambda: p.num_running == 0)
         p.delay_s, p.error = (
             0.1,
             OverloadedError("full"),
         )  # its partner may notice before the router
         d.delay_s, d.error = 0.0, None
         await caller.generate("s")
-        await until(lambda: other_p.num_answered == 1, timeout_s=5.0)
+        await until(lambda: other_p.num_answered == 1)
         assert other_d.num_running == d.num_running == 0
         assert set((await breakers(caller)).values()) == {CLOSED}
         await until_idle(caller)
@@ -173,7 +173,7 @@ async def test_a_peer_that_turns_out_to_have_another_version_is_no_failure(stead
             assert answer.version_spans[0].policy_version == 3
         assert early.num_calls >= 1
         assert early.num_answered == 0
-        await until(lambda: late.num_answered == 6, timeout_s=5.0)
+        await until(lambda: late.num_answered == 6)
         assert set((await breakers(caller)).values()) == {CLOSED}
         await until_idle(caller)
 

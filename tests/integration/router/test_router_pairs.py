@@ -37,7 +37,7 @@ async def test_a_pair_answers_as_one_engine(steady_bus: Bus) -> None:
         assert p.rooms == d.rooms
         assert len({*p.rooms, 0}) == 3
         assert max(p.rooms) < 2**62
-        await until(lambda: p.num_answered == 2, timeout_s=5.0)
+        await until(lambda: p.num_answered == 2)
         assert p.num_cancelled == 0
         await until_idle(caller)
 
@@ -59,7 +59,7 @@ async def test_any_mix_serves(steady_bus: Bus, num_prefill: int, num_decode: int
                 *(caller.generate(f"s{n}", num_tokens=12, timeout_s=20.0) for n in range(30))
             )
             assert all(list(answer.output_ids) == ids(12) for answer in answers)
-        await until(lambda: all(engine.num_answered for engine in (*prefills, *decodes, *unified)), timeout_s=5.0)
+        await until(lambda: all(engine.num_answered for engine in (*prefills, *decodes, *unified)))
         assert sum(engine.num_answered for engine in (*decodes, *unified)) == 90
         assert_well_paired([*prefills, *decodes])
         await until_idle(caller)
@@ -81,7 +81,7 @@ async def test_calls_that_need_both_peers_never_wait_for_each_other(steady_bus: 
         decodes,
     ):
         await asyncio.gather(*(caller.generate(f"s{n}", timeout_s=30.0) for n in range(30)))
-        await until(lambda: p.num_answered == sum(d.num_answered for d in decodes) == 30, timeout_s=5.0)
+        await until(lambda: p.num_answered == sum(d.num_answered for d in decodes) == 30)
         assert_well_paired([p, *decodes])
         await until_idle(caller)
 
@@ -96,14 +96,14 @@ async def test_a_caller_that_leaves_ends_its_call_on_both_peers(steady_bus: Bus)
         [d],
     ):
         early = caller.generate("s")
-        await until(lambda: p.num_running == d.num_running == 1, timeout_s=5.0)
+        await until(lambda: p.num_running == d.num_running == 1)
         early.cancel()
-        await until(lambda: p.num_running == d.num_running == 0, timeout_s=5.0)  # one perhaps by the other's end
+        await until(lambda: p.num_running == d.num_running == 0)  # one perhaps by the other's end
         p.delay_s = 0.0
         late = caller.stream("s", num_tokens=1000)
         await late.read()
         late.cancel()
-        await until(lambda: d.num_running == 0, timeout_s=5.0)
+        await until(lambda: d.num_running == 0)
         await until_idle(caller)
         assert set((await breakers(caller)).values()) == {CLOSED}
 
@@ -120,7 +120,7 @@ async def test_unequal_tensor_parallelism_is_refused_and_explained(steady_bus: B
         async with SimulatedDecode(steady_bus, replica_id="d9", tensor_parallel=2).running():
             await caller.until_routable(2)
             assert (await caller.generate("s")).replica_id == "d9"
-        await until(lambda: p.num_answered == 1, timeout_s=5.0)
+        await until(lambda: p.num_answered == 1)
         assert d.num_calls == 0
 
 
@@ -136,7 +136,7 @@ async def test_two_routers_share_the_pairs(steady_bus: Bus, run_name: str) -> No
             one.generate(f"{index}-{n}", num_tokens=8) for index, one in enumerate((caller, other)) for n in range(12)
         ]
         await asyncio.gather(*calls)
-        await until(lambda: sum(p.num_answered for p in prefills) == 24, timeout_s=5.0)
+        await until(lambda: sum(p.num_answered for p in prefills) == 24)
         assert sum(d.num_answered for d in decodes) == 24
         assert_well_paired([*prefills, *decodes])
         await decodes[0].update(num_running=8)
@@ -150,8 +150,8 @@ async def test_a_session_moves_when_its_prefill_replica_drains(steady_bus: Bus) 
     """And its calls go on with the other."""
     async with paired(steady_bus, 2, 1) as (caller, [leaving, staying], _):
         await caller.generate("s")
-        await until(lambda: leaving.num_answered == 1, timeout_s=5.0)
+        await until(lambda: leaving.num_answered == 1)
         await leaving.update(state=common_pb2.REPLICA_STATE_DRAINING)
         await caller.until(lambda pool: not pool.replicas[1].routable)
         await caller.generate("s")
-        await until(lambda: staying.num_answered == 1, timeout_s=5.0)
+        await until(lambda: staying.num_answered == 1)
