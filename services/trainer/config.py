@@ -199,7 +199,8 @@ class TrackersConfig(Config):
     project: str = pydantic.Field(default="penstock", min_length=1)
     """Project, or experiment, under which they show the run."""
     run_name: str = ""
-    """Name under which they show the run. Empty: the run's id, its name with the time of its start."""
+    """Name under which they show the run. Empty: the run's id, its name with the time of its start. Trackio always
+    shows the id."""
 
     @pydantic.field_validator("use")
     @classmethod
