@@ -173,6 +173,31 @@ def test_a_batch_that_is_wholly_rejected_skips_the_step(
         take_step(backend, [groups], VERSION)
 
 
+def test_a_batch_whose_log_ratios_are_all_clamped_skips_the_step_and_names_the_cause(
+    tiny_model_path: Path, groups: list[TrainGroup]
+) -> None:
+    """Its gradient is exactly 0, which AdamW's averages would turn into a step all the same."""
+
+    def far(group: TrainGroup) -> TrainGroup:
+        signs = [-1.0 if reward < max(group.rewards) else 1.0 for reward in group.rewards]
+        samples = tuple(
+            (replace(each, engine_logprobs_X=each.engine_logprobs_X + sign * 50.0 - 25.0),)
+            for each, sign in zip(group.sequences, signs, strict=True)
+        )
+        return replace(group, samples=samples)
+
+    backend = loaded(tiny_model_path, preset="ppo")
+    before = weights(backend)
+    with structlog.testing.capture_logs() as logs:
+        metrics = take_step(backend, [[far(group) for group in (groups[0], groups[2])]], VERSION)
+    found = {name: metrics[name] for name in ("skipped", "grad_norm", "rejected_fraction", "clamped_fraction")}
+    assert found == {"skipped": 1, "grad_norm": 0, "rejected_fraction": 1, "clamped_fraction": 1}
+    assert "100% of them for a log ratio of policy to anchor beyond ±20" in logs[-1]["reason"]
+    assert same_weights(backend, before)
+    with pytest.raises(UserError, match=r"2 steps in a row were skipped.*check model\.path and rollout\.dtype"):
+        take_step(backend, [[far(group) for group in (groups[0], groups[2])]], VERSION)
+
+
 ALL_REJECTED = {"preset": "ppo", "rejection": {"kind": "k3", "max_k3": 1e-12}}
 
 
