@@ -54,6 +54,7 @@ def _reason(metrics: Mapping[str, float]) -> str:
         return (
             "all samples of each group have the same reward. Near its maximum the data are too easy; otherwise they "
             "are too hard, or data.profile does not recognise the answers: read samples/ in the run's folder. "
+            "Groups with one judged sample are among them: see num_unjudged_samples in metrics.jsonl. "
             "filters.zero_variance = true passes over such groups, and a larger trainer.samples_per_group makes them "
             "rarer"
         )
