@@ -255,7 +255,7 @@ async def assemble(
             streak=streak,
             streams=_streams(config, settings.algorithm),
             pass_tokens=config.micro_batch_tokens,
-            pads_passes=config.fixed_rows,
+            pads_passes=config.fixed_rows and config.row_lengths == 1,
         ),
         checkpoints=CheckpointSaver(
             store=start.checkpoints,
