@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-families test-mooncake test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-clients test-compose test-families test-lmms-eval test-mooncake test-tensor-parallel test-wheel lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-clients test-compose test-families test-lmms-eval test-mooncake test-tensor-parallel test-trackers test-wheel lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -98,6 +98,11 @@ test-lmms-eval: setup ## Play a local task of lmms-eval over the OpenAI-compatib
 	[ -x .lmms-eval/bin/python ] || $(UV) venv --quiet --python $(PYTHON) .lmms-eval
 	$(UV) pip install --quiet --python .lmms-eval/bin/python lmms-eval==0.7.3
 	@$(BIN)/pytest tests/integration/openai_frontend/run_lmms_eval.py -p no:randomly $(ARGS)
+
+# In a folder of their own: they need older versions of packages that the rest needs newer.
+test-trackers: setup ## Read back what SwanLab and Trackio stored, the real packages; fetches them into .clients, 180 MB.
+	$(UV) pip install --quiet --python $(BIN)/python --target .clients/trackers --requirement tests/integration/trainer/trackers.txt
+	@$(BIN)/pytest tests/integration/trainer/run_trackers.py $(ARGS)
 
 test-wheel: setup ## Build the wheel, install it with its packages from the index into an empty environment, and train there.
 	@$(BIN)/pytest tests/integration/deploy/run_wheel.py -s -p no:randomly $(ARGS)

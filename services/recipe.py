@@ -24,6 +24,7 @@ from services.rollout.worker.environments.config import EnvironmentServerConfig
 from services.router.config import RouterConfig
 from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.answer_length import ONE_TURN, most_own_tokens, penalty_contradiction
 from services.trainer.config import TrackersConfig, TrainerConfig
 from services.trainer.data.config import DataConfig
 from services.trainer.demonstrations.config import DemonstrationsConfig
@@ -76,5 +77,15 @@ class Recipe(Config):
     @pydantic.model_validator(mode="after")
     def _filters_fit_the_algorithm(self) -> Self:
         if reason := contradiction(self.filters, self.algorithm):
+            raise ValueError(reason)
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _length_penalty_can_apply(self) -> Self:
+        if ONE_TURN in self.worker.environments:
+            return self  # one of the user's own, with any number of turns
+        most = most_own_tokens(self.data, self.sampling, context_length=self.rollout.context_length)
+        penalty, max_new_tokens = self.algorithm.advantage.length_penalty, self.sampling.max_new_tokens
+        if reason := penalty_contradiction(penalty, most, max_new_tokens=max_new_tokens):
             raise ValueError(reason)
         return self

@@ -23,6 +23,7 @@ from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.statistics import whole_batch_setting
+from services.trainer.answer_length import most_own_tokens, penalty_doubt
 from services.trainer.backend.base import TrainBackend
 from services.trainer.backend.ranks.start import follow_torchrun, is_follower, open_ranks
 from services.trainer.batching.sequences import open_reader
@@ -117,7 +118,7 @@ async def assemble(
     streak = FailureStreak()
     ledger = _open_ledger(config, start.checkpoint)
     tally = FilterTally(max_share=settings.filters.max_filtered_share)
-    for doubt in doubts(settings.filters, settings.algorithm):
+    for doubt in _doubts(settings):
         log.warning("settings.doubtful", reason=doubt)
     dataset = await asyncio.to_thread(open_prompts, settings)
     evaluated = await asyncio.to_thread(open_evaluation_sets, settings)
@@ -254,7 +255,7 @@ async def assemble(
             streak=streak,
             streams=_streams(config, settings.algorithm),
             pass_tokens=config.micro_batch_tokens,
-            pads_passes=config.fixed_rows,
+            pads_passes=config.fixed_rows and config.row_lengths == 1,
         ),
         checkpoints=CheckpointSaver(
             store=start.checkpoints,
@@ -287,6 +288,13 @@ def _open_crash_record(start: StartingPoint) -> CrashRecord:
 async def _watch_replicas(settings: TrainerSettings, bus: Bus, stack: AsyncExitStack) -> Watch:
     ttl_s = settings.bus.lease_ttl_s
     return await stack.enter_async_context(watched(await bus.bucket("replicas", ttl_s=ttl_s), ttl_s=ttl_s))
+
+
+def _doubts(settings: TrainerSettings) -> list[str]:
+    """Return warnings about settings that work together, but perhaps not as they are meant."""
+    most = most_own_tokens(settings.data, settings.sampling, context_length=settings.context_length)
+    found = penalty_doubt(settings.algorithm.advantage.length_penalty, most)
+    return [*doubts(settings.filters, settings.algorithm), *([found] if found else [])]
 
 
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:

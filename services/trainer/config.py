@@ -133,6 +133,9 @@ class BackendConfig(Config):
     fixed_rows: bool = False
     """Pad every forward pass to micro_batch_tokens, so that all have the same shape. Groups are then cut wherever that
     fills a pass."""
+    row_lengths: int = pydantic.Field(default=1, ge=1, le=64)
+    """With fixed_rows, the number of shapes: a pass is padded to the next multiple of micro_batch_tokens / row_lengths.
+    Only the last pass of a step, or of each part of it that is computed as it arrives, is less than full."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -144,6 +147,12 @@ class BackendConfig(Config):
     """Multiply the last hidden states with the output head in float32, in the trainer and in all engines: the products
     that differ most between them. Costs time where trainer.dtype and rollout.dtype are less than float32."""
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _rows_are_padded(self) -> Self:
+        if self.row_lengths > 1 and not self.fixed_rows:
+            raise ValueError(f"row_lengths = {self.row_lengths} has no effect without padding; set fixed_rows = true")
+        return self
 
     @pydantic.model_validator(mode="after")
     def _schedule_fits(self) -> Self:
@@ -199,7 +208,8 @@ class TrackersConfig(Config):
     project: str = pydantic.Field(default="penstock", min_length=1)
     """Project, or experiment, under which they show the run."""
     run_name: str = ""
-    """Name under which they show the run. Empty: the run's id, its name with the time of its start."""
+    """Name under which they show the run. Empty: the run's id, its name with the time of its start. Trackio always
+    shows the id."""
 
     @pydantic.field_validator("use")
     @classmethod

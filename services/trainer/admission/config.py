@@ -6,6 +6,7 @@ import pydantic
 
 from penstock.config import Config
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.presets import PRESETS
 
 
 class FilterConfig(Config):
@@ -60,5 +61,14 @@ def doubts(filters: FilterConfig, algorithm: AlgorithmConfig) -> list[str]:
         found.append(
             "filters.truncated = 'mask' takes the gradient of the longest samples, which "
             f"algorithm.advantage.length_penalty.kind = {algorithm.advantage.length_penalty.kind!r} penalises most"
+        )
+    preset = PRESETS[algorithm.preset]
+    as_published = (preset.get("anchor"), preset.get("trust_region", {}).get("kind"))
+    kind = algorithm.trust_region.kind
+    if algorithm.anchor == "proximal" and kind in ("clip", "cispo") and as_published != ("proximal", kind):
+        found.append(
+            f"algorithm.trust_region.kind = {kind!r} never acts with anchor = 'proximal': each version has one step, "
+            "before which the policy is its own anchor and every ratio is 1; set algorithm.anchor = 'rollout' or "
+            "'log_linear'"
         )
     return found

@@ -20,13 +20,13 @@ import torch
 from services.trainer.algorithm.anchor import anchor_logprobs
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.correction import Correction, correction_weights
-from services.trainer.algorithm.ratio import policy_ratio
+from services.trainer.algorithm.ratio import exp_ratio, is_clamped, policy_log_ratio
 from services.trainer.algorithm.regularisers import drift_penalty, kl_penalty
 from services.trainer.algorithm.rejection import rejected_tokens
 from services.trainer.algorithm.returns import token_advantages
 from services.trainer.algorithm.statistics import BatchStatistics
 from services.trainer.algorithm.tokens import Samples, Tokens
-from services.trainer.algorithm.trust_region import Step, Surrogate, surrogate
+from services.trainer.algorithm.trust_region import Step, Surrogate, ratio_has_gradient, surrogate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +42,8 @@ class Loss:
     advantages_N: torch.Tensor
     ratio_N: torch.Tensor
     """Ratio of policy to anchor."""
+    clamped_N: torch.Tensor
+    """bool: whether the token has no gradient because its log ratio is beyond `ratio.MAX_LOG_RATIO`."""
     region: Surrogate
     correction: Correction
     rejected_N: torch.Tensor
@@ -50,7 +52,7 @@ class Loss:
     @property
     def trained_N(self) -> torch.Tensor:
         """bool[N]: tokens that have a policy gradient."""
-        excluded_N = self.region.outside_N | self.rejected_N
+        excluded_N = self.region.outside_N | self.rejected_N | self.clamped_N
         return (self.advantages_N != 0) & (self.correction.weights_N > 0) & ~excluded_N
 
 
@@ -86,7 +88,8 @@ def policy_loss(
         config.rejection,
         m2_threshold=constants.m2_threshold,
     )
-    ratio_N = policy_ratio(logprobs_N, anchor_N, sample_N, level=config.ratio)
+    log_ratio_N = policy_log_ratio(logprobs_N, anchor_N, sample_N, level=config.ratio)
+    ratio_N, clamped_N = exp_ratio(log_ratio_N), is_clamped(log_ratio_N)
     step = Step(ratio_N=ratio_N, logprobs_N=logprobs_N, anchor_N=anchor_N, advantages_N=advantages_N, sample_N=sample_N)
     region = surrogate(step, config.trust_region)
     policy = -(weights_N * correction.weights_N * ~rejected_N * region.objective_N).sum()
@@ -97,6 +100,7 @@ def policy_loss(
         penalties=penalties,
         advantages_N=advantages_N,
         ratio_N=ratio_N,
+        clamped_N=clamped_N if ratio_has_gradient(config.trust_region) else torch.zeros_like(clamped_N),
         region=region,
         correction=correction,
         rejected_N=rejected_N,

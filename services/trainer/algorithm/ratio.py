@@ -18,13 +18,18 @@ def exp_ratio(log_ratio_N: torch.Tensor) -> torch.Tensor:
     return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def policy_ratio(
+def is_clamped(log_ratio_N: torch.Tensor) -> torch.Tensor:
+    """Return bool[N]: whether `exp_ratio` is a constant there."""
+    return log_ratio_N.detach().abs() > MAX_LOG_RATIO
+
+
+def policy_log_ratio(
     logprobs_N: torch.Tensor, anchor_N: torch.Tensor, sample_N: torch.Tensor, *, level: Literal["token", "sequence"]
 ) -> torch.Tensor:
-    """Return the ratio of policy to anchor, with gradient.
+    """Return the log ratio of policy to anchor, with gradient.
 
-    token: exp(logp - anchor).
-    sequence: exp(mean of logp - anchor over the sample) in value, for each of its tokens. Each token has the gradient
+    token: logp - anchor.
+    sequence: the mean of logp - anchor over the sample in value, for each of its tokens. Each token has the gradient
         of its own log-probability, so that the mean over the sample's tokens has the gradient of the sequence's ratio
         (Zheng et al. 2025, "Group Sequence Policy Optimization", section 4.3).
 
@@ -38,4 +43,4 @@ def policy_ratio(
     if level == "sequence":
         mean_N = sample_means(log_ratio_N.detach(), sample_N).to(logprobs_N.dtype)
         log_ratio_N = logprobs_N - logprobs_N.detach() + mean_N
-    return exp_ratio(log_ratio_N)
+    return log_ratio_N

@@ -132,6 +132,11 @@ _KINDS: dict[str, TrustRegion] = {
 }
 
 
+def ratio_has_gradient(config: TrustRegionConfig) -> bool:
+    """Return whether the objective's gradient is that of the ratio; a custom objective is taken to have its own."""
+    return config.kind in ("none", "clip") or (config.kind in ("dppo_tv", "dppo_kl") and not config.cap)
+
+
 def surrogate(step: Step, config: TrustRegionConfig) -> Surrogate:
     """Return the objective of each token."""
     return _KINDS[config.kind](step, config)

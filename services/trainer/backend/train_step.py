@@ -34,6 +34,7 @@ import torch
 
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import Loss, policy_loss
+from services.trainer.algorithm.metrics.clamped import CLAMPED_REMEDY, MIN_CLAMPED_FRACTION, clamped_cause
 from services.trainer.algorithm.metrics.samples import batch_stats
 from services.trainer.algorithm.metrics.tokens import token_stats, weighted_mean
 from services.trainer.algorithm.regularisers import EntropyCoefficient
@@ -46,7 +47,7 @@ from services.trainer.algorithm.statistics import (
 from services.trainer.algorithm.tokens import Samples, Tokens, concatenated
 from services.trainer.backend.batch import Batch, is_finite, make_batch, measured_samples
 from services.trainer.backend.demonstrations import DemonstrationTerm, LearnedDemonstrations
-from services.trainer.backend.optimizer.adamw import Optimizer
+from services.trainer.backend.optimizer.adamw import REMEDY, Optimizer
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.planned_rows import PlannedRows, TokenCounts
 from services.trainer.backend.policy.reference import ReferencePolicy
@@ -193,8 +194,8 @@ class TrainStep:
         entropy_coef, loss = self._entropy.value, self._sums.loss
         if not self._sums.has_images:
             self._optimizer.discard_parts(IMAGE_PARTS)
-        problem = _problem(passed, self._algorithm, has_demonstrations=learned is not None)
-        metrics = self._optimizer.update(loss, problem=problem)
+        problem, remedy = _problem(passed, self._algorithm, has_demonstrations=learned is not None)
+        metrics = self._optimizer.update(loss, problem=problem, remedy=remedy)
         if not metrics["skipped"]:
             self._count_update(passed)
         self._duration_s += time.perf_counter() - started
@@ -381,13 +382,17 @@ def _numbered(tokens: Tokens, first_sample: int) -> Tokens:
     return replace(tokens, sample_N=tokens.sample_N + first_sample)
 
 
-def _problem(passed: _Passed | None, config: AlgorithmConfig, *, has_demonstrations: bool) -> str:
-    """Say why no update may follow from a batch; empty if one may."""
+def _problem(passed: _Passed | None, config: AlgorithmConfig, *, has_demonstrations: bool) -> tuple[str, str]:
+    """Say why no update may follow from a batch, empty if one may, and what helps if that stays."""
     if passed is None:
-        return "no group has finite rewards and log-probabilities only"
-    is_rejected = (passed.terms.advantages_N != 0).any() and not passed.terms.trained_N.any()
+        return "no group has finite rewards and log-probabilities only", REMEDY
+    has_advantage_N = passed.terms.advantages_N != 0
+    is_rejected = has_advantage_N.any() and not passed.terms.trained_N.any()
     others_act = has_demonstrations or any(passed.terms.penalties.values())  # a penalty of 0 has no gradient
     if is_rejected and not others_act:
+        clamped_fraction = float(passed.terms.clamped_N[has_advantage_N].double().mean())
+        if clamped_fraction >= MIN_CLAMPED_FRACTION:
+            return clamped_cause(clamped_fraction), CLAMPED_REMEDY
         axes = f"trust_region {config.trust_region.kind}, correction {config.correction.kind}"
-        return f"every token with an advantage was rejected ({axes}, rejection {config.rejection.kind})"
-    return ""
+        return f"every token with an advantage was rejected ({axes}, rejection {config.rejection.kind})", REMEDY
+    return "", REMEDY

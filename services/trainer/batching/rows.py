@@ -96,6 +96,12 @@ def build_row(
     return builder.build()
 
 
+def fixed_length(num_tokens: int, longest: int, num_lengths: int) -> int:
+    """Return the least of `num_lengths` even steps up to `longest` that holds a row, or `longest` if none does."""
+    step = -(-longest // num_lengths)
+    return min(longest, -(-num_tokens // step) * step)
+
+
 def padded_length(num_tokens: int, length: int) -> int:
     """Return the length of a row that is padded to `length`, and then to a multiple of `ROW_MULTIPLE`."""
     return -(-max(length, num_tokens) // ROW_MULTIPLE) * ROW_MULTIPLE

@@ -6,6 +6,8 @@ from typing import Final
 
 import structlog
 
+from services.trainer.algorithm.metrics.clamped import CLAMPED_REMEDY, MIN_CLAMPED_FRACTION, clamped_cause
+
 log = structlog.get_logger()
 
 MAX_STEPS_IN_SILENCE: Final = 10
@@ -39,6 +41,8 @@ class GradientStreak:
 
 def _reason(metrics: Mapping[str, float]) -> str:
     """Return why a step had no policy gradient, and the remedy; empty if it had one."""
+    if metrics.get("rejected_fraction") == 1 and metrics.get("clamped_fraction", 0.0) >= MIN_CLAMPED_FRACTION:
+        return f"{clamped_cause(metrics['clamped_fraction'])}. {CLAMPED_REMEDY}"
     if metrics.get("rejected_fraction") == 1:
         return (
             "every token with an advantage was rejected, so only regularisers act; loosen trust_region, correction or "
@@ -50,6 +54,7 @@ def _reason(metrics: Mapping[str, float]) -> str:
         return (
             "all samples of each group have the same reward. Near its maximum the data are too easy; otherwise they "
             "are too hard, or data.profile does not recognise the answers: read samples/ in the run's folder. "
+            "Groups with one judged sample are among them: see num_unjudged_samples in metrics.jsonl. "
             "filters.zero_variance = true passes over such groups, and a larger trainer.samples_per_group makes them "
             "rarer"
         )

@@ -241,17 +241,29 @@ def _accepted_by_mlflow(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _swanlab(run: TrackedRun) -> "GeneralTracker":
+    import swanlab
     from accelerate.tracking import SwanLabTracker
 
-    return SwanLabTracker(
-        run.project, id=run.run_id, name=run.name, resume="allow", log_dir=str(run.folder / "swanlab")
-    )
+    class Tracker(SwanLabTracker):  # type: ignore[misc]  # accelerate is untyped
+        """Stores the run's settings only: accelerate adds one, `allow_val_change`."""
+
+        def store_init_configuration(self, values: dict[str, str]) -> None:
+            swanlab.config.update(values)
+
+    return Tracker(run.project, id=run.run_id, name=run.name, resume="allow", log_dir=str(run.folder / "swanlab"))
 
 
 def _trackio(run: TrackedRun) -> "GeneralTracker":
+    import trackio
     from accelerate.tracking import TrackioTracker
 
-    return TrackioTracker(run.project, name=run.run_id, resume="allow")
+    class Tracker(TrackioTracker):  # type: ignore[misc]  # accelerate is untyped
+        """Stores the run's settings only: accelerate adds one, `allow_val_change`."""
+
+        def store_init_configuration(self, values: dict[str, str]) -> None:
+            trackio.config.update(values)
+
+    return Tracker(run.project, name=run.run_id, resume="allow")  # it finds a run to resume by its name
 
 
 KINDS: Mapping[str, TrackerKind] = {

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import sqlite3
-import subprocess
 import sys
 import threading
 from contextlib import closing
@@ -19,27 +17,8 @@ from penstock.errors import ConfigError
 from services.cli.service_settings import for_trainer
 from services.recipe import Recipe
 from services.trainer.config import TrackersConfig
-from services.trainer.telemetry.trackers import Feed, TrackedRun, TrackerKind, Trackers, described, require_packages
-
-RUN_ID = "tiny-20260101-120000"
-ROWS = [{"step": step, "reward_mean": step / 10, "groups": [1, 2], "weights_digest": "00ff"} for step in range(1, 5)]
-
-LOG_ROWS = """
-import json, sys
-from pathlib import Path
-import structlog
-from services.trainer.config import TrackersConfig
-from services.trainer.telemetry.trackers import TrackedRun, Trackers
-
-given = json.loads(sys.argv[1])
-with structlog.testing.capture_logs() as logs:
-    run = TrackedRun(**given["run"] | {"folder": Path(given["run"]["folder"])})
-    trackers = Trackers.open(TrackersConfig.model_validate({"use": [given["use"]]}), run)
-    for row in given["rows"]:
-        trackers.log(row)
-    trackers.close()
-assert logs == [], logs
-"""
+from services.trainer.telemetry.trackers import Feed, TrackerKind, Trackers, described, require_packages
+from tests.support.trainer.tracked_runs import ROWS, RUN_ID, log_rows, python, run_in
 
 READ_WANDB = """
 import json, sys
@@ -63,39 +42,6 @@ while position + 7 <= len(content):
             rows.append((items["step"], items.get("reward_mean", items.get("eval/a/score"))))
 print(json.dumps(rows))
 """
-
-
-def python(program: str, *arguments: str, **environment: str) -> str:
-    """Run it as a process of its own, as a trainer is: trackers leave threads, files and children to the exit."""
-    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def run_in(folder: Path, last_step: int = 0) -> TrackedRun:
-    """A run from its beginning, or from a checkpoint."""
-    settings = {"run.name": "tiny"}
-    return TrackedRun(
-        run_id=RUN_ID, name="tiny", project="tests", last_step=last_step, folder=folder, settings=settings
-    )
-
-
-def log_rows(
-    use: str, folder: Path, rows: list[dict[str, Any]], *, last_step: int = 0, run_id: str = RUN_ID, **environment: str
-) -> None:
-    """Open one tracker, log and close; nothing may have failed."""
-    run = {
-        "run_id": run_id,
-        "name": "tiny",
-        "project": "tests",
-        "last_step": last_step,
-        "folder": str(folder),
-        "settings": {"trainer.num_steps": str(4 + last_step)},
-    }
-    python(LOG_ROWS, json.dumps({"use": use, "run": run, "rows": rows}), **environment)
 
 
 def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from services.trainer.admission.config import FilterConfig, doubts
 from services.trainer.admission.filters import FilterReason, Screening, compression_ratio, screen
 from services.trainer.admission.group_state import GroupCounts
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.algorithm.presets import PRESETS
 from services.trainer.backend.batch import Batch, make_batch
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainGroup
 from services.trainer.flow.filter_tally import WINDOW, FilterTally, Interval
@@ -260,6 +261,9 @@ def test_refuses_an_estimator_that_learns_from_groups_without_spread() -> None:
             {"advantage": {"kind": "dr_grpo", "length_penalty": {"kind": "linear"}}},
             "kind = 'linear' penalises",
         ),
+        ({}, {"trust_region": {"kind": "clip"}}, "'clip' never acts with anchor = 'proximal'"),
+        ({}, {"preset": "ppo", "anchor": "proximal"}, "'clip' never acts with anchor = 'proximal'"),
+        ({}, {"preset": "rlinf_geo3k", "trust_region": {"kind": "cispo"}}, "'cispo' never acts"),
     ],
 )
 def test_says_what_may_not_be_meant(filters: dict[str, Any], algorithm: dict[str, Any], doubt: str) -> None:
@@ -267,4 +271,5 @@ def test_says_what_may_not_be_meant(filters: dict[str, Any], algorithm: dict[str
     axes = AlgorithmConfig.model_validate(algorithm)
     (found,) = doubts(FilterConfig.model_validate(filters), axes)
     assert doubt in found
-    assert doubts(FilterConfig(), axes) == []
+    for preset in PRESETS:
+        assert doubts(FilterConfig(), AlgorithmConfig.model_validate({"preset": preset})) == []

@@ -120,6 +120,34 @@ def test_huge_log_ratios_stay_finite() -> None:
         assert all(map(math.isfinite, gradient))
 
 
+CLAMPED = (tensor(0, -25, 0, -19), tensor(-25, 0, -19, 0))
+"""Log ratios of 25, -25, 19 and -19."""
+
+
+@pytest.mark.parametrize(
+    ("sections", "clamped"),
+    [
+        ({}, 1 / 2),
+        ({"trust_region": {"kind": "none"}}, 1 / 2),
+        ({"trust_region": {"kind": "dppo_tv", "tv_low": 1.0, "tv_high": 1.0}}, 1 / 2),
+        ({"trust_region": {"kind": "dppo_tv", "tv_low": 1.0, "tv_high": 1.0, "cap": 9.0}}, 0),
+        ({"trust_region": {"kind": "cispo"}}, 0),
+        ({"ratio": "sequence", "aggregation": {"kind": "sequence"}}, 1 / 2),
+    ],
+    ids=str,
+)
+def test_stats_count_the_tokens_that_the_clamp_of_the_log_ratio_silences(
+    sections: dict[str, Any], clamped: float
+) -> None:
+    """Beyond ±20, where the ratio has the gradient; exactly the tokens whose gradient is 0 are not trained."""
+    config = algorithm("ppo", **sections)
+    advantages = tensor(-1, 1, -1, 1)
+    assert stats_of(tokens_of(*CLAMPED), advantages, config, version=0)["clamped_fraction"] == clamped
+    _, gradient = loss_and_gradient(*CLAMPED, advantages, config)
+    trained = policy_loss(tokens_of(*CLAMPED), samples_of(advantages), config).trained_N
+    assert [value != 0 for value in gradient] == trained.tolist()
+
+
 def test_token_weighs_tokens_equally_and_sequence_samples() -> None:
     """Samples of 1, 3 and 4 tokens."""
     counts = np.array([1, 3, 4])

@@ -73,6 +73,16 @@ def with_logprob(group: TrainGroup, value: float) -> TrainGroup:
     return replace(group, samples=((replace(sequence, engine_logprobs_X=logprobs),), *group.samples[1:]))
 
 
+def moved(group: TrainGroup, *, better: float, worse: float) -> TrainGroup:
+    """The group with engine log-probabilities that are `better` and `worse` nats from the policy's, or about."""
+    best = max(group.rewards)
+    samples = tuple(
+        (replace(each, engine_logprobs_X=each.engine_logprobs_X - (better if reward == best else worse)),)
+        for each, reward in zip(group.sequences, group.rewards, strict=True)
+    )
+    return replace(group, samples=samples)
+
+
 def with_broken_picture(group: TrainGroup) -> TrainGroup:
     """The group with a picture for which the model computes no number."""
     [image] = group.sequences[0].images
@@ -138,6 +148,30 @@ def test_a_group_that_is_not_finite_is_skipped_and_counted(
     assert [(entry["event"], entry["index"]) for entry in logs] == [("group.skipped", 1)]
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"preset": "m2po"},
+        {"preset": "cispo"},
+        {"preset": "decoupled_ppo"},
+        {"preset": "gspo"},
+        {"preset": "ppo", "advantage": {"kind": "reinforce_pp"}, "kl": {"kind": "k1_in_reward", "coef": 0.1}},
+        {"correction": {"kind": "clip", "level": "sequence", "low": 0.1, "normalize": True}, "kl": {"kind": "k3"}},
+    ],
+    ids=str,
+)
+def test_a_group_that_is_not_finite_spoils_no_statistic_of_the_batch(
+    tiny_model_path: Path, groups: list[TrainGroup], algorithm: dict[str, Any]
+) -> None:
+    """Where samples are compared over the batch, too: the others are trained, and every metric is a number."""
+    metrics = take_step(
+        loaded(tiny_model_path, **algorithm), [[groups[0], with_logprob(groups[1], math.nan), *groups[2:]]], VERSION
+    )
+    assert (metrics["num_groups_skipped"], metrics["skipped"]) == (1, 0)
+    assert metrics["grad_norm"] > 0
+    assert [name for name, value in metrics.items() if not math.isfinite(value)] == []
+
+
 def test_a_batch_without_a_finite_group_skips_the_step(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """Nothing changes, and the second time in a row the run ends."""
     backend = loaded(tiny_model_path)
@@ -171,6 +205,35 @@ def test_a_batch_that_is_wholly_rejected_skips_the_step(
     assert same_weights(backend, before)
     with pytest.raises(UserError, match=r"2 steps in a row were skipped.*\[algorithm\]"):
         take_step(backend, [groups], VERSION)
+
+
+def test_a_batch_whose_log_ratios_are_all_clamped_skips_the_step_and_names_the_cause(
+    tiny_model_path: Path, groups: list[TrainGroup]
+) -> None:
+    """Its gradient is exactly 0, which AdamW's averages would turn into a step all the same."""
+
+    far = [moved(group, better=-50.0, worse=50.0) for group in (groups[0], groups[2])]
+    backend = loaded(tiny_model_path, preset="ppo")
+    before = weights(backend)
+    with structlog.testing.capture_logs() as logs:
+        metrics = take_step(backend, [far], VERSION)
+    found = {name: metrics[name] for name in ("skipped", "grad_norm", "rejected_fraction", "clamped_fraction")}
+    assert found == {"skipped": 1, "grad_norm": 0, "rejected_fraction": 1, "clamped_fraction": 1}
+    assert "100% of them for a log ratio of policy to anchor beyond ±20" in logs[-1]["reason"]
+    assert same_weights(backend, before)
+    with pytest.raises(UserError, match=r"2 steps in a row were skipped.*check model\.path and rollout\.dtype"):
+        take_step(backend, [far], VERSION)
+
+
+def test_a_batch_that_is_wholly_outside_the_trust_region_skips_the_step(
+    tiny_model_path: Path, groups: list[TrainGroup]
+) -> None:
+    """Good samples became likelier and bad ones less since they were sampled: far, but not beyond the clamp."""
+    far = [moved(group, better=10.0, worse=-10.0) for group in (groups[0], groups[2])]
+    with structlog.testing.capture_logs() as logs:
+        metrics = take_step(loaded(tiny_model_path, preset="ppo"), [far], VERSION)
+    assert (metrics["skipped"], metrics["rejected_fraction"], metrics["clamped_fraction"]) == (1, 1, 0)
+    assert "every token with an advantage was rejected (trust_region clip" in logs[-1]["reason"]
 
 
 ALL_REJECTED = {"preset": "ppo", "rejection": {"kind": "k3", "max_k3": 1e-12}}

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from penstock.model.tokens import image_token_id
 from services.trainer.batching.packing import Block, common_prefix_length, num_row_tokens, plan_rows
 from services.trainer.batching.positions import sample_positions
-from services.trainer.batching.rows import build_row
+from services.trainer.batching.rows import build_row, fixed_length, padded_length
 from services.trainer.batching.sequences import GroupReader, TrainSequence
+from services.trainer.flow.batch_source import is_chunk
 from tests.support.trainer.groups import BOILERPLATE, IMAGES, make_group, picture
 from tests.support.trainer.lengths import GEO3K_GROUPS, PROMPTS
 from tests.support.trainer.read_groups import reader_of
@@ -112,6 +113,73 @@ def test_fixed_rows_are_as_few_as_their_tokens_need(max_tokens: int, mean_densit
         assert len(rows) <= math.ceil(least / max_tokens) + 1
         densities.append(sum(num_row_tokens(row, lengths) for row in rows) / (len(rows) * max_tokens))
     assert sum(densities) / len(densities) >= mean_density
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "row_lengths", "whole", "streamed"),
+    [
+        (8192, 1, 0.976, 0.887),
+        (8192, 8, 0.987, 0.973),
+        (8192, 16, 0.988, 0.982),
+        (16384, 1, 0.971, 0.761),
+        (16384, 8, 0.990, 0.968),
+        (16384, 16, 0.993, 0.980),
+        (32768, 1, 0.956, 0.598),
+        (32768, 8, 0.989, 0.942),
+        (32768, 16, 0.994, 0.970),
+    ],
+)
+def test_the_densities_that_the_docs_state(max_tokens: int, row_lengths: int, whole: float, streamed: float) -> None:
+    """Mean over 20 draws of a step of 64 prompts of 8 samples, in one chunk and in as many as there can be."""
+    densities = []
+    for seed in range(20):
+        responses = np.random.default_rng(seed).lognormal(np.log(450), 0.6, (64, 8)).clip(100, 1500).astype(int)
+        drawn = list(zip(PROMPTS * 2, responses.tolist(), strict=True))
+        chunks = one_by_one(drawn, max_tokens, pads_passes=row_lengths == 1)
+        assert len(chunks) == 8
+        densities.append([density_of(each, max_tokens, row_lengths) for each in ([drawn], chunks)])
+    assert np.mean(densities, axis=0) == pytest.approx([whole, streamed], abs=6e-4)
+
+
+def one_by_one(
+    drawn: list[tuple[int, list[int]]], max_tokens: int, *, pads_passes: bool
+) -> list[list[tuple[int, list[int]]]]:
+    """The chunks of a batch whose groups arrive one by one, each later than the chunk before is computed."""
+    chunks: list[list[tuple[int, list[int]]]] = [[]]
+    for number, group in enumerate(drawn):
+        chunks[-1].append(group)
+        num_tokens = sum(len(responses) * prompt + sum(responses) for prompt, responses in chunks[-1])
+        num_missing = len(drawn) - number - 1 + len(chunks[-1])
+        is_due = is_chunk(
+            len(chunks[-1]),
+            num_tokens,
+            num_missing=num_missing,
+            groups_per_step=len(drawn),
+            pass_tokens=max_tokens,
+            pads_passes=pads_passes,
+        )
+        if is_due and number < len(drawn) - 1:
+            chunks.append([])
+    return chunks
+
+
+def density_of(chunks: list[list[tuple[int, list[int]]]], max_tokens: int, row_lengths: int) -> float:
+    """Share of the padded rows' tokens that belong to samples."""
+    read = computed = 0
+    for chunk in chunks:
+        lengths, groups, prefixes = flat(chunk)
+        sizes = [num_row_tokens(row, lengths) for row in plan_rows(lengths, groups, prefixes, max_tokens, fill=True)]
+        read += sum(sizes)
+        computed += sum(padded_length(size, fixed_length(size, max_tokens, row_lengths)) for size in sizes)
+    return read / computed
+
+
+def test_a_fixed_row_has_the_least_length_that_holds_it() -> None:
+    """Of four even steps; a sample that is longer than all of them is a row of its own length."""
+    found = [fixed_length(size, 1000, 4) for size in (1, 250, 251, 1000, 1200)]
+    assert found == [250, 250, 500, 1000, 1000]
+    assert fixed_length(1, 1000, 1) == 1000
+    assert fixed_length(999, 1000, 3) == 1000  # three steps of 334 are more than the longest
 
 
 def test_sharing_prompts_saves_what_it_should_on_geo3k_lengths() -> None:

@@ -81,6 +81,7 @@ def largest_change(before: dict[str, torch.Tensor], after: dict[str, torch.Tenso
         {"micro_batch_tokens": 60},
         {"share_prompts": False},
         {"fixed_rows": True, "micro_batch_tokens": 100},
+        {"fixed_rows": True, "micro_batch_tokens": 400, "row_lengths": 4},
     ],
     ids=str,
 )
@@ -177,6 +178,9 @@ def test_metrics_say_how_rows_are_filled_and_what_is_shared(tiny_model_path: Pat
     metrics = take_step(backend_of(tiny_model_path, fixed), [groups], 2)
     assert metrics["shared_token_fraction"] == 0
     assert metrics["packing_density"] == pytest.approx(unshared / (3 * 256))
+    steps = config(share_prompts=False, fixed_rows=True, micro_batch_tokens=256, row_lengths=4)
+    metrics = take_step(backend_of(tiny_model_path, steps), [groups], 2)
+    assert metrics["packing_density"] == pytest.approx(unshared / (256 + 128 + 64))
 
 
 def test_few_samples_without_gradient_are_computed() -> None:

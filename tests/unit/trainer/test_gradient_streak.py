@@ -30,7 +30,10 @@ def warnings(streak: GradientStreak, steps: list[dict[str, float]]) -> list[Any]
     ("changes", "cause"),
     [
         (FLAT, "filters.zero_variance"),
+        (FLAT, "Groups with one judged sample are among them: see num_unjudged_samples"),
         ({"rejected_fraction": 1.0}, "rejection in [algorithm]"),
+        ({"rejected_fraction": 1.0, "clamped_fraction": 0.25}, "rejection in [algorithm]"),
+        ({"rejected_fraction": 1.0, "clamped_fraction": 0.75, "grad_norm": 0.0}, "75% of them for a log ratio"),
         ({"num_groups_without_gradient": 4.0}, "num_unjudged_samples"),
         ({"grad_norm": 0.0}, "num_masked_samples"),
     ],

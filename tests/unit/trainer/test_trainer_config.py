@@ -22,6 +22,7 @@ class Both(Config):
     ("override", "message"),
     [
         ("--trainer.max_staleness=-1", r"trainer\.max_staleness = '-1'"),
+        ("--trainer.row_lengths=8", r"row_lengths = 8 has no effect without padding; set fixed_rows = true"),
         ("--trainer.samples_per_group=1", r"trainer\.samples_per_group = '1'"),
         ("--trainer.weight_sync.mode=abort", r"trainer\.weight_sync\.mode = 'abort'.*'retract', 'in_place' or 'drain'"),
         (

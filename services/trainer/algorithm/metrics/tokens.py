@@ -35,6 +35,8 @@ def token_stats(
       changed, and effective share of the batch, (sum w)^2 / (N sum w^2). Only with a correction.
     - `rejected_fraction`: share of tokens with an advantage that have no policy gradient; `_low` and `_high` as above.
       `rejected_fraction_<axis>` is the share of all tokens that each axis gives weight 0.
+    - `clamped_fraction`: share of tokens with an advantage that have no policy gradient because their log ratio to the
+      anchor is beyond ±20.
     - `policy_loss`, and `kl_loss`, `drift_loss`, `entropy_loss` if they are on.
     - `num_measured_tokens`: computed tokens, which all these numbers are based on.
     - `entropy`, `kl_reference`: means over tokens of entropy and of k1 to the reference, if they are known.
@@ -96,6 +98,7 @@ def _of_axes(loss: Loss, config: AlgorithmConfig, counts_N: torch.Tensor) -> dic
     for suffix, chosen_N in signs.items():
         metrics[f"clip_fraction{suffix}"] = _share(loss.region.bounded_N & (chosen_N if suffix else True), counts_N)
         metrics[f"rejected_fraction{suffix}"] = _share(~loss.trained_N[chosen_N], counts_N[chosen_N])
+    metrics["clamped_fraction"] = _share(loss.clamped_N[signs[""]], counts_N[signs[""]])
     if config.trust_region.kind != "none":
         metrics["rejected_fraction_trust_region"] = _share(loss.region.outside_N, counts_N)
     if config.rejection.kind != "none":

@@ -24,6 +24,8 @@ ADAM_EPS = 1e-8
 """Added to AdamW's denominator, against division by zero: torch's default, and that of the published recipes."""
 MAX_SKIPPED_STEPS = 3
 """Most skipped steps in a row. One bad batch skips a step; more in a row come from weights that stay broken."""
+REMEDY = "Lower trainer.optimizer.learning_rate or trainer.max_staleness, or loosen the bounds in [algorithm]"
+"""What a person can do where steps are skipped and nothing better is known."""
 
 
 class Optimizer:
@@ -71,12 +73,13 @@ class Optimizer:
         self._num_updates = 0
         self._num_skipped_in_a_row = 0
 
-    def update(self, loss: float, *, problem: str = "") -> dict[str, float]:
+    def update(self, loss: float, *, problem: str = "", remedy: str = REMEDY) -> dict[str, float]:
         """Apply the accumulated gradient if it and the loss are finite, clear it, and return metrics.
 
         Args:
             loss: Loss of the batch.
             problem: Why a finite gradient must not be applied; empty if it may.
+            remedy: What a person can do about the problem if it stays: an imperative without a full stop.
 
         Raises:
             UserError: more than `max_skipped_steps` updates in a row were not applied.
@@ -86,7 +89,7 @@ class Optimizer:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             problem = f"loss {loss} and gradient norm {grad_norm}"
         if problem:
-            self._skip(problem)
+            self._skip(problem, remedy)
         else:
             for group in self._adamw.param_groups:
                 group["lr"] = group["full_rate"] * factor
@@ -128,15 +131,14 @@ class Optimizer:
             if part_of(name) in parts:
                 weight.grad = None
 
-    def _skip(self, problem: str) -> None:
+    def _skip(self, problem: str, remedy: str) -> None:
         self.discard()
         self._num_skipped_in_a_row += 1
         log.warning("step.skipped", reason=problem, in_a_row=self._num_skipped_in_a_row)
         if self._num_skipped_in_a_row > self._max_skipped_steps:
             raise UserError(
                 f"{self._num_skipped_in_a_row} steps in a row were skipped, the last one for: {problem}. Weights are "
-                "as they were before them. Lower trainer.optimizer.learning_rate or trainer.max_staleness, or loosen "
-                "the bounds in [algorithm], and resume from the last checkpoint"
+                f"as they were before them. {remedy}, and resume from the last checkpoint"
             )
 
     def state_dict(self) -> dict[str, Any]:

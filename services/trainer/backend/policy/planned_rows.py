@@ -9,7 +9,7 @@ import torch
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.rounds import evened, rounds_of
 from services.trainer.batching.packing import Row, num_row_tokens, pack
-from services.trainer.batching.rows import PackedRow, build_row, padded_length
+from services.trainer.batching.rows import PackedRow, build_row, fixed_length, padded_length
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import BackendConfig
 
@@ -33,8 +33,8 @@ class PlannedRows:
     samples: Sequence[int]
     """Sample of each sequence."""
     plan: Sequence[Row]
-    row_length: int
-    """Length that rows are padded to; 0 pads nothing."""
+    row_lengths: Sequence[int]
+    """Length that each row of the plan is padded to; 0 pads nothing."""
     device: torch.device
     ranks: Ranks
 
@@ -77,14 +77,19 @@ class PlannedRows:
         if ranks.size > 1 and not config.fixed_rows:
             num_tokens = sum(num_row_tokens(row, lengths) for row in widest)
             widest = evened(ranks.size, plan, widest, num_tokens=num_tokens, max_tokens=config.micro_batch_tokens)
-        row_length = config.micro_batch_tokens if config.fixed_rows else 0
-        return cls(sequences=sequences, samples=samples, plan=widest, row_length=row_length, device=device, ranks=ranks)
+        row_lengths = [0] * len(widest)
+        if config.fixed_rows:
+            sizes = [num_row_tokens(row, lengths) for row in widest]
+            row_lengths = [fixed_length(size, config.micro_batch_tokens, config.row_lengths) for size in sizes]
+        return cls(
+            sequences=sequences, samples=samples, plan=widest, row_lengths=row_lengths, device=device, ranks=ranks
+        )
 
     def __iter__(self) -> Iterator[RankRow]:
         """Build the rows that this rank computes, one at a time, on the device."""
         costs = [self._cost(row) if self.ranks.size > 1 else 0 for row in self.plan]
         for number, counts in rounds_of(self.ranks.rank, costs, self.ranks.size):
-            row = build_row(self.sequences, self.plan[number], length=self.row_length, samples=self.samples)
+            row = build_row(self.sequences, self.plan[number], length=self.row_lengths[number], samples=self.samples)
             yield RankRow(number, row.to(self.device), counts)
 
     @property
@@ -109,7 +114,8 @@ class PlannedRows:
         """Token counts of the rows."""
         lengths = [sequence.num_inputs for sequence in self.sequences]
         read = [num_row_tokens(row, lengths) for row in self.plan]
-        computed = [padded_length(tokens, self.row_length) if self.row_length else tokens for tokens in read]
+        padded = zip(read, self.row_lengths, strict=True)
+        computed = [padded_length(tokens, length) if length else tokens for tokens, length in padded]
         return TokenCounts(
             planned=sum(lengths[number] for row in self.plan for block in row for number in block.sequences),
             read=sum(read),

@@ -87,6 +87,7 @@ def assert_same(one: Any, other: Any, *, atol: float = 2e-6) -> None:
         {"micro_batch_tokens": 90},
         {"micro_batch_tokens": 8192},
         {"fixed_rows": True, "micro_batch_tokens": 256},
+        {"fixed_rows": True, "micro_batch_tokens": 256, "row_lengths": 2},
         {"gradient_checkpointing": True, "micro_batch_tokens": 90},
         {"micro_batch_tokens": 90, "optimizer": {"learning_rates": {"text": 0.0}}},
         {"optimizer": {"learning_rates": {"tower": 0.0}, "grad_clip": 1e-3, "weight_decay": 0.1}},

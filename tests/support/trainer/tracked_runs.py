@@ -1,0 +1,69 @@
+"""Runs whose metrics are sent to a tracker by a process of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from services.trainer.telemetry.trackers import TrackedRun
+
+RUN_ID = "tiny-20260101-120000"
+ROWS = [{"step": step, "reward_mean": step / 10, "groups": [1, 2], "weights_digest": "00ff"} for step in range(1, 5)]
+
+LOG_ROWS = """
+import json, sys
+from pathlib import Path
+import structlog
+from services.trainer.config import TrackersConfig
+from services.trainer.telemetry.trackers import TrackedRun, Trackers
+
+given = json.loads(sys.argv[1])
+with structlog.testing.capture_logs() as logs:
+    run = TrackedRun(**given["run"] | {"folder": Path(given["run"]["folder"])})
+    trackers = Trackers.open(TrackersConfig.model_validate({"use": [given["use"]]}), run)
+    for row in given["rows"]:
+        trackers.log(row)
+    trackers.close()
+assert logs == [], logs
+"""
+
+
+def python(program: str, *arguments: str, **environment: str) -> str:
+    """Run it as a process of its own, as a trainer is: trackers leave threads, files and children to the exit."""
+    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,  # nobody types a key
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_in(folder: Path, last_step: int = 0) -> TrackedRun:
+    """A run from its beginning, or from a checkpoint."""
+    settings = {"run.name": "tiny"}
+    return TrackedRun(
+        run_id=RUN_ID, name="tiny", project="tests", last_step=last_step, folder=folder, settings=settings
+    )
+
+
+def log_rows(
+    use: str, folder: Path, rows: list[dict[str, Any]], *, last_step: int = 0, run_id: str = RUN_ID, **environment: str
+) -> None:
+    """Open one tracker, log and close; nothing may have failed."""
+    run = {
+        "run_id": run_id,
+        "name": "tiny",
+        "project": "tests",
+        "last_step": last_step,
+        "folder": str(folder),
+        "settings": {"trainer.num_steps": str(4 + last_step)},
+    }
+    python(LOG_ROWS, json.dumps({"use": use, "run": run, "rows": rows}), **environment)
