@@ -84,7 +84,7 @@ test-clients: setup ## Run the ordinary examples of OpenAI's clients with the re
 	@$(BIN)/pytest tests/clients/run_examples.py $(ARGS)
 
 test-families: setup ## Compare every model family that is trained, tiny, on real SGLang with transformers.
-	@$(BIN)/pytest tests/integration/engine/run_families.py $(ARGS)
+	@$(BIN)/pytest tests/integration/engine/families/run_families.py $(ARGS)
 
 test-tensor-parallel: setup ## Test prefill/decode pairs whose engines are two processes each.
 	@PENSTOCK_TEST_TENSOR_PARALLEL=2 $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)

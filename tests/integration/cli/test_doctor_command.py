@@ -24,7 +24,7 @@ from services.doctor.network import check_bus, check_ports, resolve
 from services.launch.gpu_plan import find_gpus
 from services.recipe import Recipe
 from services.trainer.data.sources import hub as data_hub
-from tests.support.trainer.hub_server import COMMIT, HubServer, Repo, hub_server
+from tests.support.trainer.data.hub_server import COMMIT, HubServer, Repo, hub_server
 
 REPOS = {
     "owner/plain": Repo(commits={COMMIT: {"train.jsonl": b'{"problem": "1+1", "answer": "2"}\n'}}),

@@ -19,7 +19,7 @@ from services.trainer.evaluation.openai_player import OpenAiPlayer
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from tests.support.openai_api import Api, serving_api
-from tests.support.trainer.pictures import jpeg
+from tests.support.trainer.data.pictures import jpeg
 from tests.support.waiting import promptly
 
 pytestmark = pytest.mark.leaves_behind("the reward pool replaces workers, and their pipes", "descriptor")

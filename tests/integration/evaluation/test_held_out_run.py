@@ -8,7 +8,7 @@ import pytest
 
 from bench.async_loop.workload import Scenario, Workload
 from penstock.bus.connection import Bus
-from tests.support.trainer.simulated_run import WITHIN_S, SimulatedRun, simulated_run
+from tests.support.trainer.runs.simulated_run import WITHIN_S, SimulatedRun, simulated_run
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * WITHIN_S)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.router.openai_harness import Harness
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".lmms-eval/bin/python"

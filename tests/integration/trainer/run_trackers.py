@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.trainer.tracked_runs import ROWS, RUN_ID, log_rows, python
+from tests.support.trainer.runs.tracked_runs import ROWS, RUN_ID, log_rows, python
 
 PACKAGES = Path(os.environ.get("PENSTOCK_TEST_CLIENTS", ".clients")).resolve() / "trackers"
 # In front of all others: these trackers need older versions of some packages that are installed.

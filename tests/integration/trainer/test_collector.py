@@ -18,8 +18,8 @@ from penstock.records import Group
 from penstock.records.codec import encode
 from services.trainer.admission.group_state import GroupStatus
 from services.trainer.batching.sequences import TrainGroup
-from tests.support.trainer.flow import RUN, num_prompts, num_stored, open_flow, publish, running
 from tests.support.trainer.groups import make_group, num_placeholders, picture
+from tests.support.trainer.runs.flow import RUN, num_prompts, num_stored, open_flow, publish, running
 from tests.support.waiting import HANG_S, until
 
 

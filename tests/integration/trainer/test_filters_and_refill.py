@@ -24,8 +24,8 @@ from services.trainer.admission.group_state import GroupStatus
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import PromptLimit
-from tests.support.trainer.flow import Flow, num_prompts, num_stored, open_flow, publish, running
 from tests.support.trainer.groups import make_group
+from tests.support.trainer.runs.flow import Flow, num_prompts, num_stored, open_flow, publish, running
 from tests.support.waiting import HANG_S, until
 
 FILTERS = FilterConfig(zero_variance=True)

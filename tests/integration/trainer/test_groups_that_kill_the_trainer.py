@@ -16,15 +16,15 @@ from penstock.errors import DataError, InvalidRequestError
 from penstock.records.codec import encode
 from services.trainer.flow.crash_record import MAX_DEATHS, CrashRecord
 from tests.conftest import ROOT
-from tests.support.trainer.dying_trainer import NUM_GROUPS
 from tests.support.trainer.groups import make_group
+from tests.support.trainer.runs.dying_trainer import NUM_GROUPS
 
 
 async def start_trainer(*arguments: object) -> list[str]:
-    """The last two lines that `tests.support.trainer.dying_trainer` prints."""
+    """The last two lines that `tests.support.trainer.runs.dying_trainer` prints."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tests.support.trainer.dying_trainer", *map(str, arguments)),
+        *("-m", "tests.support.trainer.runs.dying_trainer", *map(str, arguments)),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -7,7 +7,7 @@ import pytest
 from bench.async_loop.workload import Scenario, Workload
 from penstock.bus.connection import Bus
 from services.trainer.demonstrations.config import DemonstrationsConfig
-from tests.support.trainer.simulated_run import WITHIN_S, simulated_run
+from tests.support.trainer.runs.simulated_run import WITHIN_S, simulated_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * WITHIN_S)]
 

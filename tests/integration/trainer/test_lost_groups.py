@@ -14,8 +14,8 @@ from penstock.errors import DataError, SetupError
 from penstock.records import Group
 from services.trainer.batching.images import ImagePatcher
 from tests.support.cuttable_link import CuttableLink
-from tests.support.trainer.flow import num_prompts, open_flow, publish, running
 from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
+from tests.support.trainer.runs.flow import num_prompts, open_flow, publish, running
 from tests.support.waiting import HANG_S, until
 
 

@@ -24,8 +24,8 @@ from services.trainer.admission.group_state import GroupStatus
 from services.trainer.admission.pools import Pool, Row, RowPools
 from services.trainer.data.config import DataConfig, PoolConfig
 from services.trainer.data.dataset import Dataset, open_dataset
-from tests.support.trainer.flow import Flow, publish, running
 from tests.support.trainer.groups import make_group
+from tests.support.trainer.runs.flow import Flow, publish, running
 from tests.support.waiting import promptly, until
 
 SEED = 1

@@ -16,7 +16,7 @@ from penstock.records import Limits, Prompt
 from penstock.records.codec import decode
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
-from tests.support.trainer.flow import open_flow
+from tests.support.trainer.runs.flow import open_flow
 from tests.support.waiting import HANG_S
 
 TOOL = {"type": "function", "function": {"name": "zoom"}}

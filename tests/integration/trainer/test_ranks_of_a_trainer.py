@@ -19,11 +19,11 @@ from penstock.runtime.ports import held_ports
 from services.trainer.backend.base import take_step
 from services.trainer.backend.ranks.ranks import ALONE
 from tests.conftest import ROOT
-from tests.support.trainer.ranked_groups import VERSION, groups_of
+from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 from tests.support.waiting import wait_until
 from tests.unit.backend.ranks.test_ranks import backend_of
 
-_MODULE = "tests.support.trainer.ranks_trainer"
+_MODULE = "tests.support.trainer.ranks.ranks_trainer"
 
 
 class Trainer:

@@ -30,7 +30,7 @@ from services.trainer.replay.recording import read_recording, recorded_steps, wr
 from services.trainer.replay.replay import ReplayedStep, replay_step, start_of
 from services.trainer.replay.run import RecordedRun, opened_run
 from tests.conftest import ROOT
-from tests.support.trainer.recorded_run import MODEL, NUM_STEPS, RECORDED, copied, lines_of, replayed
+from tests.support.trainer.runs.recorded_run import MODEL, NUM_STEPS, RECORDED, copied, lines_of, replayed
 
 
 @pytest.fixture

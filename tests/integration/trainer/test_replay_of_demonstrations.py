@@ -12,8 +12,8 @@ from services.cli.replay.run import replay
 from services.trainer.demonstrations.config import DemonstrationsConfig
 from services.trainer.replay.replay import replay_step, start_of
 from services.trainer.replay.run import RecordedRun
-from tests.support.trainer.mixed_run import train
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
+from tests.support.trainer.runs.mixed_run import train
 
 NUM_STEPS = 3
 

@@ -10,7 +10,7 @@ from services.cli.replay.run import replay
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.replay.replay import start_of
 from services.trainer.replay.run import RecordedRun, opened_run
-from tests.support.trainer.recorded_run import MODEL, copied, replayed
+from tests.support.trainer.runs.recorded_run import MODEL, copied, replayed
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from services.cli.service_settings import for_trainer
 from services.recipe import Recipe
 from services.trainer.config import TrackersConfig
 from services.trainer.telemetry.trackers import Feed, TrackerKind, Trackers, described, require_packages
-from tests.support.trainer.tracked_runs import ROWS, RUN_ID, log_rows, python, run_in
+from tests.support.trainer.runs.tracked_runs import ROWS, RUN_ID, log_rows, python, run_in
 
 READ_WANDB = """
 import json, sys

@@ -28,7 +28,7 @@ from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetCo
 from services.trainer.evaluation.evaluation import Evaluation
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 from tests.support.waiting import promptly, until
 from tests.support.worker.prompts import ANSWER, count, free_port, read, working
 

@@ -13,7 +13,7 @@ from penstock.records.codec import decode, encode
 from services.cli import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 from tests.support.waiting import HANG_S, promptly, until
 
 # A PNG, which has \r\n in it, and a byte of every value after its end: whatever a file holds must arrive as it is.

@@ -26,7 +26,7 @@ from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig, OptimizerConfig
 from tests.conftest import ROOT
-from tests.support.trainer.ranked_groups import VERSION, groups_of
+from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 from tests.support.trainer.rows import row_of
 from tests.support.trainer.teacher import write_teacher
 

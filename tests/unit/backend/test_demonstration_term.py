@@ -20,9 +20,9 @@ from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig, OptimizerConfig
 from services.trainer.sft.sequences import DemonstrationReader
 from services.trainer.telemetry.gradient_streak import GradientStreak
-from tests.support.trainer.pictures import png
-from tests.support.trainer.ranked_groups import VERSION, groups_of
-from tests.support.trainer.sft import demonstration
+from tests.support.trainer.data.pictures import png
+from tests.support.trainer.data.sft import demonstration
+from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 
 COEF = 0.25
 """A power of two, so that the factor itself rounds nothing."""

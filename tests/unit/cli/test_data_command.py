@@ -17,7 +17,7 @@ import pytest
 from penstock.model.chat_template import Renderer
 from penstock.telemetry import log
 from services.cli import main
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 SOUND = {"images": [png(size=(64, 48))], "problem": "<image>Find <b>x</b> & y.", "answer": "5", "level": "<script>"}
 

@@ -18,7 +18,7 @@ from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetCo
 from services.trainer.evaluation.outcome import PlayedPrompt, PlayedSample
 from services.trainer.evaluation.report import SAMPLES_FILE, read_samples
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from penstock.telemetry import log
 from services.cli import main
 from services.cli.evaluation import run as evaluating
 from services.launch import launcher
-from tests.support.trainer.hub_server import COMMIT, HubServer, Repo, used_hub
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.hub_server import COMMIT, HubServer, Repo, used_hub
+from tests.support.trainer.data.pictures import png
 
 ROWS = b'{"problem": "1 + 1?", "answer": "2"}\n{"problem": "1 + 2?", "answer": "3"}\n'
 REPOS = {

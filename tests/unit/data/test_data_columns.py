@@ -8,7 +8,7 @@ import pytest
 from penstock.errors import DataError
 from services.trainer.data.config import DataConfig
 from services.trainer.data.rows.columns import Columns, cell, find_columns
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 PICTURE = {"bytes": png(), "path": None}
 

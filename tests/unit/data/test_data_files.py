@@ -21,7 +21,7 @@ from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.data.sources.files import require_files
 from services.trainer.data.sources.splits import choose_files
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 Rows = list[dict[str, Any]]
 

@@ -18,7 +18,7 @@ from penstock.model.images import decode_image, read_sizes
 from services.trainer.data.rows.images import ImageReader
 from services.trainer.data.rows.resizing import fit_pixels
 from services.trainer.data.sources import downloads
-from tests.support.trainer.pictures import jpeg, png
+from tests.support.trainer.data.pictures import jpeg, png
 
 PNG = png("blue")
 BASE64 = base64.b64encode(PNG).decode()

@@ -15,7 +15,7 @@ from penstock.errors import DataError
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.data.rows.example import Example
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 
 def examples(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> list[Example]:

@@ -20,7 +20,7 @@ from services.trainer.data.dataset import Dataset, open_dataset, row_at
 from services.trainer.data.prompt_length import PromptLimit
 from services.trainer.data.rows.example import Example
 from services.trainer.data.sources.opening import built_in
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 
 def write(path: Path, columns: dict[str, list[object]]) -> str:

@@ -21,7 +21,7 @@ from services.recipe import Recipe
 from services.trainer.data.config import DataConfig, MixedSourceConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.data.sources.files import pin
-from tests.support.trainer.hub_server import COMMIT, OLDER, HubServer, Repo, used_hub
+from tests.support.trainer.data.hub_server import COMMIT, OLDER, HubServer, Repo, used_hub
 
 ROOT = Path(__file__).parents[3]
 

@@ -17,7 +17,7 @@ from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import PromptLimit
 from services.trainer.evaluation.config import inherit
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 
 def opened(tmp_path: Path, rows: list[dict[str, Any]], limit: PromptLimit | None = None, **settings: Any) -> Dataset:

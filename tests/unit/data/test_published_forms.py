@@ -15,7 +15,7 @@ from penstock.records import ImagePart, TextPart
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import open_dataset
 from services.trainer.data.sources.opening import open_sources
-from tests.support.trainer.pictures import jpeg, png
+from tests.support.trainer.data.pictures import jpeg, png
 
 PNG, JPEG = png("blue"), jpeg("blue")
 QUESTION = "Find x."

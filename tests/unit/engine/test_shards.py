@@ -15,7 +15,7 @@ from services.rollout.engine.sglang_plugin.shards import Cut, Shard
 from services.rollout.engine.sglang_plugin.transports import BroadcastTransport
 from services.rollout.engine.sglang_plugin.weight_loader import take_into
 from services.trainer.backend.ranks.ranks import Ranks
-from tests.support.trainer.rank_pool import RankPool
+from tests.support.trainer.ranks.rank_pool import RankPool
 
 CUTS = {
     "rows": ((6, 5), {"dim": 0, "size": 6, "stride": 3}, 1),

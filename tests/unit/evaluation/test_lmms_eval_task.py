@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.router.frontends.openai.schema.requests import ChatRequest
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 FOLDER = Path(__file__).parents[3] / "examples/lmms_eval"
 

@@ -12,7 +12,7 @@ from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetCo
 from services.trainer.evaluation.outcome import PlayedPrompt, PlayedSample
 from services.trainer.evaluation.samples_page import PAGE_FILE, ROWS_PER_SET, write_page
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 NUM_ROWS = 100
 SAMPLE = PlayedSample(text="It is <b>3</b>.", score=1.0, extracted="3", status="", finish_reason="stop", num_tokens=7)

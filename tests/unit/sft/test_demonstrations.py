@@ -17,7 +17,7 @@ from services.trainer.data.prompt_length import ConversationLimit
 from services.trainer.data.rows.example import Example
 from services.trainer.data.sources.opening import open_sources
 from services.trainer.data.sources.source import DEMONSTRATIONS
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 
 def first(tmp_path: Path, row: dict[str, Any], **settings: Any) -> Example:

@@ -22,7 +22,7 @@ from services.trainer.sft.config import SftSettings
 from services.trainer.sft.loop import Observer
 from services.trainer.sft.main import train
 from services.trainer.telemetry.field_names import FIELD_NAMES
-from tests.support.trainer.pictures import png
+from tests.support.trainer.data.pictures import png
 
 pytestmark = pytest.mark.leaves_behind("matplotlib keeps the fonts that a thread has used open", "descriptor")
 

@@ -15,8 +15,8 @@ from services.trainer.data.config import DataConfig
 from services.trainer.data.sources.opening import built_in
 from services.trainer.data.sources.source import DEMONSTRATIONS
 from services.trainer.sft.sequences import DemonstrationReader
-from tests.support.trainer.pictures import png
-from tests.support.trainer.sft import demonstration
+from tests.support.trainer.data.pictures import png
+from tests.support.trainer.data.sft import demonstration
 
 
 @pytest.fixture(scope="module")

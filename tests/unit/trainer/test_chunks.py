@@ -5,7 +5,7 @@ from pathlib import Path
 
 from services.trainer.admission.group_state import GroupStatus
 from services.trainer.telemetry.step_metrics import StepClock
-from tests.support.trainer.gated_loop import running
+from tests.support.trainer.runs.gated_loop import running
 from tests.support.waiting import promptly, settled
 
 

@@ -17,11 +17,11 @@ from services.trainer.demonstrations.config import DemonstrationsConfig
 from services.trainer.sft.batches import BatchesAhead, BatchReader
 from services.trainer.starting_point import StartingPoint
 from services.trainer.telemetry.field_names import FIELD_NAMES
-from tests.support.trainer.gated_loop import running
-from tests.support.trainer.mixed_run import samples_of, train
-from tests.support.trainer.training_loops import UNUSED
+from tests.support.trainer.runs.gated_loop import running
+from tests.support.trainer.runs.mixed_run import samples_of, train
+from tests.support.trainer.runs.training_loops import UNUSED
 from tests.support.waiting import promptly
-from tests.unit.trainer.test_metrics_page import explained
+from tests.unit.trainer.telemetry.test_metrics_page import explained
 
 BUILT_IN = DemonstrationsConfig.model_validate(
     {"sources": {"a": {"answer_format": r"\boxed{{answer}}"}}, "samples_per_step": 3, "coef": 0.5}

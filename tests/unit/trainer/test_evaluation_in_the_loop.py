@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from services.trainer.admission.group_state import GroupStatus
-from tests.support.trainer.gated_loop import GatedEvaluator, running
+from tests.support.trainer.runs.gated_loop import GatedEvaluator, running
 from tests.support.waiting import promptly, settled
 
 

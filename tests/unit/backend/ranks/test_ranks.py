@@ -15,8 +15,8 @@ from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig, OptimizerConfig
 from tests.support.trainer.families import MIXTURES, heard, write_model
-from tests.support.trainer.rank_pool import RankPool
-from tests.support.trainer.ranked_groups import VERSION, groups_of
+from tests.support.trainer.ranks.rank_pool import RankPool
+from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 from tests.support.trainer.teacher import write_teacher
 from tests.unit.algorithm.test_chunks import ALGORITHMS
 

@@ -7,7 +7,7 @@ import pytest
 
 from services.trainer.admission.group_state import GroupStatus
 from services.trainer.background import Lane
-from tests.support.trainer.gated_loop import Rows, SlowSettlements, running
+from tests.support.trainer.runs.gated_loop import Rows, SlowSettlements, running
 from tests.support.waiting import promptly, settled
 
 

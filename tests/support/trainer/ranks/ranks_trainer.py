@@ -1,6 +1,6 @@
 """A trainer of several ranks, in real processes, that does what its standard input says.
 
-    python -m tests.support.trainer.ranks_trainer MODEL NUM_RANKS SILENCE_S [COMMANDS]
+    python -m tests.support.trainer.ranks.ranks_trainer MODEL NUM_RANKS SILENCE_S [COMMANDS]
 
 Commands, a line each, or in COMMANDS separated by semicolons: `load [CHECKPOINT]`, `step SEED`, `begin`, `save FOLDER`,
 `meet`, `close`. Each is answered with a line of JSON; the first line, before any, is the pids of the ranks that it has
@@ -23,7 +23,7 @@ from services.trainer.backend.ranks import processes
 from services.trainer.backend.ranks.many_ranks import ManyRanksBackend
 from services.trainer.backend.ranks.start import follow_torchrun, is_follower, open_ranks
 from services.trainer.config import BackendConfig, OptimizerConfig
-from tests.support.trainer.ranked_groups import VERSION, groups_of
+from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 
 
 def main(model: Path, num_ranks: int, silence_s: float, commands: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
 """A trainer's collector, batches and step, in processes that one group kills.
 
-    python -m tests.support.trainer.dying_trainer URL RUN FOLDER reading|training|waiting NUM_STARTS
+    python -m tests.support.trainer.runs.dying_trainer URL RUN FOLDER reading|training|waiting NUM_STARTS
 
 Starts that many, one after the other, and prints the exit code of each. A process dies by SIGKILL when it reads group
 0, or trains a batch with it, or, once, when it has computed a group of a batch and waits for the other. Otherwise it
@@ -36,7 +36,7 @@ from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.filter_tally import FilterTally
 from services.trainer.position import Position
 from services.trainer.telemetry.step_metrics import StepClock
-from tests.support.trainer.training_loops import training_loop
+from tests.support.trainer.runs.training_loops import training_loop
 from tests.support.waiting import wait_until
 
 DEADLY = 0

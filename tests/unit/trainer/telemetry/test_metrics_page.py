@@ -28,7 +28,7 @@ from tests.support.trainer.read_groups import reader_of
 _UNGROUPED = {"reward", "solve_none", "solve_all", "frac_reward_zero_std"}
 """Names of other frameworks without a group."""
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
 
 
 def explained() -> list[re.Pattern[str]]:

@@ -37,9 +37,9 @@ from services.trainer.replay.settings import StepSettings
 from services.trainer.starting_point import StartingPoint
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
-from tests.support.trainer.gated_loop import PromptPublication
 from tests.support.trainer.groups import IMAGES, make_group, picture
-from tests.support.trainer.training_loops import UNUSED, training_loop
+from tests.support.trainer.runs.gated_loop import PromptPublication
+from tests.support.trainer.runs.training_loops import UNUSED, training_loop
 
 TEMPERATURE = 0.7
 REWARDS = (1.0, 0.0, 0.0, 1.0)

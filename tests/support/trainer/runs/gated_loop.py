@@ -19,7 +19,7 @@ from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.weight_sync.push_report import PushReport
-from tests.support.trainer.training_loops import UNUSED, training_loop
+from tests.support.trainer.runs.training_loops import UNUSED, training_loop
 from tests.support.waiting import HANG_S, promptly
 
 
