@@ -32,6 +32,8 @@ from bench.async_loop.peer_loops import one_step_off, synchronous
 from bench.async_loop.perfect_loop import step_ends
 from bench.async_loop.routed_loop import run_routed
 from bench.async_loop.workload import Scenario, scenario
+from penstock.config import LogConfig
+from penstock.telemetry import log
 from services.trainer.config import TrainerConfig
 
 MIN_OF_BEST = 0.95
@@ -190,6 +192,7 @@ def _parse() -> argparse.Namespace:
 
 async def main(options: argparse.Namespace) -> int:
     """Return 0 if all bars hold."""
+    log.configure(LogConfig(level="warning"), service="bench")
     found: dict[int, list[Result]] = {}
     sys.stdout.write(f"load of the machine before: {os.getloadavg()[0]:.1f}\n")
     with tempfile.TemporaryDirectory(prefix="async-", ignore_cleanup_errors=True) as scratch:
