@@ -15,10 +15,11 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.model.chat_template import Renderer
+from penstock.runtime.ports import free_ports
 from penstock.testing.simulated_engine import SimulatedEngine
 from tests.support.waiting import until
 from tests.support.worker.agent_harness import LONG, TEXT, Speaker
-from tests.support.worker.prompts import free_port, make_prompt, publish, until_done, working
+from tests.support.worker.prompts import make_prompt, publish, until_done, working
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("PENSTOCK_TEST_CLIENTS", ".clients")).resolve() / "verifiers/bin/python"
@@ -41,7 +42,7 @@ async def serving(taskset: str, folder: Path) -> AsyncIterator[str]:
     """The example's service with this taskset, which writes what it must into `folder`; yields its address."""
     if not PYTHON.exists():
         pytest.skip(f"verifiers is not installed: there is no {PYTHON}; make test-adapters fetches it")
-    port = free_port()
+    port = free_ports(1)[0]
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT / "tests/adapters/tasksets"),

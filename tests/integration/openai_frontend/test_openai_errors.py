@@ -15,6 +15,7 @@ from penstock.bus.connection import Bus
 from penstock.config import BusConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError, InvalidRequestError, OverloadedError, PoisonError, PromptTooLongError
 from penstock.model.chat_template import Renderer
+from penstock.runtime.ports import free_ports
 from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2
@@ -28,7 +29,6 @@ from services.router.server import routing, serve
 from services.router.tuning import OpenAITuning, Tuning
 from tests.support.router.openai_harness import HI, MODEL_PATH, PNG, Harness, data_url, until_idle
 from tests.support.waiting import HANG_S, until
-from tests.support.worker.prompts import free_port
 
 
 def shown(url: str, role: str = "user", **fields: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ async def test_engines_that_are_full_are_an_overload(harness: Harness) -> None:
 
 async def test_what_takes_too_long_is_given_up(bus: Bus) -> None:
     """504 after its deadline, and the request is aborted in the engine."""
-    port = free_port()
+    port = free_ports(1)[0]
     config = RouterConfig(http_port=port, openai=OpenAIConfig(model="slow"))
     tuning = Tuning(openai=OpenAITuning(timeout_s=1.0))
     backend = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
@@ -269,7 +269,7 @@ async def test_a_client_that_does_not_read_holds_no_replica(
 ) -> None:
     """After its deadline its slots are free. If it soon reads on it gets the error, else it is cut off."""
     monkeypatch.setattr(event_stream, "_REPORT_S", 60.0 if reads_on else 0.0)
-    port, loop = free_port(), asyncio.get_running_loop()
+    port, loop = free_ports(1)[0], asyncio.get_running_loop()
     config = RouterConfig(http_port=port, openai=OpenAIConfig(model="slow"))
     tuning = Tuning(openai=OpenAITuning(timeout_s=8.0))
     backend = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())

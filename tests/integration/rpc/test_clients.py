@@ -1,7 +1,6 @@
 """Clients against real servers: deadlines, retries and cancellation."""
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -15,6 +14,7 @@ from penstock.clients import GenerateClient, RewardClient, RouterClient, Trainer
 from penstock.clients.resumable import ResumableTurn
 from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, PenstockError, UnavailableError
 from penstock.rpc.server import RpcServer
+from penstock.runtime.ports import free_ports
 from penstock.testing.answers import FIRST_ID, logprob_of
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import (
@@ -31,13 +31,6 @@ from tests.support.waiting import HANG_S, promptly, until
 REQUEST = generate_pb2.GenerateRequest(
     request_id="r", session_id="s", input_ids=[1], sampling=generate_pb2.SamplingParams(max_new_tokens=3)
 )
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture
@@ -71,7 +64,7 @@ async def test_what_may_succeed_later_is_tried_again_under_a_new_request_id(engi
 
 async def test_a_server_that_comes_late_is_waited_for(bus: Bus) -> None:
     """Nobody listens at first; the client connects by itself when somebody does."""
-    port = free_port()
+    port = free_ports(1)[0]
     async with GenerateClient(f"127.0.0.1:{port}") as client:
         with capture_logs() as events:
             playing = asyncio.create_task(
@@ -85,7 +78,7 @@ async def test_a_server_that_comes_late_is_waited_for(bus: Bus) -> None:
 
 async def test_without_retries_the_first_failure_is_raised_and_names_the_server() -> None:
     """The message says whom it could not reach."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     async with GenerateClient(address) as client:
         with pytest.raises(UnavailableError, match=f"generate at {address}"):
             await client.generate(REQUEST, timeout_s=HANG_S)
@@ -93,7 +86,7 @@ async def test_without_retries_the_first_failure_is_raised_and_names_the_server(
 
 async def test_retries_end_in_time_with_the_last_reason() -> None:
     """The caller hears why, not just that time is up."""
-    async with GenerateClient(f"127.0.0.1:{free_port()}") as client:
+    async with GenerateClient(f"127.0.0.1:{free_ports(1)[0]}") as client:
         with pytest.raises(UnavailableError):
             await promptly(client.generate(REQUEST, timeout_s=600.0, retry_until=time.monotonic() + 0.6))
 

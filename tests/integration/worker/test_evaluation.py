@@ -16,6 +16,7 @@ from penstock.bus.image_store import ImageStore
 from penstock.errors import DataError
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode
+from penstock.runtime.ports import free_ports
 from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import service_settings
@@ -30,7 +31,7 @@ from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from tests.support.trainer.data.pictures import png
 from tests.support.waiting import promptly, until
-from tests.support.worker.prompts import ANSWER, count, free_port, read, working
+from tests.support.worker.prompts import ANSWER, count, read, working
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ async def engine(bus: Bus, tiny_model_path: Path) -> AsyncIterator[SimulatedEngi
 @pytest.fixture
 async def recipe(make_recipe: Callable[..., Recipe]) -> AsyncIterator[Recipe]:
     """A recipe whose router runs."""
-    port, stop = free_port(), asyncio.Event()
+    port, stop = free_ports(1)[0], asyncio.Event()
     recipe = make_recipe(f"127.0.0.1:{port}").model_copy(update={"router": RouterConfig(port=port)})
     router = asyncio.create_task(router_server.serve(service_settings.for_router(recipe), stop))
     yield recipe

@@ -12,6 +12,7 @@ from penstock.bus.image_store import ImageStore, hash_of
 from penstock.clients import GenerateClient, RewardClient
 from penstock.model.chat_template import Renderer
 from penstock.records import VersionSpan
+from penstock.runtime.ports import free_ports
 from penstock.testing.answers import SpanningAPush
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import service_settings
@@ -30,7 +31,6 @@ from tests.support.worker.prompts import (
     ANSWER,
     PICTURE,
     count,
-    free_port,
     make_prompt,
     publish,
     until_done,
@@ -42,7 +42,7 @@ async def test_a_prompt_becomes_a_judged_group_through_router_and_reward_service
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str, tiny_model_path: Path
 ) -> None:
     """Ids, logprobs, versions and pictures arrive as the engine and the data set gave them."""
-    port = free_port()
+    port = free_ports(1)[0]
     recipe = make_recipe(f"127.0.0.1:{port}")
     stop_router = asyncio.Event()
     router_recipe = recipe.model_copy(update={"router": RouterConfig(port=port)})
@@ -134,7 +134,7 @@ async def test_a_router_that_is_down_and_comes_back_loses_nothing(
     logged: list[EventDict],
 ) -> None:
     """First inside one delivery, then over several deliveries of the prompt."""
-    port = free_port()
+    port = free_ports(1)[0]
     recipe = make_recipe(f"127.0.0.1:{port}")
     await publish(bus, make_prompt(run_name))
     async with working(recipe, wait_timeout_s=1.0):
@@ -160,7 +160,7 @@ async def test_a_reward_service_that_is_down_and_comes_back_loses_nothing(
     logged: list[EventDict],
 ) -> None:
     """The played episodes wait for their verdict; they are not played again."""
-    port = free_port()
+    port = free_ports(1)[0]
     await publish(bus, make_prompt(run_name))
     async with working(make_recipe(engine.replica.address, reward_address=f"127.0.0.1:{port}")):
         await until(lambda: engine.num_answered == 2 and num_logged(logged, "call.retried") > 0)

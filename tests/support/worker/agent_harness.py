@@ -10,6 +10,7 @@ import httpx
 from penstock.config import BusConfig
 from penstock.model.chat_template import Renderer
 from penstock.records import Message, Sampling, TextPart
+from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2, generate_pb2
 from services.cli import service_settings
@@ -17,7 +18,6 @@ from services.recipe import Recipe
 from services.router import server as router_server
 from services.router.config import RouterConfig
 from tests.support.waiting import promptly, until
-from tests.support.worker.prompts import free_port
 
 RUNNERS = "tests.support.worker.agent_runners"
 END_ID = 356
@@ -90,7 +90,7 @@ async def agent_harness(
         router: Settings of the router.
         worker: Settings of the workers.
     """
-    port, http_port, stop = free_port(), free_port(), asyncio.Event()
+    (port, http_port), stop = free_ports(2), asyncio.Event()
     tls = None if security is None or security.tls is None else security.tls.client_context()
     url = f"{'http' if tls is None else 'https'}://127.0.0.1:{http_port}"
     tables = {name: {"function": agent} if isinstance(agent, str) else agent for name, agent in agents.items()}

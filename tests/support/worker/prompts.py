@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,13 +18,6 @@ from tests.support.waiting import HANG_S, promptly, until
 # A PNG, which has \r\n in it, and a byte of every value after its end: whatever a file holds must arrive as it is.
 PICTURE = png() + bytes(range(256))
 ANSWER = "The answer is \\boxed{3}"
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextlib.asynccontextmanager
