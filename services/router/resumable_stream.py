@@ -27,7 +27,8 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
         raise InvalidRequestError(f"sampling.max_new_tokens = {request.sampling.max_new_tokens} must be at least 1")
     if request.HasField("bootstrap"):
         raise InvalidRequestError("bootstrap is set by routers; leave it out of calls to a router")
-    blocks, shared = (), 0
+    blocks: tuple[int, ...] = ()
+    shared = 0
     if with_blocks or request.group_id:
         contents = [image.stored.sha256.encode() or image.data for image in request.images]
         blocks = hash_blocks(request.input_ids, contents) if with_blocks else ()
