@@ -98,8 +98,8 @@ class RunReader:
             raise NotThereError(f"the index of {self.name!r} names no file of groups: {entry['file']!r}")
         try:
             with (self.folder / "episodes" / entry["file"]).open("rb") as file:
-                file.seek(entry["offset"])
-                return file.read(entry["size"])
+                file.seek(int(entry["offset"]))
+                return bytes(file.read(int(entry["size"])))
         except FileNotFoundError:
             raise NotThereError(
                 f"the groups of step {entry['step']} were deleted to keep the folder below episodes.max_gib"
