@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
+from penstock.config import LogConfig
 from penstock.errors import SetupError
 from penstock.http.server import HttpServer
 from penstock.runtime import process
 from penstock.runtime.security import TOKEN, Security
+from penstock.telemetry import log
 from services.cli.extras import import_with_extra
 
 _GRACE_S = 2.0
@@ -32,6 +34,7 @@ def view(
     Works while a run goes on, and writes nothing. Prints the address to open. Whoever opens it needs the token in it:
     PENSTOCK_TOKEN if that is set, otherwise a new one.
     """
+    log.configure(LogConfig(level="warning"), service="view")
     app = import_with_extra("services.view.app", "penstock view", extra="view")
     runs = [app.RunReader(folder) for folder in find_runs(folders)]
     sign_in = import_with_extra("services.view.sign_in", "penstock view", extra="view")
