@@ -10,7 +10,6 @@ import typer
 
 from penstock.config import LogConfig
 from penstock.errors import SetupError
-from penstock.http.server import HttpServer
 from penstock.runtime import process
 from penstock.runtime.security import TOKEN, Security
 from penstock.telemetry import log
@@ -38,11 +37,14 @@ def view(
     app = import_with_extra("services.view.app", "penstock view", extra="view")
     runs = [app.RunReader(folder) for folder in find_runs(folders)]
     sign_in = import_with_extra("services.view.sign_in", "penstock view", extra="view")
+    http = import_with_extra("penstock.http.server", "penstock view", extra="view")
     security = Security.from_environment()
     is_own = not security.token
     if is_own:
         security = Security(token=secrets.token_urlsafe(24))
-    server = HttpServer(app.view_app(runs), host=host, port=port, key="--port", security=security, wrap=sign_in.SignIn)
+    server = http.HttpServer(
+        app.view_app(runs), host=host, port=port, key="--port", security=security, wrap=sign_in.SignIn
+    )
 
     async def serve(stop: asyncio.Event) -> None:
         await server.start()
