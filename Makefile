@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-families test-mooncake test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-clients test-compose test-families test-lmms-eval test-mooncake test-tensor-parallel test-trackers test-wheel lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-mooncake test-tensor-parallel test-trackers test-wheel lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -103,6 +103,12 @@ test-lmms-eval: setup ## Play a local task of lmms-eval over the OpenAI-compatib
 test-trackers: setup ## Read back what SwanLab and Trackio stored, the real packages; fetches them into .clients, 180 MB.
 	$(UV) pip install --quiet --python $(BIN)/python --target .clients/trackers --requirement tests/integration/trainer/trackers.txt
 	@$(BIN)/pytest tests/integration/trainer/run_trackers.py $(ARGS)
+
+# Chromium is Debian's; playwright brings none.
+test-browser: setup ## Use `penstock view` in a real Chromium; needs the package chromium, fetches playwright into .clients, 160 MB.
+	@command -v chromium > /dev/null || { echo "chromium is missing: apt-get install chromium"; exit 1; }
+	$(UV) pip install --quiet --python $(BIN)/python --target .clients/playwright --requirement tests/browser/playwright.txt
+	@PYTHONPATH=.clients/playwright $(BIN)/pytest tests/browser/run_view.py -p no:randomly $(ARGS)
 
 test-wheel: setup ## Build the wheel, install it with its packages from the index into an empty environment, and train there.
 	@$(BIN)/pytest tests/integration/deploy/run_wheel.py -s -p no:randomly $(ARGS)

@@ -228,9 +228,6 @@ class Loop(TrainingLoop):
     def _describe(self, _: Sequence[Any]) -> dict[str, Any]:
         return {}
 
-    def _write_samples(self, finished: Any, step: int) -> None:
-        pass
-
 
 async def run(
     folder: Path, *, streams: bool, push: Push, max_staleness: int, mean_s: float, num_steps: int
@@ -265,6 +262,7 @@ async def run(
             ),
             checkpoints=SlowCheckpoints(),  # type: ignore[arg-type]
             metrics=SimpleNamespace(write=rows.append),  # type: ignore[arg-type]
+            trace=SimpleNamespace(write=lambda *_: None),  # type: ignore[arg-type]
             trackers=SimpleNamespace(log=lambda _: None),  # type: ignore[arg-type]
             recorder=None,
         )

@@ -30,6 +30,7 @@ from services.trainer.data.config import DataConfig
 from services.trainer.demonstrations.config import DemonstrationsConfig
 from services.trainer.evaluation.config import EvaluationConfig, inherit
 from services.trainer.sft.config import SftConfig
+from services.trainer.telemetry.episodes.config import EpisodesConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
 
 
@@ -47,6 +48,7 @@ class Recipe(Config):
     trainer: TrainerConfig = TrainerConfig()
     sft: SftConfig = SftConfig()
     trackers: TrackersConfig = TrackersConfig()
+    episodes: EpisodesConfig = EpisodesConfig()
     rollout: RolloutConfig = RolloutConfig()
     worker: WorkerConfig = WorkerConfig()
     environment_server: EnvironmentServerConfig = EnvironmentServerConfig()

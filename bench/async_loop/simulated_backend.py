@@ -75,6 +75,9 @@ class SimulatedBackend:
             "dlogp_max": 0.0,
         }
 
+    def step_tokens(self) -> None:
+        """Return None: nothing computes tokens."""
+
     def abort_step(self) -> None:
         """Forget the groups."""
         self._groups = []

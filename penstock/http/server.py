@@ -57,6 +57,7 @@ class HttpServer:
         make_error_body: ErrorBodyMaker = error_body,
         security: Security | None = None,
         name_of_key: Callable[[Scope], str] = lambda scope: "",
+        wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> None:
         """Serve `app` on `host`:`port`; port 0 takes any free one.
 
@@ -71,6 +72,7 @@ class HttpServer:
                 message.
             security: Token and certificates; None reads them from the environment.
             name_of_key: Names the key that admits a request as the token does (`Security.key_of`); empty: none does.
+            wrap: Puts an application around everything, admission included.
 
         Raises:
             ConfigError: TLS is on without a certificate for servers.
@@ -87,7 +89,7 @@ class HttpServer:
             name_of_key=name_of_key,
         )
         self._config = uvicorn.Config(
-            self._boundary,
+            wrap(self._boundary),
             log_config=None,
             access_log=False,
             ws="none",

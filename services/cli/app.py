@@ -29,6 +29,7 @@ from services.cli.serve import serve
 from services.cli.sft.command import sft
 from services.cli.show_config import show_config
 from services.cli.train import train
+from services.cli.view_command import view
 
 app = typer.Typer(
     help="Fully asynchronous GRPO post-training on verifiable rewards.",
@@ -52,6 +53,7 @@ for _name, _command in _COMMANDS.items():
     app.command(name=_name, cls=RecipeCommand, context_settings=TAKES_OVERRIDES)(_command)
 app.command()(init)
 app.command()(export)
+app.command()(view)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(bus.app, name="bus")
 

@@ -144,6 +144,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         data=recipe.data,
         sampling=recipe.sampling,
         trackers=recipe.trackers,
+        episodes=recipe.episodes,
         evaluation=recipe.evaluation,
         demonstrations=recipe.demonstrations,
         context_length=recipe.rollout.context_length,

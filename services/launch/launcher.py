@@ -284,9 +284,9 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 def _write_result(folder: RunFolder, metrics: MetricsFollower, *, interrupted: bool) -> None:
     lines = [*describe_run(metrics.rows), f"folder  {folder.path}"]
-    for label, path in (("curves", folder.path / "curves.png"), ("samples", folder.path / "samples")):
-        if path.exists():
-            lines.append(f"{label:<7} {path}")
+    if (curves := folder.path / "curves.png").exists():
+        lines.append(f"curves  {curves}")
+    lines.append(f"view    penstock view {folder.path}")
     is_unfinished = any(row["step"] < row["num_steps"] for row in metrics.rows[-1:])
     if interrupted or is_unfinished:
         lines.append(f"stopped; `penstock train --resume {folder.path}` continues the run")

@@ -1,12 +1,12 @@
 """Reads the trainer's metrics while the trainer writes them."""
 
 import itertools
-import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from penstock.telemetry.json_lines import JsonLinesFollower
 
 StepRow = dict[str, Any]
 """One optimizer step; keys are the trainer's metric names."""
@@ -34,28 +34,19 @@ class MetricsFollower:
 
     def __init__(self, path: Path) -> None:
         """Follow the file at `path`, which need not exist yet."""
-        self.rows: list[StepRow] = []
-        self._path = path
-        self._offset = 0
-        self._inode = -1
+        self._file = JsonLinesFollower(path)
+
+    @property
+    def rows(self) -> list[StepRow]:
+        """All rows so far."""
+        return self._file.rows
 
     def poll(self) -> list[StepRow]:
         """Read and return the new rows; steps seen before a resumed trainer replaced the file are not new."""
         last_step = self.rows[-1].get("step", 0) if self.rows else 0
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return []
-        with file:
-            status = os.fstat(file.fileno())  # of the open file, whatever replaces it meanwhile
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._inode, self._offset, self.rows = status.st_ino, 0, []
-            file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        rows = [json.loads(line) for line in whole.splitlines() if line.strip()]
-        was_read_again = len(self.rows) == 0 and last_step > 0
-        self.rows.extend(rows)
+        generation = self._file.generation
+        rows = self._file.poll()
+        was_read_again = self._file.generation > generation
         return [row for row in rows if row.get("step", 0) > last_step] if was_read_again else rows
 
 

@@ -19,7 +19,8 @@ _CONTENTS = (
     ("logs/", "one file for each process, and its predecessor"),
     ("metrics.jsonl", "one line for each optimizer step"),
     ("evaluations.jsonl, evaluations/", "one line for each evaluation, and its answers"),
-    ("checkpoints/, samples/, curves.png", "written by the trainer"),
+    ("episodes/", "what the policy wrote, token by token, for `penstock view`"),
+    ("checkpoints/, curves.png", "written by the trainer"),
     ("nats/", "the store of the run's own nats-server"),
 )
 

@@ -15,6 +15,7 @@ from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Consumer, Delivery, consuming
 from penstock.bus.image_store import ImageStore
+from penstock.model.token_texts import TokenTexts
 from penstock.records import Sampling
 from penstock.runtime.security import Security
 from penstock.weights import nccl
@@ -30,6 +31,7 @@ from services.trainer.batching.sequences import open_reader
 from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
+from services.trainer.data.dataset import Dataset
 from services.trainer.evaluation.evaluator import Evaluator
 from services.trainer.evaluation.holding import ReplicaHolding, give_up_interrupted
 from services.trainer.flow.batch_source import BatchSource
@@ -46,8 +48,10 @@ from services.trainer.publication import Publication
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.replay.settings import StepSettings
 from services.trainer.starting_point import StartingPoint
+from services.trainer.telemetry.episodes.log import EpisodeLog
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
+from services.trainer.telemetry.trace import TrainerTrace
 from services.trainer.telemetry.trackers import TrackedRun, Trackers, described
 from services.trainer.versions import first_version, newest_version_held
 from services.trainer.weight_sync.held_out.record import open_held_out_record
@@ -142,6 +146,7 @@ async def assemble(
         ),
     )
     changes = Changes()
+    episodes = await _open_episodes(settings, start, position, dataset, stack)
 
     images = ImageStore(bus)
     await images.ensure()
@@ -196,6 +201,7 @@ async def assemble(
         tally=tally,
         evaluator=evaluator,
         pools=pools,
+        episodes=episodes,
     )
     feeder = Feeder(
         dataset=dataset,
@@ -256,6 +262,7 @@ async def assemble(
             streams=_streams(config, settings.algorithm),
             pass_tokens=config.micro_batch_tokens,
             pads_passes=config.fixed_rows and config.row_lengths == 1,
+            episodes=episodes,
         ),
         checkpoints=CheckpointSaver(
             store=start.checkpoints,
@@ -271,9 +278,11 @@ async def assemble(
             demonstrations=demonstrations,
         ),
         metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step, last_row=start.metrics),
+        trace=await asyncio.to_thread(TrainerTrace, start.folder, last_step=start.step),
         trackers=trackers,
         evaluator=evaluator,
         demonstrations=demonstrations,
+        episodes=episodes,
         recorder=_recorder(settings, start.folder, backend, start.run_id) if config.record_groups else None,
     )
 
@@ -315,6 +324,23 @@ async def _open_trackers(settings: TrainerSettings, start: StartingPoint, stack:
     trackers = await asyncio.to_thread(Trackers.open, config, run)
     stack.push_async_callback(asyncio.to_thread, trackers.close)
     return trackers
+
+
+async def _open_episodes(
+    settings: TrainerSettings, start: StartingPoint, position: Position, dataset: Dataset, stack: AsyncExitStack
+) -> EpisodeLog | None:
+    if settings.episodes.keep == "off":
+        return None
+    episodes = await asyncio.to_thread(
+        EpisodeLog,
+        start.folder,
+        settings.episodes,
+        position,
+        dataset=dataset,
+        texts=TokenTexts.of_model(settings.model.path),
+    )
+    stack.push_async_callback(asyncio.to_thread, episodes.close)
+    return episodes
 
 
 def _streams(config: TrainerConfig, algorithm: AlgorithmConfig) -> bool:

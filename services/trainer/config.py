@@ -18,6 +18,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.data.config import DataConfig
 from services.trainer.demonstrations.config import DemonstrationsConfig
 from services.trainer.evaluation.config import EvaluationConfig
+from services.trainer.telemetry.episodes.config import EpisodesConfig
 
 TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types of which packed rows are known to give transformers' own log-probabilities and gradients. Others may
@@ -233,6 +234,7 @@ class TrainerSettings:
     data: DataConfig
     sampling: SamplingConfig
     trackers: TrackersConfig
+    episodes: EpisodesConfig
     evaluation: EvaluationConfig
     demonstrations: DemonstrationsConfig | None
     """None: steps learn none."""

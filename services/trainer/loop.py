@@ -14,6 +14,7 @@ also waits until replicas are held out for the evaluation of the weights that it
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,7 @@ from services.trainer.publication import Publication
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.sft.batches import BatchesAhead, SftBatch
 from services.trainer.telemetry.episode_metrics import describe_episodes
-from services.trainer.telemetry.episode_samples import write_group
+from services.trainer.telemetry.episodes.log import EpisodeLog, TrainedGroup
 from services.trainer.telemetry.field_names import field_names
 from services.trainer.telemetry.gradient_streak import GradientStreak
 from services.trainer.telemetry.metrics_log import MetricsLog
@@ -53,15 +54,12 @@ from services.trainer.telemetry.step_metrics import (
     describe_pools,
     describe_push,
 )
+from services.trainer.telemetry.trace import TrainerTrace
 from services.trainer.telemetry.trackers import Trackers
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 
 log = structlog.get_logger()
-
-_SAMPLES_EVERY = 10
-"""Steps between groups that are written for people to read: enough to see the policy change, small beside the
-checkpoints."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,9 +80,12 @@ class TrainingLoop:
     batches: BatchSource
     checkpoints: CheckpointSaver
     metrics: MetricsLog
+    trace: TrainerTrace
     trackers: Trackers
     recorder: StepRecorder | None
     """Keeps what `penstock replay` needs; None where trainer.record_groups is off."""
+    episodes: EpisodeLog | None = None
+    """Keeps groups for people to read; None where episodes.keep is off."""
     gradients: GradientStreak = field(default_factory=GradientStreak)
     evaluator: Evaluator | None = None
     """Measures the policy; None where the recipe does not evaluate."""
@@ -117,7 +118,7 @@ class TrainingLoop:
             await self.feeder.publish_again()
 
     async def _train_until(self, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
-        pushes, writes, settlements, samples, evaluations = (Lane(tasks) for _ in range(5))
+        pushes, writes, settlements, evaluations = (Lane(tasks) for _ in range(4))
         self._may_update.set()
         if self.evaluator is not None and self.evaluator.is_interrupted:
             evaluations.start(self._go_on_evaluating(stop))
@@ -146,9 +147,6 @@ class TrainingLoop:
             clock.lap("push_wait_s")
             row = metrics | self._describe(batch)
             pushes.start(self._push(weights, row, clock))
-            if self.position.step % _SAMPLES_EVERY == 0 or self.position.step == 1:
-                await samples.free()
-                samples.start(asyncio.to_thread(self._write_samples, batch[0], self.position.step))
             if self.position.step % self.config.checkpoint_every == 0:
                 await settlements.free()
                 clock.lap("checkpoint_wait_s")
@@ -245,11 +243,17 @@ class TrainingLoop:
                 "demonstration_epoch": self.demonstrations.epoch,
             }
         step, version = self.position.step + 1, self.position.version
+        self._keep_episodes(step, version, batch)
         metrics |= self.gradients.observe(metrics)
         self.ledger.finish_training()
         self.position.advance()
         self.progress.step = step
         return {"step": step, "num_steps": self.position.num_steps, "policy_version": version, **metrics}
+
+    def _keep_episodes(self, step: int, version: int, batch: Sequence[Finished]) -> None:
+        if self.episodes is not None:
+            groups = [TrainedGroup(played=each.played, ready=each.ready, images=each.images) for each in batch]
+            self.episodes.keep_trained(step, version, groups, self.backend.step_tokens())
 
     def _finish(self, batch: Sequence[Finished], learned: SftBatch | None) -> dict[str, Any]:
         if self.recorder is not None and learned is not None:
@@ -275,6 +279,7 @@ class TrainingLoop:
             )
             | ({} if self.feeder.pools is None else describe_pools(self.feeder.pools.shares()))
             | {"max_staleness": self.config.max_staleness}
+            | ({} if self.episodes is None else {"num_episodes_dropped": self.episodes.num_dropped})
         )
 
     async def _copy_weights(self) -> WeightSnapshot:
@@ -287,7 +292,9 @@ class TrainingLoop:
 
         A checkpoint holds them too, without those of the push: a trainer that dies in between has them after all.
         """
+        began = time.monotonic()
         report = await self.publication.publish(weights.version, weights)
+        push = ("push", began, time.monotonic() - began)
         self.progress.count_groups(self.ledger.counts, num_untrained=self.ledger.num_untrained)
         seconds = await clock.final_seconds()  # a push may end while the loop waits for a checkpoint
         row = (
@@ -302,13 +309,10 @@ class TrainingLoop:
         )
         row |= field_names(row)
         self.metrics.write(row)
+        self.trace.write(row["step"], [*clock.spans, push])
         self.trackers.log(row)
 
     async def _write_checkpoint(self, moment: Moment, settlements: Lane) -> None:
         self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
         await self.checkpoints.write(moment)
         settlements.start(self.checkpoints.settle(moment))
-
-    def _write_samples(self, finished: Finished, step: int) -> None:
-        example = self.feeder.dataset[finished.played.id.index]
-        write_group(finished.played, example, finished.images, self.folder / "samples" / f"step-{step:06d}")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import json
 from collections.abc import AsyncIterator
 from itertools import islice
 from pathlib import Path
@@ -154,6 +155,17 @@ def test_engine_and_trainer_agree_on_logprobs(run: TrainProcess) -> None:
         assert row["dlogp_max"] < 1e-4, row
 
 
+def test_kept_episodes_have_the_numbers_of_every_token(run: TrainProcess) -> None:
+    """The group whose tokens differ most is always kept, and shows the difference that the step's metrics report."""
+    lines = (run.folder / "episodes" / "index.jsonl").read_text().splitlines()
+    kept = [entry for entry in map(json.loads, lines) if entry["outcome"] == "trained"]
+    for row in run.rows():
+        of_step = [entry for entry in kept if entry["step"] == row["step"]]
+        computed = [entry["dlogp_max"] for entry in of_step if entry["dlogp_max"] is not None]
+        assert max(computed) == pytest.approx(row["dlogp_max"], rel=1e-4)
+        assert {entry["index"] for entry in of_step} <= set(row["groups"])
+
+
 def test_every_push_was_verified(run: TrainProcess) -> None:
     """No push left a replica out; one counts as reached only after its weights' digests equalled the trainer's."""
     for row in run.rows():
@@ -195,8 +207,8 @@ def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:
 
 
 def test_the_run_leaves_what_it_promises(run: TrainProcess) -> None:
-    """Metrics, resolved recipe, curves, a sample episode with its picture; no process."""
+    """Metrics, resolved recipe, curves, episodes with their pictures; no process."""
     assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert list((run.folder / "samples" / "step-000001").glob("image-*.png"))
-    assert (run.folder / "samples" / "step-000001" / "group.json").is_file()
+    assert list((run.folder / "episodes" / "images").glob("*.png"))
+    assert (run.folder / "trace" / "trainer.jsonl").read_text().count("\n") == NUM_STEPS
     assert run.pids() == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[2]
-_SERVICES = ("reward", "router", "rollout/engine", "rollout/worker", "trainer")
+_SERVICES = ("reward", "router", "rollout/engine", "rollout/worker", "trainer", "view")
 _MEETING_POINTS = ("services.recipe", "services.cli", "services.launch", "services.doctor", "services.plan")
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from penstock.weights.named_weights import NamedWeights
 from services.trainer.backend.environment import Environment
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
@@ -29,6 +31,29 @@ class StateDigests:
     """Over name and value of every master weight."""
     random_state: str
     """Over torch's generators, from which alone a step could draw."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepTokens:
+    """The policy's own tokens that a step computed, as the loss saw them.
+
+    Legend: N = tokens, those of a sample together, sequence by sequence.
+    """
+
+    sample_N: np.ndarray
+    """int64: number of the token's sample in the batch, group by group in the order in which they came."""
+    logprobs_N: np.ndarray
+    """float32: log-probability under the weights before the step."""
+    ratio_N: np.ndarray
+    """float32: ratio of policy to anchor."""
+    correction_N: np.ndarray
+    """float32: importance weight of the anchor against the engine."""
+    advantages_N: np.ndarray
+    """float32."""
+    trained_N: np.ndarray
+    """bool: whether the token has a policy gradient."""
+    entropy_N: np.ndarray | None
+    """float32: entropy of the distribution that it was drawn from, in nats; None if the step did not need it."""
 
 
 class TrainBackend(Protocol):
@@ -84,6 +109,12 @@ class TrainBackend(Protocol):
 
         Raises:
             UserError: more than `MAX_SKIPPED_STEPS` steps in a row were skipped.
+        """
+
+    def step_tokens(self) -> StepTokens | None:
+        """Return the tokens of the step that was finished last, until the next one begins; None if it computed none.
+
+        A share of the samples without gradient is not computed, and has no token here.
         """
 
     def abort_step(self) -> None:

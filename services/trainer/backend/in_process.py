@@ -12,7 +12,7 @@ from penstock.weights.named_weights import NamedWeights
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.plugin import require_functions
 from services.trainer.algorithm.regularisers import EntropyCoefficient
-from services.trainer.backend.base import StateDigests
+from services.trainer.backend.base import StateDigests, StepTokens
 from services.trainer.backend.demonstrations import DemonstrationTerm
 from services.trainer.backend.device import DTYPES
 from services.trainer.backend.environment import Environment, current_environment
@@ -93,6 +93,7 @@ class InProcessBackend:
             ranks=ranks,
         )
         self._step: TrainStep | None = None
+        self._tokens: StepTokens | None = None
 
     @property
     def config(self) -> BackendConfig:
@@ -149,6 +150,7 @@ class InProcessBackend:
         if self._step is not None:
             raise ValueError("the step before is neither finished nor aborted")
         reset_memory_peak(self._model.device)
+        self._tokens = None
         self._step = TrainStep(self._parts, policy_version)
 
     def accumulate(self, groups: Sequence[TrainGroup]) -> None:
@@ -165,10 +167,15 @@ class InProcessBackend:
 
     def finish_step(self) -> dict[str, float]:
         """Update the weights; see `TrainBackend.finish_step`."""
-        metrics = self._open_step().finish() | highest(self._model.ranks.gather(memory_peaks(self._model.device)))
-        self._step = None
+        step = self._open_step()
+        metrics = step.finish() | highest(self._model.ranks.gather(memory_peaks(self._model.device)))
+        self._tokens, self._step = step.tokens, None
         self._model.finish_step()
         return metrics
+
+    def step_tokens(self) -> StepTokens | None:
+        """Return the tokens of the step that was finished last; see `TrainBackend.step_tokens`."""
+        return self._tokens
 
     def abort_step(self) -> None:
         """Leave out a step that was begun."""

@@ -45,6 +45,7 @@ from services.trainer.algorithm.statistics import (
     whole_batch_setting,
 )
 from services.trainer.algorithm.tokens import Samples, Tokens, concatenated
+from services.trainer.backend.base import StepTokens
 from services.trainer.backend.batch import Batch, is_finite, make_batch, measured_samples
 from services.trainer.backend.demonstrations import DemonstrationTerm, LearnedDemonstrations
 from services.trainer.backend.optimizer.adamw import REMEDY, Optimizer
@@ -160,7 +161,24 @@ class TrainStep:
         self._chunks: list[Sequence[TrainGroup]] = []
         self._skipped: set[int] = set()  # numbers of groups of the batch
         self._sums = _Sums()
+        self._passed: _Passed | None = None
         self._duration_s = 0.0
+
+    @property
+    def tokens(self) -> StepTokens | None:
+        """What `finish` computed; see `TrainBackend.step_tokens`."""
+        if self._passed is None:
+            return None
+        tokens, terms = self._passed.tokens, self._passed.terms
+        return StepTokens(
+            sample_N=tokens.sample_N.numpy(),
+            logprobs_N=tokens.logprobs_N.float().numpy(),
+            ratio_N=terms.ratio_N.float().numpy(),
+            correction_N=terms.correction.weights_N.float().numpy(),
+            advantages_N=terms.advantages_N.float().numpy(),
+            trained_N=terms.trained_N.numpy(),
+            entropy_N=None if tokens.entropy_N is None else tokens.entropy_N.float().numpy(),
+        )
 
     def accumulate(self, groups: Sequence[TrainGroup]) -> None:
         """Add groups to the batch, and their gradient to the sum; see `TrainBackend.accumulate`."""
@@ -183,6 +201,7 @@ class TrainStep:
         started = time.perf_counter()
         groups = self._groups
         batch, passed = self._until_finite(self._complete)
+        self._passed = passed
         self._release_reference()
         for number in sorted(self._skipped):
             log.warning("group.skipped", index=groups[number].index, reason="a number of it is not finite")

@@ -71,6 +71,8 @@ class TrainGroup:
     """Reward of each sample; NaN if it was not judged: it has no gradient and does not count in its group's mean."""
     masked: tuple[bool, ...] = ()
     """Whether each sample has no gradient; it still counts in its group's mean and in denominators. Empty: none is."""
+    numbers: tuple[int, ...] = ()
+    """Number of each sample in the group as it was played. Empty: all samples are here, in their order."""
 
     @property
     def sequences(self) -> tuple[TrainSequence, ...]:
@@ -82,6 +84,7 @@ class TrainGroup:
         return replace(
             self,
             samples=tuple(self.samples[number] for number in screening.kept),
+            numbers=tuple(screening.kept),
             rewards=screening.rewards,
             masked=screening.masked,
         )

@@ -16,6 +16,7 @@ from services.trainer.flow.collector import Collector, Finished
 from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.feeder import Feeder
 from services.trainer.position import Position
+from services.trainer.telemetry.episodes.log import EpisodeLog
 from services.trainer.telemetry.step_metrics import StepClock
 
 log = structlog.get_logger()
@@ -48,6 +49,8 @@ class BatchSource:
     pads_passes: bool = False
     """Whether every forward pass takes as long as a full one, so that a smaller one is not worth computing."""
     silence_s: float = _SILENCE_S
+    episodes: EpisodeLog | None = None
+    """Keeps stale groups, for people to read."""
 
     async def next_chunk(self, clock: StepClock) -> list[Finished]:
         """Wait for groups of the batch that trains the weights of `position.version`, and take them, in order of index.
@@ -117,6 +120,10 @@ class BatchSource:
                 staleness=version - stale.oldest_version,
                 num_tokens=stale.num_tokens,
             )
+            if self.episodes is not None:
+                staleness = version - stale.oldest_version
+                reason = f"{staleness} versions old, {self.ledger.gate.max_staleness} allowed"
+                self.episodes.keep_left_out("stale", reason, stale.group.played, stale.group.images)
 
 
 def is_chunk(

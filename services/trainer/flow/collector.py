@@ -27,6 +27,7 @@ from services.trainer.flow.changes import Changes
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.flow.failure_streak import FailureStreak
 from services.trainer.flow.filter_tally import FilterTally
+from services.trainer.telemetry.episodes.log import EpisodeLog
 
 log = structlog.get_logger()
 
@@ -67,6 +68,8 @@ class Collector:
     """Takes the groups of evaluations."""
     pools: RowPools | None = None
     """Receives the pass rate of each row."""
+    episodes: EpisodeLog | None = None
+    """Keeps groups that are left out, for people to read."""
     on_received: Callable[[], None] = lambda: None
     """Called after each group. A failed or filtered group makes room for another."""
     num_duplicate: int = 0
@@ -126,7 +129,7 @@ class Collector:
         elif group.is_lost:
             is_of_use = self._lose(index, attempt, group.error)
         elif group.error:
-            is_of_use = self._fail(index, attempt, group.error)
+            is_of_use = self._fail(index, attempt, group.error, group)
         elif (reason := (screening := screen(group, self.filters)).reason) is not None:
             is_of_use = self._filter(group, reason)
         else:
@@ -136,7 +139,7 @@ class Collector:
             except MissingImageError as error:
                 is_of_use = self._lose(index, attempt, str(error))
             except InvalidRequestError as error:
-                await self._give_up(delivery, index, attempt, str(error))
+                await self._give_up(delivery, index, attempt, str(error), group)
                 return
             else:
                 is_of_use = self._hold(group, images, ready)
@@ -187,6 +190,8 @@ class Collector:
             log.debug("group.filtered", group=group.id.message, reason=reason)
             self.tally.filter_out(reason, (sample.reward for sample in group.samples))
             self._end_play(group)
+            if self.episodes is not None:
+                self.episodes.keep_left_out("filtered", reason, group)
         return is_of_use
 
     def _end_play(self, group: Group) -> None:
@@ -224,11 +229,13 @@ class Collector:
             await self.lock.confirm()
             await delivery.bury(reason)
 
-    async def _give_up(self, delivery: Delivery, index: int, attempt: int, reason: str) -> None:
+    async def _give_up(
+        self, delivery: Delivery, index: int, attempt: int, reason: str, group: Group | None = None
+    ) -> None:
         """Report a group that cannot be read as failed, and keep a copy among the dead letters."""
         await delivery.write_dead_letter(reason)
         self.num_unreadable += 1
-        self._fail(index, attempt, reason)
+        self._fail(index, attempt, reason, group)
         delivery.forget_payload()
         self.ledger.keep_receipt(index, delivery)
 
@@ -239,9 +246,11 @@ class Collector:
         self.streak.lose([index], reason)
         return True
 
-    def _fail(self, index: int, attempt: int, reason: str) -> bool:
+    def _fail(self, index: int, attempt: int, reason: str, group: Group | None) -> bool:
         if not self._drop(index, attempt, reason):
             return False
+        if self.episodes is not None and group is not None:
+            self.episodes.keep_left_out("failed", reason, group)
         self.streak.fail(index, reason)
         return True
 

@@ -1,1 +1,1 @@
-"""Reports a run: metrics, curves, sample episodes, and its state over gRPC."""
+"""Reports a run: metrics, curves, episodes, and its state over gRPC."""

@@ -1,12 +1,17 @@
 """The run's metrics: one JSON object per step, in the order of the weights' surviving history.
 
+Each row also says when it was written: `time` (UTC, ISO 8601), `attempt`, the number of the trainer that wrote it, from
+1, and `elapsed_s`, the seconds that this trainer and those before it had run, without the pauses between them.
+
 Invariant: the file has each step at most once. When a run continues from a checkpoint, the lines that a crashed trainer
 wrote after it are moved to a separate file.
 """
 
 import json
 import os
+import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,36 +34,67 @@ class MetricsLog:
             name: Name of the file, without its suffix.
         """
         self._path = folder / f"{name}.jsonl"
-        text = self._path.read_text() if self._path.exists() else ""
-        lines = text.splitlines()
-        is_kept = [_step_of(line) <= last_step for line in lines]
-        if not all(is_kept):
-            with (folder / f"{name}-discarded.jsonl").open("a") as discarded:
-                discarded.writelines(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if not kept)
-        if not (all(is_kept) and text[-1:] in ("", "\n")):
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text("".join(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if kept))
-            os.replace(temporary, self._path)
-        if last_row and last_step not in map(_step_of, lines):
+        found = _rows(self._path)
+        self._attempt = 1 + max((row.get("attempt", 0) for row in found), default=0)
+        keep_steps(self._path, last_step=last_step)
+        kept = [row for row in found if _step_of(row) <= last_step]
+        self._started = time.monotonic() - max((row.get("elapsed_s", 0.0) for row in kept), default=0.0)
+        if last_row and last_step not in map(_step_of, kept):
             self.write(dict(last_row))
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one step."""
+        stamp = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "attempt": self._attempt,
+            "elapsed_s": round(time.monotonic() - self._started, 3),
+        }
+        logged = {key: as_logged(key, value) for key, value in row.items()}
         with self._path.open("a") as file:
-            file.write(json.dumps({key: as_logged(key, value) for key, value in row.items()}) + "\n")
+            file.write(json.dumps(logged | stamp) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return all steps so far."""
-        if not self._path.exists():
-            return []
-        return [json.loads(line) for line in self._path.read_text().splitlines()]
+        return _rows(self._path)
 
 
-def _step_of(line: str) -> float:
+def keep_steps(path: Path, *, last_step: int) -> None:
+    """Move the lines after a step, and one that a crash cut off, to the file's -discarded sibling.
+
+    Args:
+        path: A file of JSON objects with a `step`, one a line; it need not exist.
+        last_step: The last step to keep.
+    """
+    text = path.read_text(errors="replace") if path.exists() else ""
+    lines = [line for line in text.split("\n") if line]  # not at other ends of lines, which strings may hold
+    is_kept = [_step_of(_row(line)) <= last_step for line in lines]
+    if not all(is_kept):
+        with path.with_name(f"{path.stem}-discarded.jsonl").open("a") as discarded:
+            discarded.writelines(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if not kept)
+    if not (all(is_kept) and text[-1:] in ("", "\n")):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if kept))
+        os.replace(temporary, path)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a file, which need not exist."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return [row for line in text.split("\n") if (row := _row(line))]
+
+
+def _row(line: str) -> dict[str, Any]:
+    """Return the object on a line; empty if a crash cut the line off."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a crash truncated the line
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _step_of(row: Mapping[str, Any]) -> float:
+    step = row.get("step")
+    return step if isinstance(step, int) else float("inf")
 
 
 def as_logged(key: str, value: Any) -> Any:

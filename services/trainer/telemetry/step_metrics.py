@@ -31,6 +31,8 @@ class StepClock:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Start the first part."""
+        self.spans: list[tuple[str, float, float]] = []
+        """The parts in order: name, start by `now`, and seconds."""
         self._now = now
         self._started = self._lap_started = now()
         self._laps = dict.fromkeys(_PARTS, 0.0)
@@ -41,6 +43,7 @@ class StepClock:
         """End a part of the step and start the next one; parts of the same name add up."""
         now = self._now()
         self._laps[name] += now - self._lap_started
+        self.spans.append((name, self._lap_started, now - self._lap_started))
         self._lap_started = now
 
     def stop(self) -> None:

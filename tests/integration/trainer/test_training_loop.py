@@ -146,6 +146,7 @@ async def test_stop_ends_a_run_whose_batches_are_always_ready() -> None:
         batches=nobody,
         checkpoints=SimpleNamespace(saved_version=4),  # type: ignore[arg-type]
         metrics=nobody,
+        trace=nobody,
         trackers=nobody,
         recorder=None,
     )

@@ -17,7 +17,7 @@ import torch
 from penstock.errors import PenstockError
 from penstock.runtime.process import EXIT_FAILURE
 from penstock.weights.named_weights import NamedWeights
-from services.trainer.backend.base import StateDigests, TokenLoss
+from services.trainer.backend.base import StateDigests, StepTokens, TokenLoss
 from services.trainer.backend.environment import Environment
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
@@ -112,6 +112,11 @@ class ManyRanksBackend(_ManyRanks):
         """Update the weights; see `TrainBackend.finish_step`."""
         metrics: dict[str, float] = self._command("finish_step")
         return metrics
+
+    def step_tokens(self) -> StepTokens | None:
+        """Return the tokens of the step that was finished last; rank 0 knows those of all ranks."""
+        tokens: StepTokens | None = self._own.step_tokens()
+        return tokens
 
     def abort_step(self) -> None:
         """Leave out a step that was begun."""

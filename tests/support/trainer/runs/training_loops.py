@@ -8,6 +8,7 @@ from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.loop import TrainingLoop
 from services.trainer.telemetry.progress import Progress
+from services.trainer.telemetry.trace import TrainerTrace
 
 UNUSED: Any = None
 """In place of parts that nobody asks."""
@@ -46,6 +47,7 @@ def training_loop(
         batches=batches,
         checkpoints=checkpoints,
         metrics=metrics,
+        trace=TrainerTrace(folder, last_step=0),
         trackers=trackers,
         recorder=recorder,
         evaluator=evaluator,

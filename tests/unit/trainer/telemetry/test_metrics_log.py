@@ -1,9 +1,15 @@
 """The metrics file of a run that goes on from a checkpoint."""
 
 import json
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from services.trainer.telemetry.metrics_log import MetricsLog
+
+
+def content(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Rows without what says when they were written."""
+    return [{key: row[key] for key in row if key not in ("time", "attempt", "elapsed_s")} for row in rows]
 
 
 def test_what_was_written_after_the_checkpoint_is_moved_away(tmp_path: Path) -> None:
@@ -25,7 +31,7 @@ def test_a_line_without_its_end_is_a_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}')
     log = MetricsLog(tmp_path, last_step=1)
     log.write({"step": 2})
-    assert log.rows() == [{"step": 1}, {"step": 2}]
+    assert content(log.rows()) == [{"step": 1}, {"step": 2}]
     assert not (tmp_path / "metrics-discarded.jsonl").exists()
 
 
@@ -34,7 +40,7 @@ def test_loss_and_gradient_norm_keep_all_digits(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, last_step=0)
     log.write({"step": 1, "loss": 1 / 3, "grad_norm": 2 / 3, "reward_mean": 1 / 3, "weights_digest": "00ff"})
     log.write({"step": 2, "loss": float("nan")})
-    first, second = log.rows()
+    first, second = content(log.rows())
     assert first == {"step": 1, "loss": 1 / 3, "grad_norm": 2 / 3, "reward_mean": 0.333333, "weights_digest": "00ff"}
     assert second["loss"] != second["loss"]
 
@@ -55,5 +61,25 @@ def test_a_row_that_was_not_written_comes_from_the_checkpoint(tmp_path: Path) ->
     for _ in range(2):
         MetricsLog(tmp_path, last_step=2, last_row={"step": 2, "loss": 1 / 3})
     MetricsLog(tmp_path, last_step=1, last_row={"step": 1})
-    assert log.rows() == [{"step": 1, "push_s": 0.5}]
+    assert content(log.rows()) == [{"step": 1, "push_s": 0.5}]
     assert [row["step"] for row in MetricsLog(tmp_path, last_step=2, last_row={"step": 2}).rows()] == [1, 2]
+
+
+def test_rows_say_when_and_by_which_trainer_they_were_written(tmp_path: Path) -> None:
+    """Time goes on where the rows that are kept stopped, without the pause between two trainers."""
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "attempt": 1, "elapsed_s": 50.0}\n{"step": 2, "attempt": 2, "elapsed_s": 1000.0}\n'
+    )
+    log = MetricsLog(tmp_path, last_step=1)
+    log.write({"step": 2})
+    row = log.rows()[-1]
+    assert row["attempt"] == 3
+    assert 50.0 <= row["elapsed_s"] < 500.0
+    assert datetime.fromisoformat(row["time"]).utcoffset() == timedelta(0)
+
+
+def test_a_line_that_ends_within_a_character_is_moved_away(tmp_path: Path) -> None:
+    """A crash may cut a line anywhere."""
+    (tmp_path / "metrics.jsonl").write_bytes('{"step": 1}\n{"step": 2, "text": "é'.encode()[:-1])
+    MetricsLog(tmp_path, last_step=5).write({"step": 2})
+    assert [row["step"] for row in MetricsLog(tmp_path, last_step=5).rows()] == [1, 2]

@@ -1,0 +1,61 @@
+"""Chooses which groups of a batch are kept if not all are. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.records import Group
+
+MAX_LEFT_OUT = 2
+"""Groups of each kind that are kept of those that a step left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A group of a batch, as far as the choice depends on it."""
+
+    reward: float | None
+    """Mean over its judged samples; None if there are none."""
+    oldest_version: int
+    divergence: float | None
+    """Largest difference between the trainer's and the engine's log-probability; None if it was not computed."""
+    is_broken: bool
+    """Whether one of its samples did not end by itself."""
+
+
+def candidate(group: Group, divergence: float | None) -> Candidate:
+    """Describe a group that was played."""
+    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    return Candidate(
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        oldest_version=group.oldest_version,
+        divergence=divergence,
+        is_broken=any(sample.finish_reason not in ("stop", "environment") for sample in group.samples),
+    )
+
+
+def choose(candidates: Sequence[Candidate], step: int) -> dict[int, list[str]]:
+    """Return the numbers of the groups to keep, each with the reasons.
+
+    Args:
+        candidates: The batch.
+        step: Number of the step; one group is kept in turn, whatever it is like.
+    """
+    chosen: dict[int, list[str]] = {}
+    numbers = range(len(candidates))
+
+    def keep(number: int, reason: str) -> None:
+        chosen.setdefault(number, []).append(reason)
+
+    rewarded = [(each.reward, number) for number, each in enumerate(candidates) if each.reward is not None]
+    if rewarded:
+        keep(max(rewarded)[1], "best")
+        keep(min(rewarded)[1], "worst")
+    if numbers:
+        keep(min(numbers, key=lambda number: candidates[number].oldest_version), "oldest")
+        keep(step % len(candidates), "in turn")
+    diverged = [(each.divergence, number) for number, each in enumerate(candidates) if each.divergence is not None]
+    if diverged:
+        keep(max(diverged)[1], "most diverged")
+    if broken := [number for number in numbers if candidates[number].is_broken]:
+        keep(broken[step % len(broken)], "cut off or failed")
+    return dict(sorted(chosen.items()))

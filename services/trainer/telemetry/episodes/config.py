@@ -1,0 +1,17 @@
+"""Configuration of kept episodes: section `[episodes]` of a recipe."""
+
+from typing import Literal
+
+import pydantic
+
+from penstock.config import Config
+
+
+class EpisodesConfig(Config):
+    """Episodes that are kept in the run folder, with every token, for `penstock view`."""
+
+    keep: Literal["all", "few", "off"] = "few"
+    """few: of each step the best, worst, oldest and most diverged group, one that was cut off or failed, one in turn,
+    and the first two of each kind that were left out. A token takes about 35 bytes."""
+    max_gib: float = pydantic.Field(default=8.0, gt=0)
+    """Size of the folder `episodes`; above it, the oldest steps' episodes are deleted."""

@@ -1,0 +1,225 @@
+"""Keeps the groups of a run beside training: those that a step trained, and those that were left out.
+
+Descriptions are made and written in a thread of their own. What waits for it is bounded; groups beyond the bound are
+counted and not kept. An error of the disk is logged once, counted, and never reaches the run.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+import structlog
+
+from penstock.bus.image_store import hash_of
+from penstock.errors import DataError
+from penstock.model.token_texts import TokenTexts
+from penstock.records import Group
+from services.trainer.backend.base import StepTokens
+from services.trainer.batching.sequences import TrainGroup
+from services.trainer.data.dataset import Dataset
+from services.trainer.position import Position
+from services.trainer.telemetry.episodes.choice import MAX_LEFT_OUT, candidate, choose
+from services.trainer.telemetry.episodes.config import EpisodesConfig
+from services.trainer.telemetry.episodes.description import (
+    Fate,
+    Origin,
+    TrainedSample,
+    describe_group,
+    divergence,
+    split_samples,
+)
+from services.trainer.telemetry.episodes.files import EpisodeFiles
+
+log = structlog.get_logger()
+
+FOLDER: Final = "episodes"
+_GIB = 2**30
+_MAX_WAITING_TOKENS = 8_000_000
+"""Tokens of groups that wait to be written: four large batches, about 300 MB."""
+_CLOSE_TIMEOUT_S = 30.0
+_MAX_COUNTED = 16
+"""Steps and outcomes whose left-out groups are counted: those of the present step and a few before it."""
+
+Outcome: TypeAlias = Literal["stale", "filtered", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedGroup:
+    """A group of a batch."""
+
+    played: Group
+    ready: TrainGroup
+    images: Mapping[str, bytes]
+    """Encoded images of its samples, by content hash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Batch:
+    """A batch that a step trained."""
+
+    step: int
+    version: int
+    time: str
+    groups: Sequence[TrainedGroup]
+    tokens: StepTokens | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kept:
+    """A group to be written."""
+
+    group: Group
+    images: Mapping[str, bytes]
+    fate: Fate
+    trained: Mapping[int, TrainedSample]
+    """By the samples' numbers in the group."""
+
+
+class EpisodeLog:
+    """Keeps groups; its methods but `close` return at once."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        config: EpisodesConfig,
+        position: Position,
+        *,
+        dataset: Dataset,
+        texts: TokenTexts,
+    ) -> None:
+        """Continue after the step of `position`. Blocks.
+
+        Args:
+            run_folder: The run folder.
+            config: What is kept.
+            position: The run's position.
+            dataset: The data set from which the groups are played.
+            texts: Texts of the model's tokens.
+        """
+        self.num_dropped = 0
+        """Groups that were to be kept and were not, since the trainer started."""
+        self._config = config
+        self._position = position
+        self._dataset = dataset
+        self._texts = texts
+        self._left_out: dict[tuple[int, str], int] = {}  # groups by step and outcome
+        self._waiting: queue.SimpleQueue[_Batch | _Kept | None] = queue.SimpleQueue()
+        self._num_waiting_tokens = 0
+        self._lock = threading.Lock()
+        self._has_warned = False
+        self._files = EpisodeFiles(run_folder / FOLDER, last_step=position.step, max_bytes=config.max_gib * _GIB)
+        self._thread = threading.Thread(target=self._write_all, name="episodes", daemon=True)
+        self._thread.start()
+
+    def keep_trained(self, step: int, version: int, groups: Sequence[TrainedGroup], tokens: StepTokens | None) -> None:
+        """Keep groups of a batch that was trained.
+
+        Args:
+            step: Number of the step.
+            version: The policy version that it trained.
+            groups: The batch, in the order in which the backend got it.
+            tokens: What the backend computed of it.
+        """
+        self._put(
+            _Batch(step=step, version=version, time=_now(), groups=groups, tokens=tokens),
+            [each.played for each in groups],
+        )
+
+    def keep_left_out(
+        self, outcome: Outcome, reason: str, group: Group, images: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Keep a group that is not trained.
+
+        Args:
+            outcome: What became of it.
+            reason: Why.
+            group: The group as it was played; it may have no samples.
+            images: Encoded images of its samples by content hash, if they were fetched.
+        """
+        step, version = self._position.step + 1, self._position.version
+        number = self._left_out[step, outcome] = self._left_out.pop((step, outcome), 0) + 1
+        if len(self._left_out) > _MAX_COUNTED:
+            del self._left_out[next(iter(self._left_out))]
+        if self._config.keep == "all" or number <= MAX_LEFT_OUT:
+            fate = Fate(outcome=outcome, reason=reason, step=step, version=version, time=_now())
+            self._put(_Kept(group=group, images=images or {}, fate=fate, trained={}), [group])
+
+    def close(self) -> None:
+        """Write what waits, for a limited time. Blocks."""
+        self._waiting.put(None)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _put(self, job: _Batch | _Kept, groups: Sequence[Group]) -> None:
+        with self._lock:
+            if self._num_waiting_tokens > _MAX_WAITING_TOKENS:
+                self.num_dropped += len(groups)
+                return
+            self._num_waiting_tokens += _num_tokens(groups)
+        self._waiting.put(job)
+
+    def _write_all(self) -> None:
+        while (job := self._waiting.get()) is not None:
+            groups = [each.played for each in job.groups] if isinstance(job, _Batch) else [job.group]
+            try:
+                for kept in self._chosen(job) if isinstance(job, _Batch) else [job]:
+                    self._write(kept)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+                self.num_dropped += len(groups)
+                if not self._has_warned:
+                    self._has_warned = True
+                    log.warning("episodes.not_kept", group=groups[0].id.message, reason=repr(error))
+            with self._lock:
+                self._num_waiting_tokens -= _num_tokens(groups)
+
+    def _chosen(self, batch: _Batch) -> Iterator[_Kept]:
+        computed = {} if batch.tokens is None else split_samples(batch.tokens)
+        trained, first = [], 0
+        for each in batch.groups:
+            numbers = each.ready.numbers or range(len(each.ready.samples))
+            places = {number: first + place for place, number in enumerate(numbers)}
+            trained.append({number: computed[place] for number, place in places.items() if place in computed})
+            first += len(each.ready.samples)
+        reasons: dict[int, list[str]] = {number: [] for number in range(len(batch.groups))}
+        if self._config.keep == "few":
+            candidates = [
+                candidate(each.played, divergence(each.played, samples))
+                for each, samples in zip(batch.groups, trained, strict=True)
+            ]
+            reasons = choose(candidates, batch.step)
+        for number, why in reasons.items():
+            fate = Fate(
+                outcome="trained", reason=", ".join(why), step=batch.step, version=batch.version, time=batch.time
+            )
+            each = batch.groups[number]
+            yield _Kept(group=each.played, images=each.images, fate=fate, trained=trained[number])
+
+    def _write(self, kept: _Kept) -> None:
+        source, row = self._dataset.row_at(kept.group.id.index)
+        try:
+            example = self._dataset[kept.group.id.index]
+        except DataError:  # the row was changed since it was played
+            example = None
+        shown = () if example is None else example.images
+        files = self._files.add_images({**kept.images, **{hash_of(image): image for image in shown}})
+        whole, short = describe_group(
+            kept.group,
+            Origin(source=source, row=row, example=example),
+            kept.fate,
+            kept.trained,
+            texts=self._texts,
+            image_files=files,
+            prompt_images=[files[hash_of(image)] for image in shown],
+        )
+        self._files.add(kept.fate.step, whole, short)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _num_tokens(groups: Sequence[Group]) -> int:
+    return sum(len(sequence.token_ids) for group in groups for sample in group.samples for sequence in sample.sequences)

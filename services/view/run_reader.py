@@ -1,0 +1,133 @@
+"""Reads the folder of a run, which may be running, interrupted or over. Nothing is written to it."""
+
+import fcntl
+import re
+import threading
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.errors import InvalidRequestError
+from penstock.telemetry.json_lines import JsonLinesFollower
+
+_IMAGE: Final = re.compile(r"[0-9a-f]{64}\.(png|jpg|gif|webp|bin)")
+_EPISODES_FILE: Final = re.compile(r"step-\d+\.jsonl")
+
+
+class NotThereError(InvalidRequestError):
+    """The run keeps no such thing."""
+
+
+class RunReader:
+    """One run. Its methods may be called from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the run in `folder`."""
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._metrics = JsonLinesFollower(folder / "metrics.jsonl")
+        self._evaluations = JsonLinesFollower(folder / "evaluations.jsonl")
+        self._trace = JsonLinesFollower(folder / "trace" / "trainer.jsonl")
+        self._index = JsonLinesFollower(folder / "episodes" / "index.jsonl")
+
+    @property
+    def name(self) -> str:
+        """The folder's name, by which people know the run."""
+        return self.folder.name
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a launcher works in the folder."""
+        try:
+            with (self.folder / ".lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    @property
+    def last_change(self) -> float:
+        """When the last step was written, in seconds since 1970; the start of the run before the first."""
+        for path in (self.folder / "metrics.jsonl", self.folder / "config.toml"):
+            with suppress(OSError):
+                return path.stat().st_mtime
+        return 0.0
+
+    def steps(self) -> tuple[int, list[dict[str, Any]]]:
+        """Return the rows of metrics.jsonl, and a number that grows when earlier rows were replaced."""
+        with self._lock:
+            self._metrics.poll()
+            return self._metrics.generation, list(self._metrics.rows)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the rows of evaluations.jsonl."""
+        with self._lock:
+            self._evaluations.poll()
+            return list(self._evaluations.rows)
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Return the trainer's spans, step by step."""
+        with self._lock:
+            self._trace.poll()
+            return list(self._trace.rows)
+
+    def episodes(self) -> list[dict[str, Any]]:
+        """Return the index of kept groups, in the order in which they were kept."""
+        with self._lock:
+            self._index.poll()
+            return list(self._index.rows)
+
+    def episode(self, number: int) -> bytes:
+        """Return the whole description of a kept group, as JSON.
+
+        Args:
+            number: Its place in the index, from 0.
+
+        Raises:
+            NotThereError: there is none, or it was deleted to keep the folder small.
+        """
+        index = self.episodes()
+        if not 0 <= number < len(index):
+            raise NotThereError(f"run {self.name!r} has no kept group number {number}; it has {len(index)}")
+        entry = index[number]
+        if _EPISODES_FILE.fullmatch(str(entry["file"])) is None:
+            raise NotThereError(f"the index of {self.name!r} names no file of groups: {entry['file']!r}")
+        try:
+            with (self.folder / "episodes" / entry["file"]).open("rb") as file:
+                file.seek(int(entry["offset"]))
+                return bytes(file.read(int(entry["size"])))
+        except FileNotFoundError:
+            raise NotThereError(
+                f"the groups of step {entry['step']} were deleted to keep the folder below episodes.max_gib"
+            ) from None
+
+    def image(self, name: str) -> bytes:
+        """Return a kept picture.
+
+        Raises:
+            NotThereError: there is none of this name.
+        """
+        if _IMAGE.fullmatch(name):
+            with suppress(FileNotFoundError):
+                return (self.folder / "episodes" / "images" / name).read_bytes()
+        raise NotThereError(f"run {self.name!r} keeps no picture {name!r}")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the run's settings by dotted name; empty if there is no recipe."""
+        try:
+            recipe = tomllib.loads((self.folder / "config.toml").read_text())
+        except (OSError, ValueError):
+            return {}
+        return dict(_leaves("", recipe))
+
+
+def _leaves(prefix: str, value: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, each in value.items():
+        name = f"{prefix}.{key}" if prefix else key
+        found += _leaves(name, each) if isinstance(each, Mapping) and each else [(name, each)]
+    return found

@@ -1,0 +1,41 @@
+// Reads the server. Steps are kept and only new ones asked for.
+
+export async function get(path, parameters = {}) {
+  const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== "" && value !== undefined));
+  const response = await fetch(`${path}${query.size ? `?${query}` : ""}`);
+  if (response.status === 401) throw new Error("this page needs the token: open the address that `penstock view` printed");
+  const body = await response.json();
+  if (!response.ok) throw new Error(body.error?.message ?? `the server answered ${response.status}`);
+  return body;
+}
+
+export class Steps {
+  constructor(run) {
+    this.run = run;
+    this.rows = [];
+    this.generation = -1;
+  }
+
+  // Returns whether anything is new.
+  async poll() {
+    const found = await get(`api/runs/${this.run}/steps`, { after: this.rows.length, generation: this.generation });
+    const before = this.rows.length;
+    const isNew = found.rows.length > 0 || found.generation !== this.generation && before > found.start;
+    this.rows.length = found.start;
+    this.rows.push(...found.rows);
+    this.generation = found.generation;
+    return isNew;
+  }
+}
+
+export const image = (run, name) => name && `api/runs/${run}/images/${name}`;
+
+const KINDS = { f4: Float32Array, i4: Int32Array, u1: Uint8Array };
+
+export function array(base64, kind) {
+  if (!base64) return null;
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let index = 0; index < text.length; index += 1) bytes[index] = text.charCodeAt(index);
+  return new KINDS[kind](bytes.buffer);
+}

@@ -1,0 +1,83 @@
+// Line charts, which zoom and point together.
+
+import uPlot from "./vendor/uPlot.mjs";
+import { ink } from "./colours.js";
+import { h } from "./dom.js";
+import { number } from "./format.js";
+
+const together = uPlot.sync("steps");
+const HEIGHT = 190;
+
+let zoomed = null; // {label, min, max} of x, which all charts over the same x share, also when they are drawn anew
+let shown = []; // charts of the page
+
+// series: [{label, colour, values, dashed?}] over one list of x; marks: [{x, text}].
+export function chart(title, x, series, { xLabel = "step", marks = [], low, note = "" } = {}) {
+  const box = h("figure", {}, h("figcaption", {}, h("b", {}, title), h("span", { class: "faint" }, note)));
+  let isDrawn = false; // the first range is nobody's wish
+  const options = {
+    width: 400,
+    height: HEIGHT,
+    cursor: { sync: { key: together.key }, drag: { x: true, y: false } },
+    scales: { x: { time: false }, y: { range: (_, min, max) => range(min, max, low) } },
+    axes: [axis(), axis({ size: 64, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) })],
+    series: [
+      { label: xLabel },
+      ...series.map((each) => ({
+        label: each.label, class: each.thin ? "thin" : undefined, stroke: each.colour, width: each.thin ? 1 : 1.75, dash: each.dashed ? [5, 4] : undefined,
+        alpha: each.thin ? 0.35 : 1, spanGaps: false, points: { show: x.length < 2 }, value: (_, value) => number(value),
+      })),
+    ],
+    hooks: {
+      draw: [(plot) => drawMarks(plot, marks)],
+      setScale: [(plot, key) => { if (key === "x" && isDrawn) zoomAll(plot, xLabel, x); }],
+    },
+  };
+  const plot = new uPlot(options, [x, ...series.map((each) => each.values)], box);
+  shown = [...shown.filter((each) => each.box.isConnected), { box, plot, xLabel }];
+  if (zoomed?.label === xLabel) plot.setScale("x", zoomed);
+  requestAnimationFrame(() => { isDrawn = true; });
+  const resize = () => plot.setSize({ width: Math.max(200, box.clientWidth - 18), height: HEIGHT });
+  new ResizeObserver(resize).observe(box);
+  return box;
+}
+
+function zoomAll(plot, label, x) {
+  const { min, max } = plot.scales.x;
+  const isWhole = min <= x[0] && max >= x.at(-1);
+  if (isWhole ? zoomed === null : zoomed?.label === label && zoomed.min === min && zoomed.max === max) return;
+  zoomed = isWhole ? null : { label, min, max };
+  for (const each of shown) {
+    if (each.plot !== plot && each.xLabel === label && each.box.isConnected) each.plot.setScale("x", { min, max });
+  }
+}
+
+function axis(more = {}) {
+  return { stroke: ink("faint"), grid: { stroke: ink("line"), width: 1 }, ticks: { stroke: ink("line") }, ...more };
+}
+
+function range(min, max, low) {
+  if (min === null || max === null) return [0, 1];
+  const bottom = low === undefined ? min : Math.min(low, min);
+  const room = (max - bottom) * 0.06 || Math.abs(max) * 0.1 || 1;
+  return [bottom === low ? bottom : bottom - room, max + room];
+}
+
+function drawMarks(plot, marks) {
+  const { ctx } = plot;
+  ctx.save();
+  ctx.strokeStyle = ink("faint");
+  ctx.fillStyle = ink("faint");
+  ctx.setLineDash([2, 3]);
+  ctx.font = `${11 * devicePixelRatio}px system-ui`;
+  for (const { x, text } of marks) {
+    const place = plot.valToPos(x, "x", true);
+    if (place < plot.bbox.left || place > plot.bbox.left + plot.bbox.width) continue;
+    ctx.beginPath();
+    ctx.moveTo(place, plot.bbox.top);
+    ctx.lineTo(place, plot.bbox.top + plot.bbox.height);
+    ctx.stroke();
+    ctx.fillText(text, place + 3, plot.bbox.top + 11 * devicePixelRatio);
+  }
+  ctx.restore();
+}

@@ -1,0 +1,47 @@
+// Builds elements. Text always becomes text nodes, so nothing that a policy wrote is read as markup.
+
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, each] of Object.entries(value)) element.style.setProperty(key, each);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export function empty(text) {
+  return h("p", { class: "empty" }, text);
+}
+
+export function table(headings, rows) {
+  const isNumber = (column) => rows.some((row) => typeof row[column] === "number");
+  const kind = (column) => (isNumber(column) ? "number" : undefined);
+  return h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, headings.map((text, column) => h("th", { scope: "col", class: kind(column) }, text)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, column) => h("td", { class: kind(column) }, cell ?? "")))))));
+}
+
+export function select(label, value, options, change) {
+  const choice = h("select", { onchange: () => change(choice.value) },
+    options.map(([key, text]) => h("option", { value: key, selected: key === value }, text)));
+  return h("label", {}, `${label} `, choice);
+}
+
+export function pictures(urls) {
+  if (!urls.length) return null;
+  return h("div", { class: "pictures" }, urls.map((url, number) => url
+    ? h("button", { type: "button", "aria-label": `Enlarge picture ${number + 1}`, onclick: () => zoom(url) },
+      h("img", { src: url, alt: `Picture ${number + 1}`, loading: "lazy" }))
+    : h("span", { class: "faint" }, `picture ${number + 1} was not kept`)));
+}
+
+function zoom(url) {
+  const dialog = document.getElementById("zoom");
+  const image = dialog.querySelector("img");
+  image.src = url;
+  dialog.onclick = () => dialog.close();
+  dialog.showModal();
+}

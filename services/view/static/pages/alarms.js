@@ -1,0 +1,18 @@
+// What is wrong with the run, and what helps.
+
+import { get } from "../api.js";
+import { empty, h } from "../dom.js";
+
+export default {
+  title: "Alarms",
+  isLive: true,
+  async draw(context) {
+    const alarms = await get(`api/runs/${context.run}/alarms`);
+    if (!alarms.length) return empty("Nothing is wrong that these rules know of.");
+    return alarms.map((alarm) => h("div", { class: "alarm", role: "alert" },
+      h("p", {}, h("b", {}, alarm.kind), ` at step ${alarm.step}: ${alarm.text}`),
+      h("p", { class: "faint" }, alarm.remedy),
+      h("p", {}, h("a", { href: context.link("samples", { step: alarm.step }) }, "samples of this step"), " · ",
+        h("a", { href: context.link("timeline", { to: alarm.step }) }, "timeline"))));
+  },
+};

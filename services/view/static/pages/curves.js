@@ -1,0 +1,111 @@
+// Curves of one or several runs over steps or time.
+
+import { get } from "../api.js";
+import { chart } from "../chart.js";
+import { SERIES } from "../colours.js";
+import { empty, h, select } from "../dom.js";
+import { smooth } from "../format.js";
+
+const PANELS = [
+  ["Reward", ["reward_mean_played", "reward_mean"], {}],
+  ["Held-out score", [], { evaluations: true }],
+  ["|trainer − engine| log-probability", ["dlogp_mean_current", "dlogp_mean"], { low: 0 }],
+  ["Staleness, versions", ["staleness_mean", "staleness_max"], { low: 0 }],
+  ["Gradient norm", ["grad_norm"], { low: 0 }],
+  ["Entropy, nats", ["entropy"], {}],
+  ["Tokens of a sample", ["sample_tokens_mean"], { low: 0 }],
+  ["Samples cut off, share", ["truncated_fraction"], { low: 0 }],
+  ["Seconds of a step", ["step_s", "train_s", "wait_s"], { low: 0 }],
+  ["Trainer idle, share", ["trainer_idle_fraction"], { low: 0 }],
+  ["Output tokens a second", ["output_tokens_per_s"], { low: 0 }],
+  ["Replicas", ["num_replicas"], { low: 0 }],
+  ["Groups that were not trained", ["num_stale_groups", "num_failed_groups", "num_filtered_groups"], { low: 0 }],
+];
+
+export default {
+  title: "Curves",
+  isLive: true,
+  async draw(context) {
+    const axis = context.parameters.get("x") ?? "step";
+    const weight = Number(context.parameters.get("smooth") ?? 0.6);
+    const extra = context.parameters.get("metric") ?? "";
+    const chosen = chosenRuns(context);
+    if (chosen.every((number) => context.steps[number].rows.length === 0)) return empty("No step has been trained yet.");
+    const evaluations = await Promise.all(chosen.map((number) => get(`api/runs/${number}/evaluations`)));
+    const panels = extra ? [[extra, [extra], {}], ...PANELS] : PANELS;
+    const shown = panels.map(([title, names, options]) => options.evaluations
+      ? evaluationPanel(context, title, chosen, evaluations)
+      : panel(context, title, names, options, chosen, evaluations, axis, weight)).filter(Boolean);
+    return [tools(context, axis, weight, extra, chosen), h("div", { class: "charts" }, shown)];
+  },
+};
+
+function chosenRuns(context) {
+  const asked = context.parameters.get("with");
+  const others = asked ? asked.split(",").map(Number).filter((number) => context.runs[number]) : [];
+  return [...new Set([context.run, ...others])];
+}
+
+function tools(context, axis, weight, extra, chosen) {
+  const names = [...new Set(chosen.flatMap((number) => Object.keys(context.steps[number].rows.at(-1) ?? {})))].sort();
+  const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight,
+    onchange: () => context.go({ smooth: slider.value }) });
+  const compare = context.runs.filter((run) => run.number !== context.run).map((run) => {
+    const box = h("input", { type: "checkbox", checked: chosen.includes(run.number), onchange: () => {
+      const next = box.checked ? [...chosen, run.number] : chosen.filter((number) => number !== run.number);
+      context.go({ with: next.filter((number) => number !== context.run).join(",") });
+    } });
+    return h("label", {}, box, ` ${run.name}`);
+  });
+  return h("div", { class: "tools" },
+    select("Over", axis, [["step", "steps"], ["time", "hours of training"]], (x) => context.go({ x })),
+    h("label", {}, "Smoothing ", slider),
+    select("Also", extra, [["", "–"], ...names.map((name) => [name, name])], (metric) => context.go({ metric })),
+    compare.length ? h("span", {}, "Compare: ", compare) : null,
+    h("span", { class: "faint" }, "Drag to zoom, double-click to see all."));
+}
+
+function panel(context, title, names, options, chosen, evaluations, axis, weight) {
+  // One metric per run where runs are compared, all of the panel's for one run.
+  const sets = [];
+  for (const number of chosen) {
+    const rows = context.steps[number].rows;
+    const known = names.filter((name) => rows.some((row) => typeof row[name] === "number"));
+    for (const name of chosen.length > 1 || title === "Reward" ? known.slice(0, 1) : known) {
+      sets.push({ label: chosen.length > 1 ? context.runs[number].name : name, rows, name });
+    }
+  }
+  if (!sets.length) return null;
+  const place = (row) => (axis === "time" ? row.elapsed_s / 3600 : row.step);
+  const x = [...new Set(sets.flatMap(({ rows }) => rows.map(place)))].filter((value) => value !== undefined).sort((a, b) => a - b);
+  const series = sets.flatMap(({ label, rows, name }, order) => {
+    const byPlace = new Map(rows.map((row) => [place(row), row[name] ?? null]));
+    const values = x.map((value) => byPlace.get(value) ?? null);
+    const colour = SERIES[order % SERIES.length];
+    const smoothed = { label, colour, values: smooth(values, weight) };
+    return weight > 0 ? [{ label: `${label}, each`, colour, values, thin: true }, smoothed] : [smoothed];
+  });
+  const marks = chosen.length > 1 ? [] : marksOf(context.steps[chosen[0]].rows, evaluations[0], place);
+  return chart(title, x, series, { ...options, xLabel: axis === "time" ? "hours" : "step", marks, note: names.length === 1 ? names[0] : "" });
+}
+
+function marksOf(rows, evaluations, place) {
+  const restarts = rows.filter((row, index) => index && row.attempt > rows[index - 1].attempt)
+    .map((row) => ({ x: place(row), text: "restart" }));
+  const byStep = new Map(rows.map((row) => [row.step, row]));
+  const evaluated = evaluations.filter((each) => byStep.has(each.step)).map((each) => ({ x: place(byStep.get(each.step)), text: "" }));
+  return [...restarts, ...evaluated];
+}
+
+function evaluationPanel(context, title, chosen, evaluations) {
+  const series = [];
+  const x = [...new Set(evaluations.flat().map((each) => each.step))].sort((a, b) => a - b);
+  chosen.forEach((number, order) => {
+    for (const name of new Set(evaluations[order].flatMap((each) => Object.keys(each.sets)))) {
+      const byStep = new Map(evaluations[order].map((each) => [each.step, each.sets[name]?.score?.value ?? null]));
+      series.push({ label: chosen.length > 1 ? `${context.runs[number].name}: ${name}` : name,
+        colour: SERIES[series.length % SERIES.length], values: x.map((step) => byStep.get(step) ?? null) });
+    }
+  });
+  return x.length ? chart(title, x, series, {}) : null;
+}

@@ -1,0 +1,78 @@
+// One group: its problem, its samples beside each other, and one of them token by token.
+
+import { get, image } from "../api.js";
+import { h, pictures, select, table } from "../dom.js";
+import { number, seconds } from "../format.js";
+import { rewards } from "./samples.js";
+import { tokenView } from "../tokens.js";
+
+export default {
+  title: "Group",
+  isLive: false,
+  async draw(context) {
+    const place = Number(context.parameters.get("n"));
+    const group = await get(`api/runs/${context.run}/episodes/${place}`);
+    const chosen = Math.min(Number(context.parameters.get("sample") ?? 0) || 0, Math.max(0, group.samples.length - 1));
+    return [
+      facts(context, group),
+      h("h2", {}, "Problem"),
+      pictures(group.images.map((name) => image(context.run, name))),
+      group.messages.map((message) => h("div", { class: "message" }, h("b", {}, message.role), message.content,
+        message.tool_calls ? ` ${JSON.stringify(message.tool_calls)}` : null)),
+      h("p", {}, h("b", {}, "Gold answer: "), group.golds.join("  or  ") || "–"),
+      group.samples.length ? [h("h2", {}, "Samples"), siblings(context, group, chosen), sampleView(context, group, chosen)] : null,
+    ].flat(2).filter(Boolean);
+  },
+};
+
+function facts(context, group) {
+  return h("div", { class: "facts" },
+    h("span", { class: `badge ${group.outcome}` }, group.outcome),
+    h("span", {}, "step ", h("b", {}, group.step)),
+    h("span", {}, `group ${group.index}, attempt ${group.attempt}`),
+    h("span", {}, rewards(group.samples.map((sample) => sample.reward))),
+    h("span", {}, `environment ${group.environment || "–"}`),
+    group.reason ? h("span", {}, group.reason) : null,
+    group.error ? h("span", { class: "error" }, group.error) : null,
+    h("a", { href: context.link("samples", { row: `${group.source}/${group.row}`, sort: "step", descending: "false" }) }, "the same prompt over versions"),
+    h("a", { href: context.link("timeline", { from: group.step, to: group.step }) }, "in the timeline"));
+}
+
+function siblings(context, group, chosen) {
+  const rows = group.samples.map((sample, place) => [
+    h("a", { href: context.link("group", { n: context.parameters.get("n"), sample: place }), "aria-current": place === chosen ? "true" : undefined },
+      place === chosen ? `▸ ${place}` : String(place)),
+    sample.reward ?? "–",
+    sample.advantage === null ? "–" : Number(sample.advantage.toPrecision(3)),
+    sample.turns.reduce((sum, turn) => sum + turn.num_output_tokens, 0),
+    sample.turns.length,
+    sample.finish_reason,
+    sample.verdict ? `${sample.verdict.status}${sample.verdict.extracted ? `: ${sample.verdict.extracted}` : ""}` : sample.error || "–",
+    seconds(sample.elapsed_s),
+    h("span", { class: "faint" }, sample.text.length > 90 ? `${sample.text.slice(0, 90)}…` : sample.text),
+  ]);
+  return table(["sample", "reward", "advantage", "tokens", "turns", "ended by", "verdict", "took", "answer"], rows);
+}
+
+function sampleView(context, group, chosen) {
+  const sample = group.samples[chosen];
+  const asked = Number(context.parameters.get("sequence") ?? 0) || 0;
+  const place = Math.min(asked, sample.sequences.length - 1);
+  const turns = sample.turns.length > 1 || sample.turns.some((turn) => turn.reward !== null) ? table(
+    ["turn", "engine", "waited", "generated", "prompt tokens", "cached", "output tokens", "reward"],
+    sample.turns.map((turn, order) => [order, turn.replica_id, seconds(turn.waited_s), seconds(turn.generated_s),
+      turn.num_prompt_tokens, turn.num_cached_tokens, turn.num_output_tokens, turn.reward === null ? "–" : number(turn.reward)])) : null;
+  const choice = sample.sequences.length > 1 ? select("Sequence", String(place),
+    sample.sequences.map((_, order) => [String(order), `${order + 1} of ${sample.sequences.length}`]),
+    (sequence) => context.go({ sequence })) : null;
+  const shown = sample.sequences[place];
+  const added = shown.images.slice(group.images.length).map((name) => image(context.run, name));
+  return [
+    h("h2", {}, `Sample ${chosen}, token by token`),
+    sample.error ? h("p", { class: "error" }, sample.error) : null,
+    turns,
+    choice,
+    added.length ? [h("p", { class: "faint" }, "Pictures that the environment added:"), pictures(added)] : null,
+    tokenView(context, group.prompt, shown, group.version),
+  ];
+}

@@ -1,0 +1,175 @@
+// Who did what when: the trainer's steps and pushes, and the samples on each engine.
+
+import { get } from "../api.js";
+import { canvas } from "../canvas.js";
+import { PARTS, SERIES, ink } from "../colours.js";
+import { empty, h } from "../dom.js";
+import { number, seconds } from "../format.js";
+
+const LEFT = 130; // pixels of the lanes' names
+const ROW = 9;
+const GAP = 10;
+const AXIS = 22;
+const STEPS = 12; // shown at first
+const NAMES = { train_s: "training", wait_s: "waiting for groups", data_wait_s: "waiting for prompts",
+  demonstration_wait_s: "waiting for demonstrations", push_wait_s: "waiting for a push", checkpoint_wait_s: "waiting for files",
+  evaluation_wait_s: "waiting for an evaluation", push: "push" };
+
+export default {
+  title: "Timeline",
+  isLive: false,
+  async draw(context) {
+    const rows = context.steps[context.run].rows;
+    if (!rows.length) return empty("No step has been trained yet.");
+    const last = rows.at(-1).step;
+    const to = Math.min(Number(context.parameters.get("to") ?? last), last);
+    const from = Math.max(1, Math.min(Number(context.parameters.get("from") ?? to - STEPS + 1), to));
+    const [steps, spans] = await Promise.all([
+      get(`api/runs/${context.run}/trace`, { first_step: from, last_step: to }),
+      get(`api/runs/${context.run}/spans`, { first_step: from, last_step: to }),
+    ]);
+    if (!steps.length) return [tools(context, from, to, last), empty("These steps have no trace.")];
+    const lanes = [...trainerLanes(steps), ...engineLanes(spans)];
+    return [tools(context, from, to, last), legend(), plot(context, lanes), summary(steps)];
+  },
+};
+
+function tools(context, from, to, last) {
+  const field = (name, value) => {
+    const input = h("input", { type: "number", min: 1, max: last, value, style: { width: "6em" }, onchange: () => context.go({ [name]: input.value }) });
+    return input;
+  };
+  const width = to - from + 1;
+  return h("div", { class: "tools" },
+    h("label", {}, "Steps ", field("from", from)), h("label", {}, "to ", field("to", to)),
+    h("button", { type: "button", onclick: () => context.go({ from: Math.max(1, from - width), to: Math.max(1, from - 1) }) }, "earlier"),
+    h("button", { type: "button", onclick: () => context.go({ from: Math.min(last, to + 1), to: Math.min(last, to + width) }) }, "later"),
+    h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it. Only kept groups are drawn."));
+}
+
+function legend() {
+  return h("div", { class: "tools" }, Object.entries(NAMES).map(([key, text]) => h("span", { class: "legend" },
+    h("span", { class: "scale", style: { width: "14px", background: PARTS[key] } }), text)));
+}
+
+function trainerLanes(steps) {
+  const bars = (names) => steps.flatMap((step) => step.spans.filter(([name]) => names(name)).map(([name, start, length]) => ({
+    start, length, colour: PARTS[name] ?? ink("faint"), text: `step ${step.step}: ${NAMES[name] ?? name}, ${seconds(length)}`, target: null })));
+  return [
+    { name: "trainer", rows: [bars((name) => name !== "push")] },
+    { name: "pushes", rows: [bars((name) => name === "push")] },
+  ];
+}
+
+function engineLanes(groups) {
+  const byEngine = new Map();
+  for (const group of groups) {
+    group.spans.forEach(([start, length, replicas], sample) => {
+      const engine = replicas.length ? replicas.at(-1) : "no engine";
+      if (!byEngine.has(engine)) byEngine.set(engine, []);
+      byEngine.get(engine).push({ start, length, colour: SERIES[group.index % (SERIES.length - 1)],
+        text: `group ${group.index}, sample ${sample}: ${seconds(length)}, reward ${number(group.rewards[sample], 3)}, ${group.outcome}`,
+        target: { n: group.number, sample } });
+    });
+  }
+  return [...byEngine].sort(([a], [b]) => a.localeCompare(b)).map(([name, bars]) => ({ name, rows: stacked(bars) }));
+}
+
+// Puts bars that overlap in rows below each other.
+function stacked(bars) {
+  const rows = [];
+  for (const bar of bars.sort((a, b) => a.start - b.start)) {
+    let row = rows.find((each) => each.at(-1).start + each.at(-1).length <= bar.start);
+    if (!row) rows.push((row = []));
+    row.push(bar);
+  }
+  return rows.length ? rows : [[]];
+}
+
+function plot(context, lanes) {
+  const all = lanes.flatMap((lane) => lane.rows.flat());
+  const first = Math.min(...all.map((bar) => bar.start));
+  const end = Math.max(...all.map((bar) => bar.start + bar.length));
+  let [low, high] = [first, Math.max(end, first + 1e-3)];
+  const height = AXIS + lanes.reduce((sum, lane) => sum + lane.rows.length * ROW + GAP, 0);
+  const note = h("p", { class: "faint", "aria-live": "polite" }, " ");
+  let placed = [];
+  const view = canvas(height, "Timeline of trainer and engines", (pen, width) => {
+    const x = (time) => LEFT + ((time - low) / (high - low)) * (width - LEFT);
+    pen.clearRect(0, 0, width, height);
+    drawAxis(pen, width, height, low - first, high - first, x, first);
+    placed = [];
+    let y = AXIS;
+    for (const lane of lanes) {
+      pen.fillStyle = ink("ink");
+      pen.fillText(lane.name.length > 20 ? `…${lane.name.slice(-19)}` : lane.name, 4, y + ROW);
+      for (const row of lane.rows) {
+        for (const bar of row) {
+          const left = Math.max(LEFT, x(bar.start));
+          const right = Math.min(width, Math.max(x(bar.start + bar.length), left + 1));
+          if (right <= LEFT || left >= width) continue;
+          pen.fillStyle = bar.colour;
+          pen.fillRect(left, y, right - left, ROW - 2);
+          placed.push({ bar, left, right, top: y, bottom: y + ROW });
+        }
+        y += ROW;
+      }
+      y += GAP;
+    }
+  });
+  const at = (event) => placed.find(({ left, right, top, bottom }) =>
+    event.offsetX >= left - 1 && event.offsetX <= right + 1 && event.offsetY >= top && event.offsetY < bottom)?.bar;
+  let drag = null;
+  view.surface.onmousemove = (event) => {
+    if (drag) {
+      const shift = ((drag.x - event.offsetX) / (view.box.clientWidth - LEFT)) * (high - low);
+      [low, high] = [drag.low + shift, drag.high + shift];
+      view.redraw();
+      return;
+    }
+    const bar = at(event);
+    note.textContent = bar?.text ?? " ";
+    view.surface.style.cursor = bar?.target ? "pointer" : "default";
+  };
+  view.surface.onmousedown = (event) => { drag = { x: event.offsetX, low, high }; };
+  addEventListener("mouseup", () => { drag = null; });
+  view.surface.onclick = (event) => {
+    const bar = at(event);
+    if (bar?.target) context.go(bar.target, "group");
+  };
+  view.surface.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    const share = Math.max(0, (event.offsetX - LEFT) / (view.box.clientWidth - LEFT));
+    const middle = low + share * (high - low);
+    const factor = event.deltaY > 0 ? 1.25 : 0.8;
+    [low, high] = [middle - (middle - low) * factor, middle + (high - middle) * factor];
+    view.redraw();
+  }, { passive: false });
+  return h("div", {}, view.box, note);
+}
+
+function drawAxis(pen, width, height, low, high, x, first) {
+  const wanted = (high - low) / Math.max(2, (width - LEFT) / 110);
+  const power = 10 ** Math.floor(Math.log10(wanted));
+  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= wanted);
+  pen.strokeStyle = ink("line");
+  pen.fillStyle = ink("faint");
+  for (let time = Math.ceil(low / step) * step; time <= high; time += step) {
+    const place = x(first + time);
+    if (place < LEFT) continue;
+    pen.beginPath();
+    pen.moveTo(place, AXIS - 6);
+    pen.lineTo(place, height);
+    pen.stroke();
+    pen.fillText(seconds(time), place + 3, 13);
+  }
+}
+
+// Where the trainer's time went in these steps.
+function summary(steps) {
+  const sums = {};
+  for (const step of steps) for (const [name, , length] of step.spans) if (name !== "push") sums[name] = (sums[name] ?? 0) + length;
+  const total = Object.values(sums).reduce((sum, value) => sum + value, 0) || 1;
+  const parts = Object.entries(sums).sort(([, a], [, b]) => b - a).filter(([, value]) => value / total > 0.005);
+  return h("p", {}, "The trainer's time: ", parts.map(([name, value]) => `${NAMES[name] ?? name} ${((100 * value) / total).toFixed(1)}%`).join(", "), ".");
+}

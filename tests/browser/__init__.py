@@ -1,0 +1,1 @@
+"""`penstock view` in a real Chromium."""

@@ -1,0 +1,53 @@
+"""`penstock view` as a person starts it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.cli.view_command import find_runs
+from tests.support.view_runs import make_run
+
+
+def test_it_prints_an_address_that_opens_and_ends_with_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a token of its own, where there is none; a run that is given twice is shown once."""
+    monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
+    first, second = make_run(tmp_path / "first", num_steps=2), make_run(tmp_path / "second", num_steps=3)
+    command = [sys.executable, "-m", "services.cli", "view", first, tmp_path, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.fullmatch(r"2 runs at (http://127\.0\.0\.1:\d+/)\?token=([\w-]{32})\n", line)
+            assert found is not None, line
+            with httpx.Client(follow_redirects=True) as browser:
+                assert "<title>Penstock</title>" in browser.get(found[0].split(" at ")[1].strip()).text
+                runs = browser.get(f"{found[1]}api/runs").json()
+            assert [run["folder"] for run in runs] == [str(first), str(second)]
+            assert httpx.get(f"{found[1]}api/runs").status_code == 401
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    """Before anything starts."""
+    command = [sys.executable, "-m", "services.cli", "view", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {tmp_path} holds no run; give a run folder, runs/<name>-<start>, or a folder of such\n"
+    )
+
+
+def test_the_newest_run_of_a_folder_comes_first(tmp_path: Path) -> None:
+    """It is the one that people look for."""
+    folders = [make_run(tmp_path / name, num_steps=1) for name in ("b", "c", "a")]
+    for age, folder in enumerate(folders):
+        os.utime(folder, (1_700_000_000 + age, 1_700_000_000 + age))
+    assert find_runs([tmp_path]) == folders[::-1]

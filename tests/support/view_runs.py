@@ -1,0 +1,186 @@
+"""Folders of runs as the trainer leaves them, made without one: for tests of what shows them."""
+
+import base64
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.trainer.telemetry.episodes.files import EpisodeFiles
+
+SHA = "ab" * 32
+
+
+def png(width: int = 48, height: int = 48) -> bytes:
+    """A picture of one colour."""
+    raw = b"".join(b"\0" + b"\xd5\x5e\x00" * width for _ in range(height))
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x02\0\0\0"
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
+
+
+def step_row(step: int, **changes: Any) -> dict[str, Any]:
+    """A row of metrics.jsonl."""
+    return {
+        "step": step,
+        "num_steps": 200,
+        "policy_version": step,
+        "groups": list(range(4 * step, 4 * step + 4)),
+        "reward_mean": 0.3 + 0.004 * step,
+        "dlogp_mean_current": 1e-6,
+        "staleness_mean": 0.5,
+        "staleness_max": 1,
+        "max_staleness": 1,
+        "token_lag_max": 1,
+        "num_tokens_lag_0": 600 + step,
+        "num_tokens_lag_1": 400,
+        "grad_norm": 1.0,
+        "step_s": 2.0,
+        "train_s": 1.2,
+        "wait_s": 0.6,
+        "trainer_idle_fraction": 0.4,
+        "num_samples": 16,
+        "attempt": 1,
+        "elapsed_s": 2.0 * step,
+        "time": "2026-01-01T00:00:00.000+00:00",
+        **changes,
+    }
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Append to metrics.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def add_group(
+    files: EpisodeFiles,
+    *,
+    step: int = 1,
+    index: int = 0,
+    outcome: str = "trained",
+    reason: str = "best",
+    rewards: tuple[float | None, ...] = (1.0, 0.0),
+    text: str = "The answer is 3.",
+    prompt: str = "How many corners has the figure?",
+    num_tokens: int = 6,
+    dlogp: float = 1e-6,
+) -> None:
+    """Add a group of single-turn samples whose tokens are the words of a text, again and again."""
+    images = files.add_images({SHA: png()})
+    words = [f" {word}" for word in text.split()]
+    texts = [words[place % len(words)] for place in range(num_tokens)]
+
+    def column(values: Any, dtype: str) -> str:
+        return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode()
+
+    differences = np.full(num_tokens, dlogp / 2)
+    differences[num_tokens // 2] = dlogp
+    started = 1_700_000_000.0 + 2 * step
+    samples = [
+        {
+            "reward": reward,
+            "advantage": None if outcome != "trained" else 0.5 - number,
+            "metrics": {},
+            "verdict": {"score": reward or 0.0, "status": "OK", "extracted": "3", "method": "exact"},
+            "finish_reason": "stop",
+            "error": "",
+            "started_at": started,
+            "elapsed_s": 1.0 + number / 4,
+            "turns": [
+                {
+                    "replica_id": f"engine-{number % 2}",
+                    "num_prompt_tokens": 9,
+                    "num_cached_tokens": 0,
+                    "num_output_tokens": num_tokens,
+                    "waited_s": 0.1,
+                    "generated_s": 0.9,
+                    "reward": None,
+                    "metrics": {},
+                }
+            ],
+            "text": text,
+            "sequences": [
+                {
+                    "token_ids": column(range(num_tokens), "<i4"),
+                    "texts": texts,
+                    "own": column(np.ones(num_tokens), "u1"),
+                    "versions": [[num_tokens, step]],
+                    "engine_logprobs": column(np.full(num_tokens, -0.5), "<f4"),
+                    "images": [images[SHA]],
+                    "logprobs": column(-0.5 + differences, "<f4"),
+                    "ratio": column(np.ones(num_tokens), "<f4"),
+                    "correction": column(np.ones(num_tokens), "<f4"),
+                    "advantages": column(np.full(num_tokens, 0.5 - number), "<f4"),
+                    "trained": column(np.ones(num_tokens), "u1"),
+                }
+            ],
+        }
+        for number, reward in enumerate(rewards)
+    ]
+    common = {
+        "group": f"run/{index}",
+        "index": index,
+        "attempt": 0,
+        "outcome": outcome,
+        "reason": reason,
+        "error": "",
+        "step": step,
+        "version": step + 1,
+        "time": "2026-01-01T00:00:00.000+00:00",
+        "source": "",
+        "row": index % 7,
+        "environment": "single_turn",
+        "worker": "w",
+    }
+    whole = common | {
+        "messages": [{"role": "user", "content": f"<image-0>{prompt}"}],
+        "golds": ["3"],
+        "images": [images[SHA]],
+        "prompt": {"token_ids": column([1, 2], "<i4"), "texts": ["<|im_start|>", "user"]},
+        "samples": samples,
+    }
+    short = common | {
+        "golds": ["3"],
+        "num_images": 1,
+        "prompt": prompt,
+        "texts": [text for _ in rewards],
+        "rewards": list(rewards),
+        "advantages": [sample["advantage"] for sample in samples],
+        "finish": ["stop" for _ in rewards],
+        "statuses": ["OK" for _ in rewards],
+        "num_tokens": [num_tokens for _ in rewards],
+        "num_turns": [1 for _ in rewards],
+        "versions": [step, step],
+        "dlogp_max": dlogp,
+        "spans": [[sample["started_at"], sample["elapsed_s"], [f"engine-{n % 2}"]] for n, sample in enumerate(samples)],
+    }
+    files.add(step, whole, short)
+
+
+def make_run(folder: Path, *, num_steps: int = 30, **recipe: Any) -> Path:
+    """A run of some steps with a group each, traces and an evaluation."""
+    write_rows(folder, [step_row(step) for step in range(1, num_steps + 1)])
+    settings = {"num_steps": 200, **recipe}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    (folder / "config.toml").write_text("[trainer]\n" + "\n".join(lines) + "\n")
+    files = EpisodeFiles(folder / "episodes", last_step=num_steps, max_bytes=1e12)
+    trace = folder / "trace" / "trainer.jsonl"
+    trace.parent.mkdir(exist_ok=True)
+    with trace.open("w") as file:
+        for step in range(1, num_steps + 1):
+            add_group(files, step=step, index=4 * step, dlogp=1e-6 * step)
+            began = 1_700_000_000.0 + 2 * step
+            spans = [["wait_s", began, 0.6], ["train_s", began + 0.6, 1.2], ["push", began + 1.8, 0.2]]
+            file.write(json.dumps({"step": step, "spans": spans}) + "\n")
+    score = {"value": 0.5, "standard_error": 0.02}
+    found = {"score": score, "pass_at_n": score, "maj_at_n": score, "num_prompts": 100, "truncated_fraction": 0.0}
+    row = {"step": num_steps // 2, "policy_version": num_steps // 2, "elapsed_s": 3.0, "sets": {"held_out": found}}
+    (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
+    return folder

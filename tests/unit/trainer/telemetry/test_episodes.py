@@ -1,0 +1,216 @@
+"""Episodes that are kept for people to read."""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.model.token_texts import TokenTexts
+from penstock.records import Message, TextPart
+from services.trainer.backend.base import StepTokens
+from services.trainer.batching.sequences import TrainGroup
+from services.trainer.data.rows.example import Example
+from services.trainer.position import Position
+from services.trainer.telemetry.episodes.choice import Candidate, choose
+from services.trainer.telemetry.episodes.config import EpisodesConfig
+from services.trainer.telemetry.episodes.files import EpisodeFiles
+from services.trainer.telemetry.episodes.log import EpisodeLog, TrainedGroup
+from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
+
+MODEL = Path(__file__).parents[4] / "models" / "tiny-qwen3-vl"
+PICTURE = picture(0)
+
+
+class Rows:
+    """A data set whose every row shows the same picture."""
+
+    def row_at(self, position: int) -> tuple[str, int]:
+        """The row of the same number."""
+        return "", position
+
+    def __getitem__(self, position: int) -> Example:
+        """A problem."""
+        return Example(
+            messages=(Message(role="user", parts=(TextPart(text=f"problem {position}"),)),),
+            images=(PICTURE,),
+            golds=("3",),
+            profile="math",
+            environment="single_turn",
+        )
+
+
+def group(index: int, **changes: Any) -> TrainedGroup:
+    """A group of four samples with a picture; the last is not trained."""
+    played = make_group(
+        MODEL, index=index, images=[PICTURE], placeholders=[num_placeholders((96, 96))], **{"version": 3, **changes}
+    )
+    samples: Any = tuple(() for _ in played.samples[:3])
+    ready = TrainGroup(
+        index=index, attempt=0, oldest_version=3, samples=samples, rewards=(1.0, 0.0, 0.0), numbers=(0, 1, 2)
+    )
+    return TrainedGroup(played=played, ready=ready, images={sha: IMAGES[sha] for sha in played.images})
+
+
+def computed(groups: list[TrainedGroup], *, differences: Callable[[int], float] = lambda number: 0.0) -> StepTokens:
+    """Tokens of the groups, of which each sample differs from the engine as it is told, in a mixed order of samples."""
+    parts: list[tuple[int, np.ndarray]] = []
+    for each in groups:
+        for number in each.ready.numbers:
+            (sequence,) = each.played.samples[number].sequences
+            parts.append((len(parts), sequence.logprobs[sequence.loss_mask] + differences(len(parts))))
+    parts = parts[1::2] + parts[::2]
+    sample_N = np.concatenate([np.full(len(values), number) for number, values in parts])
+    logprobs_N = np.concatenate([values for _, values in parts]).astype(np.float32)
+    ones = np.ones(len(sample_N), dtype=np.float32)
+    return StepTokens(
+        sample_N=sample_N,
+        logprobs_N=logprobs_N,
+        ratio_N=ones,
+        correction_N=ones,
+        advantages_N=sample_N.astype(np.float32),
+        trained_N=sample_N > 0,
+        entropy_N=None,
+    )
+
+
+def open_log(folder: Path, *, step: int = 0, **config: Any) -> EpisodeLog:
+    """A log of a run at a step."""
+    position = Position(num_steps=10, step=step, version=step + 1)
+    rows: Any = Rows()
+    return EpisodeLog(folder, EpisodesConfig(**config), position, dataset=rows, texts=TokenTexts.of_model(MODEL))
+
+
+def index_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the index."""
+    return [json.loads(line) for line in (folder / "episodes" / "index.jsonl").read_text().splitlines()]
+
+
+def whole(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """What the index refers to."""
+    data = (folder / "episodes" / entry["file"]).read_bytes()[entry["offset"] :][: entry["size"]]
+    found: dict[str, Any] = json.loads(data)
+    return found
+
+
+def floats(text: str) -> list[float]:
+    """A column of numbers."""
+    values: list[float] = np.frombuffer(base64.b64decode(text), dtype="<f4").tolist()
+    return values
+
+
+def test_every_token_of_a_trained_group_is_kept(tmp_path: Path) -> None:
+    """With what engine and trainer said of it, in the order of the tokens, whatever order they were computed in."""
+    groups = [group(0), group(1)]
+    log = open_log(tmp_path, keep="all")
+    log.keep_trained(1, 4, groups, computed(groups, differences=lambda number: number / 8))
+    log.close()
+    entries = index_of(tmp_path)
+    assert [(entry["index"], entry["outcome"], entry["step"], entry["row"]) for entry in entries] == [
+        (0, "trained", 1, 0),
+        (1, "trained", 1, 1),
+    ]
+    kept = whole(tmp_path, entries[1])
+    assert kept["messages"] == [{"role": "user", "content": "problem 1"}]
+    assert [(tmp_path / "episodes" / "images" / name).read_bytes() for name in kept["images"]] == [PICTURE]
+    for number, sample in enumerate(kept["samples"]):
+        (sequence,) = sample["sequences"]
+        (played,) = groups[1].played.samples[number].sequences
+        own = played.logprobs[played.loss_mask]
+        assert len(kept["prompt"]["texts"]) + len(sequence["texts"]) == len(played.token_ids)
+        assert floats(sequence["engine_logprobs"]) == pytest.approx(own.tolist())
+        if number == 3:  # it was dropped before training
+            assert "logprobs" not in sequence
+            assert sample["advantage"] is None
+        else:
+            assert floats(sequence["logprobs"]) == pytest.approx((own + (3 + number) / 8).tolist())
+            assert sample["advantage"] == 3 + number
+    assert entries[1]["dlogp_max"] == pytest.approx(5 / 8)
+
+
+def test_what_was_left_out_is_kept_with_the_reason(tmp_path: Path) -> None:
+    """The first two of each kind, for the step that is taken next; all with `keep = "all"`."""
+    for keep, number in (("few", 2), ("all", 5)):
+        log = open_log(tmp_path / keep, step=6, keep=keep)
+        for index in range(5):
+            log.keep_left_out("stale", "2 versions old, 1 allowed", group(index).played)
+        log.keep_left_out("filtered", "equal_rewards", group(9).played)
+        log.close()
+        entries = index_of(tmp_path / keep)
+        assert [entry["step"] for entry in entries] == [7] * (number + 1)
+        assert [entry["reason"] for entry in entries][-2:] == ["2 versions old, 1 allowed", "equal_rewards"]
+
+
+def test_few_are_chosen_by_what_people_look_for() -> None:
+    """A group can be chosen for several reasons."""
+
+    def each(reward: float, *, oldest: int = 5, divergence: float = 0.0, is_broken: bool = False) -> Candidate:
+        return Candidate(reward=reward, oldest_version=oldest, divergence=divergence, is_broken=is_broken)
+
+    batch = [each(0.5), each(1.0, oldest=4), each(0.0), each(0.5, divergence=1.0), each(0.5, is_broken=True), each(0.5)]
+    assert choose(batch, step=5) == {
+        1: ["best", "oldest"],
+        2: ["worst"],
+        3: ["most diverged"],
+        4: ["cut off or failed"],
+        5: ["in turn"],
+    }
+
+
+def test_a_run_that_goes_on_keeps_what_its_checkpoint_has_seen(tmp_path: Path) -> None:
+    """Later steps are taken again, and what a crash cut off is no line."""
+    log = open_log(tmp_path, keep="all")
+    for step in (1, 2, 3):
+        log.keep_trained(step, step, [group(step)], None)
+    log.close()
+    index = tmp_path / "episodes" / "index.jsonl"
+    index.write_bytes(index.read_bytes()[:-7])
+    again = open_log(tmp_path, step=1, keep="all")
+    again.keep_trained(2, 2, [group(7)], None)
+    again.close()
+    assert [(entry["step"], entry["index"]) for entry in index_of(tmp_path)] == [(1, 1), (2, 7)]
+    assert [whole(tmp_path, entry)["index"] for entry in index_of(tmp_path)] == [1, 7]
+    assert sorted(path.name for path in (tmp_path / "episodes" / "discarded").iterdir()) == [
+        "step-000002.jsonl",
+        "step-000003.jsonl",
+    ]
+
+
+def test_the_folder_stays_below_its_size(tmp_path: Path) -> None:
+    """The oldest steps go first; the newest stays even if it alone is too large."""
+    files = EpisodeFiles(tmp_path, last_step=0, max_bytes=2500)
+    for step in range(1, 6):
+        files.add(step, {"step": step, "text": "x" * 1000}, {"step": step})
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000004.jsonl", "step-000005.jsonl"]
+    files.add(6, {"text": "x" * 5000}, {"step": 6})
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000006.jsonl"]
+
+
+def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not kept is counted."""
+    log = open_log(tmp_path, keep="all")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log._files, "add", fail)
+    log.keep_trained(1, 1, [group(0), group(1)], None)
+    log.keep_left_out("failed", "no reason", group(2).played)
+    log.close()
+    assert log.num_dropped == 3
+
+
+def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that hangs takes no more memory than a few batches, and the loop never waits for it."""
+    monkeypatch.setattr("services.trainer.telemetry.episodes.log._MAX_WAITING_TOKENS", 100)
+    log = open_log(tmp_path, keep="all")
+    with monkeypatch.context() as hanging:
+        hanging.setattr(log, "_waiting", SimpleNamespace(put=lambda job: None))
+        for index in range(50):
+            log.keep_left_out("stale", "old", group(index).played)
+    assert log.num_dropped > 30
+    log.close()

@@ -1,0 +1,143 @@
+"""The pages' data over HTTP, as a browser asks for it."""
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.http.server import HttpServer
+from penstock.runtime.security import Security
+from services.trainer.telemetry.episodes.files import EpisodeFiles
+from services.view.app import view_app
+from services.view.run_reader import RunReader
+from services.view.sign_in import SignIn
+from tests.support.view_runs import SHA, add_group, make_run, step_row, write_rows
+
+_STATIC = Path(__file__).parents[3] / "services" / "view" / "static"
+_VENDORED = {
+    "uPlot.mjs": "5dd9b3281aa64b461b42d9945f6adb2649d346502b12281a9ae0d46599a80eba",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two runs."""
+    return [make_run(tmp_path / "first"), make_run(tmp_path / "second", num_steps=3, max_staleness=2)]
+
+
+@pytest.fixture
+async def url(runs: list[Path]) -> AsyncIterator[str]:
+    """Address of a server that shows them, which asks for a token."""
+    app = view_app([RunReader(folder) for folder in runs])
+    server = HttpServer(app, host="127.0.0.1", port=0, security=Security(token="secret"), wrap=SignIn)
+    await server.start()
+    yield server.url
+    await server.drain(1.0)
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A browser that has opened the address with the token."""
+    async with httpx.AsyncClient(base_url=url, follow_redirects=True) as client:
+        assert (await client.get("/", params={"token": "secret"})).status_code == 200
+        yield client
+
+
+async def test_the_token_in_the_address_becomes_a_cookie(url: str) -> None:
+    """It does not stay in the address, and scripts cannot read it; without it there is nothing."""
+    async with httpx.AsyncClient(base_url=url) as client:
+        for path in ("/", "/main.js", "/api/runs", "/api/runs/0/episodes/0"):
+            assert (await client.get(path)).status_code == 401
+        answer = await client.get("/", params={"run": "1", "token": "secret"})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/?run=1")
+        cookie = answer.headers["set-cookie"].lower()
+        assert "httponly" in cookie
+        assert "samesite=strict" in cookie
+        assert (await client.get("/api/runs")).status_code == 200
+    async with httpx.AsyncClient(base_url=url, follow_redirects=True) as client:
+        assert (await client.get("/", params={"token": "wrong"})).status_code == 401
+
+
+async def test_runs_are_listed_with_where_they_stand(client: httpx.AsyncClient) -> None:
+    """And with how much is wrong."""
+    first, second = (await client.get("/api/runs")).json()
+    assert (first["name"], first["step"], first["num_steps"], first["is_running"]) == ("first", 30, 200, False)
+    assert (second["name"], second["step"], second["num_alarms"]) == ("second", 3, 0)
+
+
+async def test_only_new_steps_are_sent(client: httpx.AsyncClient, runs: list[Path]) -> None:
+    """All of them again if earlier ones were replaced."""
+    found = (await client.get("/api/runs/0/steps")).json()
+    assert (len(found["rows"]), found["start"]) == (30, 0)
+    assert "groups" not in found["rows"][0]
+    write_rows(runs[0], [step_row(31, loss=float("nan"))])
+    asked = {"after": 30, "generation": found["generation"]}
+    new = (await client.get("/api/runs/0/steps", params=asked)).json()
+    assert [(row["step"], row["loss"]) for row in new["rows"]] == [(31, None)]
+    replaced = runs[0] / "new"
+    replaced.write_text(json.dumps(step_row(1)) + "\n")
+    replaced.replace(runs[0] / "metrics.jsonl")
+    again = (await client.get("/api/runs/0/steps", params=asked)).json()
+    assert (again["start"], [row["step"] for row in again["rows"]]) == (0, [1])
+    assert again["generation"] > found["generation"]
+
+
+async def test_groups_are_listed_and_read(client: httpx.AsyncClient) -> None:
+    """The worst group of a step with its picture is three requests away."""
+    listed = (await client.get("/api/runs/0/episodes", params={"sort": "dlogp", "limit": 2})).json()
+    assert (listed["num_kept"], listed["num_found"], len(listed["found"])) == (30, 30, 2)
+    place = listed["found"][0]["number"]
+    assert place == 29
+    whole = (await client.get(f"/api/runs/0/episodes/{place}")).json()
+    assert whole["step"] == 30
+    picture = await client.get(f"/api/runs/0/images/{whole['images'][0]}")
+    assert picture.headers["content-type"] == "image/png"
+    spans = (await client.get("/api/runs/0/spans", params={"first_step": 29})).json()
+    assert [each["step"] for each in spans] == [29, 30]
+    trace = (await client.get("/api/runs/0/trace", params={"first_step": 29})).json()
+    assert [each["step"] for each in trace] == [29, 30]
+    assert (await client.get("/api/runs/1/settings")).json()["trainer.max_staleness"] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        ("/api/runs/7/steps", 404, "there is no run number 7; 2 are shown"),
+        ("/api/runs/0/episodes/99", 404, "has no kept group number 99; it has 30"),
+        ("/api/runs/0/episodes?sort=size", 422, "sort = 'size' must be one of"),
+        ("/api/runs/0/episodes?step=x", 422, "step = 'x'"),
+        ("/api/runs/0/images/..%2Fconfig.toml", 404, "config.toml"),
+        (f"/api/runs/0/images/{SHA}.gif", 404, "keeps no picture"),
+        ("/%2e%2e/app.py", 404, "there is no page"),
+        ("/vendor/uPlot.LICENSE", 404, "there is no page"),
+    ],
+)
+async def test_what_is_not_there_is_named(client: httpx.AsyncClient, path: str, status: int, message: str) -> None:
+    """And nothing outside of the pages and the runs is there."""
+    answer = await client.get(path)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+
+
+async def test_nothing_that_a_policy_wrote_can_run(client: httpx.AsyncClient, runs: list[Path]) -> None:
+    """Data is JSON, which no browser takes for a page, and pages run only their own files."""
+    files = EpisodeFiles(runs[1] / "episodes", last_step=99, max_bytes=1e9)
+    add_group(files, index=1, text="<script>alert(1)</script>")
+    answer = await client.get("/api/runs/1/episodes/3")
+    assert answer.headers["content-type"] == "application/json"
+    for path in ("/", "/main.js", "/api/runs/1/episodes/3"):
+        headers = (await client.get(path)).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'self'" in headers["content-security-policy"]
+        assert "script-src" not in headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("name", sorted(_VENDORED))
+def test_what_is_not_ours_is_as_it_was_published(name: str) -> None:
+    """Files of uPlot 1.6.32, by their digests."""
+    assert hashlib.sha256((_STATIC / "vendor" / name).read_bytes()).hexdigest() == _VENDORED[name]

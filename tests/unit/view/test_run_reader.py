@@ -1,0 +1,84 @@
+"""What a run's folder tells those who look at it."""
+
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+
+from services.trainer.telemetry.episodes.files import EpisodeFiles
+from services.view.run_reader import NotThereError, RunReader
+from tests.support.view_runs import SHA, add_group, make_run, step_row, write_rows
+
+
+def test_a_run_that_grows_is_read_on(tmp_path: Path) -> None:
+    """Half-written lines wait for their end; rows that a resumed trainer took back are gone."""
+    run = RunReader(tmp_path / "run")
+    assert run.steps() == (0, [])
+    write_rows(tmp_path / "run", [step_row(1)])
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+        file.flush()
+        assert [row["step"] for row in run.steps()[1]] == [1]
+        file.write('ard_mean": 1}\n')
+    assert [row["step"] for row in run.steps()[1]] == [1, 2]
+    replaced = tmp_path / "new"
+    replaced.write_text(json.dumps(step_row(1)) + "\n")
+    replaced.replace(tmp_path / "run" / "metrics.jsonl")
+    generation, rows = run.steps()
+    assert (generation, [row["step"] for row in rows]) == (1, [1])
+
+
+def test_groups_are_found_by_their_place_in_the_index(tmp_path: Path) -> None:
+    """Also where the file of their step grew afterwards; those that were deleted say so."""
+    run = RunReader(tmp_path)
+    files = EpisodeFiles(tmp_path / "episodes", last_step=0, max_bytes=1e9)
+    for index in (3, 5):
+        add_group(files, index=index, text=f"answer → {index}")
+    assert [json.loads(run.episode(place))["index"] for place in (0, 1)] == [3, 5]
+    with pytest.raises(NotThereError, match="has no kept group number 2; it has 2"):
+        run.episode(2)
+    (tmp_path / "episodes" / "step-000001.jsonl").unlink()
+    with pytest.raises(NotThereError, match=r"step 1 were deleted .* episodes.max_gib"):
+        run.episode(0)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../config.toml", f"{SHA}.html", f"/{SHA}.png", f"{SHA}.png/..", "ab" * 31 + ".png"]
+)
+def test_nothing_but_kept_pictures_is_a_picture(tmp_path: Path, name: str) -> None:
+    """Whatever a caller asks for."""
+    make_run(tmp_path, num_steps=1)
+    assert RunReader(tmp_path).image(f"{SHA}.png").startswith(b"\x89PNG")
+    with pytest.raises(NotThereError, match="keeps no picture"):
+        RunReader(tmp_path).image(name)
+
+
+def test_an_index_that_was_tampered_with_leads_nowhere_else(tmp_path: Path) -> None:
+    """A run folder may come from somebody else."""
+    (tmp_path / "episodes").mkdir()
+    (tmp_path / "secret").write_text("secret")
+    line = {"step": 1, "file": "../secret", "offset": 0, "size": 6}
+    (tmp_path / "episodes" / "index.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(NotThereError, match="names no file of groups"):
+        RunReader(tmp_path).episode(0)
+
+
+def test_a_run_is_running_while_its_launcher_holds_the_lock(tmp_path: Path) -> None:
+    """Looking takes nothing from the launcher."""
+    run = RunReader(tmp_path)
+    assert not run.is_running
+    with (tmp_path / ".lock").open("w") as file:
+        assert not run.is_running
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert run.is_running
+        assert run.is_running
+    assert not run.is_running
+
+
+def test_settings_have_dotted_names(tmp_path: Path) -> None:
+    """As people write them on the command line."""
+    make_run(tmp_path, num_steps=1, max_staleness=2)
+    assert RunReader(tmp_path).settings() == {"trainer.num_steps": 200, "trainer.max_staleness": 2}
+    (tmp_path / "config.toml").write_text("broken")
+    assert RunReader(tmp_path).settings() == {}
