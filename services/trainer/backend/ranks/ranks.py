@@ -31,6 +31,8 @@ class Ranks:
     """Group for what the ranks tell each other through the hosts' memory."""
     _commands: Any = None
     """Group for what rank 0 tells the others."""
+    _files: Any = None
+    """Group of the threads that write a checkpoint beside the commands."""
 
     @classmethod
     def join(cls, store: dist.Store, *, rank: int, size: int, device: torch.device) -> Self:
@@ -45,14 +47,22 @@ class Ranks:
             mesh=init_device_mesh(device.type, (size,)),
             _values=dist.new_group(backend="gloo", timeout=_COMPUTING),
             _commands=dist.new_group(backend="gloo", timeout=_NEVER),
+            _files=dist.new_group(backend="gloo", timeout=_COMPUTING),
         )
 
     def gather(self, value: ValueT) -> list[ValueT]:
         """Return the value of every rank."""
+        return self._gather(value, self._values)
+
+    def gather_written(self, value: ValueT) -> list[ValueT]:
+        """Return the value of every rank, as `gather`, but from threads that write beside the commands."""
+        return self._gather(value, self._files)
+
+    def _gather(self, value: ValueT, group: Any) -> list[ValueT]:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._values)
+        dist.all_gather_object(values, value, group=group)
         return values
 
     def in_order(self, parts: Sequence[tuple[int, ValueT]]) -> list[ValueT]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from penstock.errors import ConfigError
 
@@ -67,6 +67,32 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     return tensor
+
+
+def row_mesh(parameter: torch.Tensor) -> DeviceMesh | None:
+    """Return the ranks that share the rows of a parameter, of which each rank holds as `held_rows` says.
+
+    None: no other rank has rows of it, or shards are not rows.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    sharded = [number for number, placement in enumerate(parameter.placements) if placement != Replicate()]
+    if [parameter.placements[number] for number in sharded] != [Shard(0)]:
+        return None
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[sharded[0]]]
+
+
+def held_rows(num_rows: int, number: int, num_holders: int) -> slice:
+    """Return the rows that one of several holders has: equally many each, the last ones fewer or none.
+
+    Args:
+        num_rows: Rows of the tensor.
+        number: Number of the holder.
+        num_holders: How many there are.
+    """
+    most = -(-num_rows // num_holders)
+    return slice(min(number * most, num_rows), min((number + 1) * most, num_rows))
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -139,40 +139,6 @@ def test_a_batch_without_pictures_leaves_the_tower_as_it_is(pool: RankPool, tiny
         assert all(torch.equal(weight, before[name]) for name, weight in together[0].items() if "visual" in name)
 
 
-def saved(ranks: Ranks, path: Path, checkpoint: Path | None, folder: Path, seeds: Sequence[int]) -> str:
-    """The digest of the weights after some steps from a checkpoint, of which rank 0 writes another."""
-    algorithm = {"kl": {"kind": "k3", "refresh": "ema", "refresh_every": 1, "ema_weight": 0.5}}
-    backend = backend_of(ranks, path, checkpoint, algorithm=algorithm)
-    steps_of(backend, path, seeds)
-    collected = backend.collect()
-    if ranks.rank == 0:
-        folder.mkdir()
-        backend.write(collected, folder)
-    return backend.digests().weights
-
-
-def test_a_checkpoint_is_of_no_number_of_ranks(pool: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
-    """What two have saved one continues and the other way round, averages and reference policy included."""
-    pool.run(saved, tiny_model_path, None, tmp_path / "by two", [0])
-    saved(ALONE, tiny_model_path, None, tmp_path / "by one", [0])
-    digests = pool.run(saved, tiny_model_path, tmp_path / "by two", tmp_path / "two two", [1])
-    assert digests[0] == digests[1]
-    saved(ALONE, tiny_model_path, tmp_path / "by two", tmp_path / "two one", [1])
-    pool.run(saved, tiny_model_path, tmp_path / "by one", tmp_path / "one two", [1])
-    saved(ALONE, tiny_model_path, tmp_path / "by one", tmp_path / "one one", [1])
-    straight = torch.load(tmp_path / "one one" / "optimizer.pt")
-    for way in ("two two", "two one", "one two"):
-        found = torch.load(tmp_path / way / "optimizer.pt")
-        assert found["optimizer"]["num_updates"] == 2
-        for name, averages in straight["optimizer"]["averages"].items():
-            for key, value in averages.items():
-                torch.testing.assert_close(found["optimizer"]["averages"][name][key], value, rtol=1e-3, atol=1e-6)
-        assert_same(
-            (weights_of(backend_of(ALONE, tiny_model_path, tmp_path / "one one")), []),
-            (weights_of(backend_of(ALONE, tiny_model_path, tmp_path / way)), []),
-        )
-
-
 def supervised(
     ranks: Ranks, path: Path, first: int
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], tuple[float, int]]:
