@@ -101,9 +101,10 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, i
     copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
     # A push always sends a copy; steps in float32 need none.
     has_copy = not _keeps_copies_on_host(recipe) and (not is_sft or copied < 4)
-    per_weight = copied if offloads else MASTER_BYTES / ranks + has_copy * copied
+    num_shards = recipe.trainer.num_shards
+    per_weight = copied if offloads else MASTER_BYTES / num_shards + has_copy * copied
     if recipe.algorithm.needs_reference and not is_sft:
-        per_weight += copied if offloads else 4 / ranks
+        per_weight += copied if offloads else 4 / num_shards
     needed = int(per_weight * size.num_parameters)
     copy = "copies for the steps" if is_sft else "the copy that is pushed"
     parts = ["weights"] if offloads else ["weights", "gradients", "AdamW's averages", *[copy] * has_copy]

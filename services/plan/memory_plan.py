@@ -253,9 +253,10 @@ def _standing(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part
         weights = Part(name="weights in bfloat16", size_bytes=_BFLOAT16 * total)
         reference = Part(name="reference policy", size_bytes=_BFLOAT16 * total)
         return (weights,), Part(name="gradients, on the host", size_bytes=0), (reference,) * has_reference
-    of = "" if trainer.ranks == 1 else f", 1/{trainer.ranks} of them"
-    share = _FLOAT32 * total // trainer.ranks
-    of_trained = _FLOAT32 * trained // trainer.ranks
+    num_shards = trainer.num_shards
+    of = "" if num_shards == 1 else f", 1/{num_shards} of them"
+    share = _FLOAT32 * total // num_shards
+    of_trained = _FLOAT32 * trained // num_shards
     standing = (
         Part(name=f"weights in float32{of}", size_bytes=share),
         Part(name=f"AdamW's averages{of}", size_bytes=2 * of_trained),
@@ -350,7 +351,7 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
     most = gpus.count - num_engines * rollout.tensor_parallel
     doubled = [2**power for power in range(1, max(1, most).bit_length())]
     for ranks in sorted({*doubled, most}):
-        if trainer.ranks < ranks <= most:
+        if trainer.ranks < ranks <= most and ranks % trainer.hsdp_replicas == 0:
             alone = {"trainer.optimizer.offload": False} if trainer.optimizer.offload else {}
             yield settings | alone | {"trainer.ranks": ranks}
     if trainer.ranks == 1 and not trainer.optimizer.offload:

@@ -50,6 +50,7 @@ class InProcessBackend:
         demonstration_coef: float | None = None,
         adam_eps: float = ADAM_EPS,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
+        hsdp_replicas: int = 1,
         ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` makes the rest.
@@ -63,6 +64,7 @@ class InProcessBackend:
             demonstration_coef: `demonstrations.coef`; None: no step has any.
             adam_eps: Added to AdamW's denominator.
             max_skipped_steps: More steps in a row than this whose loss or gradient is not finite are an error.
+            hsdp_replicas: Groups of ranks that each hold shards of all weights.
             ranks: All that compute.
 
         Raises:
@@ -85,6 +87,7 @@ class InProcessBackend:
             },
             adam_eps=adam_eps,
             max_skipped_steps=max_skipped_steps,
+            hsdp_replicas=hsdp_replicas,
             ranks=ranks,
         )
         self._step: TrainStep | None = None

@@ -54,6 +54,7 @@ class ModelState:
         settings: Mapping[str, Any],
         adam_eps: float = ADAM_EPS,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
+        hsdp_replicas: int = 1,
         ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` creates policy, weights and optimizer.
@@ -67,12 +68,13 @@ class ModelState:
             settings: Settings besides `config` that affect a step's numbers, by their names in a recipe, as plain data.
             adam_eps: Added to AdamW's denominator.
             max_skipped_steps: More skipped steps in a row than this are an error.
+            hsdp_replicas: Groups of ranks that each hold shards of all weights; it divides the number of ranks.
             ranks: The ranks that hold a share of the model.
 
         Raises:
             ConfigError: the device does not exist.
         """
-        self.ranks = ranks
+        self.ranks = ranks.replicated(hsdp_replicas)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         own = {name: getattr(config, name) for name in BackendConfig.model_fields}

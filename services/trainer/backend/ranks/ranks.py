@@ -4,7 +4,7 @@ Invariant: every rank calls the same methods in the same order. What `gather` re
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -26,7 +26,9 @@ class Ranks:
     rank: int = 0
     size: int = 1
     mesh: Any = None
-    """torch's one-dimensional DeviceMesh of all ranks; None for a rank alone."""
+    """torch's DeviceMesh of all ranks, [replicas, shards] if there are replicas; None for a rank alone."""
+    num_replicas: int = 1
+    """Groups of neighbouring ranks, each of which holds shards of all weights."""
     _values: Any = None
     """Group for what the ranks tell each other through the hosts' memory."""
     _commands: Any = None
@@ -49,6 +51,20 @@ class Ranks:
             _commands=dist.new_group(backend="gloo", timeout=_NEVER),
             _files=dist.new_group(backend="gloo", timeout=_COMPUTING),
         )
+
+    def replicated(self, num_replicas: int) -> Self:
+        """Return the same ranks in groups that each hold shards of all weights. All ranks must call this together.
+
+        Args:
+            num_replicas: How many groups; it divides the number of ranks.
+        """
+        if num_replicas == self.num_replicas:
+            return self
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (num_replicas, self.size // num_replicas)
+        mesh = init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+        return replace(self, mesh=mesh, num_replicas=num_replicas)
 
     def gather(self, value: ValueT) -> list[ValueT]:
         """Return the value of every rank."""
@@ -77,6 +93,7 @@ class Ranks:
         if self.size == 1:
             return of_shard
         squares = [norm**2 for norm in self.gather(float(of_shard.double()))]
+        squares = squares[: self.size // self.num_replicas]  # the first replica's: others hold the same shards
         return torch.tensor(sum(squares), dtype=torch.float64).sqrt().to(of_shard)
 
     def broadcast(self, value: Any) -> Any:

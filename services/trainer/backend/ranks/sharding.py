@@ -5,6 +5,9 @@ backward pass, which sums their gradient over the ranks and leaves each with its
 everything else as one: embedding, tower, norm and head. So a rank whose row has no picture gathers the tower all the
 same, and nobody waits for it.
 
+With replicas (HSDP) a group of neighbouring ranks holds shards of all weights: they gather and sum among themselves,
+and then each sums its shard of the gradient with the ranks that hold the same one. So all replicas stay equal.
+
 Invariant: gradients are plain sums over ranks. Weights of tokens are the whole batch's, so no factor of the number of
 ranks appears anywhere.
 """
@@ -24,7 +27,7 @@ def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
 
     Args:
         policy: A `PolicyModel` with float32 parameters, the same on every rank. They move to the mesh's device.
-        mesh: All ranks.
+        mesh: All ranks; a second dimension, the first, has the replicas.
         dtype: Parameters are gathered and computed with in it; shards and sums of gradients stay float32.
 
     Raises:
