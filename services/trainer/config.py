@@ -69,7 +69,8 @@ class OptimizerConfig(Config):
     """Largest norm of the whole gradient; a larger one is scaled down to it."""
     offload: bool = False
     """Keep AdamW's averages and the float32 weights in the host's memory, and compute the update there: on the device
-    only the weights in trainer.dtype remain. Slower; for models that do not fit otherwise. Not run on a GPU yet."""
+    only the weights in trainer.dtype remain, and with several ranks not even those, but for the layers that it computes
+    with. Slower; for models that do not fit otherwise. Not run on a GPU yet."""
 
     @pydantic.field_validator("betas")
     @classmethod

@@ -238,7 +238,8 @@ class ModelState:
 
     def _place_weights(self) -> MasterWeights:
         if self.ranks.size > 1:
-            shard(self.policy, self.ranks.mesh, dtype=DTYPES[self.config.dtype])
+            offload = self.config.optimizer.offload
+            shard(self.policy, self.ranks.mesh, dtype=DTYPES[self.config.dtype], offload=offload)
             return ShardedMasterWeights(self.policy.model)
         if not self.config.optimizer.offload:
             return MasterWeights(self.policy.to(self.device).model)

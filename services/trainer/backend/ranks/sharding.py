@@ -16,19 +16,20 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from penstock.errors import ConfigError
 
 
-def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
+def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool = False) -> None:
     """Leave this rank its shard of every parameter of the policy.
 
     Args:
         policy: A `PolicyModel` with float32 parameters, the same on every rank. They move to the mesh's device.
         mesh: All ranks; a second dimension, the first, has the replicas.
         dtype: Parameters are gathered and computed with in it; shards and sums of gradients stay float32.
+        offload: Keep shards and gradients in the host's memory; a unit's shards move to the device when it is gathered.
 
     Raises:
         ConfigError: torch is too old to sum gradients of which only some ranks have all.
@@ -48,6 +49,8 @@ def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
             cast_forward_inputs=False,
         ),
     }
+    if offload:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in policy.text_layers:
         fully_shard(layer, **settings)
     fully_shard(policy, **settings)
@@ -67,9 +70,7 @@ def forget_gathered(policy: Any) -> None:
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor. Every rank must ask for the same tensors in the same order."""
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
-    return tensor
+    return full_like(local_shard(tensor), tensor)
 
 
 def row_mesh(parameter: torch.Tensor) -> DeviceMesh | None:
@@ -110,7 +111,7 @@ def full_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor of which every rank holds the shard that it holds of `parameter`."""
     if isinstance(parameter, DTensor):
         placed = DTensor.from_local(
-            shard.to(parameter.device),
+            shard.to(torch.device(parameter.device_mesh.device_type)),  # from the host's memory, if it is offloaded
             parameter.device_mesh,
             parameter.placements,
             run_check=False,

@@ -42,15 +42,14 @@ def open_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> TrainBackend:
         num_ranks: `trainer.ranks`.
 
     Raises:
-        ConfigError: torchrun has started another number of ranks, there are fewer GPUs than ranks, the ranks cannot be
-            divided into replicas, or a setting is of one rank only.
+        ConfigError: torchrun has started another number of ranks, there are fewer GPUs than ranks, or the ranks cannot
+            be divided into replicas.
     """
     size = _num_started(num_ranks)
     _require_divisible(backend, size)
     if size == 1:
         return InProcessBackend(**backend)
     config: BackendConfig = backend["config"]
-    _require_for_many(config)
     if "WORLD_SIZE" not in os.environ:
         return ManyRanksBackend(*_started(InProcessBackend, backend, config, size))
     ranks = _join_torchrun(config.device)
@@ -65,8 +64,8 @@ def open_supervised_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> Supe
         num_ranks: `trainer.ranks`.
 
     Raises:
-        ConfigError: torchrun has started several ranks, there are fewer GPUs than ranks, the ranks cannot be divided
-            into replicas, or a setting is of one rank only.
+        ConfigError: torchrun has started several ranks, there are fewer GPUs than ranks, or the ranks cannot be
+            divided into replicas.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
@@ -77,7 +76,6 @@ def open_supervised_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> Supe
     if num_ranks == 1:
         return InProcessSupervisedBackend(**backend)
     config: BackendConfig = backend["config"]
-    _require_for_many(config)
     return ManyRanksSupervisedBackend(*_started(InProcessSupervisedBackend, backend, config, num_ranks))
 
 
@@ -101,13 +99,6 @@ def _require_divisible(backend: Mapping[str, Any], num_ranks: int) -> None:
         raise ConfigError(
             f"trainer.hsdp_replicas = {num_replicas} does not divide the number of ranks, {num_ranks}; choose a number "
             "that does, or start another number of ranks"
-        )
-
-
-def _require_for_many(config: BackendConfig) -> None:
-    if config.optimizer.offload:
-        raise ConfigError(
-            "trainer.optimizer.offload = true is of one rank only so far; set it to false, or trainer.ranks to 1"
         )
 
 

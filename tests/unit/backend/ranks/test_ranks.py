@@ -121,6 +121,29 @@ def test_two_ranks_take_the_steps_of_one_with_a_mixture_of_experts(pool: RankPoo
         assert_same(alone, together)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloading_changes_no_bit_of_what_two_ranks_compute(pool: RankPool, tiny_model_path: Path, dtype: str) -> None:
+    """Shards, gradients and averages are in the host's memory, with a reference and a part that is frozen."""
+    settings = {"dtype": dtype, "micro_batch_tokens": 90, "algorithm": {"kl": {"kind": "k3", "refresh": "copy"}}}
+    for held, offloaded in zip(
+        *(
+            pool.run(
+                trained,
+                tiny_model_path,
+                settings | {"optimizer": {"learning_rates": {"tower": 0.0}, "weight_decay": 0.1, "offload": offload}},
+                range(2),
+            )
+            for offload in (False, True)
+        ),
+        strict=True,
+    ):
+        assert all(torch.equal(weight, offloaded[0][name]) for name, weight in held[0].items())
+        for ours, theirs in zip(held[1], offloaded[1], strict=True):
+            assert {name: ours[name] for name in ours.keys() - OF_THE_CUT} == {
+                name: theirs[name] for name in theirs.keys() - OF_THE_CUT
+            }
+
+
 def test_every_algorithm_takes_the_same_step_on_two_ranks(pool: RankPool, tiny_model_path: Path) -> None:
     """What it reads of other rows it reads of other ranks: whole samples, statistics of the batch, a reference."""
     alone = trained_by_each(ALONE, tiny_model_path, ALGORITHMS)

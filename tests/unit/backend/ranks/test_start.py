@@ -9,7 +9,7 @@ from penstock.errors import ConfigError
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.ranks.start import is_follower, open_ranks, open_supervised_ranks, prepare_device
-from services.trainer.config import BackendConfig, OptimizerConfig, TrainerConfig
+from services.trainer.config import BackendConfig, TrainerConfig
 
 
 def arguments(path: Path) -> dict[str, object]:
@@ -61,10 +61,3 @@ def test_ranks_that_cannot_be_divided_into_replicas_are_refused(tiny_model_path:
         TrainerConfig(ranks=4, hsdp_replicas=3)
     assert TrainerConfig(ranks=1, hsdp_replicas=3).num_shards == 1
     assert TrainerConfig(ranks=6, hsdp_replicas=3).num_shards == 2
-
-
-def test_what_is_of_one_rank_is_refused_on_several(tiny_model_path: Path) -> None:
-    """Before any is started."""
-    config = BackendConfig(device="cpu", optimizer=OptimizerConfig(offload=True))
-    with pytest.raises(ConfigError, match=r"trainer\.optimizer\.offload = true is of one rank only"):
-        open_ranks(arguments(tiny_model_path) | {"config": config}, num_ranks=2)
