@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -86,9 +86,11 @@ class SimulatedBackend:
         """Return the number of steps, so that every version has different weights."""
         return NamedWeights.of({"num_steps": torch.tensor([self._num_steps], dtype=torch.float32)})
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, on_copied: Callable[[], object] = lambda: None) -> dict[str, str]:
         """Write the number of steps."""
         (folder / _FILE).write_text(str(self._num_steps))
+        on_copied()
+        return {}
 
     def digests(self) -> StateDigests:
         """Return the number of steps."""

@@ -98,18 +98,21 @@ def _engine(size: ModelSize, recipe: Recipe, *, share: float, free: float) -> Fi
 
 def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, is_sft: bool) -> Finding:
     offloads, ranks = recipe.trainer.optimizer.offload, recipe.trainer.ranks
+    if offloads and ranks > 1:
+        return ok("trainer's GPU", f"weights of {ranks} ranks are in the host's memory, but for those of a few layers")
     copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
     # A push always sends a copy; steps in float32 need none.
     has_copy = not _keeps_copies_on_host(recipe) and (not is_sft or copied < 4)
-    per_weight = copied if offloads else MASTER_BYTES / ranks + has_copy * copied
+    num_shards = recipe.trainer.num_shards
+    per_weight = copied if offloads else MASTER_BYTES / num_shards + has_copy * copied
     if recipe.algorithm.needs_reference and not is_sft:
-        per_weight += copied if offloads else 4 / ranks
+        per_weight += copied if offloads else 4 / num_shards
     needed = int(per_weight * size.num_parameters)
     copy = "copies for the steps" if is_sft else "the copy that is pushed"
     parts = ["weights"] if offloads else ["weights", "gradients", "AdamW's averages", *[copy] * has_copy]
     of = "" if ranks == 1 else f", in {ranks} ranks,"
     seen = f"{', '.join(parts)}{of} take {gib(needed)} of {gib(room)}"
-    offload = "set trainer.optimizer.offload = true, " if ranks == 1 else ""
+    offload = "" if offloads else "set trainer.optimizer.offload = true, "
     remedy = f"{offload}raise trainer.ranks, or choose a smaller model; `penstock plan` tries settings"
     if is_shared:
         remedy = f"lower rollout.gpu_memory_fraction, since engines share this GPU; or {remedy}"
@@ -142,7 +145,8 @@ def check_host_memory(
     on_gpu = bool(plan.devices)
     weights = 0 if on_gpu else num_engines * _DTYPE_BYTES.get(rollout.dtype, 4) * size.num_parameters
     if TRAINER in plan.of_process:
-        trainer = MASTER_BYTES if recipe.trainer.optimizer.offload else 4  # a model is loaded here first
+        # A model is loaded here first.
+        trainer = MASTER_BYTES * recipe.trainer.hsdp_replicas if recipe.trainer.optimizer.offload else 4
         if _keeps_copies_on_host(recipe) and not is_sft:
             num_copies = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
             trainer += num_copies * _DTYPE_BYTES.get(recipe.trainer.dtype, 2)

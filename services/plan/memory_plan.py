@@ -92,8 +92,6 @@ def _assign_gpus(recipe: Recipe, gpus: Gpus) -> GpuPlan:
             f"trainer.device = {trainer.device!r} and trainer.dtype = {trainer.dtype!r} are not planned, "
             "only bfloat16 on GPUs is; give --trainer.device=auto --trainer.dtype=auto to plan that"
         )
-    if trainer.ranks > 1 and trainer.optimizer.offload:
-        raise ConfigError("trainer.optimizer.offload is of one rank; leave it out, or set trainer.ranks = 1")
     return make_plan(recipe, [str(number) for number in range(gpus.count)], own_bus=not recipe.bus.url).gpus
 
 
@@ -249,13 +247,20 @@ def _standing(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part
     trainer, total = recipe.trainer, shape.num_parameters
     trained = shape.num_trained(trainer.optimizer.learning_rates)
     has_reference = recipe.algorithm.needs_reference
+    if trainer.optimizer.offload and trainer.ranks > 1:
+        weights, gradients, reference = (
+            Part(name=f"{name}, on the host", size_bytes=0)
+            for name in ("weights and AdamW's averages", "gradients", "reference policy")
+        )
+        return (weights,), gradients, (reference,) * has_reference
     if trainer.optimizer.offload:
         weights = Part(name="weights in bfloat16", size_bytes=_BFLOAT16 * total)
         reference = Part(name="reference policy", size_bytes=_BFLOAT16 * total)
         return (weights,), Part(name="gradients, on the host", size_bytes=0), (reference,) * has_reference
-    of = "" if trainer.ranks == 1 else f", 1/{trainer.ranks} of them"
-    share = _FLOAT32 * total // trainer.ranks
-    of_trained = _FLOAT32 * trained // trainer.ranks
+    num_shards = trainer.num_shards
+    of = "" if num_shards == 1 else f", 1/{num_shards} of them"
+    share = _FLOAT32 * total // num_shards
+    of_trained = _FLOAT32 * trained // num_shards
     standing = (
         Part(name=f"weights in float32{of}", size_bytes=share),
         Part(name=f"AdamW's averages{of}", size_bytes=2 * of_trained),
@@ -350,11 +355,12 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
     most = gpus.count - num_engines * rollout.tensor_parallel
     doubled = [2**power for power in range(1, max(1, most).bit_length())]
     for ranks in sorted({*doubled, most}):
-        if trainer.ranks < ranks <= most:
-            alone = {"trainer.optimizer.offload": False} if trainer.optimizer.offload else {}
-            yield settings | alone | {"trainer.ranks": ranks}
-    if trainer.ranks == 1 and not trainer.optimizer.offload:
+        if trainer.ranks < ranks <= most and ranks % trainer.hsdp_replicas == 0:
+            yield settings | {"trainer.ranks": ranks}
+    if not trainer.optimizer.offload:
         yield settings | {"trainer.optimizer.offload": True}
+        if trainer.ranks < most and most % trainer.hsdp_replicas == 0:
+            yield settings | {"trainer.ranks": most, "trainer.optimizer.offload": True}
     if gpus.count == 1:
         for fraction in (0.6, 0.4, 0.2):
             if fraction < rollout.gpu_memory_fraction:

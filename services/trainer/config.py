@@ -70,7 +70,8 @@ class OptimizerConfig(Config):
     """Largest norm of the whole gradient; a larger one is scaled down to it."""
     offload: bool = False
     """Keep AdamW's averages and the float32 weights in the host's memory, and compute the update there: on the device
-    only the weights in trainer.dtype remain. Slower; for models that do not fit otherwise. Not run on a GPU yet."""
+    only the weights in trainer.dtype remain, and with several ranks not even those, but for the layers that it computes
+    with. Slower; for models that do not fit otherwise. Not run on a GPU yet."""
 
     @pydantic.field_validator("betas")
     @classmethod
@@ -177,6 +178,11 @@ class TrainerConfig(BackendConfig):
     ranks: int = pydantic.Field(default=1, ge=1)
     """Processes that compute each step together, each on a GPU of its own and with its share of weights, gradients and
     AdamW's averages. The trainer starts them on its machine; leave it out where torchrun does."""
+    hsdp_replicas: int = pydantic.Field(default=1, ge=1)
+    """Groups of neighbouring ranks that each hold shards of all weights (HSDP); it must divide the number of ranks.
+    Weights are gathered inside a group, and between groups only each rank's shard of the gradient is summed: for
+    several machines, one group on each, whose network is slower than what they have inside. A rank's share of the
+    memory is larger by this factor. 1: all ranks are one group."""
     groups_per_step: int = pydantic.Field(default=16, ge=1)
     """Prompt groups in the batch of one optimizer step."""
     samples_per_group: int = pydantic.Field(default=8, ge=2)
@@ -195,6 +201,19 @@ class TrainerConfig(BackendConfig):
     record_groups: bool = False
     """Keep the inputs of every step in the run folder, for `penstock replay`: groups in order, settings, digests."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _replicas_divide_ranks(self) -> Self:
+        if self.ranks > 1 and self.ranks % self.hsdp_replicas:  # with 1, torchrun may start more
+            raise ValueError(
+                f"hsdp_replicas = {self.hsdp_replicas} does not divide ranks = {self.ranks}; choose a number that does"
+            )
+        return self
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that hold a shard of each weight together."""
+        return max(1, self.ranks // self.hsdp_replicas)
 
 
 class TrackersConfig(Config):

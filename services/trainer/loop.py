@@ -9,8 +9,8 @@ While the backend computes a chunk of groups, others arrive and make the next ch
 batch is one chunk. Demonstrations of the step, if it learns any, are read meanwhile and computed with the update.
 
 Invariants: one optimizer step per published version; at most one push and one checkpoint are under way; a checkpoint's
-weights, ledger and step are of one moment, so an update waits until the files of the one before are written. An update
-also waits until replicas are held out for the evaluation of the weights that it changes, or that evaluation has ended.
+weights, ledger and step are of one moment, so an update waits until the one before is copied or written. An update also
+waits until replicas are held out for the evaluation of the weights that it changes, or that evaluation has ended.
 """
 
 import asyncio
@@ -93,6 +93,8 @@ class TrainingLoop:
     """Batches of demonstrations that steps learn beside their groups; None if they learn none."""
     _may_update: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while the weights that an evaluation plays must stay the published ones."""
+    _is_copied: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared while a checkpoint is written from the weights in place."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, and save a checkpoint at the end in both cases."""
@@ -120,6 +122,7 @@ class TrainingLoop:
     async def _train_until(self, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
         pushes, writes, settlements, evaluations = (Lane(tasks) for _ in range(4))
         self._may_update.set()
+        self._is_copied.set()
         if self.evaluator is not None and self.evaluator.is_interrupted:
             evaluations.start(self._go_on_evaluating(stop))
         while self.position.num_steps_left and not stop.is_set():
@@ -138,7 +141,7 @@ class TrainingLoop:
             if stop.is_set() and self._is_evaluation_due():  # it was stopped, and comes again when the run goes on
                 await self._abort_batch()
                 break
-            await writes.free()
+            await self._is_copied.wait()
             clock.lap("checkpoint_wait_s")
             metrics = await self._update(batch, learned)
             clock.lap("train_s")
@@ -148,8 +151,10 @@ class TrainingLoop:
             row = metrics | self._describe(batch)
             pushes.start(self._push(weights, row, clock))
             if self.position.step % self.config.checkpoint_every == 0:
+                await writes.free()
                 await settlements.free()
                 clock.lap("checkpoint_wait_s")
+                self._is_copied.clear()
                 moment = self.checkpoints.moment(self.position, row | clock.seconds())
                 writes.start(self._write_checkpoint(moment, settlements))
             clock.stop()
@@ -314,5 +319,6 @@ class TrainingLoop:
 
     async def _write_checkpoint(self, moment: Moment, settlements: Lane) -> None:
         self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
-        await self.checkpoints.write(moment)
+        await self.checkpoints.write(moment, on_copied=self._is_copied.set)
+        self._is_copied.set()
         settlements.start(self.checkpoints.settle(moment))

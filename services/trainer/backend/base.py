@@ -10,7 +10,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -126,11 +126,14 @@ class TrainBackend(Protocol):
         Read it before the next `finish_step`: each tensor is made when it is asked for, or is the backend's own.
         """
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, on_copied: Callable[[], object] = lambda: None) -> Mapping[str, str]:
         """Write `model/` and the optimizer's state into `folder`, from which `load` continues bit for bit.
 
         What is written is of the moment after the last step that was finished. The next one may have begun: this may
-        run beside `accumulate` and `abort_step`, but must return before `finish_step`.
+        run beside `accumulate` and `abort_step`, and from the call of `on_copied` on beside everything but `load`.
+        Files that are written without a copy are complete by then.
+
+        Returns the digest (`file_digest`) of each file that is on the disk, by its path in `folder`.
         """
 
     def digests(self) -> StateDigests:
@@ -190,8 +193,11 @@ class SupervisedBackend(Protocol):
     def measure(self, sequences: Sequence[TrainSequence]) -> TokenLoss:
         """Return the cross-entropy of the samples' learned tokens; changes nothing."""
 
-    def save(self, folder: Path) -> None:
-        """Write `model/` and the optimizer's state into `folder`, from which `load` continues bit for bit."""
+    def save(self, folder: Path) -> Mapping[str, str]:
+        """Write `model/` and the optimizer's state into `folder`, from which `load` continues bit for bit.
+
+        Returns the digest (`file_digest`) of each file that is on the disk, by its path in `folder`.
+        """
 
     def close(self) -> None:
         """End what computes beside this process. Nothing may be called afterwards."""

@@ -1,11 +1,11 @@
 """The backend of one rank, in its own process: alone, or for its part of every step beside other ranks."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.config.base import leaves
+from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids
 from penstock.weights.manifest import TensorSpec
 from penstock.weights.named_weights import NamedWeights
@@ -16,26 +16,21 @@ from services.trainer.backend.base import StateDigests, StepTokens
 from services.trainer.backend.demonstrations import DemonstrationTerm
 from services.trainer.backend.device import DTYPES
 from services.trainer.backend.environment import Environment, current_environment
+from services.trainer.backend.files.checkpoint_share import Collected
 from services.trainer.backend.files.export import named_weights
-from services.trainer.backend.files.model_state import Collected, ModelState
+from services.trainer.backend.files.model_state import ModelState
 from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS
 from services.trainer.backend.policy.model import PolicyModel
-from services.trainer.backend.policy.reference import ReferencePolicy, save_reference
+from services.trainer.backend.policy.reference import ReferencePolicy
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.sharding import full_tensor
 from services.trainer.backend.train_step import StepParts, TrainStep
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CollectedBackend:
-    """All that a checkpoint has of a backend."""
-
-    model: Collected
-    reference: dict[str, Any] | None
-    """The reference policy's state; None without one."""
+_REFERENCE = "reference"
+"""Name of the reference policy's folder in a checkpoint, and of its counters."""
 
 
 class InProcessBackend:
@@ -55,6 +50,7 @@ class InProcessBackend:
         demonstration_coef: float | None = None,
         adam_eps: float = ADAM_EPS,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
+        hsdp_replicas: int = 1,
         ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` makes the rest.
@@ -68,6 +64,7 @@ class InProcessBackend:
             demonstration_coef: `demonstrations.coef`; None: no step has any.
             adam_eps: Added to AdamW's denominator.
             max_skipped_steps: More steps in a row than this whose loss or gradient is not finite are an error.
+            hsdp_replicas: Groups of ranks that each hold shards of all weights.
             ranks: All that compute.
 
         Raises:
@@ -90,6 +87,7 @@ class InProcessBackend:
             },
             adam_eps=adam_eps,
             max_skipped_steps=max_skipped_steps,
+            hsdp_replicas=hsdp_replicas,
             ranks=ranks,
         )
         self._step: TrainStep | None = None
@@ -118,7 +116,7 @@ class InProcessBackend:
                 model.policy, model.weights, self._algorithm.kl, precision=model.precision
             )
             if checkpoint is not None:
-                self._reference.load(checkpoint)
+                self._load_reference(self._reference, checkpoint, state)
             elif self._algorithm.kl.reference is not None:
                 self._reference.read_model(self._algorithm.kl.reference)
         self._parts = StepParts(
@@ -133,6 +131,14 @@ class InProcessBackend:
             algorithm=self._algorithm,
             demonstrations=self._demonstration_term(),
         )
+
+    def _load_reference(self, reference: ReferencePolicy, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        if _REFERENCE not in state:
+            raise ConfigError(
+                f"algorithm.kl.kind = {self._algorithm.kl.kind!r} needs a reference policy, but {checkpoint} was saved "
+                "without one; set algorithm.kl.kind = 'none', or begin a new run"
+            )
+        reference.load_state_dict(state[_REFERENCE], self._model.read_shards(checkpoint / _REFERENCE))
 
     def _demonstration_term(self) -> DemonstrationTerm | None:
         if self._demonstration_coef is None:
@@ -196,30 +202,31 @@ class InProcessBackend:
             tensors=((name, full_tensor(weight.to(dtype))) for name, weight in named_weights(self.policy)),
         )
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint; see `TrainBackend.save`.
+    def save(self, folder: Path, *, on_copied: Callable[[], object] = lambda: None) -> Mapping[str, str]:
+        """Write a checkpoint, without a copy of the weights; see `TrainBackend.save`.
 
         Raises:
             OSError: a file cannot be written.
         """
-        self.write(self.collect(), folder)
+        digests = self.write(self.collect(), folder)
+        on_copied()
+        return digests
 
-    def collect(self) -> "CollectedBackend":
-        """Return what `write` writes. Beside other ranks it is a copy, and of use on one of them only."""
-        return CollectedBackend(
-            model=self._model.collect({"entropy": self._entropy.state_dict()}),
-            reference=None if self._reference is None else self._reference.state_dict(),
-        )
+    def collect(self) -> Collected:
+        """Return what `write` writes. Beside other ranks it is a copy of this rank's share."""
+        further: dict[str, Any] = {"entropy": self._entropy.state_dict()}
+        if self._reference is None:
+            return self._model.collect(further, {})
+        further[_REFERENCE] = self._reference.state_dict()
+        return self._model.collect(further, {_REFERENCE: self._reference.shards})
 
-    def write(self, collected: "CollectedBackend", folder: Path) -> None:
-        """Write `model/`, `optimizer.pt` and where there is one the reference policy into `folder`.
+    def write(self, collected: Collected, folder: Path) -> Mapping[str, str]:
+        """Write this rank's share into `folder`; return the digests of its files, which are on disk, by their paths.
 
         Raises:
             OSError: a file cannot be written.
         """
-        self._model.write(collected.model, folder)
-        if collected.reference is not None:
-            save_reference(collected.reference, folder)
+        return self._model.write(collected, folder)
 
     def digests(self) -> StateDigests:
         """Return digests of the present weights and random state."""

@@ -3,14 +3,15 @@ all.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from services.trainer.backend.base import TokenLoss
 from services.trainer.backend.cross_entropy import add_cross_entropy_gradient, plan_demonstrations
-from services.trainer.backend.files.model_state import Collected, ModelState
+from services.trainer.backend.files.checkpoint_share import Collected
+from services.trainer.backend.files.model_state import ModelState
 from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
 from services.trainer.backend.policy.planned_rows import PlannedRows
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
@@ -22,20 +23,30 @@ from services.trainer.config import BackendConfig
 class InProcessSupervisedBackend:
     """A `SupervisedBackend` on one device."""
 
-    def __init__(self, model_path: Path, config: BackendConfig, *, seed: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, model_path: Path, config: BackendConfig, *, seed: int, hsdp_replicas: int = 1, ranks: Ranks = ALONE
+    ) -> None:
         """Choose device and precision; `load` makes the rest.
 
         Args:
             model_path: Model folder that the run begins with; its tokenizer and processor go into every checkpoint.
             config: How steps are computed.
             seed: Of torch's generator.
+            hsdp_replicas: Groups of ranks that each hold shards of all weights.
             ranks: All that compute. Beside others, each method is to be called on all of them, in the same order.
 
         Raises:
             ConfigError: the device is not there.
         """
         self._model = ModelState(
-            model_path, config, seed=seed, temperature=1.0, forbidden_ids=(), settings={}, ranks=ranks
+            model_path,
+            config,
+            seed=seed,
+            temperature=1.0,
+            forbidden_ids=(),
+            settings={},
+            hsdp_replicas=hsdp_replicas,
+            ranks=ranks,
         )
 
     @property
@@ -85,25 +96,25 @@ class InProcessSupervisedBackend:
         total = sum(model.ranks.in_order([(number, loss) for number, counts, loss in computed if counts]))
         return TokenLoss(total=total, num_tokens=sum(sequence.num_own_tokens for sequence in sequences))
 
-    def save(self, folder: Path) -> None:
-        """Write `model/` and `optimizer.pt` into `folder`.
+    def save(self, folder: Path) -> Mapping[str, str]:
+        """Write a checkpoint; see `SupervisedBackend.save`.
 
         Raises:
             OSError: a file cannot be written.
         """
-        self.write(self.collect(), folder)
+        return self.write(self.collect(), folder)
 
     def collect(self) -> Collected:
-        """Return what `write` writes. Beside other ranks it is a copy, and of use on one of them only."""
-        return self._model.collect({})
+        """Return what `write` writes. Beside other ranks it is a copy of this rank's share."""
+        return self._model.collect({}, {})
 
-    def write(self, collected: Collected, folder: Path) -> None:
-        """Write `model/` and `optimizer.pt` into `folder`.
+    def write(self, collected: Collected, folder: Path) -> Mapping[str, str]:
+        """Write this rank's share into `folder`; return the digests of its files, which are on disk, by their paths.
 
         Raises:
             OSError: a file cannot be written.
         """
-        self._model.write(collected, folder)
+        return self._model.write(collected, folder)
 
     def close(self) -> None:
         """Nothing computes beside this process."""

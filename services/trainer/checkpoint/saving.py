@@ -6,8 +6,9 @@ and only by the trainer that holds the lock.
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -86,8 +87,12 @@ class CheckpointSaver:
             metrics=metrics,
         )
 
-    async def write(self, moment: Moment) -> None:
-        """Write the checkpoint of `moment`. The weights must not change until this returns.
+    async def write(self, moment: Moment, *, on_copied: Callable[[], None] = lambda: None) -> None:
+        """Write the checkpoint of `moment`.
+
+        Args:
+            moment: Of the weights as they are.
+            on_copied: Called when the weights may change, which may be before this returns.
 
         Raises:
             SupersededError: another trainer has taken over; nothing was written.
@@ -104,7 +109,9 @@ class CheckpointSaver:
             "metrics": dict(moment.metrics),
         }
         started = time.monotonic()
-        await asyncio.to_thread(self.store.save, moment.step, state, self.backend.save)
+        copied = partial(asyncio.get_running_loop().call_soon_threadsafe, on_copied)
+        save = partial(self.backend.save, on_copied=copied)
+        await asyncio.to_thread(self.store.save, moment.step, state, save)
         self.write_s = time.monotonic() - started
         log.info("checkpoint.saved", step=moment.step, elapsed_s=round(self.write_s, 3))
 

@@ -3,17 +3,18 @@
     checkpoints/
       step-000010/
         model/           weights, configuration, tokenizer, processor: a model folder for transformers and SGLang
-        optimizer.pt     AdamW's averages, number of updates, random state, settings
-        reference.pt     the reference policy, where algorithm.kl is on
+        optimizer/       AdamW's averages
+        reference/       the reference policy, where algorithm.kl is on
+        trainer.pt       number of updates, random state, settings
         state.json       what the controller must know beside the weights
-        manifest.json    every file above with its size; written last
+        manifest.json    every file above with its size and digest; written last
       latest             name of the newest checkpoint
       .writer-<id>/      what the store that may write has taken out of the way, or is about to put in place
 
 Invariants: a folder named step-N was complete when it got that name: it is written under another name, flushed to
 the disk, and renamed. Once there is a checkpoint, there is one at every moment: a step that is saved again has its old
-checkpoint renamed aside, not deleted, until the new one has the name. What the disk loses afterwards (a truncated or
-missing file) is found by the sizes in the manifest, and the checkpoint before it is taken.
+checkpoint renamed aside, not deleted, until the new one has the name. What the disk loses afterwards (a missing,
+truncated or changed file) is found by the sizes and digests in the manifest, and the checkpoint before it is taken.
 
 One store may write at a time. Every change of a checkpoint goes through a rename from or into the writer's folder,
 which the next writer renames away. So a trainer that was replaced while it was saving changes nothing of its
@@ -26,6 +27,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,15 @@ import structlog
 
 from penstock.errors import SetupError, SupersededError
 from penstock.runtime.disk_space import flush, is_disk_full
+from penstock.runtime.file_digest import file_digest
 
 log = structlog.get_logger()
 
 _NAME = re.compile(r"step-(\d{6,})")
 _WRITER = ".writer-"
 """Begins the name of a writer's folder."""
+_MAX_READERS = 8
+"""Files that are read at once to compare their digests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +92,16 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)  # a trainer that was replaced may still be writing it
         self._is_claimed = True
 
-    def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Checkpoint:
+    def save(
+        self, step: int, state: Mapping[str, Any], write: Callable[[Path], Mapping[str, str] | None]
+    ) -> Checkpoint:
         """Write a checkpoint, make it the latest, and delete the oldest beyond `keep`. Blocks.
 
         Args:
             step: Optimizer steps taken. An existing checkpoint of this step is replaced.
             state: Plain data for JSON.
-            write: Writes the other files into the folder it is given.
+            write: Writes the other files into the folder it is given, and may return the digest (`file_digest`) of
+                each that is on the disk, by its path in the folder: other machines flush what they have written.
 
         Raises:
             SupersededError: another store has claimed the folder; nothing of its checkpoints is changed.
@@ -107,11 +115,19 @@ class CheckpointStore:
             shutil.rmtree(partial)
         try:
             partial.mkdir()
-            write(partial)
+            digests = dict(write(partial) or {})
             (partial / "state.json").write_text(json.dumps(state))
-            sizes = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(_files(partial))}
-            (partial / "manifest.json").write_text(json.dumps({"step": step, "sizes_bytes": sizes}, indent=1))
-            for path in (*_files(partial), *(p for p in partial.rglob("*") if p.is_dir()), partial):
+            for path in _files(partial):
+                if str(path.relative_to(partial)) not in digests:
+                    flush(path)
+                    digests[str(path.relative_to(partial))] = file_digest(path)
+            files = {
+                file: {"size_bytes": (partial / file).stat().st_size, "xxh3": digest}
+                for file, digest in sorted(digests.items())
+            }
+            manifest = partial / "manifest.json"
+            manifest.write_text(json.dumps({"step": step, "files": files}, indent=1))
+            for path in (manifest, *(p for p in partial.rglob("*") if p.is_dir()), partial):
                 flush(path)
             self._rename_into_place(partial, self.folder / name)
             self._point_at(name)
@@ -229,11 +245,24 @@ class CheckpointStore:
 
 
 def _read(path: Path) -> Checkpoint:
+    """Return the checkpoint in a folder, all files of which are read.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: it is damaged.
+    """
     manifest = json.loads((path / "manifest.json").read_text())
-    for name, size_bytes in manifest["sizes_bytes"].items():
+    if "files" not in manifest:
+        raise ValueError("an earlier version of Penstock wrote it")
+    files: Mapping[str, Mapping[str, Any]] = manifest["files"]
+    for name, written in files.items():
         found_bytes = (path / name).stat().st_size
-        if found_bytes != size_bytes:
-            raise ValueError(f"{name} has {found_bytes} bytes instead of {size_bytes}")
+        if found_bytes != written["size_bytes"]:
+            raise ValueError(f"{name} has {found_bytes} bytes instead of {written['size_bytes']}")
+    with ThreadPoolExecutor(_MAX_READERS, thread_name_prefix="digest") as threads:
+        found = threads.map(file_digest, [path / name for name in files])
+        for (name, written), digest in zip(files.items(), found, strict=True):
+            if digest != written["xxh3"]:
+                raise ValueError(f"{name} does not hold what was written: its digest is not that of the manifest")
     return Checkpoint(step=manifest["step"], path=path, state=json.loads((path / "state.json").read_text()))
 
 

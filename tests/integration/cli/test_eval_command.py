@@ -228,7 +228,7 @@ def test_model_takes_models_checkpoints_and_runs(tmp_path: Path) -> None:
         checkpoint = tmp_path / f"run/checkpoints/step-{step:06d}"
         newest = save(checkpoint / "model")
         (checkpoint / "state.json").write_text("{}")
-        (checkpoint / "manifest.json").write_text(json.dumps({"step": step, "sizes_bytes": {}}))
+        (checkpoint / "manifest.json").write_text(json.dumps({"step": step, "files": {}}))
     assert find_model(model) == model
     assert find_model(newest.parent) == newest
     assert find_model(tmp_path / "run") == newest

@@ -18,6 +18,7 @@ import torch
 from penstock.runtime.ports import held_ports
 from services.trainer.backend.base import take_step
 from services.trainer.backend.ranks.ranks import ALONE
+from services.trainer.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 from tests.support.waiting import wait_until
@@ -112,6 +113,37 @@ def test_a_rank_that_dies_or_hangs_ends_the_trainer(tiny_model_path: Path, blow:
         assert started.process.stderr is not None
         assert f"rank 1 {reason}" in started.process.stderr.read()
         assert is_gone(started.pid_of_rank_1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["rank 0", "rank 1"])
+def test_a_rank_killed_while_all_write_leaves_the_checkpoint_before(
+    tiny_model_path: Path, tmp_path: Path, killed: str
+) -> None:
+    """Kill -9 when files of the second checkpoint are there: what it leaves is never taken for one."""
+    with trainer(tiny_model_path) as started:
+        started.ask("load")
+        _, digest = started.ask("step 0")
+        assert started.ask(f"checkpoint {tmp_path} 1 0") == "saved"
+        started.ask("step 1")
+        started.tell(f"checkpoint {tmp_path} 2 60")
+        wait_until(lambda: any(tmp_path.glob(".step-000002.*.partial/trainer.pt")))
+        os.kill(started.process.pid if killed == "rank 0" else started.pid_of_rank_1, signal.SIGKILL)
+        assert started.process.wait(60.0) == (-signal.SIGKILL if killed == "rank 0" else 1)
+        assert is_gone(started.pid_of_rank_1)
+    store = CheckpointStore(tmp_path, keep=2)
+    assert [*tmp_path.glob(".step-000002.*.partial")]
+    store.claim()
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 1
+    assert backend_of(ALONE, tiny_model_path, latest.path).digests().weights == digest
+    store.save(2, {}, lambda folder: (folder / "file").touch())
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".writer")) == [
+        "latest",
+        "step-000001",
+        "step-000002",
+    ]
 
 
 @pytest.mark.slow

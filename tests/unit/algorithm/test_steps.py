@@ -17,6 +17,7 @@ from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import TrainGroup, open_reader
 from services.trainer.config import BackendConfig, OptimizerConfig
 from services.trainer.telemetry.field_names import FIELD_NAMES, field_names
+from tests.support.trainer.checkpoints import tensors_of
 from tests.support.trainer.groups import IMAGES, make_group, picture
 
 VERSION = 3
@@ -310,9 +311,9 @@ def test_the_reference_follows_the_policy(tiny_model_path: Path, groups: list[Tr
     start = weights(half)
     take_step(half, [groups], VERSION)
     half.save(tmp_path)
-    reference = torch.load(tmp_path / "reference.pt")["weights"]
-    for name, now in half.policy.named_parameters():
-        expected = (start[name.removeprefix("model.")] + now.detach()) / 2
+    reference = tensors_of(tmp_path / "reference")
+    for name, now in half.policy.model.named_parameters():
+        expected = (start[name] + now.detach()) / 2
         torch.testing.assert_close(reference[name], expected, rtol=0, atol=1e-6)
 
 

@@ -7,13 +7,14 @@ import pytest
 import structlog
 import torch
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SetupError
 from penstock.model.families.qwen_vl import part_of
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import TrainerConfig
+from tests.support.trainer.checkpoints import averages_of
 from tests.support.trainer.read_groups import groups_with_pictures
 
 
@@ -52,8 +53,7 @@ def test_a_frozen_part_stays_and_is_still_pushed(
     assert moved == {name for name in everything if part_of(name) != "tower"}
     assert metrics["learning_rate"] == 1e-3
     backend.save(tmp_path)
-    averages = torch.load(tmp_path / "optimizer.pt", weights_only=True)["optimizer"]["averages"]
-    assert set(averages) == moved
+    assert set(averages_of(tmp_path)) == moved
 
 
 def test_a_part_that_is_thawed_at_a_resume_is_trained_from_then_on(
@@ -76,6 +76,13 @@ def test_a_part_that_is_thawed_at_a_resume_is_trained_from_then_on(
     assert take_step(resumed, [groups], 2)["learning_rate_tower"] == 1e-4
     after = weights(resumed)
     assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+    """With what can be done with it: its model is still one."""
+    (tmp_path / "optimizer.pt").touch()
+    with pytest.raises(SetupError, match=rf"an earlier version of Penstock wrote it.*--model\.path={tmp_path}/model"):
+        backend_of(tiny_model_path, tmp_path)
 
 
 def test_a_misspelt_part_ends_the_start(tiny_model_path: Path) -> None:

@@ -66,6 +66,19 @@ def test_offload(model: Path) -> None:
     assert any("2 copies of the weights for pushes" in note for note in plan.processes[1].notes)
 
 
+def test_offload_of_several_ranks(model: Path) -> None:
+    """The devices have gathered layers, activations and gradients that are being summed; all else is on the hosts."""
+    held, offloaded = (
+        moments(plan_of(model, "--trainer.ranks=4", *also), "other rank of the trainer")
+        for also in ((), ("--trainer.optimizer.offload=true",))
+    )
+    assert held.keys() == offloaded.keys()
+    for name, parts in offloaded.items():
+        on_host = {part: size for part, size in parts.items() if part.endswith("on the host")}
+        assert set(on_host.values()) == {0}
+        assert parts.items() - on_host.items() <= held[name].items()
+
+
 def test_several_ranks(model: Path) -> None:
     """Shares, what is gathered, and on rank 0 what passes to the host for pushes."""
     shape = ModelShape.read(model)

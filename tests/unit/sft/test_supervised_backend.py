@@ -15,6 +15,7 @@ from services.trainer.data.config import DataConfig
 from services.trainer.data.sources.opening import built_in
 from services.trainer.data.sources.source import DEMONSTRATIONS
 from services.trainer.sft.sequences import DemonstrationReader
+from tests.support.trainer.checkpoints import averages_of
 from tests.support.trainer.data.pictures import png
 from tests.support.trainer.data.sft import demonstration
 
@@ -87,8 +88,7 @@ def gradients(backend: InProcessSupervisedBackend, batch: list[TrainSequence]) -
     metrics = backend.step(batch)
     with TemporaryDirectory() as folder:
         backend.save(Path(folder))
-        state = torch.load(Path(folder) / "optimizer.pt", weights_only=True)
-    averages = state["optimizer"]["averages"]
+        averages = averages_of(Path(folder))
     return {"loss": metrics["loss"], **{name: average["exp_avg"] * 10 for name, average in averages.items()}}
 
 

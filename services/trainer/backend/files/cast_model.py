@@ -77,7 +77,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _copy(source: Path, target: Path, dtype: str, *, num_bytes: int) -> None:
     if source.name == "config.json":
-        target.write_text(json.dumps(_with_dtype(json.loads(source.read_text()), dtype), indent=2) + "\n")
+        target.write_text(json.dumps(with_dtype(json.loads(source.read_text()), dtype), indent=2) + "\n")
     elif source.name.endswith(_INDEX):
         index = json.loads(source.read_text())
         index.get("metadata", {})["total_size"] = num_bytes
@@ -86,8 +86,8 @@ def _copy(source: Path, target: Path, dtype: str, *, num_bytes: int) -> None:
         shutil.copyfile(source, target)
 
 
-def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Set the precision at the top level, and in every part of the model that names one."""
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a model's configuration with another precision: at the top, and in every part that names one."""
 
     def renamed(part: Mapping[str, Any]) -> dict[str, Any]:
         return {

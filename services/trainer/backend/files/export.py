@@ -2,23 +2,22 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 
-from penstock.model.families.experts import has_experts, published_experts
+from penstock.model.families.experts import published_experts
+from penstock.model.families.qwen_vl import published_name
 from penstock.weights.digest import XXH3, tensor_digests
-from services.trainer.backend.files.tensor_files import writing_safetensors
+from services.trainer.backend.files.cast_model import with_dtype
+from services.trainer.backend.files.file_plan import PlannedFile
+from services.trainer.backend.files.tensor_files import write_share
 from services.trainer.backend.optimizer.master_weights import MasterWeights
 from services.trainer.backend.policy.model import PolicyModel
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
-
-
-_SHARD_OF_MIXTURE = "4GB"
 
 
 def named_weights(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -35,37 +34,82 @@ def weights_digest(weights: MasterWeights) -> str:
     return digest
 
 
-def save_model(policy: PolicyModel, state: dict[str, Any] | None, base_path: Path, folder: Path) -> None:
-    """Write `folder/model`: the master weights, and all files of the base model's folder except weights.
+def published(name: str, weight: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model folder that hold the weight with this own name, as views."""
+    for part, tensor in published_experts(name, weight, model_type):
+        yield published_name(part, model_type), tensor
+
+
+def write_model(
+    files: Sequence[PlannedFile],
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    *,
+    rank: int,
+    model_type: str,
+) -> list[Path]:
+    """Write one rank's weight files of a model folder that transformers and SGLang load, and return them.
 
     Args:
-        policy: The policy.
-        state: Its master weights (`MasterWeights.model_state`).
-        base_path: Folder that the policy was loaded from, for tokenizer, processor and chat template.
-        folder: Folder in which to create `model`.
+        files: Those of all ranks; tensors have their own names.
+        weights: Those that the rank owns.
+        folder: The model folder; its parent must exist.
+        rank: The rank.
+        model_type: The model's type.
 
     Raises:
         OSError: a file cannot be written.
     """
-    target = folder / "model"
-    target.mkdir()
+    return write_share(
+        files, weights, folder, rank=rank, stored=lambda name, weight: published(name, weight, model_type)
+    )
+
+
+def write_model_settings(
+    files: Sequence[PlannedFile],
+    shapes: Mapping[str, tuple[int, ...]],
+    base_path: Path,
+    folder: Path,
+    *,
+    model_type: str,
+) -> list[Path]:
+    """Write all files of a model folder except weights, and return them.
+
+    Args:
+        files: The weight files of all ranks, in float32.
+        shapes: Shape of each weight, by its own name.
+        base_path: Folder that the run began with, for configuration, tokenizer, processor and chat template.
+        folder: The model folder; its parent must exist.
+        model_type: The model's type.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder.mkdir(exist_ok=True)
+    written = []
     for path in sorted(base_path.iterdir()):
         is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if path.is_file() and not is_weights and not path.name.startswith("."):
-            shutil.copyfile(path, target / path.name)
-    model_type = policy.model.config.model_type
-    if has_experts(model_type):
-        own = dict(named_weights(policy)) if state is None else state
-        published = dict(part for name, weight in own.items() for part in published_experts(name, weight, model_type))
-        with writing_safetensors():  # transposed parameters are copied file by file, so files are small
-            policy.model.save_pretrained(
-                target, state_dict=published, save_original_format=False, max_shard_size=_SHARD_OF_MIXTURE
-            )
-    else:
-        with writing_safetensors():
-            policy.model.save_pretrained(target, state_dict=state)
-    if state is not None:
-        # config.json names the precision that the model computes in, not that of the written weights.
-        config = target / "config.json"
-        dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2) + "\n")
+        if not path.is_file() or is_weights or path.name.startswith("."):
+            continue
+        if path.name == "config.json":
+            config = with_dtype(json.loads(path.read_text()), "float32")
+            (folder / path.name).write_text(json.dumps(config, indent=2) + "\n")
+        else:
+            shutil.copyfile(path, folder / path.name)
+        written.append(folder / path.name)
+    if len(files) > 1:
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps(_index(files, shapes, model_type), indent=2) + "\n")
+        written.append(index)
+    return written
+
+
+def _index(files: Sequence[PlannedFile], shapes: Mapping[str, tuple[int, ...]], model_type: str) -> dict[str, object]:
+    """Return the index of weight files as transformers reads it."""
+    weight_map, total_size = {}, 0
+    for file in files:
+        for name in file.tensors:
+            for part, tensor in published(name, torch.empty(shapes[name], device="meta"), model_type):
+                weight_map[part] = file.name
+                total_size += tensor.nbytes
+    return {"metadata": {"total_size": total_size}, "weight_map": weight_map}

@@ -4,7 +4,7 @@ Invariant: `collect` returns the state after the last finished step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ import structlog
 import torch
 
 from penstock.config.base import leaves
+from penstock.errors import SetupError
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
-from services.trainer.backend.files.export import save_model, weights_digest
+from services.trainer.backend.files.checkpoint_share import MODEL, STATE_FILE, Collected, Owning, write_collected
+from services.trainer.backend.files.export import weights_digest
 from services.trainer.backend.files.random_state import capture_random_state, random_state_digest, restore_random_state
-from services.trainer.backend.files.tensor_files import save_state
+from services.trainer.backend.files.tensor_files import StoredTensors
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
 from services.trainer.backend.optimizer.learning_rates import rates_of
 from services.trainer.backend.optimizer.master_weights import HostMasterWeights, MasterWeights, ShardedMasterWeights
@@ -30,17 +32,8 @@ from services.trainer.config import BackendConfig
 
 log = structlog.get_logger()
 
-_STATE_FILE = "optimizer.pt"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Collected:
-    """A model and its optimizer in the form of a checkpoint."""
-
-    model: dict[str, Any] | None
-    """State of the model; None: the model's own state."""
-    state: dict[str, Any]
-    """Contents of `optimizer.pt`."""
+_OPTIMIZER = "optimizer"
+"""Folder of AdamW's averages, `<weight>.exp_avg` and `<weight>.exp_avg_sq`."""
 
 
 class ModelState:
@@ -61,6 +54,7 @@ class ModelState:
         settings: Mapping[str, Any],
         adam_eps: float = ADAM_EPS,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
+        hsdp_replicas: int = 1,
         ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` creates policy, weights and optimizer.
@@ -74,12 +68,13 @@ class ModelState:
             settings: Settings besides `config` that affect a step's numbers, by their names in a recipe, as plain data.
             adam_eps: Added to AdamW's denominator.
             max_skipped_steps: More skipped steps in a row than this are an error.
+            hsdp_replicas: Groups of ranks that each hold shards of all weights; it divides the number of ranks.
             ranks: The ranks that hold a share of the model.
 
         Raises:
             ConfigError: the device does not exist.
         """
-        self.ranks = ranks
+        self.ranks = ranks.replicated(hsdp_replicas)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         own = {name: getattr(config, name) for name in BackendConfig.model_fields}
@@ -100,9 +95,14 @@ class ModelState:
             ConfigError: the folder holds no loadable model.
             SetupError: an earlier version of Penstock wrote the checkpoint.
         """
+        if checkpoint is not None and not (checkpoint / STATE_FILE).is_file():
+            raise SetupError(
+                f"{checkpoint} has no {STATE_FILE}: an earlier version of Penstock wrote it, and it cannot be resumed; "
+                f"begin a new run with --model.path={checkpoint / MODEL}"
+            )
         torch.manual_seed(self._seed)
         self.policy = load_policy(
-            self._model_path if checkpoint is None else checkpoint / "model",
+            self._model_path if checkpoint is None else checkpoint / MODEL,
             temperature=self._temperature,
             forbidden_ids=self._forbidden_ids,
             float32_head=self.config.float32_head,
@@ -122,10 +122,9 @@ class ModelState:
         )
         state: Mapping[str, Any] = {}
         if checkpoint is not None:
-            is_sharded = self.ranks.size > 1  # each rank copies its part without reading the others'
-            state = torch.load(checkpoint / _STATE_FILE, map_location="cpu", weights_only=True, mmap=is_sharded)
+            state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
             self._log_changes(state["settings"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self._load_optimizer(state["optimizer"], checkpoint)
             restore_random_state(state["random"])
         self.finish_step()
         return state
@@ -155,24 +154,70 @@ class ModelState:
         if self.ranks.size > 1:
             forget_gathered(self.policy)
 
-    def collect(self, further: Mapping[str, Any]) -> "Collected":
-        """Return the state for `write`; `further` is plain data and tensors that `load` returns."""
-        state = {
-            **further,
-            "optimizer": self.optimizer.state_dict(),
-            "random": self._random_state,
-            "settings": self._settings,
-        }
-        return Collected(model=self.weights.model_state(), state=state)
+    def collect(self, further: Mapping[str, Any], shards: Mapping[str, Mapping[str, torch.Tensor]]) -> Collected:
+        """Return this rank's share for `write`. Beside other ranks it is a copy, and all must call this together.
 
-    def write(self, collected: "Collected", folder: Path) -> None:
-        """Write `model/` and `optimizer.pt` into `folder`, which must exist.
+        Args:
+            further: Plain data and small tensors that `load` returns.
+            shards: By the name of a folder, this rank's shards of further tensors that are shaped like the weights, by
+                weight.
+        """
+        state = self.optimizer.state_dict()
+        averages: dict[str, dict[str, torch.Tensor]] = {}
+        counters: dict[str, dict[str, torch.Tensor]] = {}
+        for name, values in state["averages"].items():
+            for kind, value in values.items():
+                if value.ndim:
+                    averages.setdefault(kind, {})[name] = value
+                else:
+                    counters.setdefault(name, {})[kind] = value.clone()
+        owning = Owning.of(self.weights, self.ranks)
+        tensors = {MODEL: owning.share("model", {"": self.weights.shards})}
+        if averages:
+            tensors[_OPTIMIZER] = owning.share("averages", averages)
+        tensors |= {folder: owning.share(folder, {"": each}) for folder, each in shards.items()}
+        return Collected(
+            tensors=tensors,
+            state={
+                **further,
+                "optimizer": state | {"averages": counters},
+                "random": self._random_state,
+                "settings": self._settings,
+            },
+        )
+
+    def write(self, collected: Collected, folder: Path) -> dict[str, str]:
+        """Write this rank's share into `folder`, which must exist; return the digests of its files, which are on disk.
 
         Raises:
             OSError: a file cannot be written.
         """
-        save_model(self.policy, collected.model, self._model_path, folder)
-        save_state(collected.state, folder / _STATE_FILE)
+        return write_collected(
+            collected,
+            folder,
+            rank=self.ranks.rank,
+            base_path=self._model_path,
+            model_type=self.policy.model.config.model_type,
+        )
+
+    def read_shards(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Return this rank's shards of the tensors that `collect` got for a folder of a checkpoint, by weight."""
+        with StoredTensors(folder) as stored:
+            return {name: self._read(stored, name, weight=name) for name in stored.names}
+
+    def _load_optimizer(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        averages: dict[str, dict[str, torch.Tensor]] = {
+            name: dict(counters) for name, counters in state["averages"].items()
+        }
+        if averages:
+            with StoredTensors(checkpoint / _OPTIMIZER) as stored:
+                for name in stored.names:
+                    weight, _, kind = name.rpartition(".")
+                    averages[weight][kind] = self._read(stored, name, weight=weight)
+        self.optimizer.load_state_dict({**state, "averages": averages})
+
+    def _read(self, stored: StoredTensors, name: str, *, weight: str) -> torch.Tensor:
+        return self.weights.read_shard(weight, partial(stored.rows, name))
 
     def digests(self) -> StateDigests:
         """Return digests of the current weights and random state."""
@@ -193,7 +238,8 @@ class ModelState:
 
     def _place_weights(self) -> MasterWeights:
         if self.ranks.size > 1:
-            shard(self.policy, self.ranks.mesh, dtype=DTYPES[self.config.dtype])
+            offload = self.config.optimizer.offload
+            shard(self.policy, self.ranks.mesh, dtype=DTYPES[self.config.dtype], offload=offload)
             return ShardedMasterWeights(self.policy.model)
         if not self.config.optimizer.offload:
             return MasterWeights(self.policy.to(self.device).model)

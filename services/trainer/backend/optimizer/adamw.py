@@ -5,13 +5,13 @@ a checkpoint holds AdamW's averages and the number of updates, never a learning 
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import structlog
 import torch
 
-from penstock.errors import SetupError, UserError
+from penstock.errors import UserError
 from penstock.model.families.qwen_vl import part_of
 from services.trainer.backend.optimizer.master_weights import MasterWeights
 from services.trainer.backend.optimizer.schedule import rate_factor
@@ -142,13 +142,13 @@ class Optimizer:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for `load_state_dict`: plain data and tensors."""
+        """Return the state for `load_state_dict`: plain data and tensors, shaped like this rank's shards.
+
+        The tensors are the optimizer's own, which the next update changes.
+        """
         averages = self._adamw.state_dict()["state"]
         return {
-            "averages": {
-                self._names[number]: self._each_average(self._names[number], state, self._weights.collected)
-                for number, state in averages.items()
-            },
+            "averages": {self._names[number]: dict(state) for number, state in averages.items()},
             "num_updates": self._num_updates,
             "num_skipped_in_a_row": self._num_skipped_in_a_row,
         }
@@ -157,15 +157,7 @@ class Optimizer:
         """Continue from a state of `state_dict`; the settings do not change.
 
         A weight that was frozen before begins with zero averages; averages of a weight that is now frozen are dropped.
-
-        Raises:
-            SetupError: an earlier version of Penstock wrote the state.
         """
-        if "averages" not in state:
-            raise SetupError(
-                "the checkpoint's optimizer.pt is of an earlier version and cannot be resumed; begin a new run with "
-                "the checkpoint's model folder as model.path"
-            )
         averages: Mapping[str, Any] = state["averages"]
         started = sorted(set(self._names) - set(averages)) if averages else []
         dropped = sorted(set(averages) - set(self._names))
@@ -175,24 +167,13 @@ class Optimizer:
             )
         self._adamw.load_state_dict(
             {
-                "state": {
-                    number: self._each_average(name, averages[name], self._weights.local_shard)
-                    for number, name in enumerate(self._names)
-                    if name in averages
-                },
+                "state": {number: averages[name] for number, name in enumerate(self._names) if name in averages},
                 # The checkpoint's param_groups would bring its learning rate, betas, eps and weight decay.
                 "param_groups": self._adamw.state_dict()["param_groups"],
             }
         )
         self._num_updates = state["num_updates"]
         self._num_skipped_in_a_row = state["num_skipped_in_a_row"]
-
-    @staticmethod
-    def _each_average(
-        name: str, state: Mapping[str, torch.Tensor], change: Callable[[str, torch.Tensor], torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Change the averages of a weight, but not its number of updates."""
-        return {key: change(name, value) if value.ndim else value for key, value in state.items()}
 
 
 def _param_groups(

@@ -6,14 +6,14 @@ weights that AdamW updates; the device computes with their values in its own pre
 Names are transformers' own, which engines know; tied weights have one name.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from services.trainer.backend.ranks.sharding import full_like, full_tensor, local_shard, local_shard_like
+from services.trainer.backend.ranks.gathering import gather_to_owners
+from services.trainer.backend.ranks.sharding import full_tensor, held_rows, local_shard, local_shard_like, row_mesh
 
 
 class MasterWeights:
@@ -21,7 +21,6 @@ class MasterWeights:
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Take the float32 parameters of a transformers model; those with `requires_grad` are trained."""
-        self._model = model
         self._masters: Mapping[str, torch.nn.Parameter] = dict(model.named_parameters())
 
     @property
@@ -37,24 +36,38 @@ class MasterWeights:
     def updated(self) -> None:
         """Handle an update of the weights."""
 
-    def collected(self, name: str, of_shard: torch.Tensor) -> torch.Tensor:
-        """Return a full tensor shaped like the weight `name`, such as an average, given this rank's shard of it."""
-        return of_shard
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight, in full, in a fixed order."""
+        return {name: tuple(master.shape) for name, master in self._masters.items()}
+
+    @property
+    def shards(self) -> dict[str, torch.Tensor]:
+        """This rank's shard of every weight."""
+        return {name: master.detach() for name, master in self._masters.items()}
+
+    def owned(self, shards: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Return what this rank owns of full tensors, such as averages, that are shaped like the weights.
+
+        Args:
+            shards: This rank's shard of each, by the name of the weight.
+            owners: The rank that owns each.
+        """
+        return dict(shards)
 
     def local_shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor shaped like the weight `name`."""
         return full
 
-    def model_state(self) -> dict[str, Any] | None:
-        """Return the state to save under the names of the model's state; None for the model's own."""
-        return None
+    def read_shard(self, name: str, read: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        """Return this rank's shard of a stored tensor shaped like the weight `name`, given a reader of its rows."""
+        return read(slice(None))
 
 
 class ShardedMasterWeights(MasterWeights):
     """This rank's shards of the parameters of a model that many ranks hold together.
 
-    `trained` holds the shards. All ranks must call `named`, `collected` and `model_state` together, because these
-    return full tensors.
+    `trained` holds the shards. All ranks must call `named` and `owned` together, because these return full tensors.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -74,13 +87,26 @@ class ShardedMasterWeights(MasterWeights):
         for name, parameter in self._parameters.items():
             yield name, full_tensor(parameter.detach())
 
-    def collected(self, name: str, of_shard: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor in the host's memory on rank 0, and an empty tensor elsewhere."""
-        return _kept(full_like(of_shard, self._parameters[name]))
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight, in full, in a fixed order."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
+    def owned(self, shards: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Return copies in the host's memory of the full tensors that this rank owns."""
+        return gather_to_owners(shards, self._parameters, owners)
 
     def local_shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor shaped like the weight `name`."""
         return local_shard_like(full, self._parameters[name])
+
+    def read_shard(self, name: str, read: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        """Return this rank's shard of a stored tensor; rows of other ranks are not read, where shards are rows."""
+        parameter = self._parameters[name]
+        mesh = row_mesh(parameter)
+        if mesh is None:
+            return self.local_shard(name, read(slice(None)))
+        return read(held_rows(parameter.shape[0], mesh.get_local_rank(), mesh.size()))
 
     @contextmanager
     def replaced_by(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -96,20 +122,6 @@ class ShardedMasterWeights(MasterWeights):
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(shards[name])
-
-    def model_state(self) -> dict[str, Any]:
-        """Return the model's state with full parameters, as `collected` does; tied names share one tensor."""
-        known: dict[int, torch.Tensor] = {}
-        state = self._model.state_dict(keep_vars=True)
-        for tensor in state.values():
-            if id(tensor) not in known:
-                known[id(tensor)] = _kept(full_tensor(tensor.detach()))
-        return {name: known[id(tensor)] for name, tensor in state.items()}
-
-
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the host of rank 0, which writes checkpoints; an empty tensor elsewhere."""
-    return tensor.to("cpu", copy=True) if dist.get_rank() == 0 else tensor.new_empty(0, device="cpu")
 
 
 class HostMasterWeights(MasterWeights):
@@ -137,12 +149,6 @@ class HostMasterWeights(MasterWeights):
         with torch.no_grad():
             for name, master in self.trained.items():
                 self._parameters[name].copy_(master)
-
-    def model_state(self) -> dict[str, Any]:
-        """Return the model's state with the copies in place of its parameters; tied names share one tensor."""
-        masters = {id(self._parameters[name]): master.detach() for name, master in self._masters.items()}
-        state = self._model.state_dict(keep_vars=True)
-        return {name: masters.get(id(tensor), tensor) for name, tensor in state.items()}
 
 
 def _moves_gradient_to(master: torch.nn.Parameter) -> Any:

@@ -8,7 +8,7 @@ step, however many chunks it has, and are gone when the optimizer needs the room
 policy, each has its shard of the reference, and the two are swapped while the reference computes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -18,15 +18,12 @@ import torch
 
 from penstock.errors import ConfigError
 from services.trainer.algorithm.axes import KlConfig
-from services.trainer.backend.files.tensor_files import save_state
 from services.trainer.backend.optimizer.master_weights import MasterWeights, ShardedMasterWeights
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.ranks.sharding import forget_gathered
 from services.trainer.batching.rows import PackedRow
 from services.trainer.data.named_section import named_section
-
-_FILE = "reference.pt"
 
 
 class ReferencePolicy:
@@ -111,35 +108,20 @@ class ReferencePolicy:
         for name, weight in found.items():
             self._weights[_in_policy(name)].copy_(self._masters.local_shard(name, weight))
 
+    @property
+    def shards(self) -> dict[str, torch.Tensor]:
+        """This rank's shard of every weight, by its own name."""
+        return {_own(name): weight for name, weight in self._weights.items()}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for `save_reference`; many ranks must call this together."""
-        weights = {name: self._masters.collected(_own(name), weight) for name, weight in self._weights.items()}
-        return {"num_updates": self._num_updates, "weights": weights}
+        """Return the state, beside `shards`, for `load_state_dict`."""
+        return {"num_updates": self._num_updates}
 
-    def load(self, folder: Path) -> None:
-        """Read `reference.pt` from a checkpoint.
-
-        Raises:
-            ConfigError: the checkpoint is from a run without a reference.
-        """
-        if not (folder / _FILE).is_file():
-            raise ConfigError(
-                f"algorithm.kl.kind = {self._config.kind!r} needs a reference policy, but {folder} was saved without "
-                "one; set algorithm.kl.kind = 'none', or begin a new run"
-            )
-        state: dict[str, Any] = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
+    def load_state_dict(self, state: Mapping[str, Any], shards: Mapping[str, torch.Tensor]) -> None:
+        """Continue from the state of a checkpoint, given this rank's shard of every weight."""
         self._num_updates = state["num_updates"]
-        for name, weight in state["weights"].items():
-            self._weights[name].copy_(self._masters.local_shard(_own(name), weight))
-
-
-def save_reference(state: dict[str, Any], folder: Path) -> None:
-    """Write `reference.pt` into a checkpoint.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    save_state(state, folder / _FILE)
+        for name, weight in shards.items():
+            self._weights[_in_policy(name)].copy_(weight)
 
 
 def _in_policy(name: str) -> str:

@@ -7,7 +7,7 @@ others, the others compute with it.
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from services.trainer.config import BackendConfig
 
 log = structlog.get_logger()
 
+_SAVE = "save"
 _END = "end"
 _PATIENCE_S = 30.0
 """Seconds that the trainer, when it ends, waits for a running command."""
@@ -65,10 +66,17 @@ class _ManyRanks:
         """Load a checkpoint, or with None the model folder; see `TrainBackend.load`."""
         self._command("load", checkpoint)
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint; see `TrainBackend.save`. Other commands wait while the state is collected, not longer."""
-        collected = self._command("collect")
-        self._own.write(collected, folder)
+    def save(self, folder: Path, *, on_copied: Callable[[], object] = lambda: None) -> Mapping[str, str]:
+        """Write a checkpoint; see `TrainBackend.save`. Other commands wait while shares are copied, not longer.
+
+        Raises:
+            OSError: a rank could not write its files.
+        """
+        with self._lock:
+            self._ranks.broadcast((_SAVE, (folder,)))
+            collected = self._run("collect")
+        on_copied()
+        return _write_with_others(self._own, collected, folder, self._ranks)
 
     def close(self) -> None:
         """End the other ranks. If a command does not come to its end, this process ends with them, at once."""
@@ -84,13 +92,16 @@ class _ManyRanks:
     def _command(self, name: str, *args: Any) -> Any:
         with self._lock:
             self._ranks.broadcast((name, args))
-            try:
-                return getattr(self._own, name)(*args)
-            except PenstockError:
-                raise  # of all ranks alike
-            except BaseException:
-                self._is_broken = True
-                raise
+            return self._run(name, *args)
+
+    def _run(self, name: str, *args: Any) -> Any:
+        try:
+            return getattr(self._own, name)(*args)
+        except PenstockError:
+            raise  # of all ranks alike
+        except BaseException:
+            self._is_broken = True
+            raise
 
 
 class ManyRanksBackend(_ManyRanks):
@@ -174,12 +185,41 @@ def follow(own: Any, ranks: Ranks) -> None:
         name, args = ranks.broadcast(None)
         if name == _END:
             return
+        if name == _SAVE:
+            threading.Thread(
+                target=_write_with_others, args=(own, own.collect(), *args, ranks), name="checkpoint", daemon=True
+            ).start()
+            continue
         try:
             done = getattr(own, name)(*args)
             if name == "export":
                 _exhaust(done)
         except PenstockError as error:  # rank 0 raises it too, and decides what becomes of it
             log.debug("command.refused", command=name, reason=str(error))
+
+
+def _write_with_others(own: Any, collected: Any, folder: Path, ranks: Ranks) -> dict[str, str]:
+    """Write this rank's share of a checkpoint; return digests of all ranks' files, once all are on their disks.
+
+    Every rank must call this, in a thread that may wait while its rank runs other commands.
+
+    Raises:
+        OSError: a rank could not write its files.
+        RuntimeError: a rank failed otherwise.
+    """
+    outcome: Mapping[str, str] | Exception
+    try:
+        outcome = own.write(collected, folder)
+    except OSError as error:
+        outcome = OSError(error.errno, error.strerror or str(error), error.filename)
+    except Exception as error:  # noqa: BLE001 - the others wait for the outcome, and rank 0 raises it
+        outcome = RuntimeError(f"rank {ranks.rank} could not write its share of {folder}: {error!r}")
+    outcomes = ranks.gather_written(outcome)
+    if ranks.rank == 0:
+        for each in outcomes:
+            if isinstance(each, Exception):
+                raise each
+    return {path: digest for each in outcomes if not isinstance(each, Exception) for path, digest in each.items()}
 
 
 def _exhaust(values: Iterator[Any]) -> None:

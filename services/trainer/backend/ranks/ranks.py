@@ -4,7 +4,7 @@ Invariant: every rank calls the same methods in the same order. What `gather` re
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -26,11 +26,15 @@ class Ranks:
     rank: int = 0
     size: int = 1
     mesh: Any = None
-    """torch's one-dimensional DeviceMesh of all ranks; None for a rank alone."""
+    """torch's DeviceMesh of all ranks, [replicas, shards] if there are replicas; None for a rank alone."""
+    num_replicas: int = 1
+    """Groups of neighbouring ranks, each of which holds shards of all weights."""
     _values: Any = None
     """Group for what the ranks tell each other through the hosts' memory."""
     _commands: Any = None
     """Group for what rank 0 tells the others."""
+    _files: Any = None
+    """Group of the threads that write a checkpoint beside the commands."""
 
     @classmethod
     def join(cls, store: dist.Store, *, rank: int, size: int, device: torch.device) -> Self:
@@ -45,14 +49,36 @@ class Ranks:
             mesh=init_device_mesh(device.type, (size,)),
             _values=dist.new_group(backend="gloo", timeout=_COMPUTING),
             _commands=dist.new_group(backend="gloo", timeout=_NEVER),
+            _files=dist.new_group(backend="gloo", timeout=_COMPUTING),
         )
+
+    def replicated(self, num_replicas: int) -> Self:
+        """Return the same ranks in groups that each hold shards of all weights. All ranks must call this together.
+
+        Args:
+            num_replicas: How many groups; it divides the number of ranks.
+        """
+        if num_replicas == self.num_replicas:
+            return self
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (num_replicas, self.size // num_replicas)
+        mesh = init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+        return replace(self, mesh=mesh, num_replicas=num_replicas)
 
     def gather(self, value: ValueT) -> list[ValueT]:
         """Return the value of every rank."""
+        return self._gather(value, self._values)
+
+    def gather_written(self, value: ValueT) -> list[ValueT]:
+        """Return the value of every rank, as `gather`, but from threads that write beside the commands."""
+        return self._gather(value, self._files)
+
+    def _gather(self, value: ValueT, group: Any) -> list[ValueT]:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._values)
+        dist.all_gather_object(values, value, group=group)
         return values
 
     def in_order(self, parts: Sequence[tuple[int, ValueT]]) -> list[ValueT]:
@@ -67,6 +93,7 @@ class Ranks:
         if self.size == 1:
             return of_shard
         squares = [norm**2 for norm in self.gather(float(of_shard.double()))]
+        squares = squares[: self.size // self.num_replicas]  # the first replica's: others hold the same shards
         return torch.tensor(sum(squares), dtype=torch.float64).sqrt().to(of_shard)
 
     def broadcast(self, value: Any) -> Any:

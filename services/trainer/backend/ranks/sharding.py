@@ -5,6 +5,9 @@ backward pass, which sums their gradient over the ranks and leaves each with its
 everything else as one: embedding, tower, norm and head. So a rank whose row has no picture gathers the tower all the
 same, and nobody waits for it.
 
+With replicas (HSDP) a group of neighbouring ranks holds shards of all weights: they gather and sum among themselves,
+and then each sums its shard of the gradient with the ranks that hold the same one. So all replicas stay equal.
+
 Invariant: gradients are plain sums over ranks. Weights of tokens are the whole batch's, so no factor of the number of
 ranks appears anywhere.
 """
@@ -13,19 +16,20 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from penstock.errors import ConfigError
 
 
-def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
+def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool = False) -> None:
     """Leave this rank its shard of every parameter of the policy.
 
     Args:
         policy: A `PolicyModel` with float32 parameters, the same on every rank. They move to the mesh's device.
-        mesh: All ranks.
+        mesh: All ranks; a second dimension, the first, has the replicas.
         dtype: Parameters are gathered and computed with in it; shards and sums of gradients stay float32.
+        offload: Keep shards and gradients in the host's memory; a unit's shards move to the device when it is gathered.
 
     Raises:
         ConfigError: torch is too old to sum gradients of which only some ranks have all.
@@ -45,6 +49,8 @@ def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
             cast_forward_inputs=False,
         ),
     }
+    if offload:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in policy.text_layers:
         fully_shard(layer, **settings)
     fully_shard(policy, **settings)
@@ -64,9 +70,33 @@ def forget_gathered(policy: Any) -> None:
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor. Every rank must ask for the same tensors in the same order."""
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
-    return tensor
+    return full_like(local_shard(tensor), tensor)
+
+
+def row_mesh(parameter: torch.Tensor) -> DeviceMesh | None:
+    """Return the ranks that share the rows of a parameter, of which each rank holds as `held_rows` says.
+
+    None: no other rank has rows of it, or shards are not rows.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    sharded = [number for number, placement in enumerate(parameter.placements) if placement != Replicate()]
+    if [parameter.placements[number] for number in sharded] != [Shard(0)]:
+        return None
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[sharded[0]]]
+
+
+def held_rows(num_rows: int, number: int, num_holders: int) -> slice:
+    """Return the rows that one of several holders has: equally many each, the last ones fewer or none.
+
+    Args:
+        num_rows: Rows of the tensor.
+        number: Number of the holder.
+        num_holders: How many there are.
+    """
+    most = -(-num_rows // num_holders)
+    return slice(min(number * most, num_rows), min((number + 1) * most, num_rows))
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +111,7 @@ def full_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor of which every rank holds the shard that it holds of `parameter`."""
     if isinstance(parameter, DTensor):
         placed = DTensor.from_local(
-            shard.to(parameter.device),
+            shard.to(torch.device(parameter.device_mesh.device_type)),  # from the host's memory, if it is offloaded
             parameter.device_mesh,
             parameter.placements,
             run_check=False,

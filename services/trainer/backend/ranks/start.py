@@ -42,14 +42,14 @@ def open_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> TrainBackend:
         num_ranks: `trainer.ranks`.
 
     Raises:
-        ConfigError: torchrun has started another number of ranks, there are fewer GPUs than ranks, or a setting is of
-            one rank only.
+        ConfigError: torchrun has started another number of ranks, there are fewer GPUs than ranks, or the ranks cannot
+            be divided into replicas.
     """
     size = _num_started(num_ranks)
+    _require_divisible(backend, size)
     if size == 1:
         return InProcessBackend(**backend)
     config: BackendConfig = backend["config"]
-    _require_for_many(config)
     if "WORLD_SIZE" not in os.environ:
         return ManyRanksBackend(*_started(InProcessBackend, backend, config, size))
     ranks = _join_torchrun(config.device)
@@ -64,18 +64,18 @@ def open_supervised_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> Supe
         num_ranks: `trainer.ranks`.
 
     Raises:
-        ConfigError: torchrun has started several ranks, there are fewer GPUs than ranks, or a setting is of one rank
-            only.
+        ConfigError: torchrun has started several ranks, there are fewer GPUs than ranks, or the ranks cannot be
+            divided into replicas.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but supervised training starts its ranks itself; start it "
             "without torchrun, and set trainer.ranks"
         )
+    _require_divisible(backend, num_ranks)
     if num_ranks == 1:
         return InProcessSupervisedBackend(**backend)
     config: BackendConfig = backend["config"]
-    _require_for_many(config)
     return ManyRanksSupervisedBackend(*_started(InProcessSupervisedBackend, backend, config, num_ranks))
 
 
@@ -93,10 +93,12 @@ def _started(
     return kind(**backend, ranks=ranks), ranks, processes
 
 
-def _require_for_many(config: BackendConfig) -> None:
-    if config.optimizer.offload:
+def _require_divisible(backend: Mapping[str, Any], num_ranks: int) -> None:
+    num_replicas = backend.get("hsdp_replicas", 1)
+    if num_ranks % num_replicas:
         raise ConfigError(
-            "trainer.optimizer.offload = true is of one rank only so far; set it to false, or trainer.ranks to 1"
+            f"trainer.hsdp_replicas = {num_replicas} does not divide the number of ranks, {num_ranks}; choose a number "
+            "that does, or start another number of ranks"
         )
 
 
@@ -106,7 +108,7 @@ def follow_torchrun(backend: Mapping[str, Any], *, num_ranks: int) -> None:
     Raises:
         ConfigError: as `open_ranks`.
     """
-    _num_started(num_ranks)
+    _require_divisible(backend, _num_started(num_ranks))
     ranks = _join_torchrun(backend["config"].device)
     follow(InProcessBackend(**backend, ranks=ranks), ranks)
 

@@ -3,14 +3,15 @@
     python -m tests.support.trainer.ranks.ranks_trainer MODEL NUM_RANKS SILENCE_S [COMMANDS]
 
 Commands, a line each, or in COMMANDS separated by semicolons: `load [CHECKPOINT]`, `step SEED`, `begin`, `save FOLDER`,
-`meet`, `close`. Each is answered with a line of JSON; the first line, before any, is the pids of the ranks that it has
-started. Under torchrun it is one of the ranks.
+`checkpoint FOLDER STEP PAUSE_S`, `meet`, `close`. Each is answered with a line of JSON; the first line, before any, is
+the pids of the ranks that it has started. Under torchrun it is one of the ranks.
 """
 
 import json
 import os
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch.distributed import distributed_c10d
@@ -22,6 +23,7 @@ from services.trainer.backend.base import take_step
 from services.trainer.backend.ranks import processes
 from services.trainer.backend.ranks.many_ranks import ManyRanksBackend
 from services.trainer.backend.ranks.start import follow_torchrun, is_follower, open_ranks
+from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import BackendConfig, OptimizerConfig
 from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 
@@ -60,6 +62,15 @@ def main(model: Path, num_ranks: int, silence_s: float, commands: Iterable[str])
                 say("begun")
             case ["save", folder]:
                 backend.save(Path(folder))
+                say("saved")
+            case ["checkpoint", folder, step, pause_s]:
+
+                def save_and_pause(partial: Path, pause_s: float = float(pause_s)) -> Mapping[str, str]:
+                    written = backend.save(partial)
+                    time.sleep(pause_s)
+                    return written
+
+                CheckpointStore(Path(folder), keep=2).save(int(step), {}, save_and_pause)
                 say("saved")
             case ["meet"]:
                 say(distributed_c10d._get_default_store().add("met", 1))

@@ -75,15 +75,19 @@ class GatedCheckpoints:
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Of each moment, by its version."""
     on_disk: asyncio.Event = field(default_factory=asyncio.Event)
+    copies: bool = False
+    """Whether the weights may change while it is written."""
 
     def moment(self, position: Position, metrics: Any = UNUSED) -> int:
         """The version."""
         self.metrics[position.version] = metrics
         return position.version
 
-    async def write(self, moment: int) -> None:
+    async def write(self, moment: int, *, on_copied: Callable[[], None]) -> None:
         """Wait for the test."""
         self.moments.append(moment)
+        if self.copies:
+            on_copied()
         await promptly(self.on_disk.wait())
 
     async def settle(self, moment: int) -> None:
@@ -152,7 +156,7 @@ class SlowSettlements(GatedCheckpoints):
 
     may_settle: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def write(self, moment: int) -> None:
+    async def write(self, moment: int, *, on_copied: Callable[[], None]) -> None:
         """It is on disk."""
         self.moments.append(moment)
 

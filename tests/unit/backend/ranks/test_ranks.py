@@ -33,10 +33,20 @@ def pool() -> Iterator[RankPool]:
 
 def backend_of(ranks: Ranks, path: Path, checkpoint: Path | None = None, **settings: Any) -> InProcessBackend:
     """One that has loaded the model, or a checkpoint. `algorithm` is that; other settings are the trainer's."""
+    num_replicas = settings.pop("hsdp_replicas", 1)
     algorithm = AlgorithmConfig.model_validate(settings.pop("algorithm", {}))
     optimizer = OptimizerConfig(**({"learning_rate": 1e-3} | settings.pop("optimizer", {})))
     config = BackendConfig(device="cpu", optimizer=optimizer, **settings)
-    backend = InProcessBackend(path, config, algorithm, seed=0, temperature=1.0, adam_eps=1e-3, ranks=ranks)
+    backend = InProcessBackend(
+        path,
+        config,
+        algorithm,
+        seed=0,
+        temperature=1.0,
+        adam_eps=1e-3,
+        hsdp_replicas=num_replicas,
+        ranks=ranks,
+    )
     backend.load(checkpoint)
     return backend
 
@@ -111,6 +121,29 @@ def test_two_ranks_take_the_steps_of_one_with_a_mixture_of_experts(pool: RankPoo
         assert_same(alone, together)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloading_changes_no_bit_of_what_two_ranks_compute(pool: RankPool, tiny_model_path: Path, dtype: str) -> None:
+    """Shards, gradients and averages are in the host's memory, with a reference and a part that is frozen."""
+    settings = {"dtype": dtype, "micro_batch_tokens": 90, "algorithm": {"kl": {"kind": "k3", "refresh": "copy"}}}
+    for held, offloaded in zip(
+        *(
+            pool.run(
+                trained,
+                tiny_model_path,
+                settings | {"optimizer": {"learning_rates": {"tower": 0.0}, "weight_decay": 0.1, "offload": offload}},
+                range(2),
+            )
+            for offload in (False, True)
+        ),
+        strict=True,
+    ):
+        assert all(torch.equal(weight, offloaded[0][name]) for name, weight in held[0].items())
+        for ours, theirs in zip(held[1], offloaded[1], strict=True):
+            assert {name: ours[name] for name in ours.keys() - OF_THE_CUT} == {
+                name: theirs[name] for name in theirs.keys() - OF_THE_CUT
+            }
+
+
 def test_every_algorithm_takes_the_same_step_on_two_ranks(pool: RankPool, tiny_model_path: Path) -> None:
     """What it reads of other rows it reads of other ranks: whole samples, statistics of the batch, a reference."""
     alone = trained_by_each(ALONE, tiny_model_path, ALGORITHMS)
@@ -137,40 +170,6 @@ def test_a_batch_without_pictures_leaves_the_tower_as_it_is(pool: RankPool, tiny
     for together in pool.run(trained, tiny_model_path, settings, range(2), 1):
         assert_same(alone, together)
         assert all(torch.equal(weight, before[name]) for name, weight in together[0].items() if "visual" in name)
-
-
-def saved(ranks: Ranks, path: Path, checkpoint: Path | None, folder: Path, seeds: Sequence[int]) -> str:
-    """The digest of the weights after some steps from a checkpoint, of which rank 0 writes another."""
-    algorithm = {"kl": {"kind": "k3", "refresh": "ema", "refresh_every": 1, "ema_weight": 0.5}}
-    backend = backend_of(ranks, path, checkpoint, algorithm=algorithm)
-    steps_of(backend, path, seeds)
-    collected = backend.collect()
-    if ranks.rank == 0:
-        folder.mkdir()
-        backend.write(collected, folder)
-    return backend.digests().weights
-
-
-def test_a_checkpoint_is_of_no_number_of_ranks(pool: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
-    """What two have saved one continues and the other way round, averages and reference policy included."""
-    pool.run(saved, tiny_model_path, None, tmp_path / "by two", [0])
-    saved(ALONE, tiny_model_path, None, tmp_path / "by one", [0])
-    digests = pool.run(saved, tiny_model_path, tmp_path / "by two", tmp_path / "two two", [1])
-    assert digests[0] == digests[1]
-    saved(ALONE, tiny_model_path, tmp_path / "by two", tmp_path / "two one", [1])
-    pool.run(saved, tiny_model_path, tmp_path / "by one", tmp_path / "one two", [1])
-    saved(ALONE, tiny_model_path, tmp_path / "by one", tmp_path / "one one", [1])
-    straight = torch.load(tmp_path / "one one" / "optimizer.pt")
-    for way in ("two two", "two one", "one two"):
-        found = torch.load(tmp_path / way / "optimizer.pt")
-        assert found["optimizer"]["num_updates"] == 2
-        for name, averages in straight["optimizer"]["averages"].items():
-            for key, value in averages.items():
-                torch.testing.assert_close(found["optimizer"]["averages"][name][key], value, rtol=1e-3, atol=1e-6)
-        assert_same(
-            (weights_of(backend_of(ALONE, tiny_model_path, tmp_path / "one one")), []),
-            (weights_of(backend_of(ALONE, tiny_model_path, tmp_path / way)), []),
-        )
 
 
 def supervised(

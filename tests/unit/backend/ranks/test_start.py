@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import pydantic
 import pytest
 
 from penstock.errors import ConfigError
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.ranks.start import is_follower, open_ranks, open_supervised_ranks, prepare_device
-from services.trainer.config import BackendConfig, OptimizerConfig
+from services.trainer.config import BackendConfig, TrainerConfig
 
 
 def arguments(path: Path) -> dict[str, object]:
@@ -46,8 +47,17 @@ def test_supervised_training_refuses_torchrun(tiny_model_path: Path, monkeypatch
         open_supervised_ranks(backend, num_ranks=1)
 
 
-def test_what_is_of_one_rank_is_refused_on_several(tiny_model_path: Path) -> None:
-    """Before any is started."""
-    config = BackendConfig(device="cpu", optimizer=OptimizerConfig(offload=True))
-    with pytest.raises(ConfigError, match=r"trainer\.optimizer\.offload = true is of one rank only"):
-        open_ranks(arguments(tiny_model_path) | {"config": config}, num_ranks=2)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_ranks_that_cannot_be_divided_into_replicas_are_refused(tiny_model_path: Path, num_ranks: int) -> None:
+    """By the setting, before any is started; the recipe alone knows it unless torchrun starts them."""
+    with pytest.raises(
+        ConfigError, match=rf"trainer\.hsdp_replicas = 3 does not divide the number of ranks, {num_ranks}"
+    ):
+        open_ranks(arguments(tiny_model_path) | {"hsdp_replicas": 3}, num_ranks=num_ranks)
+    supervised = {"model_path": tiny_model_path, "config": BackendConfig(device="cpu"), "seed": 0, "hsdp_replicas": 3}
+    with pytest.raises(ConfigError, match=r"trainer\.hsdp_replicas = 3 does not divide"):
+        open_supervised_ranks(supervised, num_ranks=num_ranks)
+    with pytest.raises(pydantic.ValidationError, match="hsdp_replicas = 3 does not divide ranks = 4"):
+        TrainerConfig(ranks=4, hsdp_replicas=3)
+    assert TrainerConfig(ranks=1, hsdp_replicas=3).num_shards == 1
+    assert TrainerConfig(ranks=6, hsdp_replicas=3).num_shards == 2

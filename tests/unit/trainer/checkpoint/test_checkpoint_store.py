@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import SetupError
+from penstock.runtime.file_digest import file_digest
 from services.trainer.checkpoint.store import CheckpointStore
 
 
@@ -14,7 +16,7 @@ def write(folder: Path) -> None:
     """Two files, one in a folder."""
     (folder / "model").mkdir()
     (folder / "model" / "weights").write_bytes(b"w" * 1000)
-    (folder / "optimizer.pt").write_bytes(b"o" * 10)
+    (folder / "trainer.pt").write_bytes(b"o" * 10)
 
 
 def test_gives_back_what_was_saved_last(tmp_path: Path) -> None:
@@ -73,7 +75,7 @@ def test_a_trainer_killed_before_the_pointer_was_moved_has_both(tmp_path: Path) 
     assert latest.step == 1
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest", "half a manifest"])
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "no manifest", "half a manifest"])
 def test_a_damaged_checkpoint_is_refused_for_the_one_before(tmp_path: Path, damage: str) -> None:
     """With a warning, whatever is damaged."""
     store = CheckpointStore(tmp_path, keep=3)
@@ -82,8 +84,10 @@ def test_a_damaged_checkpoint_is_refused_for_the_one_before(tmp_path: Path, dama
     match damage:
         case "truncated":
             (path / "model" / "weights").write_bytes(b"w" * 999)
+        case "changed":
+            (path / "model" / "weights").write_bytes(b"w" * 999 + b"v")
         case "missing":
-            (path / "optimizer.pt").unlink()
+            (path / "trainer.pt").unlink()
         case "no manifest":
             (path / "manifest.json").unlink()
         case "half a manifest":
@@ -100,6 +104,33 @@ def test_says_so_when_no_checkpoint_is_whole(tmp_path: Path) -> None:
     (path / "model" / "weights").write_bytes(b"w" * 999)
     with pytest.raises(SetupError, match="step-000001: model/weights has 999 bytes instead of 1000"):
         store.latest()
+
+
+def test_says_so_when_an_earlier_version_has_written_all(tmp_path: Path) -> None:
+    """Its files have no digests, and its optimizer's state another form."""
+    store = CheckpointStore(tmp_path, keep=3)
+    path = store.save(1, {}, write).path
+    (path / "manifest.json").write_text('{"step": 1, "sizes_bytes": {"model/weights": 1000}}')
+    with pytest.raises(SetupError, match="step-000001: an earlier version of Penstock wrote it"):
+        store.latest()
+
+
+def test_digests_of_the_writer_are_those_that_a_reader_finds(tmp_path: Path) -> None:
+    """A file that changed between its writing and its digest, or whose writer is wrong about it, is refused."""
+
+    def write_and_tell(digest: str) -> Callable[[Path], dict[str, str]]:
+        def write_all(folder: Path) -> dict[str, str]:
+            write(folder)
+            return {"model/weights": digest or file_digest(folder / "model/weights")}
+
+        return write_all
+
+    store = CheckpointStore(tmp_path, keep=3)
+    store.save(1, {}, write_and_tell(""))
+    store.save(2, {}, write_and_tell("0" * 16))
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 1
 
 
 def test_the_same_step_can_be_written_again(tmp_path: Path) -> None:

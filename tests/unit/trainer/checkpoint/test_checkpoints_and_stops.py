@@ -6,23 +6,13 @@ from pathlib import Path
 import pytest
 
 from services.trainer.admission.group_state import GroupStatus
-from services.trainer.background import Lane
-from tests.support.trainer.runs.gated_loop import Rows, SlowSettlements, running
+from tests.support.trainer.runs.gated_loop import GatedCheckpoints, Rows, SlowSettlements, running
 from tests.support.waiting import promptly, settled
 
 
-async def test_a_checkpoint_holds_up_the_update_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_checkpoint_holds_up_the_update_only(tmp_path: Path) -> None:
     """While its files are written the next groups are computed; it is of the moment before them."""
     async with running(tmp_path, checkpoint_every=1) as run:
-        free = Lane.free
-
-        async def free_at_last(lane: Lane) -> None:
-            """The files are on disk when the loop waits for them, not before."""
-            if run.checkpoints.moments:
-                run.checkpoints.on_disk.set()
-            await free(lane)
-
-        monkeypatch.setattr(Lane, "free", free_at_last)
         run.finish(0, 1, 2, 3)
         for what in ([0, 1, 2, 3], "finish_step"):
             assert await run.backend.next_call() == what
@@ -30,11 +20,34 @@ async def test_a_checkpoint_holds_up_the_update_only(tmp_path: Path, monkeypatch
         run.finish(4, 5, 6, 7)
         assert await run.backend.next_call() == [4, 5, 6, 7]
         assert run.checkpoints.moments == [2]
-        assert not run.checkpoints.on_disk.is_set()
         run.backend.go_on()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(run.backend.next_call(), 0.2)
+        run.checkpoints.on_disk.set()
         assert await run.backend.next_call() == "finish_step"
         assert run.checkpoints.saved_version == 2
         run.backend.go_on()
+
+
+async def test_a_checkpoint_that_is_copied_holds_up_nothing_but_the_next(tmp_path: Path) -> None:
+    """The update comes while its files are written; the next checkpoint waits for them."""
+    checkpoints = GatedCheckpoints(copies=True)
+    async with running(tmp_path, checkpoints=checkpoints, checkpoint_every=1) as run:
+        for first in (0, 4):
+            run.finish(*range(first, first + 4))
+            for what in ([*range(first, first + 4)], "finish_step"):
+                assert await run.backend.next_call() == what
+                run.backend.go_on()
+        while run.position.step < 2:
+            await asyncio.sleep(0)
+        await settled()
+        assert (checkpoints.moments, checkpoints.saved_version) == ([2], None)
+        checkpoints.on_disk.set()
+        while checkpoints.saved_version != 3:
+            await asyncio.sleep(0)
+        assert checkpoints.moments == [2, 3]
+        run.stop.set()
+        await promptly(run.task)
 
 
 async def test_the_times_of_a_step_include_its_wait_for_the_checkpoint_before(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""Ranks in groups that each hold shards of all weights (HSDP) take the steps of one rank."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.backend.ranks.ranks import ALONE, Ranks
+from tests.support.trainer.checkpoints import tensors_of
+from tests.support.trainer.families import MIXTURES, heard, write_model
+from tests.support.trainer.ranks.rank_pool import RankPool
+from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, steps_of, trained, weights_of
+
+_REPLICAS = {"hsdp_replicas": 2}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Four ranks."""
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"micro_batch_tokens": 90},
+        {"optimizer": {"learning_rates": {"tower": 0.0}, "grad_clip": 1e-3, "weight_decay": 0.1}},
+    ],
+    ids=str,
+)
+def test_two_replicas_of_two_shards_take_the_steps_of_one_rank(
+    pool: RankPool, tiny_model_path: Path, settings: dict[str, Any]
+) -> None:
+    """Loss, gradient norm and weights, up to the order of sums; also where the norm decides how far a step goes."""
+    alone = trained(ALONE, tiny_model_path, settings, range(3))
+    for together in pool.run(trained, tiny_model_path, settings | _REPLICAS, range(3)):
+        assert_same(alone, together)
+
+
+def test_ranks_that_hold_all_weights_each_take_the_steps_of_one(pool: RankPool, tiny_model_path: Path) -> None:
+    """As many replicas as ranks: nothing is sharded, and gradients are summed."""
+    alone = trained(ALONE, tiny_model_path, {}, range(2))
+    for together in pool.run(trained, tiny_model_path, {"hsdp_replicas": 4}, range(2)):
+        assert_same(alone, together)
+
+
+def test_replicas_take_the_steps_of_one_with_a_mixture_of_experts(pool: RankPool, tmp_path: Path) -> None:
+    """Experts are shards as other weights are."""
+    path = write_model(heard(MIXTURES["qwen3_moe"](), std_of_embedding=0.3), tmp_path / "model")
+    alone = trained(ALONE, path, {"micro_batch_tokens": 90}, range(2))
+    for together in pool.run(trained, path, {"micro_batch_tokens": 90, **_REPLICAS}, range(2)):
+        assert_same(alone, together)
+
+
+def saved(
+    ranks: Ranks, path: Path, num_replicas: int, checkpoint: Path | None, folder: Path, seeds: list[int]
+) -> tuple[str, int]:
+    """The digest of the weights after some steps from a checkpoint, of which all write another; and its own files."""
+    algorithm = {"kl": {"kind": "k3", "refresh": "ema", "refresh_every": 1, "ema_weight": 0.5}}
+    backend = backend_of(ranks, path, checkpoint, algorithm=algorithm, hsdp_replicas=num_replicas)
+    steps_of(backend, path, seeds)
+    if ranks.rank == 0:
+        folder.mkdir()
+    ranks.gather(None)
+    written = backend.save(folder)
+    ranks.gather(None)
+    return backend.digests().weights, sum(file.endswith(".safetensors") for file in written)
+
+
+def test_replicas_write_each_tensor_once_and_any_ranks_go_on(
+    pool: RankPool, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """All four write a share, replicas are equal to the last bit, and the number of replicas may change."""
+    answers = pool.run(saved, tiny_model_path, 2, None, tmp_path / "two", [0])
+    assert len({digest for digest, _ in answers}) == 1
+    assert all(num_files for _, num_files in answers)
+    saved(ALONE, tiny_model_path, 1, tmp_path / "two", tmp_path / "two one", [1])
+    saved(ALONE, tiny_model_path, 1, None, tmp_path / "one one", [0, 1])
+    expected = tensors_of(tmp_path / "one one/model")
+    assert_same((expected, []), (tensors_of(tmp_path / "two one/model"), []))
+    for replicas in (1, 2, 4):
+        way = tmp_path / f"two {replicas}-fold"
+        pool.run(saved, tiny_model_path, replicas, tmp_path / "two", way, [1])
+        assert_same((expected, []), (tensors_of(way / "model"), []))
+    straight = weights_of(backend_of(ALONE, tiny_model_path, tmp_path / "one one"))
+    assert all(torch.equal(expected[name], weight) for name, weight in straight.items())
