@@ -7,7 +7,7 @@ import { empty, h, select } from "../dom.js";
 import { smooth } from "../format.js";
 
 const PANELS = [
-  ["Reward", ["reward_mean_played", "reward_mean"], {}],
+  ["Reward", [], {}],
   ["Held-out score", [], { evaluations: true }],
   ["|trainer − engine| log-probability", ["dlogp_mean_current", "dlogp_mean"], { low: 0 }],
   ["Staleness, versions", ["staleness_mean", "staleness_max"], { low: 0 }],
@@ -71,7 +71,7 @@ function panel(context, title, names, options, chosen, evaluations, axis, weight
   for (const number of chosen) {
     const rows = context.steps[number].rows;
     const known = names.filter((name) => rows.some((row) => typeof row[name] === "number"));
-    for (const name of chosen.length > 1 || title === "Reward" ? known.slice(0, 1) : known) {
+    for (const name of title === "Reward" ? [rewardOf(rows)] : chosen.length > 1 ? known.slice(0, 1) : known) {
       sets.push({ label: chosen.length > 1 ? context.runs[number].name : name, rows, name });
     }
   }
@@ -87,6 +87,11 @@ function panel(context, title, names, options, chosen, evaluations, axis, weight
   });
   const marks = chosen.length > 1 ? [] : marksOf(context.steps[chosen[0]].rows, evaluations[0], place);
   return chart(title, x, series, { ...options, xLabel: axis === "time" ? "hours" : "step", marks, note: names.length === 1 ? names[0] : "" });
+}
+
+// With filters the batch's own mean says little: they keep it away from 0 and 1.
+function rewardOf(rows) {
+  return rows.some((row) => row.num_filtered_groups) ? "reward_mean_played" : "reward_mean";
 }
 
 function marksOf(rows, evaluations, place) {

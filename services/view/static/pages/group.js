@@ -1,6 +1,6 @@
 // One group: its problem, its samples beside each other, and one of them token by token.
 
-import { get, image } from "../api.js";
+import { array, get, image } from "../api.js";
 import { h, pictures, select, table } from "../dom.js";
 import { number, seconds } from "../format.js";
 import { rewards } from "./samples.js";
@@ -12,7 +12,8 @@ export default {
   async draw(context) {
     const place = Number(context.parameters.get("n"));
     const group = await get(`api/runs/${context.run}/episodes/${place}`);
-    const chosen = Math.min(Number(context.parameters.get("sample") ?? 0) || 0, Math.max(0, group.samples.length - 1));
+    const asked = context.parameters.get("sample");
+    const chosen = Math.min(asked === null ? mostDiverged(group.samples) : Number(asked) || 0, Math.max(0, group.samples.length - 1));
     return [
       facts(context, group),
       h("h2", {}, "Problem"),
@@ -24,6 +25,16 @@ export default {
     ].flat(2).filter(Boolean);
   },
 };
+
+// The sample that holds the largest difference between trainer and engine; the first if none was computed.
+function mostDiverged(samples) {
+  const differences = samples.map((sample) => Math.max(0, ...sample.sequences.map((sequence) => {
+    const trainer = array(sequence.logprobs, "f4");
+    const engine = array(sequence.engine_logprobs, "f4");
+    return trainer ? trainer.reduce((most, value, place) => Math.max(most, Math.abs(value - engine[place])), 0) : 0;
+  })));
+  return differences.indexOf(Math.max(...differences));
+}
 
 function facts(context, group) {
   return h("div", { class: "facts" },
