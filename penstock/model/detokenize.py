@@ -5,7 +5,10 @@ are not UTF-8, so the pieces together are the text of all ids.
 """
 
 import codecs
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+
+_MAX_PARTS = 8
+"""Ids that may spell one character, or a few, together; UTF-8 needs at most four bytes for one."""
 
 
 class TokenTexts:
@@ -24,6 +27,8 @@ class TokenTexts:
             number: bytes(map(byte_of.__getitem__, token)) for token, number in vocab.items() if number not in added
         }
         self._bytes |= {number: text.encode() for number, text in added.items()}
+        self._names: dict[int, str] = {}
+        self._parts: set[int] = set()  # known ids that are no whole characters
         self._special = {number: added.get(number, "") for number in special_ids}
         self._bytes |= dict.fromkeys(special_ids, b"")
 
@@ -39,6 +44,34 @@ class TokenTexts:
     def name_of(self, number: int) -> str:
         """Return the id's text, or the spelling of a special token, to show to people."""
         return self._special.get(number) or self.bytes_of(number).decode(errors="replace")
+
+    def names_of(self, ids: Sequence[int]) -> list[str]:
+        """Return `name_of` each id, but a character that several ids spell as the name of the first of them."""
+        for number in set(ids).difference(self._names):
+            self._names[number] = self.name_of(number)
+            if _text(self.bytes_of(number)) is None:
+                self._parts.add(number)
+        names = [self._names[number] for number in ids]
+        if not self._parts.isdisjoint(ids):
+            self._join_parts(ids, names)
+        return names
+
+    def _join_parts(self, ids: Sequence[int], names: list[str]) -> None:
+        index = 0
+        while index < len(ids):
+            index += self._join(ids, names, index) if ids[index] in self._parts else 1
+
+    def _join(self, ids: Sequence[int], names: list[str], start: int) -> int:
+        """Name the ids from `start` on that spell whole characters together; return how many, 1 if they spell none."""
+        spelled = b""
+        for count, number in enumerate(ids[start : start + _MAX_PARTS], start=1):
+            if number not in self._parts:
+                break
+            spelled += self.bytes_of(number)
+            if (text := _text(spelled)) is not None:
+                names[start : start + count] = [text, *[""] * (count - 1)]
+                return count
+        return 1
 
 
 class IncrementalDetokenizer:
@@ -56,6 +89,14 @@ class IncrementalDetokenizer:
     def finish(self) -> str:
         """Return the rest of the text: U+FFFD if the answer ends inside a character, else empty."""
         return self._decoder.decode(b"", final=True)
+
+
+def _text(data: bytes) -> str | None:
+    """Return UTF-8 text; None if the bytes are not whole characters."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _byte_of() -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Builds the parts of a run, each from its own section of the settings, as the newest checkpoint says."""
 
 import asyncio
+import functools
 import os
 import uuid
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Consumer, Delivery, consuming
 from penstock.bus.image_store import ImageStore
-from penstock.model.token_texts import TokenTexts
+from penstock.model.chat_template import Renderer
+from penstock.model.detokenize import TokenTexts
 from penstock.records import Sampling
 from penstock.runtime.security import Security
 from penstock.weights import nccl
@@ -332,13 +334,18 @@ async def _open_episodes(
 ) -> EpisodeLog | None:
     if settings.episodes.keep == "off":
         return None
+
+    @functools.cache
+    def read_texts() -> TokenTexts:  # when the first group is written, which is not waited for
+        return Renderer.load(settings.model.path).token_texts()
+
     episodes = await asyncio.to_thread(
         EpisodeLog,
         start.folder,
         settings.episodes,
         position,
         dataset=dataset,
-        texts=TokenTexts.of_model(settings.model.path),
+        names=lambda ids: read_texts().names_of(ids),
     )
     stack.push_async_callback(asyncio.to_thread, episodes.close)
     return episodes

@@ -4,17 +4,19 @@ Arrays are base64 of little-endian values, in the order of the tokens. The polic
 sampled; a sequence's other tokens come from the environment.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
-from penstock.model.token_texts import TokenTexts
 from penstock.records import Group, Sample, TextPart, TokenSequence
 from services.trainer.backend.base import StepTokens
 from services.trainer.data.rows.example import Example
+
+TokenNames: TypeAlias = Callable[[Sequence[int]], list[str]]
+"""Returns the text of each token id, special tokens spelled."""
 
 _PREVIEW_CHARS = 400
 
@@ -95,7 +97,7 @@ def describe_group(
     fate: Fate,
     trained: Mapping[int, TrainedSample],
     *,
-    texts: TokenTexts,
+    names: TokenNames,
     image_files: Mapping[str, str],
     prompt_images: Sequence[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -106,7 +108,7 @@ def describe_group(
         origin: Where its prompt comes from.
         fate: What became of it.
         trained: What a step computed of its samples, by their numbers in the group.
-        texts: Texts of tokens.
+        names: Returns the text of each token.
         image_files: File names of images by content hash; those that were not kept are absent.
         prompt_images: File names of the prompt's images, in order.
     """
@@ -131,14 +133,14 @@ def describe_group(
         "worker": group.worker_id,
     }
     samples = [
-        _describe_sample(sample, trained.get(number), prompt_length, texts, image_files)
+        _describe_sample(sample, trained.get(number), prompt_length, names, image_files)
         for number, sample in enumerate(group.samples)
     ]
     whole = common | {
         "messages": messages,
         "golds": [] if example is None else list(example.golds),
         "images": list(prompt_images),
-        "prompt": {"token_ids": _bytes(prompt_ids, "<i4"), "texts": texts(prompt_ids.tolist())},
+        "prompt": {"token_ids": _bytes(prompt_ids, "<i4"), "texts": names(prompt_ids.tolist())},
         "samples": samples,
     }
     short = common | {
@@ -163,13 +165,13 @@ def _describe_sample(
     sample: Sample,
     trained: TrainedSample | None,
     prompt_length: int,
-    texts: TokenTexts,
+    names: TokenNames,
     image_files: Mapping[str, str],
 ) -> dict[str, Any]:
     sequences, start = [], 0
     for sequence in sample.sequences:
         stop = start + sequence.num_own_tokens
-        sequences.append(_describe_sequence(sequence, trained, start, stop, prompt_length, texts, image_files))
+        sequences.append(_describe_sequence(sequence, trained, start, stop, prompt_length, names, image_files))
         start = stop
     return {
         "reward": sample.reward,
@@ -192,7 +194,7 @@ def _describe_sequence(
     start: int,
     stop: int,
     prompt_length: int,
-    texts: TokenTexts,
+    names: TokenNames,
     image_files: Mapping[str, str],
 ) -> dict[str, Any]:
     """Describe the tokens behind the group's common prompt; `start` and `stop` are of its own tokens in the sample."""
@@ -200,7 +202,7 @@ def _describe_sequence(
     own = sequence.loss_mask[prompt_length:]
     described: dict[str, Any] = {
         "token_ids": _bytes(ids, "<i4"),
-        "texts": texts(ids.tolist()),
+        "texts": names(ids.tolist()),
         "own": _bytes(own, "u1"),
         "versions": [[span.num_tokens, span.policy_version] for span in sequence.version_spans],
         "engine_logprobs": _bytes(sequence.logprobs[sequence.loss_mask], "<f4"),

@@ -16,7 +16,6 @@ import structlog
 
 from penstock.bus.image_store import hash_of
 from penstock.errors import DataError
-from penstock.model.token_texts import TokenTexts
 from penstock.records import Group
 from services.trainer.backend.base import StepTokens
 from services.trainer.batching.sequences import TrainGroup
@@ -27,6 +26,7 @@ from services.trainer.telemetry.episodes.config import EpisodesConfig
 from services.trainer.telemetry.episodes.description import (
     Fate,
     Origin,
+    TokenNames,
     TrainedSample,
     describe_group,
     divergence,
@@ -89,7 +89,7 @@ class EpisodeLog:
         position: Position,
         *,
         dataset: Dataset,
-        texts: TokenTexts,
+        names: TokenNames,
     ) -> None:
         """Continue after the step of `position`. Blocks.
 
@@ -98,14 +98,14 @@ class EpisodeLog:
             config: What is kept.
             position: The run's position.
             dataset: The data set from which the groups are played.
-            texts: Texts of the model's tokens.
+            names: Returns the text of each token, for people; called in the thread that writes.
         """
         self.num_dropped = 0
         """Groups that were to be kept and were not, since the trainer started."""
         self._config = config
         self._position = position
         self._dataset = dataset
-        self._texts = texts
+        self._names = names
         self._left_out: dict[tuple[int, str], int] = {}  # groups by step and outcome
         self._waiting: queue.SimpleQueue[_Batch | _Kept | None] = queue.SimpleQueue()
         self._num_waiting_tokens = 0
@@ -210,7 +210,7 @@ class EpisodeLog:
             Origin(source=source, row=row, example=example),
             kept.fate,
             kept.trained,
-            texts=self._texts,
+            names=self._names,
             image_files=files,
             prompt_images=[files[hash_of(image)] for image in shown],
         )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.model.token_texts import TokenTexts
+from penstock.model.chat_template import Renderer
 from penstock.records import Message, TextPart
 from services.trainer.backend.base import StepTokens
 from services.trainer.batching.sequences import TrainGroup
@@ -82,7 +82,9 @@ def open_log(folder: Path, *, step: int = 0, **config: Any) -> EpisodeLog:
     """A log of a run at a step."""
     position = Position(num_steps=10, step=step, version=step + 1)
     rows: Any = Rows()
-    return EpisodeLog(folder, EpisodesConfig(**config), position, dataset=rows, texts=TokenTexts.of_model(MODEL))
+    return EpisodeLog(
+        folder, EpisodesConfig(**config), position, dataset=rows, names=Renderer.load(MODEL).token_texts().names_of
+    )
 
 
 def index_of(folder: Path) -> list[dict[str, Any]]:
