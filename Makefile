@@ -70,11 +70,13 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out what takes long.
 	@$(BIN)/pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
-test-adapters: setup ## Play environments of verifiers, skyrl-gym and reasoning-gym, the real packages; fetches them into .clients.
+test-adapters: setup ## Play environments of verifiers, skyrl-gym, reasoning-gym and TRL, the real packages; fetches them into .clients.
 	[ -x .clients/verifiers/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/verifiers
 	$(UV) pip install --quiet --python .clients/verifiers/bin/python --requirement tests/adapters/verifiers.txt
 	$(UV) pip install --quiet --python $(BIN)/python --target .clients/gyms --requirement tests/adapters/gyms.txt
-	@$(BIN)/pytest tests/adapters/run_gyms.py tests/adapters/run_verifiers.py $(ARGS)
+	[ -x .clients/trl/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/trl
+	$(UV) pip install --quiet --python .clients/trl/bin/python --constraints requirements.lock --requirement tests/adapters/trl.txt
+	@$(BIN)/pytest tests/adapters/run_gyms.py tests/adapters/run_trl.py tests/adapters/run_verifiers.py $(ARGS)
 
 test-clients: setup ## Run the ordinary examples of OpenAI's clients with the real packages; fetches them into .clients.
 	for name in common inspect; do \
