@@ -176,7 +176,7 @@ def wide(policy: PolicyModel) -> PolicyModel:
         return forward
 
     modeling.apply_rotary_pos_emb_vision = rotate
-    copied = copy.deepcopy(policy).double()
+    copied: PolicyModel = copy.deepcopy(policy).double()
     for module in copied.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = norm(module)
@@ -237,7 +237,8 @@ def _numbered(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
 def _turns(mask_X: np.ndarray) -> np.ndarray:
     """Return the turn of each own token: what lies between two turns is not the policy's own."""
     begins_X = np.diff(mask_X.astype(np.int8), prepend=0) == 1
-    return (np.cumsum(begins_X) - 1)[mask_X]
+    turn_N: np.ndarray = (np.cumsum(begins_X) - 1)[mask_X]
+    return turn_N
 
 
 def _in(row: PackedRow, dtype: torch.dtype) -> PackedRow:
