@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-families test-mooncake test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-mooncake test-tensor-parallel test-trackers test-wheel lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-mooncake test-tensor-parallel test-trackers test-wheel lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -70,11 +70,13 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out what takes long.
 	@$(BIN)/pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
-test-adapters: setup ## Play environments of verifiers, skyrl-gym and reasoning-gym, the real packages; fetches them into .clients.
+test-adapters: setup ## Play environments of verifiers, skyrl-gym, reasoning-gym and TRL, the real packages; fetches them into .clients.
 	[ -x .clients/verifiers/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/verifiers
 	$(UV) pip install --quiet --python .clients/verifiers/bin/python --requirement tests/adapters/verifiers.txt
 	$(UV) pip install --quiet --python $(BIN)/python --target .clients/gyms --requirement tests/adapters/gyms.txt
-	@$(BIN)/pytest tests/adapters/run_gyms.py tests/adapters/run_verifiers.py $(ARGS)
+	[ -x .clients/trl/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/trl
+	$(UV) pip install --quiet --python .clients/trl/bin/python --constraints requirements.lock --requirement tests/adapters/trl.txt
+	@$(BIN)/pytest tests/adapters/run_gyms.py tests/adapters/run_trl.py tests/adapters/run_verifiers.py $(ARGS)
 
 test-clients: setup ## Run the ordinary examples of OpenAI's clients with the real packages; fetches them into .clients.
 	for name in common inspect; do \
@@ -156,6 +158,9 @@ bench-ranks: setup ## Measure the optimizer step on one rank and on two, with a 
 
 bench-zoom: setup ## Measure what the multi-turn demo learns, and how much of it is the zoom; ARGS="--seeds 0" is one run.
 	@$(BIN)/python bench/bench_zoom.py $(ARGS)
+
+bench-rounding: setup ## Tell whose float32 |dlogp| is, by a pass in float64; ARGS="-- --trainer.num_steps=16" is short.
+	@$(BIN)/python -W ignore bench/bench_rounding.py $(ARGS)
 
 results: setup ## Make docs/results.md by seven training runs, in under an hour on two quiet cores; stop and repeat it at will.
 	@$(BIN)/python -m bench.results $(ARGS)

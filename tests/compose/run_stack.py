@@ -158,6 +158,42 @@ def test_pairs_train_behind_a_token_and_tls(tmp_path: Path) -> None:
     assert leftovers(project.project) == []
 
 
+def test_the_multi_turn_recipe_trains_and_is_evaluated() -> None:
+    """Episodes with a tool and pictures, two engines, held-out pictures before and after."""
+    num_steps, groups_per_step = 4, 4
+    settings = [
+        f"--run.name={RUN}",
+        f"--trainer.num_steps={num_steps}",
+        f"--trainer.groups_per_step={groups_per_step}",
+        "--trainer.optimizer.warmup_steps=0",
+        "--evaluation.at_start=true",
+        "--evaluation.at_end=true",
+        "--evaluation.sets.held_out.num_prompts=16",
+        "--evaluation.sets.held_out.samples_per_prompt=2",
+    ]
+    chosen = {"PENSTOCK_RECIPE": "recipes/tiny-multi-turn.toml", "PENSTOCK_ARGS": " ".join(settings)}
+    with stack(PENSTOCK_ROLLOUTS="2", **chosen) as project:
+        started = time.monotonic()
+        project.compose("up", "--detach")
+        (trainer,) = project.containers("trainer")
+        project.wait_until(lambda: health(trainer) == "exited", "the end of the run", 900)
+        tell(f"multi-turn, two engines: the run ended {time.monotonic() - started:.0f} s after `up`")
+        assert inspect(trainer)["State"]["ExitCode"] == 0, project.logs("trainer")
+        rows, evaluations = project.rows(RUN), project.rows(RUN, "evaluations.jsonl")
+    assert leftovers(project.project) == []
+    assert sorted(index for row in rows for index in row["groups"]) == list(range(num_steps * groups_per_step))
+    assert max(row["turns_max"] for row in rows) > 1
+    assert all(row["observation_tokens_mean"] > 0 for row in rows), "no picture came back from the tool"
+    assert all(row["grad_norm"] > 0 and row["num_error_samples"] == 0 for row in rows)
+    assert all(row.get("dlogp_max_current", 0.0) < 1e-4 for row in rows)
+    assert [row["step"] for row in evaluations] == [0, num_steps]
+    for row in evaluations:
+        held_out = row["sets"]["held_out"]
+        tell(f"held out at step {row['step']}: {held_out['score']['value']:.3f}, {held_out['metrics']}")
+        assert (held_out["num_prompts"], held_out["num_failed_prompts"]) == (16, 0)
+        assert held_out["metrics"]["tool_use"] > 0
+
+
 def test_the_reward_service_alone_answers_as_the_readme_says() -> None:
     """`up reward` starts nothing else, and a caller on this machine reaches it over gRPC and HTTP."""
     with stack() as project:

@@ -70,10 +70,10 @@ class Stack:
             found, key=lambda each: int(inspect(each)["Config"]["Labels"]["com.docker.compose.container-number"])
         )
 
-    def rows(self, run: str) -> list[dict[str, Any]]:
-        """Finished steps of the run, also after the trainer's end."""
+    def rows(self, run: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """Finished steps of the run, or the lines of another file of its folder, also after the trainer's end."""
         (trainer,) = self.containers("trainer") or [""]
-        source = f"{trainer}:/penstock/runs/{run}/metrics.jsonl"
+        source = f"{trainer}:/penstock/runs/{run}/{file}"
         archive = subprocess.run(["docker", "cp", source, "-"], capture_output=True, check=False, timeout=60)
         if archive.returncode != 0:
             return []

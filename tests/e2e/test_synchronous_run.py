@@ -19,6 +19,7 @@ from penstock.bus.connection import connect
 from penstock.clients import RouterClient, TrainerClient
 from penstock.config import SecurityConfig, load
 from penstock.errors import AccessError, UnavailableError
+from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 from services.recipe import Recipe
@@ -34,7 +35,8 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NUM_STEPS, GROUPS_PER_STEP = 4, 4
-
+AGENT = "retry"
+"""Plays half of the rows."""
 
 NATS_TOKEN = "5b0e7c1d9a3f48628d1f0c2e4b6a7988"
 
@@ -49,6 +51,9 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainPr
     overrides = {
         "run.dir": tmp_path / "runs",
         "data.path": data,
+        "data.environment_column": "environment",
+        f"worker.agents.{AGENT}.function": "examples.retry_agent:play",
+        "router.http_port": free_ports(1)[0],
         "trainer.max_staleness": 0,
         "trainer.num_steps": NUM_STEPS,
         "trainer.groups_per_step": GROUPS_PER_STEP,
@@ -136,7 +141,8 @@ def write_rows(path: Path) -> None:
                 "answer": "\\frac { 3 \\sqrt { 2 } } { 2 }",
             }
         )
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    environments = [{"environment": AGENT if index % 2 else None} for index in range(len(rows))]
+    pq.write_table(pa.Table.from_pylist([row | named for row, named in zip(rows, environments, strict=True)]), path)
 
 
 def test_every_row_is_trained_once_and_on_time(run: TrainProcess) -> None:
@@ -164,6 +170,27 @@ def test_kept_episodes_have_the_numbers_of_every_token(run: TrainProcess) -> Non
         computed = [entry["dlogp_max"] for entry in of_step if entry["dlogp_max"] is not None]
         assert max(computed) == pytest.approx(row["dlogp_max"], rel=1e-4)
         assert {entry["index"] for entry in of_step} <= set(row["groups"])
+
+
+def test_an_agent_s_conversations_are_trained(run: TrainProcess) -> None:
+    """Half of the groups: each sample is one sequence, in which both tries are the policy's own tokens, and is trained.
+
+    Row by row they are in the accounting and in the comparison of log-probabilities above.
+    """
+    recorded = [read_recording(run.folder / "groups", step).groups for step in range(1, NUM_STEPS + 1)]
+    played = [[group.samples for group in groups if group.environment == AGENT] for groups in recorded]
+    samples = [sample for groups in played for group in groups for sample in group]
+    assert len(samples) == 4 * NUM_STEPS * GROUPS_PER_STEP / 2
+    assert {(len(sample.sequences), sample.error, sample.verdict) for sample in samples} == {(1, "", None)}
+    for sample in samples:
+        [sequence] = sample.sequences
+        num_runs = (np.diff(sequence.loss_mask.astype(np.int8)) == 1).sum()
+        assert num_runs == len(sample.turns)
+        assert (sample.reward == 1.0) == (len(sample.turns) == 1)
+    differ = [any(len({sample.reward for sample in group}) > 1 for group in groups) for groups in played]
+    assert any(differ), "no sample differs from the others of its group: the test proves nothing"
+    for row, has_advantage in zip(run.rows(), differ, strict=True):
+        assert row["grad_norm"] > 0 or not has_advantage
 
 
 def test_every_push_was_verified(run: TrainProcess) -> None:

@@ -80,6 +80,7 @@ class TRLEnvironment:
         )
         fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.name != "grade"}
         first = self._runner.run(self._tools.reset(Task(**fields, grade=_in_thread(task.grade))))
+        first = dataclasses.replace(first, tools=self._read_schemas())
         return _append(first, read_parts(added, f"what reset of {self._name} returned"))
 
     def step(self, turn: AssistantTurn) -> StepResult:
@@ -112,12 +113,21 @@ class TRLEnvironment:
             return row
         return {name: value for name, value in row.items() if name in parameters}
 
+    def _list_methods(self) -> list[tuple[str, Callable[..., Any]]]:
+        """Return the tools by name, as TRL finds them: on the class, where properties are not run."""
+        members = inspect.getmembers(type(self._env), predicate=inspect.isfunction)
+        names = [name for name, _ in members if name not in _RESERVED and not name.startswith("_")]
+        return [(name, getattr(self._env, name)) for name in names]
+
+    def _read_schemas(self) -> tuple[dict[str, Any], ...]:
+        """Return the tools as TRL shows them to the policy; calls are checked by the stricter schema of `Tool`."""
+        from transformers.utils import get_json_schema
+
+        return tuple(get_json_schema(method) for _, method in self._list_methods())
+
     def _make_tools(self) -> list[Tool]:
-        methods = inspect.getmembers(self._env, predicate=inspect.ismethod)
         tools = []
-        for name, method in methods:
-            if name in _RESERVED or name.startswith("_"):
-                continue
+        for name, method in self._list_methods():
             try:
                 made = Tool.from_function(method)
             except ValueError as error:

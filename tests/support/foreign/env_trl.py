@@ -70,6 +70,25 @@ class Untyped(Counter):
         return topic
 
 
+class Members(Counter):
+    """Members that are no methods, or cannot be read yet."""
+
+    helper = int
+
+    @property
+    def state(self) -> str:
+        raise RuntimeError("there is no game before reset")
+
+    @staticmethod
+    def rules() -> str:
+        """Tell the rules."""
+        return "count"
+
+    @classmethod
+    def make(cls) -> "Members":
+        return cls()
+
+
 class NoReward:
     """The reward service judges; the row is its own prompt."""
 

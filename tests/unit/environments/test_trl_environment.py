@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from transformers.utils import get_json_schema
 
 from penstock.environments import Observation
 from penstock.environments.adapters import TRLEnvironment
@@ -68,6 +69,15 @@ def test_public_methods_are_tools(play: Play) -> None:
     schemas = {schema["function"]["name"]: schema["function"]["parameters"] for schema in first.tools}
     assert set(schemas) == {"increment", "wait", "look", "fail"}
     assert schemas["increment"]["properties"] == {"step": {"type": "integer", "description": "Value to add."}}
+
+
+def test_tools_are_those_that_trl_finds(play: Play) -> None:
+    """Functions of the class, static ones too; properties are not run, and the schemas are transformers' own."""
+    first = play.reset("Members")
+    schemas = {schema["function"]["name"]: schema for schema in first.tools}
+    assert set(schemas) == {"increment", "wait", "look", "fail", "rules"}
+    assert schemas["increment"] == get_json_schema(env_trl.Counter.increment)
+    assert shown(play.opened[-1].step(say("", ("rules", {}))).observation) == [("tool", ["count"])]
 
 
 def test_calls_are_made_in_their_order(play: Play) -> None:
