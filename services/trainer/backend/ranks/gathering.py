@@ -25,7 +25,7 @@ def gather_to_owners(
         parameters: The parameters that the tensors are shaped and sharded like.
         owners: The rank that gets each tensor.
     """
-    owned = {}
+    owned: dict[str, torch.Tensor] = {}
     for names in rounds_of_owners({name: owners[name] for name in shards}):
         operations: list[dist.P2POp] = []
         received: list[tuple[str, torch.Tensor]] = []

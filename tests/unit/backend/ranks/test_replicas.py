@@ -27,7 +27,6 @@ def pool() -> Iterator[RankPool]:
     "settings",
     [
         {"micro_batch_tokens": 90},
-        {"micro_batch_tokens": 8192},
         {"optimizer": {"learning_rates": {"tower": 0.0}, "grad_clip": 1e-3, "weight_decay": 0.1}},
     ],
     ids=str,

@@ -46,6 +46,8 @@ async def test_a_checkpoint_that_is_copied_holds_up_nothing_but_the_next(tmp_pat
         while checkpoints.saved_version != 3:
             await asyncio.sleep(0)
         assert checkpoints.moments == [2, 3]
+        run.stop.set()
+        await promptly(run.task)
 
 
 async def test_the_times_of_a_step_include_its_wait_for_the_checkpoint_before(tmp_path: Path) -> None:
