@@ -30,7 +30,7 @@ OWN_NAMES: Mapping[str, str] = {
     "dp_size": "use rollout.replicas",
     "ep_size": "experts are divided as other layers are, by rollout.tensor_parallel: experts as wholes take no pushes",
     "dtype": "use rollout.dtype",
-    "enable_deterministic_inference": "it gives every sample of a group the same seed, so they are all equal; leave it out",
+    "enable_deterministic_inference": "it gives all samples of a group one seed, so that they are equal; leave it out",
     "enable_fp32_lm_head": "use trainer.float32_head, which holds for trainer and engines",
     "enable_multimodal": "it follows from the model",
     "gpu_id_step": _OWN_DEVICE,
