@@ -28,6 +28,7 @@ from services.cli.score.command import score
 from services.cli.serve import serve
 from services.cli.sft.command import sft
 from services.cli.show_config import show_config
+from services.cli.status_command import status
 from services.cli.train import train
 from services.cli.view_command import view
 
@@ -54,6 +55,7 @@ for _name, _command in _COMMANDS.items():
 app.command()(init)
 app.command()(export)
 app.command()(view)
+app.command()(status)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(bus.app, name="bus")
 

@@ -1,7 +1,6 @@
 """The HTTP application: the pages' files, and the runs' data as JSON."""
 
 import mimetypes
-import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -13,9 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from penstock.http.app import make_app
-from services.view.alarms import find_alarms
 from services.view.episode_query import EpisodeQuery
 from services.view.run_reader import NotThereError, RunReader
+from services.view.summary import alarms_of, summarise
 
 _STATIC: Final = Path(__file__).with_name("static")
 _PAGES: Final = {
@@ -129,26 +128,12 @@ def view_app(runs: Sequence[RunReader]) -> FastAPI:
 
 def describe_run(number: int, run: RunReader) -> dict[str, Any]:
     """Describe a run for the list of runs."""
-    _, rows = run.steps()
-    last = rows[-1] if rows else {}
+    found = summarise(run)
     return {
         "number": number,
-        "name": run.name,
-        "folder": str(run.folder),
-        "is_running": run.is_running,
-        "step": last.get("step", 0),
-        "num_steps": last.get("num_steps", 0),
-        "num_alarms": len(alarms_of(run)),
+        **{key: found[key] for key in ("name", "folder", "is_running", "step", "num_steps")},
+        "num_alarms": len(found["alarms"]),
     }
-
-
-def alarms_of(run: RunReader) -> list[dict[str, Any]]:
-    """Return what is wrong with a run."""
-    _, rows = run.steps()
-    return [
-        msgspec.to_builtins(alarm)
-        for alarm in find_alarms(rows, is_running=run.is_running, silent_s=time.time() - run.last_change)
-    ]
 
 
 def _without_groups(row: dict[str, Any]) -> dict[str, Any]:
