@@ -94,6 +94,7 @@ def _backend_arguments(settings: TrainerSettings) -> dict[str, Any]:
         "seed": settings.run.seed,
         "temperature": settings.sampling.temperature,
         "demonstration_coef": None if settings.demonstrations is None else settings.demonstrations.coef,
+        "expert_parallel": settings.trainer.expert_parallel,
     }
 
 

@@ -176,6 +176,10 @@ class TrainerConfig(BackendConfig):
     ranks: int = pydantic.Field(default=1, ge=1)
     """Processes that compute each step together, each on a GPU of its own and with its share of weights, gradients and
     AdamW's averages. The trainer starts them on its machine; leave it out where torchrun does."""
+    expert_parallel: int = pydantic.Field(default=1, ge=1)
+    """Neighbouring ranks that divide the experts of each layer among themselves and send tokens to the owners; it must
+    divide the number of ranks and of experts. 1: a layer's experts are all gathered on each rank. For mixtures whose
+    layers take too much memory, or too long to gather."""
     groups_per_step: int = pydantic.Field(default=16, ge=1)
     """Prompt groups in the batch of one optimizer step."""
     samples_per_group: int = pydantic.Field(default=8, ge=2)
@@ -194,6 +198,15 @@ class TrainerConfig(BackendConfig):
     record_groups: bool = False
     """Keep the inputs of every step in the run folder, for `penstock replay`: groups in order, settings, digests."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _ranks_divide_experts(self) -> Self:
+        if self.ranks > 1 and self.ranks % self.expert_parallel:  # with 1, torchrun may start more
+            raise ValueError(
+                f"expert_parallel = {self.expert_parallel} does not divide ranks = {self.ranks}; choose a number that "
+                "does"
+            )
+        return self
 
 
 class TrackersConfig(Config):

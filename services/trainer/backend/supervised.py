@@ -22,20 +22,36 @@ from services.trainer.config import BackendConfig
 class InProcessSupervisedBackend:
     """A `SupervisedBackend` on one device."""
 
-    def __init__(self, model_path: Path, config: BackendConfig, *, seed: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        config: BackendConfig,
+        *,
+        seed: int,
+        expert_parallel: int = 1,
+        ranks: Ranks = ALONE,
+    ) -> None:
         """Choose device and precision; `load` makes the rest.
 
         Args:
             model_path: Model folder that the run begins with; its tokenizer and processor go into every checkpoint.
             config: How steps are computed.
             seed: Of torch's generator.
+            expert_parallel: Ranks among which the experts of a layer are divided.
             ranks: All that compute. Beside others, each method is to be called on all of them, in the same order.
 
         Raises:
             ConfigError: the device is not there.
         """
         self._model = ModelState(
-            model_path, config, seed=seed, temperature=1.0, forbidden_ids=(), settings={}, ranks=ranks
+            model_path,
+            config,
+            seed=seed,
+            temperature=1.0,
+            forbidden_ids=(),
+            settings={},
+            expert_parallel=expert_parallel,
+            ranks=ranks,
         )
 
     @property

@@ -45,7 +45,12 @@ def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop
     dataset = open_dataset(settings.data, seed=settings.run.seed, limit=limit, form=DEMONSTRATIONS)
     sets = open_sets(settings.evaluation, settings.data, form=DEMONSTRATIONS) if sft.validate_every else {}
     config = _with_steps(settings, dataset)
-    arguments = {"model_path": path, "config": config, "seed": settings.run.seed}
+    arguments = {
+        "model_path": path,
+        "config": config,
+        "seed": settings.run.seed,
+        "expert_parallel": config.expert_parallel,
+    }
     backend = open_supervised_ranks(arguments, num_ranks=config.ranks)
     backend.load(None if checkpoint is None else checkpoint.path)
     step = 0 if checkpoint is None else checkpoint.step

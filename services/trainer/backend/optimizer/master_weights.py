@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from services.trainer.backend.ranks.sharding import full_like, full_tensor, local_shard, local_shard_like
+from services.trainer.backend.ranks.expert_groups import ExpertGroups
+from services.trainer.backend.ranks.sharding import full_like, full_shape, full_tensor, local_shard, local_shard_like
 
 
 class MasterWeights:
@@ -33,6 +34,14 @@ class MasterWeights:
         """Yield every weight, frozen ones included, in a fixed order."""
         for name, master in self._masters.items():
             yield name, master.detach()
+
+    def full_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a parameter of the model, all ranks' parts of it together."""
+        return tuple(parameter.shape)
+
+    def full_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return all of a parameter of the model; many ranks must ask for the same ones in the same order."""
+        return parameter
 
     def updated(self) -> None:
         """Handle an update of the weights."""
@@ -57,9 +66,15 @@ class ShardedMasterWeights(MasterWeights):
     return full tensors.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Take the float32 parameters of a sharded model."""
+    def __init__(self, model: torch.nn.Module, groups: ExpertGroups | None = None) -> None:
+        """Take the float32 parameters of a sharded model.
+
+        Args:
+            model: The model.
+            groups: Those of expert parallelism that it was sharded with.
+        """
         super().__init__(model)
+        self._groups = groups
         self._parameters = self._masters
         self._masters = {
             name: torch.nn.Parameter(local_shard(parameter.detach()), requires_grad=parameter.requires_grad)
@@ -72,15 +87,23 @@ class ShardedMasterWeights(MasterWeights):
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight in full."""
         for name, parameter in self._parameters.items():
-            yield name, full_tensor(parameter.detach())
+            yield name, self.full_tensor(parameter.detach())
+
+    def full_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a parameter of the model, all ranks' parts of it together."""
+        return full_shape(parameter, self._groups)
+
+    def full_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return all of a parameter of the model; all ranks must ask for the same ones in the same order."""
+        return full_tensor(parameter, self._groups)
 
     def collected(self, name: str, of_shard: torch.Tensor) -> torch.Tensor:
         """Return the full tensor in the host's memory on rank 0, and an empty tensor elsewhere."""
-        return _kept(full_like(of_shard, self._parameters[name]))
+        return _kept(full_like(of_shard, self._parameters[name], self._groups))
 
     def local_shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor shaped like the weight `name`."""
-        return local_shard_like(full, self._parameters[name])
+        return local_shard_like(full, self._parameters[name], self._groups)
 
     @contextmanager
     def replaced_by(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -103,7 +126,7 @@ class ShardedMasterWeights(MasterWeights):
         state = self._model.state_dict(keep_vars=True)
         for tensor in state.values():
             if id(tensor) not in known:
-                known[id(tensor)] = _kept(full_tensor(tensor.detach()))
+                known[id(tensor)] = _kept(self.full_tensor(tensor.detach()))
         return {name: known[id(tensor)] for name, tensor in state.items()}
 
 

@@ -5,6 +5,10 @@ backward pass, which sums their gradient over the ranks and leaves each with its
 everything else as one: embedding, tower, norm and head. So a rank whose row has no picture gathers the tower all the
 same, and nobody waits for it.
 
+With expert parallelism the experts of a layer are a unit of their own, which only the ranks that own them share
+(`expert_groups`). Their gradient has the tokens of all ranks that exchange tokens before it is summed over those that
+share them: together that is all ranks.
+
 Invariant: gradients are plain sums over ranks. Weights of tokens are the whole batch's, so no factor of the number of
 ranks appears anywhere.
 """
@@ -17,15 +21,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from penstock.errors import ConfigError
+from services.trainer.backend.policy.expert_dispatch import divide_experts
+from services.trainer.backend.ranks.expert_groups import ExpertGroups
 
 
-def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
+def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype, groups: ExpertGroups | None = None) -> None:
     """Leave this rank its shard of every parameter of the policy.
 
     Args:
         policy: A `PolicyModel` with float32 parameters, the same on every rank. They move to the mesh's device.
         mesh: All ranks.
         dtype: Parameters are gathered and computed with in it; shards and sums of gradients stay float32.
+        groups: Those of expert parallelism; None: each rank has a shard of every expert.
 
     Raises:
         ConfigError: torch is too old to sum gradients of which only some ranks have all.
@@ -38,16 +45,18 @@ def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
     # through the same layers.
     policy.model.enable_input_require_grads()
     settings: dict[str, Any] = {
-        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if dtype is torch.float32 else dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
     }
+    if groups is not None:
+        for experts in divide_experts(policy, groups):
+            fully_shard(experts, mesh=groups.mesh, **settings)
     for layer in policy.text_layers:
-        fully_shard(layer, **settings)
-    fully_shard(policy, **settings)
+        fully_shard(layer, mesh=mesh, **settings)
+    fully_shard(policy, mesh=mesh, **settings)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -62,11 +71,23 @@ def forget_gathered(policy: Any) -> None:
             module.reshard()
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor. Every rank must ask for the same tensors in the same order."""
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
-    return tensor
+def full_shape(tensor: torch.Tensor, groups: ExpertGroups | None) -> tuple[int, ...]:
+    """Return the shape of `full_tensor`, without asking other ranks."""
+    shape = tuple(tensor.shape)
+    return (groups.size * shape[0], *shape[1:]) if groups is not None and groups.are_of(tensor) else shape
+
+
+def full_tensor(tensor: torch.Tensor, groups: ExpertGroups | None) -> torch.Tensor:
+    """Return all of a tensor. Every rank must ask for the same tensors in the same order.
+
+    Args:
+        tensor: A parameter, or one shaped and sharded like it.
+        groups: Those that the policy was sharded with.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole: torch.Tensor = tensor.full_tensor()
+    return groups.gathered(whole) if groups is not None and groups.are_of(tensor) else whole
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +98,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def full_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def full_like(shard: torch.Tensor, parameter: torch.Tensor, groups: ExpertGroups | None) -> torch.Tensor:
     """Return all of a tensor of which every rank holds the shard that it holds of `parameter`."""
     if isinstance(parameter, DTensor):
         placed = DTensor.from_local(
@@ -88,13 +109,15 @@ def full_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        return placed.full_tensor()
+        return full_tensor(placed, groups)
     return shard
 
 
-def local_shard_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def local_shard_like(tensor: torch.Tensor, parameter: torch.Tensor, groups: ExpertGroups | None) -> torch.Tensor:
     """Return of a tensor, which every rank has, the shard that this rank holds of `parameter`."""
     if isinstance(parameter, DTensor):
+        if groups is not None and groups.are_of(parameter):
+            tensor = groups.own(tensor)
         placed = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return local_shard(placed).clone()
     return tensor

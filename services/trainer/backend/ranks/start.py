@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError
+from penstock.model.families.experts import num_experts
 from services.trainer.backend.base import SupervisedBackend, TrainBackend
 from services.trainer.backend.device import resolve_device
 from services.trainer.backend.in_process import InProcessBackend
@@ -22,6 +23,7 @@ from services.trainer.backend.ranks.processes import RankProcesses
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.config import BackendConfig
+from services.trainer.expert_parallel import require_divisible
 
 OwnT = TypeVar("OwnT", InProcessBackend, InProcessSupervisedBackend)
 
@@ -42,10 +44,11 @@ def open_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> TrainBackend:
         num_ranks: `trainer.ranks`.
 
     Raises:
-        ConfigError: torchrun has started another number of ranks, there are fewer GPUs than ranks, or a setting is of
-            one rank only.
+        ConfigError: torchrun has started another number of ranks, there are fewer GPUs than ranks, a setting is of one
+            rank only, or the ranks cannot divide the model's experts.
     """
     size = _num_started(num_ranks)
+    _require_divisible_experts(backend, size)
     if size == 1:
         return InProcessBackend(**backend)
     config: BackendConfig = backend["config"]
@@ -64,14 +67,15 @@ def open_supervised_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> Supe
         num_ranks: `trainer.ranks`.
 
     Raises:
-        ConfigError: torchrun has started several ranks, there are fewer GPUs than ranks, or a setting is of one rank
-            only.
+        ConfigError: torchrun has started several ranks, there are fewer GPUs than ranks, a setting is of one rank
+            only, or the ranks cannot divide the model's experts.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but supervised training starts its ranks itself; start it "
             "without torchrun, and set trainer.ranks"
         )
+    _require_divisible_experts(backend, num_ranks)
     if num_ranks == 1:
         return InProcessSupervisedBackend(**backend)
     config: BackendConfig = backend["config"]
@@ -93,6 +97,12 @@ def _started(
     return kind(**backend, ranks=ranks), ranks, processes
 
 
+def _require_divisible_experts(backend: Mapping[str, Any], num_ranks: int) -> None:
+    require_divisible(
+        backend.get("expert_parallel", 1), num_ranks=num_ranks, num_experts=num_experts(backend["model_path"])
+    )
+
+
 def _require_for_many(config: BackendConfig) -> None:
     if config.optimizer.offload:
         raise ConfigError(
@@ -106,7 +116,7 @@ def follow_torchrun(backend: Mapping[str, Any], *, num_ranks: int) -> None:
     Raises:
         ConfigError: as `open_ranks`.
     """
-    _num_started(num_ranks)
+    _require_divisible_experts(backend, _num_started(num_ranks))
     ranks = _join_torchrun(backend["config"].device)
     follow(InProcessBackend(**backend, ranks=ranks), ranks)
 

@@ -34,9 +34,19 @@ def pool() -> Iterator[RankPool]:
 def backend_of(ranks: Ranks, path: Path, checkpoint: Path | None = None, **settings: Any) -> InProcessBackend:
     """One that has loaded the model, or a checkpoint. `algorithm` is that; other settings are the trainer's."""
     algorithm = AlgorithmConfig.model_validate(settings.pop("algorithm", {}))
+    expert_parallel = settings.pop("expert_parallel", 1)
     optimizer = OptimizerConfig(**({"learning_rate": 1e-3} | settings.pop("optimizer", {})))
     config = BackendConfig(device="cpu", optimizer=optimizer, **settings)
-    backend = InProcessBackend(path, config, algorithm, seed=0, temperature=1.0, adam_eps=1e-3, ranks=ranks)
+    backend = InProcessBackend(
+        path,
+        config,
+        algorithm,
+        seed=0,
+        temperature=1.0,
+        adam_eps=1e-3,
+        expert_parallel=expert_parallel,
+        ranks=ranks,
+    )
     backend.load(checkpoint)
     return backend
 

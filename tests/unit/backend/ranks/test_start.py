@@ -9,6 +9,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.ranks.start import is_follower, open_ranks, open_supervised_ranks, prepare_device
 from services.trainer.config import BackendConfig, OptimizerConfig
+from tests.support.trainer.families import random_qwen3_vl_moe, write_model
 
 
 def arguments(path: Path) -> dict[str, object]:
@@ -51,3 +52,17 @@ def test_what_is_of_one_rank_is_refused_on_several(tiny_model_path: Path) -> Non
     config = BackendConfig(device="cpu", optimizer=OptimizerConfig(offload=True))
     with pytest.raises(ConfigError, match=r"trainer\.optimizer\.offload = true is of one rank only"):
         open_ranks(arguments(tiny_model_path) | {"config": config}, num_ranks=2)
+
+
+def test_experts_that_ranks_cannot_divide_are_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Before any rank is started, in both kinds of training."""
+    mixture = arguments(write_model(random_qwen3_vl_moe(), tmp_path / "mixture"))
+    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 4 does not divide the model's 6 experts"):
+        open_ranks(mixture | {"expert_parallel": 4}, num_ranks=4)
+    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 3 does not divide the trainer's ranks"):
+        open_ranks(mixture | {"expert_parallel": 3}, num_ranks=2)
+    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2 does not divide .* of which there is 1"):
+        open_ranks(mixture | {"expert_parallel": 2}, num_ranks=1)
+    dense = {"model_path": tiny_model_path, "config": BackendConfig(device="cpu"), "seed": 0}
+    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2 is for mixtures of experts"):
+        open_supervised_ranks(dense | {"expert_parallel": 2}, num_ranks=2)
