@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from services.trainer.algorithm.metrics.experts import expert_stats
 from services.trainer.backend.base import TokenLoss
 from services.trainer.backend.cross_entropy import add_cross_entropy_gradient, plan_demonstrations
 from services.trainer.backend.files.model_state import Collected, ModelState
@@ -73,6 +74,8 @@ class InProcessSupervisedBackend:
         if not rows.have_images:
             model.optimizer.discard_parts(IMAGE_PARTS)
         metrics = model.optimizer.update(learned.value)
+        if learned.expert_counts_LE is not None:
+            metrics |= expert_stats(learned.expert_counts_LE)
         model.finish_step()
         duration_s = time.perf_counter() - started
         num_tokens = sum(map(len, sequences))
