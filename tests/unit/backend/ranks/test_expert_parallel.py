@@ -86,6 +86,7 @@ def test_four_ranks_hold_shards_of_half_of_the_experts(four: RankPool, model: Pa
 TWENTY: dict[str, Any] = {"micro_batch_tokens": 90, "optimizer": {"learning_rate": 1e-4}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
 def test_after_twenty_steps_ranks_are_where_one_is(
     two: RankPool, four: RankPool, tiny_model_path: Path, text_model: Path, kind: str
