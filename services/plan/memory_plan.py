@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import pydantic
+
 from penstock.errors import ConfigError
 from services.launch.gpu_plan import TRAINER, GpuPlan
 from services.launch.run_plan import make_plan
@@ -18,6 +20,7 @@ from services.plan.model_shape import ModelShape
 from services.plan.process_plan import GIB, Gpus, MemoryPlan, Moment, Part, ProcessPlan
 from services.plan.working_memory import RowShape, working_bytes
 from services.recipe import Recipe
+from services.trainer.expert_parallel import require_divisible
 
 RESERVED_BYTES = 2 * GIB
 """Reserved on each GPU that computes steps, for CUDA's context, NCCL's buffers and memory that the allocator cannot
@@ -58,8 +61,8 @@ def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) 
             # Without activations first: that takes no time and excludes most.
             each: tuple[Callable[..., int], ...] = (lambda *_, **__: 0, working)
             return all(_plan(shape, changed, gpus, these, image_share=image_share).fits for these in each)
-        except ConfigError:
-            return False  # too few GPUs
+        except (ConfigError, pydantic.ValidationError):
+            return False  # too few GPUs, or settings that exclude each other
 
     found = next((settings for settings in _proposals(recipe, gpus) if fits(settings)), None)
     if found is None:
@@ -75,6 +78,8 @@ def _plan(
     shape: ModelShape, recipe: Recipe, gpus: Gpus, working: Callable[..., int], *, image_share: float
 ) -> MemoryPlan:
     shape.require_divisible(recipe.rollout.tensor_parallel)
+    trainer = recipe.trainer
+    require_divisible(trainer.expert_parallel, num_ranks=trainer.ranks, num_experts=shape.num_experts)
     placed = _assign_gpus(recipe, gpus)
     processes = []
     if engines := [name for name in placed.of_process if name != TRAINER]:
@@ -195,6 +200,7 @@ def _activations(
             gradient_checkpointing=trainer.gradient_checkpointing,
             float32_head=trainer.float32_head,
             keeps_all=keeps_all,
+            dispatches_tokens=trainer.expert_parallel > 1,
         )
 
     row, what = _row(shape, recipe, image_share=image_share), ""
@@ -224,7 +230,13 @@ def _trainer(
     activations, notes = _activations(shape, recipe, working, image_share=image_share)
     standing, gradients, reference = _standing(shape, recipe)
     if is_sharded:
-        moments = _sharded_moments(shape, (*standing, gradients), reference, activations)
+        moments = _sharded_moments(
+            shape, (*standing, gradients), reference, activations, expert_parallel=trainer.expert_parallel
+        )
+        if trainer.expert_parallel > 1:
+            notes.append(
+                "activations are those of evenly used experts; a rank whose experts are chosen more takes more"
+            )
     else:
         moments = (Moment(name="in a step", parts=(*standing, gradients, *reference, activations)),)
     pushed = tuple(_pushed(shape, recipe))
@@ -245,7 +257,7 @@ def _trainer(
 def _standing(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part, tuple[Part, ...]]:
     """Return a rank's permanent parts; its part from a step's first row on; and the reference policy, if any."""
     trainer, total = recipe.trainer, shape.num_parameters
-    trained = shape.num_trained(trainer.optimizer.learning_rates)
+    trained = shape.trained(trainer.optimizer.learning_rates)
     has_reference = recipe.algorithm.needs_reference
     if trainer.optimizer.offload and trainer.ranks > 1:
         weights, gradients, reference = (
@@ -259,8 +271,9 @@ def _standing(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part
         return (weights,), Part(name="gradients, on the host", size_bytes=0), (reference,) * has_reference
     num_shards = trainer.num_shards
     of = "" if num_shards == 1 else f", 1/{num_shards} of them"
-    share = _FLOAT32 * total // num_shards
-    of_trained = _FLOAT32 * trained // num_shards
+    ranks = {"ranks": num_shards, "expert_parallel": trainer.expert_parallel}
+    share = shape.share_bytes({name for name, _ in shape.sizes}, _FLOAT32, **ranks)
+    of_trained = shape.share_bytes(trained, _FLOAT32, **ranks)
     standing = (
         Part(name=f"weights in float32{of}", size_bytes=share),
         Part(name=f"AdamW's averages{of}", size_bytes=2 * of_trained),
@@ -270,10 +283,19 @@ def _standing(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part
 
 
 def _sharded_moments(
-    shape: ModelShape, standing: tuple[Part, ...], reference: tuple[Part, ...], activations: Part
+    shape: ModelShape,
+    standing: tuple[Part, ...],
+    reference: tuple[Part, ...],
+    activations: Part,
+    *,
+    expert_parallel: int,
 ) -> tuple[Moment, ...]:
-    """Return moments of a step on several ranks: text layers are gathered one by one, all else for the whole pass."""
-    others, layer = shape.num_parameters - shape.num_of_text_layers, shape.num_of_largest_layer
+    """Return moments of a step on several ranks: text layers are gathered one by one, all else for the whole pass.
+
+    Of a layer's experts a rank gathers only those that it owns.
+    """
+    others, experts = shape.num_parameters - shape.num_of_text_layers, shape.num_of_layers_experts
+    layer = shape.num_of_largest_layer - experts + experts // expert_parallel
     gathered = Part(name="gathered embedding, tower and head", size_bytes=_BFLOAT16 * others)
     layers = Part(name="two gathered layers", size_bytes=2 * _BFLOAT16 * layer)
     of_layer = Part(name="a layer's gradients, made and summed", size_bytes=(_BFLOAT16 + _FLOAT32) * layer)
@@ -354,10 +376,15 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
         yield settings
     most = gpus.count - num_engines * rollout.tensor_parallel
     doubled = [2**power for power in range(1, max(1, most).bit_length())]
-    for ranks in sorted({*doubled, most}):
-        if trainer.ranks < ranks <= most and ranks % trainer.hsdp_replicas == 0:
-            yield settings | {"trainer.ranks": ranks}
-    if not trainer.optimizer.offload:
+    offloads, replicas = trainer.optimizer.offload, trainer.hsdp_replicas
+    for ranks in sorted({*doubled, most, trainer.ranks}):
+        if trainer.ranks <= ranks <= most and ranks % replicas == 0:
+            more = {"trainer.ranks": ranks} if ranks > trainer.ranks else {}
+            for expert_parallel in _divisions(ranks, trainer.expert_parallel):
+                divided = {"trainer.expert_parallel": expert_parallel} if expert_parallel > 1 else {}
+                if (more or divided) and not (divided and (offloads or replicas > 1)):
+                    yield settings | more | divided
+    if not offloads and trainer.expert_parallel == 1:
         yield settings | {"trainer.optimizer.offload": True}
         if trainer.ranks < most and most % trainer.hsdp_replicas == 0:
             yield settings | {"trainer.ranks": most, "trainer.optimizer.offload": True}
@@ -366,6 +393,14 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
             if fraction < rollout.gpu_memory_fraction:
                 yield settings | {"rollout.gpu_memory_fraction": fraction}
                 yield settings | {"rollout.gpu_memory_fraction": fraction, "trainer.optimizer.offload": True}
+
+
+def _divisions(ranks: int, least: int) -> Iterator[int]:
+    """Yield values of trainer.expert_parallel to try: `least` and its doubles that divide the ranks."""
+    while least <= ranks:
+        if ranks % least == 0:
+            yield least
+        least *= 2
 
 
 def _as_text(value: object) -> str:

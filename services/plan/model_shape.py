@@ -1,8 +1,9 @@
 """A model's shape from its config alone: the parameters of its parts, and smaller models with the same layers."""
 
 import copy
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,10 @@ class ModelShape:
     """Parameters of all text layers."""
     num_active: int
     """Parameters that compute a token; of the experts, only the chosen ones."""
+    num_experts: int
+    """Experts of a layer; 0 in a dense model."""
+    num_of_layers_experts: int
+    """Parameters of the experts of the text's largest layer."""
     sizes: tuple[tuple[str, int], ...]
     """Name and size of each parameter."""
 
@@ -60,20 +65,23 @@ class ModelShape:
             model = make_model(copy.deepcopy(config))
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         text = config.get_text_config()
-        layers = [0] * text.num_hidden_layers
+        layers, in_experts = [0] * text.num_hidden_layers, [0] * text.num_hidden_layers
         for name, size in sizes.items():
             if (number := _layer_of(name)) is not None:
                 layers[number] += size
-        experts = sum(size for name, size in sizes.items() if _EXPERTS in name)
-        num_experts = getattr(text, "num_experts", 0) or 1
-        chosen = getattr(text, "num_experts_per_tok", 0) or 1
+                in_experts[number] += size if is_of_experts(name) else 0
+        experts = sum(in_experts)
+        num_experts = int(text.num_experts) if experts else 0
+        chosen = int(text.num_experts_per_tok) if experts else 0
         total = sum(sizes.values())
         return cls(
             config=config,
             num_parameters=total,
             num_of_largest_layer=max(layers, default=0),
             num_of_text_layers=sum(layers),
-            num_active=total - experts + experts * chosen // num_experts,
+            num_active=total - experts + experts * chosen // max(1, num_experts),
+            num_experts=num_experts,
+            num_of_layers_experts=max(zip(layers, in_experts, strict=True), default=(0, 0))[1],
             sizes=tuple(sizes.items()),
         )
 
@@ -131,10 +139,19 @@ class ModelShape:
         rates = rates_of([name for name, _ in self.sizes], learning_rates, default=1.0)
         return frozenset(name for name, rate in rates.items() if rate > 0)
 
-    def num_trained(self, learning_rates: Mapping[str, float]) -> int:
-        """Return how many parameters have a learning rate; see `trained`."""
-        names = self.trained(learning_rates)
-        return sum(size for name, size in self.sizes if name in names)
+    def share_bytes(self, names: Set[str], num_bytes: int, *, ranks: int, expert_parallel: int) -> int:
+        """Return the bytes that some parameters take on each of several ranks, or on one.
+
+        Args:
+            names: Names of the parameters.
+            num_bytes: Of each number.
+            ranks: All ranks. Each has an equal share, apart from experts, which are not cut.
+            expert_parallel: Ranks that divide the experts of each layer.
+        """
+        experts = sum(size for name, size in self.sizes if name in names and is_of_experts(name))
+        others = sum(size for name, size in self.sizes if name in names and not is_of_experts(name))
+        of_rank = math.ceil(self.num_experts / expert_parallel / (ranks // expert_parallel))
+        return num_bytes * others // ranks + num_bytes * experts * of_rank // max(1, self.num_experts)
 
     def smaller(self, *, num_layers: int, num_blocks: int) -> Any:
         """Return the config of a model that has fewer layers and blocks of the same kind."""
@@ -159,6 +176,11 @@ def make_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     auto_class = AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
     make: Callable[..., Any] = auto_class.from_config
     return make(config, dtype=dtype)
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a parameter belongs to the experts of a layer."""
+    return _EXPERTS in name
 
 
 def kind_of(name: str) -> str:

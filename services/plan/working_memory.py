@@ -21,6 +21,8 @@ from services.plan.live_bytes import LiveBytes
 from services.plan.model_shape import NUM_BLOCKS, NUM_LAYERS, ModelShape, kind_of, make_model
 from services.plan.shapes_only import ShapesOnly
 from services.trainer.backend.policy import attention
+from services.trainer.backend.policy.expert_dispatch import weighed
+from services.trainer.backend.policy.mixture import experts_of
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.batching.rows import PackedRow, Segment
 
@@ -51,6 +53,7 @@ def working_bytes(
     gradient_checkpointing: bool,
     float32_head: bool,
     keeps_all: bool,
+    dispatches_tokens: bool,
 ) -> int:
     """Return the most bytes that a row takes at any moment, beside weights and gradients.
 
@@ -62,6 +65,7 @@ def working_bytes(
         float32_head: Whether the output head is multiplied in float32.
         keeps_all: Whether the device has the float32 weights, which are rounded at each use, and keeps their gradients;
             else it has the weights in bfloat16, and each gradient is removed as soon as it is made.
+        dispatches_tokens: Whether tokens travel to the ranks that own their experts, from which as many come as go.
 
     Raises:
         ConfigError: a pattern fits no parameter, or nothing is trained.
@@ -80,7 +84,7 @@ def working_bytes(
                 gradient_checkpointing=gradient_checkpointing,
             )
             _prepare_gradients(policy, kinds, keeps_all=keeps_all)
-        return _peaks(policy, shapes_only, make_row(row, config))
+        return _peaks(policy, shapes_only, make_row(row, config), dispatches_tokens=dispatches_tokens)
 
     num_layers, num_blocks = min(NUM_LAYERS, shape.num_layers), min(NUM_BLOCKS, shape.num_blocks)
     least = measured(num_layers, num_blocks)
@@ -110,9 +114,9 @@ def _prepare_gradients(policy: PolicyModel, kinds: Set[str], *, keeps_all: bool)
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
 
 
-def _peaks(policy: PolicyModel, shapes_only: ShapesOnly, row: PackedRow) -> list[int]:
+def _peaks(policy: PolicyModel, shapes_only: ShapesOnly, row: PackedRow, *, dispatches_tokens: bool) -> list[int]:
     """Return the peaks of the phases: forward and back through the head, back through the text, then the tower."""
-    _compute_as_on_gpus(policy)
+    _compute_as_on_gpus(policy, dispatches_tokens=dispatches_tokens)
     live = LiveBytes()
     gradients = (parameter.grad for parameter in policy.parameters() if parameter.grad is not None)
     for tensor in (*policy.parameters(), *policy.buffers(), *gradients):
@@ -192,7 +196,7 @@ def _attention_of_gpus() -> Iterator[None]:
         AttentionInterface.register(attention.NAME, attention.packed_attention)
 
 
-def _compute_as_on_gpus(policy: PolicyModel) -> None:
+def _compute_as_on_gpus(policy: PolicyModel, *, dispatches_tokens: bool) -> None:
     """Have modules compute as on GPUs if they take other memory there, and without reading values.
 
     Autocast normalises in float32 on GPUs. The choice of experts does not affect sizes.
@@ -200,8 +204,8 @@ def _compute_as_on_gpus(policy: PolicyModel) -> None:
     for module in policy.modules():
         if isinstance(module, torch.nn.LayerNorm):
             module.forward = MethodType(_normalize, module)
-        elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
-            module.forward = MethodType(_compute_any, module)
+    for experts in experts_of(policy.model):
+        experts.forward = MethodType(_dispatch_any if dispatches_tokens else _compute_any, experts)
 
 
 def _normalize(norm: torch.nn.LayerNorm, inputs: torch.Tensor) -> torch.Tensor:
@@ -221,3 +225,27 @@ def _compute_any(
     output_MH = (experts.act_fn(gate_MI) * up_MI) @ experts.down_proj.to(dtype)[0].T
     output_MH = output_MH * weights_TK.reshape(-1, 1)
     return torch.zeros_like(hidden_TH).index_add(0, tokens_M, output_MH.to(hidden_TH.dtype))
+
+
+def _dispatch_any(
+    experts: Any, hidden_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """Return [T, H], as `expert_dispatch` does where as many tokens come as go."""
+    hidden_TH = hidden_TH.to(torch.get_autocast_dtype("cpu"))
+    order_S = torch.arange(experts_TK.numel())
+    tokens_RH = _Exchange.apply(hidden_TH[order_S % len(hidden_TH)])
+    ones_R1 = torch.ones(len(order_S), 1, dtype=hidden_TH.dtype)
+    outputs_SH = _Exchange.apply(_compute_any(experts, tokens_RH, order_S[:, None], ones_R1))
+    return weighed(outputs_SH, order_S, weights_TK).to(hidden_TH.dtype)
+
+
+class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    """Returns as many rows of other ranks as it takes."""
+
+    @staticmethod
+    def forward(_: Any, rows: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(gradient)

@@ -101,6 +101,7 @@ def _backend_arguments(settings: TrainerSettings) -> dict[str, Any]:
         "temperature": settings.sampling.temperature,
         "demonstration_coef": None if settings.demonstrations is None else settings.demonstrations.coef,
         "hsdp_replicas": settings.trainer.hsdp_replicas,
+        "expert_parallel": settings.trainer.expert_parallel,
     }
 
 

@@ -183,6 +183,10 @@ class TrainerConfig(BackendConfig):
     Weights are gathered inside a group, and between groups only each rank's shard of the gradient is summed: for
     several machines, one group on each, whose network is slower than what they have inside. A rank's share of the
     memory is larger by this factor. 1: all ranks are one group."""
+    expert_parallel: int = pydantic.Field(default=1, ge=1)
+    """Neighbouring ranks that divide the experts of each layer among themselves and send tokens to the owners; it must
+    divide the number of ranks and of experts. 1: a layer's experts are all gathered on each rank. For mixtures whose
+    layers take too much memory, or too long to gather."""
     groups_per_step: int = pydantic.Field(default=16, ge=1)
     """Prompt groups in the batch of one optimizer step."""
     samples_per_group: int = pydantic.Field(default=8, ge=2)
@@ -203,10 +207,19 @@ class TrainerConfig(BackendConfig):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
 
     @pydantic.model_validator(mode="after")
-    def _replicas_divide_ranks(self) -> Self:
-        if self.ranks > 1 and self.ranks % self.hsdp_replicas:  # with 1, torchrun may start more
+    def _ranks_can_be_divided(self) -> Self:
+        for name, number in (("hsdp_replicas", self.hsdp_replicas), ("expert_parallel", self.expert_parallel)):
+            if self.ranks > 1 and self.ranks % number:  # with 1, torchrun may start more
+                raise ValueError(f"{name} = {number} does not divide ranks = {self.ranks}; choose a number that does")
+        if self.expert_parallel > 1 and self.hsdp_replicas > 1:
             raise ValueError(
-                f"hsdp_replicas = {self.hsdp_replicas} does not divide ranks = {self.ranks}; choose a number that does"
+                f"expert_parallel = {self.expert_parallel} does not go with hsdp_replicas = {self.hsdp_replicas} yet; "
+                "leave one of them out"
+            )
+        if self.expert_parallel > 1 and self.optimizer.offload:
+            raise ValueError(
+                f"expert_parallel = {self.expert_parallel} does not go with optimizer.offload = true yet; leave one of "
+                "them out"
             )
         return self
 

@@ -11,7 +11,10 @@ Sources: transformers 5.19 (conversion_mapping.py) and sglang 0.5.23 (models/qwe
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
+
+from penstock.model.folder import read_json
 
 _GATE_UP: Final = ".mlp.experts.gate_up_proj"
 _DOWN: Final = ".mlp.experts.down_proj"
@@ -24,6 +27,19 @@ _APART: Final = frozenset({"qwen3_moe", "Qwen3MoeForCausalLM"})
 def has_experts(model: str) -> bool:
     """Return whether models of this type or architecture are mixtures."""
     return model in _TRANSPOSED | _APART
+
+
+def num_experts(folder: Path) -> int:
+    """Return the experts of each layer of a model folder's mixture; 0 for a dense model.
+
+    Raises:
+        ConfigError: its config.json is not JSON.
+    """
+    config = read_json(folder / "config.json")
+    if not has_experts(config.get("model_type", "")):
+        return 0
+    text = config.get("text_config", config)
+    return int(text.get("num_experts", text.get("num_local_experts", 0)))  # as published, as transformers writes it
 
 
 def is_ambiguous(name: str, shape: tuple[int, ...], model: str) -> bool:

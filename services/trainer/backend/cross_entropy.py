@@ -4,6 +4,8 @@
 
 at temperature 1, with every id of the vocabulary in the distribution: what `cross_entropy` of a plain forward pass
 gives.
+Legend: L = layers with experts, E = experts of a layer.
+
 Invariant: the value and its gradient do not depend on how the rows are packed, up to the order of float32 sums.
 """
 
@@ -30,6 +32,8 @@ class CrossEntropy:
     """Mean of the distributions that they are from, in nats."""
     num_learned: int
     """Learned tokens."""
+    expert_counts_LE: torch.Tensor | None
+    """Learned tokens that chose each expert; None for a dense model."""
 
 
 def plan_demonstrations(
@@ -51,15 +55,20 @@ def add_cross_entropy_gradient(
         coef: Factor of the gradient; the value that is returned is without it.
     """
     num_learned = sum(sequence.num_own_tokens for sequence in rows.sequences)
-    computed: list[tuple[int, tuple[float, float]]] = []
+    computed: list[tuple[int, tuple[float, float, torch.Tensor | None]]] = []
     for number, row, counts in rows:
         said = model(row)
         value = -said.logprobs_N.sum() / num_learned
         (coef * value if counts else 0.0 * value).backward()
         if counts:
-            computed.append((number, (float(value.detach()), float(said.entropy_N.detach().double().sum()))))
-    total = entropy = 0.0
-    for value_of_row, entropy_of_row in rows.ranks.in_order(computed):
-        total += value_of_row
-        entropy += entropy_of_row
-    return CrossEntropy(value=total, entropy=entropy / num_learned, num_learned=num_learned)
+            entropy = float(said.entropy_N.detach().double().sum())
+            counts_LE = None if said.expert_counts_LE is None else said.expert_counts_LE.cpu()
+            computed.append((number, (float(value.detach()), entropy, counts_LE)))
+    of_rows = rows.ranks.in_order(computed)
+    counted = [counts_LE for _, _, counts_LE in of_rows if counts_LE is not None]
+    return CrossEntropy(
+        value=sum(value for value, _, _ in of_rows),
+        entropy=sum(entropy for _, entropy, _ in of_rows) / num_learned,
+        num_learned=num_learned,
+        expert_counts_LE=torch.stack(counted).sum(0) if counted else None,
+    )

@@ -24,7 +24,6 @@ from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.policy.reference import ReferencePolicy
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
-from services.trainer.backend.ranks.sharding import full_tensor
 from services.trainer.backend.train_step import StepParts, TrainStep
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
@@ -51,6 +50,7 @@ class InProcessBackend:
         adam_eps: float = ADAM_EPS,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
         hsdp_replicas: int = 1,
+        expert_parallel: int = 1,
         ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` makes the rest.
@@ -65,6 +65,7 @@ class InProcessBackend:
             adam_eps: Added to AdamW's denominator.
             max_skipped_steps: More steps in a row than this whose loss or gradient is not finite are an error.
             hsdp_replicas: Groups of ranks that each hold shards of all weights.
+            expert_parallel: Ranks among which the experts of a layer are divided.
             ranks: All that compute.
 
         Raises:
@@ -88,6 +89,7 @@ class InProcessBackend:
             adam_eps=adam_eps,
             max_skipped_steps=max_skipped_steps,
             hsdp_replicas=hsdp_replicas,
+            expert_parallel=expert_parallel,
             ranks=ranks,
         )
         self._step: TrainStep | None = None
@@ -195,11 +197,14 @@ class InProcessBackend:
 
     def export(self) -> NamedWeights:
         """Return what an engine loads; see `TrainBackend.export`."""
-        dtype = DTYPES[self.config.dtype]
+        dtype, masters = DTYPES[self.config.dtype], self._model.weights
         return NamedWeights(
-            specs=tuple(TensorSpec.of(name, weight, dtype=dtype) for name, weight in named_weights(self.policy)),
+            specs=tuple(
+                TensorSpec(name=name, dtype=str(dtype).removeprefix("torch."), shape=masters.full_shape(weight))
+                for name, weight in named_weights(self.policy)
+            ),
             device=self._model.device,
-            tensors=((name, full_tensor(weight.to(dtype))) for name, weight in named_weights(self.policy)),
+            tensors=((name, masters.full_tensor(weight.to(dtype))) for name, weight in named_weights(self.policy)),
         )
 
     def save(self, folder: Path, *, on_copied: Callable[[], object] = lambda: None) -> Mapping[str, str]:

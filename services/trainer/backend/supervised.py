@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from services.trainer.algorithm.metrics.experts import expert_stats
 from services.trainer.backend.base import TokenLoss
 from services.trainer.backend.cross_entropy import add_cross_entropy_gradient, plan_demonstrations
 from services.trainer.backend.files.checkpoint_share import Collected
@@ -24,7 +25,14 @@ class InProcessSupervisedBackend:
     """A `SupervisedBackend` on one device."""
 
     def __init__(
-        self, model_path: Path, config: BackendConfig, *, seed: int, hsdp_replicas: int = 1, ranks: Ranks = ALONE
+        self,
+        model_path: Path,
+        config: BackendConfig,
+        *,
+        seed: int,
+        hsdp_replicas: int = 1,
+        expert_parallel: int = 1,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` makes the rest.
 
@@ -33,6 +41,7 @@ class InProcessSupervisedBackend:
             config: How steps are computed.
             seed: Of torch's generator.
             hsdp_replicas: Groups of ranks that each hold shards of all weights.
+            expert_parallel: Ranks among which the experts of a layer are divided.
             ranks: All that compute. Beside others, each method is to be called on all of them, in the same order.
 
         Raises:
@@ -46,6 +55,7 @@ class InProcessSupervisedBackend:
             forbidden_ids=(),
             settings={},
             hsdp_replicas=hsdp_replicas,
+            expert_parallel=expert_parallel,
             ranks=ranks,
         )
 
@@ -68,6 +78,8 @@ class InProcessSupervisedBackend:
         if not rows.have_images:
             model.optimizer.discard_parts(IMAGE_PARTS)
         metrics = model.optimizer.update(learned.value)
+        if learned.expert_counts_LE is not None:
+            metrics |= expert_stats(learned.expert_counts_LE)
         model.finish_step()
         duration_s = time.perf_counter() - started
         num_tokens = sum(map(len, sequences))

@@ -1,6 +1,6 @@
 """One optimizer step: groups in, chunk by chunk as they come, and demonstrations; new weights and metrics out.
 
-Legend: G = samples of the batch, N = the policy's own tokens of a row.
+Legend: G = samples of the batch, N = the policy's own tokens of a row, L = layers with experts, E = experts of a layer.
 
 Invariants: loss, gradient and metrics are the same however the batch is cut into chunks and rows, and in whichever
 order its groups come, up to the order of float32 sums; one order and cut gives the same bits again. Groups without an
@@ -35,6 +35,7 @@ import torch
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import Loss, policy_loss
 from services.trainer.algorithm.metrics.clamped import CLAMPED_REMEDY, MIN_CLAMPED_FRACTION, clamped_cause
+from services.trainer.algorithm.metrics.experts import expert_stats
 from services.trainer.algorithm.metrics.samples import batch_stats
 from services.trainer.algorithm.metrics.tokens import token_stats, weighted_mean
 from services.trainer.algorithm.regularisers import EntropyCoefficient
@@ -94,6 +95,16 @@ class _NotFiniteError(Exception):
         """Numbers in the batch."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Seen:
+    """What is kept of a computed row."""
+
+    tokens: Tokens
+    """Detached, with their samples' numbers in the batch."""
+    expert_counts_LE: torch.Tensor | None
+    """Tokens that chose each expert, on the host; None for a dense model."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Sums:
     """Results of the passes over a batch so far, apart from its gradient."""
@@ -103,8 +114,8 @@ class _Sums:
     denominator: float | None = None
     """With which weights are computed; None before the first chunk."""
     loss: float = 0.0
-    tokens: list[Tokens] = field(default_factory=list)
-    """Tokens of each computed row, detached."""
+    seen: list[_Seen] = field(default_factory=list)
+    """Of each row with gradient."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     has_images: bool = False
     """Whether any row with gradient had one."""
@@ -120,6 +131,8 @@ class _Passed:
     """Loss terms of these tokens, in float64."""
     counts_N: torch.Tensor
     """Number of tokens of the batch that each of these tokens represents in metrics."""
+    expert_counts_LE: torch.Tensor | None
+    """Tokens of the batch that chose each expert, in float64; None for a dense model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -228,6 +241,8 @@ class TrainStep:
             metrics |= token_stats(
                 passed.tokens, passed.terms, self._algorithm, version=self._version, counts_N=passed.counts_N
             )
+            if passed.expert_counts_LE is not None:
+                metrics |= expert_stats(passed.expert_counts_LE)
         if self._algorithm.entropy.kind != "none":
             metrics["entropy_coef"] = entropy_coef
         if learned is not None:
@@ -281,27 +296,35 @@ class TrainStep:
     def _complete(self) -> tuple[Batch, _Passed | None]:
         """Compute what is left of the batch; None if none of its groups can be trained."""
         batch = self._batch(self._groups, 0)
-        measured, counts_G = batch.without_gradient, torch.ones(len(batch.group_G), dtype=torch.float64)
+        measured, represented = batch.without_gradient, 1.0
         if measured and not needs_statistics(self._algorithm):
             measured = measured_samples(batch.without_gradient, self._version)
-            counts_G[measured] = len(batch.without_gradient) / len(measured)
+            represented = len(batch.without_gradient) / len(measured)
+        counts_G = torch.ones(len(batch.group_G), dtype=torch.float64)
+        counts_G[measured] = represented
         flat = self._plan(batch, measured, 0)
         statistics, seen_flat = BatchStatistics(), self._measure(flat)
         if self._waits_for_batch:
             whole = self._plan(batch, batch.with_gradient, 0)
             if needs_statistics(self._algorithm) and (seen := [*self._measure(whole), *seen_flat]):
-                statistics = batch_statistics(concatenated(seen), batch.samples.detached(), self._algorithm)
+                tokens = concatenated([each.tokens for each in seen])
+                statistics = batch_statistics(tokens, batch.samples.detached(), self._algorithm)
             self._sums.denominator = batch.denominator
             self._add_gradient(whole, statistics)
         else:
             self._sum_chunks()
-        seen = [*self._sums.tokens, *seen_flat]
+        seen = [*self._sums.seen, *seen_flat]
         self._sums.counts += flat.rows.token_counts
         if not seen:
             return batch, None
-        tokens, samples = concatenated(seen), batch.samples.detached()
+        tokens, samples = concatenated([each.tokens for each in seen]), batch.samples.detached()
         terms = policy_loss(tokens, samples, self._algorithm, statistics=statistics, entropy_coef=self._entropy.value)
-        return batch, _Passed(tokens=tokens, terms=terms, counts_N=counts_G[tokens.sample_N])
+        return batch, _Passed(
+            tokens=tokens,
+            terms=terms,
+            counts_N=counts_G[tokens.sample_N],
+            expert_counts_LE=_sum_of_expert_counts(self._sums.seen, seen_flat, represented),
+        )
 
     def _batch(self, groups: Sequence[TrainGroup], first: int, *, denominator: float | None = None) -> Batch:
         """Return the batch of groups, of which `first` is the first one's number."""
@@ -330,9 +353,9 @@ class TrainStep:
         return _Pass(rows=rows, samples=batch.samples, references=references, first_sample=first_sample)
 
     def _add_gradient(self, planned: _Pass, statistics: BatchStatistics) -> None:
-        computed: list[tuple[int, tuple[float, Tokens]]] = []
+        computed: list[tuple[int, tuple[float, _Seen]]] = []
         for (number, row, counts), reference_N in zip(planned.rows, planned.references, strict=True):
-            tokens = self._forward(planned, row, reference_N)
+            tokens, expert_counts_LE = self._forward(planned, row, reference_N)
             terms = policy_loss(
                 tokens, planned.samples, self._algorithm, statistics=statistics, entropy_coef=self._entropy.value
             )
@@ -342,11 +365,11 @@ class TrainStep:
             elif value.requires_grad:
                 value.backward()
             if counts:
-                seen = _numbered(tokens.detached(), planned.first_sample)
+                seen = _seen(tokens, expert_counts_LE, planned.first_sample)
                 computed.append((number, (float(terms.value.detach()), seen)))
         for loss, seen in self._ranks.in_order(computed):
             self._sums.loss += loss
-            self._sums.tokens.append(seen)
+            self._sums.seen.append(seen)
         self._sums.counts += planned.rows.token_counts
         self._sums.has_images |= planned.rows.have_images
 
@@ -360,23 +383,26 @@ class TrainStep:
         self._sums.has_images |= learned.have_images
         return learned
 
-    def _measure(self, planned: _Pass) -> list[Tokens]:
+    def _measure(self, planned: _Pass) -> list[_Seen]:
         """Compute rows without gradient."""
         with torch.no_grad():
             computed = [
-                (number, counts, _numbered(self._forward(planned, row, reference_N).detached(), planned.first_sample))
+                (number, counts, _seen(*self._forward(planned, row, reference_N), planned.first_sample))
                 for (number, row, counts), reference_N in zip(planned.rows, planned.references, strict=True)
             ]
         self._forget_forward()
         return self._ranks.in_order([(number, seen) for number, counts, seen in computed if counts])
 
-    def _forward(self, planned: _Pass, row: PackedRow, reference_N: torch.Tensor | None) -> Tokens:
+    def _forward(
+        self, planned: _Pass, row: PackedRow, reference_N: torch.Tensor | None
+    ) -> tuple[Tokens, torch.Tensor | None]:
+        """Return the row's tokens with gradient, and how many of them chose each expert."""
         output = self._model(row)
         is_finite_N = output.logprobs_N.isfinite()
         own = set() if is_finite_N.all() else set(row.sample_N[~is_finite_N].tolist())
         if not_finite := set().union(*self._ranks.gather(own)):
             raise _NotFiniteError({planned.first_sample + sample for sample in not_finite})
-        return Tokens(
+        tokens = Tokens(
             logprobs_N=output.logprobs_N,
             engine_logprobs_N=row.engine_logprobs_N,
             versions_N=row.versions_N,
@@ -384,6 +410,7 @@ class TrainStep:
             entropy_N=output.entropy_N,
             reference_logprobs_N=None if reference_N is None else reference_N.to(self._device),
         )
+        return tokens, output.expert_counts_LE
 
     def _release_reference(self) -> None:
         if self._reference is not None:
@@ -396,9 +423,22 @@ class TrainStep:
             self._entropy.observe(float(weighted_mean(passed.tokens.entropy_N, passed.counts_N)))
 
 
-def _numbered(tokens: Tokens, first_sample: int) -> Tokens:
-    """Return the tokens of a chunk with the numbers that samples have in the batch."""
-    return replace(tokens, sample_N=tokens.sample_N + first_sample)
+def _seen(tokens: Tokens, expert_counts_LE: torch.Tensor | None, first_sample: int) -> _Seen:
+    """Return what is kept of a row of a chunk, given the number in the batch of the chunk's first sample."""
+    tokens = tokens.detached()
+    return _Seen(
+        tokens=replace(tokens, sample_N=tokens.sample_N + first_sample),
+        expert_counts_LE=None if expert_counts_LE is None else expert_counts_LE.cpu(),
+    )
+
+
+def _sum_of_expert_counts(
+    with_gradient: Sequence[_Seen], without: Sequence[_Seen], represented: float
+) -> torch.Tensor | None:
+    """Return the counts of the whole batch, given how many samples each of those without gradient represents."""
+    counts = [row.expert_counts_LE for row in with_gradient if row.expert_counts_LE is not None]
+    counts += [represented * row.expert_counts_LE.double() for row in without if row.expert_counts_LE is not None]
+    return torch.stack([each.double() for each in counts]).sum(0) if counts else None
 
 
 def _problem(passed: _Passed | None, config: AlgorithmConfig, *, has_demonstrations: bool) -> tuple[str, str]:

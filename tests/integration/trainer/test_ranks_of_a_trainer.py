@@ -20,6 +20,7 @@ from services.trainer.backend.base import take_step
 from services.trainer.backend.ranks.ranks import ALONE
 from services.trainer.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
+from tests.support.trainer.families import heard, random_qwen3_vl_moe, write_model
 from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 from tests.support.waiting import wait_until
 from tests.unit.backend.ranks.test_ranks import backend_of
@@ -76,21 +77,29 @@ def is_gone(pid: int) -> bool:
     return has_ended()
 
 
+@pytest.fixture(params=["dense", "mixture"])
+def model(request: pytest.FixtureRequest, tiny_model_path: Path, tmp_path: Path) -> Path:
+    """A dense one, and one whose experts the ranks divide."""
+    if request.param == "dense":
+        return tiny_model_path
+    return write_model(heard(random_qwen3_vl_moe(), std_of_embedding=0.3), tmp_path / "mixture")
+
+
 @pytest.mark.slow
-def test_ranks_take_the_trainers_steps_and_end_with_it(tiny_model_path: Path, tmp_path: Path) -> None:
+def test_ranks_take_the_trainers_steps_and_end_with_it(model: Path, tmp_path: Path) -> None:
     """Its checkpoint is that of one rank; killed in whichever way, it leaves nobody behind."""
-    backend = backend_of(ALONE, tiny_model_path)
-    groups = groups_of(tiny_model_path, seed=0)
+    backend = backend_of(ALONE, model)
+    groups = groups_of(model, seed=0)
     alone = take_step(backend, [groups[:1], groups[1:]], VERSION)
-    with trainer(tiny_model_path) as started:
+    with trainer(model) as started:
         # Where they find each other is there still: for a slower rank, and for NCCL, which looks when it is first used.
         assert started.ask("meet") == 1
-        assert started.ask("load") == backend_of(ALONE, tiny_model_path).digests().weights
+        assert started.ask("load") == backend_of(ALONE, model).digests().weights
         loss, digest = started.ask("step 0")
         assert loss == pytest.approx(alone["loss"], rel=1e-3)
         (tmp_path / "saved").mkdir()
         started.ask(f"save {tmp_path / 'saved'}")
-        resumed = backend_of(ALONE, tiny_model_path, tmp_path / "saved")
+        resumed = backend_of(ALONE, model, tmp_path / "saved")
         assert resumed.digests().weights == digest
         weights = dict(resumed.export())
         for name, weight in backend.export():

@@ -114,17 +114,17 @@ def random_qwen3_vl_moe(**text: Any) -> Any:
     return Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**parts, **tokens, tie_word_embeddings=False))
 
 
-def random_qwen3_moe() -> Any:
+def random_qwen3_moe(**text: Any) -> Any:
     """Text only. Each layer is a mixture, as in every published one; SGLang knows no other."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     rest = {"head_dim": 16, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **rest, **EXPERTS))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **rest, **EXPERTS, **text}))
 
 
-MIXTURES: dict[str, Callable[[], Any]] = {"qwen3_vl_moe": random_qwen3_vl_moe, "qwen3_moe": random_qwen3_moe}
-FAMILIES: dict[str, Callable[[], Any]] = {
+MIXTURES: dict[str, Callable[..., Any]] = {"qwen3_vl_moe": random_qwen3_vl_moe, "qwen3_moe": random_qwen3_moe}
+FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen3_vl": random_qwen3_vl,
     "qwen2_5_vl": random_qwen2_5_vl,
     "qwen2_vl": random_qwen2_vl,

@@ -83,6 +83,13 @@ def test_variables_that_the_template_does_not_read_are_refused_before_anything_s
     service_settings.require_inputs(Recipe.model_validate({**settings, "data": OWN, "evaluation": {}}))
 
 
+def test_experts_that_ranks_cannot_divide_are_refused_before_anything_starts(tiny_model_path: Path) -> None:
+    """The model is dense here."""
+    settings = {"model": {"path": tiny_model_path}, "data": OWN, "trainer": {"ranks": 2, "expert_parallel": 2}}
+    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2 is for mixtures of experts"):
+        service_settings.require_inputs(Recipe.model_validate(settings))
+
+
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}])
 def test_a_cut_distribution_cannot_be_trained_on(model: ModelConfig, cut: dict[str, float]) -> None:
     """A run refuses it before it starts; engines alone may sample so."""

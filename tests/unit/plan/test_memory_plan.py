@@ -12,7 +12,7 @@ from services.plan.memory_plan import plan_memory
 from services.plan.model_shape import ModelShape
 from services.plan.process_plan import GIB, Gpus, MemoryPlan
 from services.recipe import Recipe
-from tests.support.trainer.families import random_qwen3, random_qwen3_vl
+from tests.support.trainer.families import random_qwen3, random_qwen3_moe, random_qwen3_vl
 
 ACTIVATIONS = 5 * GIB
 BASE = ("--rollout.replicas=1", "--rollout.context_length=1000", "--trainer.dtype=auto")
@@ -98,6 +98,56 @@ def test_several_ranks(model: Path) -> None:
     first = moments(plan, "rank 0 of the trainer")
     assert list(first["back through the layers"].values()) == [*of_layers, 0]
     assert list(first["before a push"].values()) == [total, 2 * total, 0, 2 * largest, 2 * largest]
+
+
+@pytest.fixture
+def mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small Qwen3-MoE: 6 experts in each of 3 layers."""
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: ACTIVATIONS)
+    random_qwen3_moe().config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_divided_experts(mixture: Path) -> None:
+    """A rank has whole experts only, and gathers those that it owns: of 3, four ranks have 2 in the largest shard."""
+    shape = ModelShape.read(mixture)
+    total, layer = shape.num_parameters, shape.num_of_largest_layer
+    in_layer = 6 * 3 * 64 * 192
+    assert sum(size for name, size in shape.sizes if ".experts." in name) == 3 * in_layer
+    others = total - 3 * in_layer
+    found = moments(plan_of(mixture, "--trainer.ranks=4", "--trainer.expert_parallel=2"), "other rank of the trainer")
+    on_rank = others + 4 * 3 * in_layer * 2 // 6  # a quarter of 4 bytes, and of 6 experts 2
+    gathered = layer - in_layer // 2
+    outside = total - 3 * layer
+    assert list(found["back through the layers"].values()) == [
+        *(on_rank, 2 * on_rank, on_rank),
+        *(2 * outside, 4 * gathered, 6 * gathered, 2 * outside, ACTIVATIONS),
+    ]
+
+
+def test_experts_are_divided_where_that_makes_a_model_fit(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By no more ranks than it takes; and what cannot be divided is refused."""
+    monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: 0)
+    engine = ("--rollout.gpu_memory_fraction=0.85", "--rollout.max_total_tokens=9", "--trainer.ranks=6")
+
+    def taken(expert_parallel: int) -> int:
+        plan = plan_of(mixture, *engine, f"--trainer.expert_parallel={expert_parallel}")
+        return max(moment.total_bytes for process in plan.processes[1:] for moment in process.moments)
+
+    assert taken(1) > taken(2) > taken(6)
+    short = plan_of(mixture, *engine, gpus=f"7x{(taken(1) + taken(2)) / 2 / GIB:.6f}")
+    assert short.remedy == ("--trainer.expert_parallel=2",)
+    with pytest.raises(ConfigError, match=r"expert_parallel = 4 does not divide the model's 6 experts"):
+        plan_of(mixture, "--trainer.ranks=4", "--trainer.expert_parallel=4")
+
+
+def test_a_dense_model_has_no_experts_to_divide(model: Path) -> None:
+    """None is proposed either."""
+    with pytest.raises(ConfigError, match=r"expert_parallel = 2 is for mixtures of experts"):
+        plan_of(model, "--trainer.ranks=2", "--trainer.expert_parallel=2")
+    tight = plan_of(model, "--trainer.ranks=2", gpus="3x5")
+    assert not any("expert_parallel" in each for each in tight.remedy or ())
 
 
 def test_a_reference_policy(model: Path) -> None:

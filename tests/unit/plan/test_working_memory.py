@@ -24,6 +24,7 @@ SETTINGS: dict[str, Any] = {
     "gradient_checkpointing": False,
     "float32_head": False,
     "keeps_all": True,
+    "dispatches_tokens": False,
 }
 
 
@@ -56,9 +57,10 @@ def test_frozen_parts_are_not_trained(tmp_path: Path) -> None:
     """As the recipe's rates say, by the trainer's own rules."""
     shape = shape_of(random_qwen3_vl, tmp_path)
     tower = sum(size for name, size in shape.sizes if "visual" in name and "merger" not in name)
-    assert shape.num_trained({"tower": 0.0}) == shape.num_parameters - tower
+    trained = shape.trained({"tower": 0.0})
+    assert shape.share_bytes(trained, 1, ranks=1, expert_parallel=1) == shape.num_parameters - tower
     with pytest.raises(ConfigError, match="no parameter fits 'towr'"):
-        shape.num_trained({"towr": 0.0})
+        shape.trained({"towr": 0.0})
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3"])
@@ -125,6 +127,16 @@ def test_longer_rows_take_more_and_computing_again_less(tmp_path: Path) -> None:
     plain = working_bytes(shape, row, **SETTINGS)
     assert working_bytes(shape, longer, **SETTINGS) > plain
     assert working_bytes(shape, row, **SETTINGS | {"gradient_checkpointing": True}) < plain
+
+
+def test_tokens_that_travel_take_more(tmp_path: Path) -> None:
+    """They have copies on both sides; most live for no longer than a layer is computed."""
+    shape = shape_of(FAMILIES["qwen3_moe"], tmp_path)
+    row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
+    copies = 2 * 1200 * 2 * 64  # bytes, tokens, experts of each, hidden size
+    plain = working_bytes(shape, row, **SETTINGS)
+    more = working_bytes(shape, row, **SETTINGS | {"dispatches_tokens": True}) - plain
+    assert 0 < more < 3 * copies
 
 
 def test_a_frozen_tower_keeps_no_activations(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ class ModelState:
         adam_eps: float = ADAM_EPS,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
         hsdp_replicas: int = 1,
+        expert_parallel: int = 1,
         ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` creates policy, weights and optimizer.
@@ -69,6 +70,7 @@ class ModelState:
             adam_eps: Added to AdamW's denominator.
             max_skipped_steps: More skipped steps in a row than this are an error.
             hsdp_replicas: Groups of ranks that each hold shards of all weights; it divides the number of ranks.
+            expert_parallel: Ranks among which the experts of a layer are divided; it divides the number of ranks.
             ranks: The ranks that hold a share of the model.
 
         Raises:
@@ -87,6 +89,7 @@ class ModelState:
         self._settings = {**settings, **leaves("trainer", self.config.model_dump(mode="json"))}
         self._adam_eps = adam_eps
         self._max_skipped_steps = max_skipped_steps
+        self._expert_parallel = expert_parallel
 
     def load(self, checkpoint: Path | None) -> Mapping[str, Any]:
         """Load a checkpoint, or with None the model folder; return the checkpoint's state, with `collect`'s `further`.
@@ -239,8 +242,9 @@ class ModelState:
     def _place_weights(self) -> MasterWeights:
         if self.ranks.size > 1:
             offload = self.config.optimizer.offload
-            shard(self.policy, self.ranks.mesh, dtype=DTYPES[self.config.dtype], offload=offload)
-            return ShardedMasterWeights(self.policy.model)
+            groups = self.ranks.expert_groups(self._expert_parallel)
+            shard(self.policy, self.ranks.mesh, dtype=DTYPES[self.config.dtype], offload=offload, groups=groups)
+            return ShardedMasterWeights(self.policy.model, groups)
         if not self.config.optimizer.offload:
             return MasterWeights(self.policy.to(self.device).model)
         weights = HostMasterWeights(self.policy.model, device=self.device, dtype=DTYPES[self.config.dtype])

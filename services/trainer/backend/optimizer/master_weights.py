@@ -12,8 +12,16 @@ from typing import Any
 
 import torch
 
+from services.trainer.backend.ranks.expert_groups import ExpertGroups
 from services.trainer.backend.ranks.gathering import gather_to_owners
-from services.trainer.backend.ranks.sharding import full_tensor, held_rows, local_shard, local_shard_like, row_mesh
+from services.trainer.backend.ranks.sharding import (
+    full_shape,
+    full_tensor,
+    held_rows,
+    local_shard,
+    local_shard_like,
+    row_mesh,
+)
 
 
 class MasterWeights:
@@ -32,6 +40,14 @@ class MasterWeights:
         """Yield every weight, frozen ones included, in a fixed order."""
         for name, master in self._masters.items():
             yield name, master.detach()
+
+    def full_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a parameter of the model, all ranks' parts of it together."""
+        return tuple(parameter.shape)
+
+    def full_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return all of a parameter of the model; many ranks must ask for the same ones in the same order."""
+        return parameter
 
     def updated(self) -> None:
         """Handle an update of the weights."""
@@ -70,9 +86,15 @@ class ShardedMasterWeights(MasterWeights):
     `trained` holds the shards. All ranks must call `named` and `owned` together, because these return full tensors.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Take the float32 parameters of a sharded model."""
+    def __init__(self, model: torch.nn.Module, groups: ExpertGroups | None = None) -> None:
+        """Take the float32 parameters of a sharded model.
+
+        Args:
+            model: The model.
+            groups: Those of expert parallelism that it was sharded with.
+        """
         super().__init__(model)
+        self._groups = groups
         self._parameters = self._masters
         self._masters = {
             name: torch.nn.Parameter(local_shard(parameter.detach()), requires_grad=parameter.requires_grad)
@@ -85,25 +107,33 @@ class ShardedMasterWeights(MasterWeights):
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight in full."""
         for name, parameter in self._parameters.items():
-            yield name, full_tensor(parameter.detach())
+            yield name, self.full_tensor(parameter.detach())
+
+    def full_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a parameter of the model, all ranks' parts of it together."""
+        return full_shape(parameter, self._groups)
+
+    def full_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return all of a parameter of the model; all ranks must ask for the same ones in the same order."""
+        return full_tensor(parameter, self._groups)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every weight, in full, in a fixed order."""
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        return {name: self.full_shape(parameter) for name, parameter in self._parameters.items()}
 
     def owned(self, shards: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Return copies in the host's memory of the full tensors that this rank owns."""
-        return gather_to_owners(shards, self._parameters, owners)
+        return gather_to_owners(shards, self._parameters, owners, self._groups)
 
     def local_shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor shaped like the weight `name`."""
-        return local_shard_like(full, self._parameters[name])
+        return local_shard_like(full, self._parameters[name], self._groups)
 
     def read_shard(self, name: str, read: Callable[[slice], torch.Tensor]) -> torch.Tensor:
         """Return this rank's shard of a stored tensor; rows of other ranks are not read, where shards are rows."""
         parameter = self._parameters[name]
-        mesh = row_mesh(parameter)
+        mesh = row_mesh(parameter, self._groups)
         if mesh is None:
             return self.local_shard(name, read(slice(None)))
         return read(held_rows(parameter.shape[0], mesh.get_local_rank(), mesh.size()))

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens and entropies, in the engine's convention, without holding all logits at once.
 
 Legend: N = tokens whose log-probability is wanted, H = hidden size, V = vocabulary, C = tokens of one chunk, K = ids of
-one chunk.
+one chunk, L = layers with experts, E = experts of a layer.
 
 Convention: logits are divided by the temperature, forbidden ids are removed, then log_softmax in float32, before any
 top-k or top-p.
@@ -26,12 +26,14 @@ CHUNK_IDS = 16384
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of tokens, and entropies."""
+    """Log-probabilities of tokens, entropies, and what a mixture chose for them."""
 
     logprobs_N: torch.Tensor
     """The tempered log-probability of each token."""
     entropy_N: torch.Tensor
     """Entropy of the distribution that each token was drawn from, in nats, with gradient."""
+    expert_counts_LE: torch.Tensor | None = None
+    """int64: how many of the tokens chose each expert (`expert_counts`); None for a dense model."""
 
 
 def token_logprobs(

@@ -7,6 +7,7 @@ Experts are multiplied by a grouped product, which autocast does not know, so th
 Legend: T = tokens, H = hidden size, E = experts, K = experts of a token.
 """
 
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -15,11 +16,22 @@ import torch
 
 def set_mixture_precision(model: Any) -> None:
     """Make every router and all experts of a transformers model compute this way. Dense models stay unchanged."""
-    for module in model.modules():
-        if type(module).__name__.endswith("TopKRouter"):
-            module.forward = MethodType(_route, module)
-        elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
-            module.forward = MethodType(_compute, module)
+    for router in routers_of(model):
+        router.forward = MethodType(_route, router)
+    for experts in experts_of(model):
+        experts.forward = MethodType(_compute, experts)
+
+
+def routers_of(model: Any) -> Iterator[Any]:
+    """Yield the router of each layer of a transformers model that has one, in order."""
+    yield from (module for module in model.modules() if type(module).__name__.endswith("TopKRouter"))
+
+
+def experts_of(model: Any) -> Iterator[Any]:
+    """Yield the module that holds all experts of a layer, for each layer of a transformers model that has any."""
+    for module in list(model.modules()):
+        if hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
+            yield module
 
 
 def _route(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,7 +45,7 @@ def _route(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torc
     """
     hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
     weight_EH = router.weight
-    if (dtype := _autocast_dtype(hidden_TH)) is not None:
+    if (dtype := autocast_dtype(hidden_TH)) is not None:
         hidden_TH, weight_EH = hidden_TH.to(dtype), weight_EH.to(dtype)
     with torch.autocast(hidden_TH.device.type, enabled=False):
         scores_TE = torch.nn.functional.linear(hidden_TH.float(), weight_EH.float())
@@ -46,7 +58,7 @@ def _route(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torc
 def _compute(experts: Any, hidden_TH: torch.Tensor, *args: Any) -> torch.Tensor:
     """Return [T, H]: transformers' forward with inputs and weights in autocast's precision."""
     forward = type(experts).forward
-    if (dtype := _autocast_dtype(hidden_TH)) is None:
+    if (dtype := autocast_dtype(hidden_TH)) is None:
         output: torch.Tensor = forward(experts, hidden_TH, *args)
     else:
         output = forward(_Rounded(experts, dtype), hidden_TH.to(dtype), *args)
@@ -65,6 +77,7 @@ class _Rounded:
         return value.to(self._dtype) if isinstance(value, torch.nn.Parameter) else value
 
 
-def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the precision that autocast computes in on the tensor's device; None where it is off."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

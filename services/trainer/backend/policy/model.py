@@ -9,6 +9,7 @@ import torch
 
 from penstock.errors import ConfigError
 from services.trainer.backend.policy.attention import RowLayout, use_packed_attention
+from services.trainer.backend.policy.expert_counts import ExpertCounter
 from services.trainer.backend.policy.logprobs import TokenLogprobs, token_logprobs
 from services.trainer.backend.policy.mixture import set_mixture_precision
 from services.trainer.batching.rows import PackedRow
@@ -43,6 +44,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self._has_images = hasattr(model.config, "vision_config")
         use_packed_attention(model)
         set_mixture_precision(model)
+        self._expert_counter = ExpertCounter(model)
         self.model = model
         self.temperature = temperature
         self._float32_head = float32_head
@@ -65,9 +67,10 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             is_sampled: Whether the policy has sampled them: then logits are divided by the temperature, and forbidden
                 ids removed. Else they are those of a plain forward pass.
         """
-        hidden_TH = self._backbone(row)
+        with self._expert_counter.counting(row.predict_N) as counts_E:
+            hidden_TH = self._backbone(row)
         head = self.model.get_output_embeddings()
-        return token_logprobs(
+        logprobs = token_logprobs(
             hidden_TH[row.predict_N],
             head.weight,
             row.targets_N,
@@ -76,6 +79,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             bias_V=head.bias,
             float32_head=self._float32_head,
         )
+        return logprobs._replace(expert_counts_LE=torch.stack(counts_E)) if counts_E else logprobs
 
     def _backbone(self, row: PackedRow) -> torch.Tensor:
         """Return [T, H]: the last hidden states."""

@@ -10,11 +10,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from services.trainer.backend.files.file_plan import rounds_of_owners
+from services.trainer.backend.ranks.expert_groups import ExpertGroups
 from services.trainer.backend.ranks.sharding import full_like, held_rows, row_mesh
 
 
 def gather_to_owners(
-    shards: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], owners: Mapping[str, int]
+    shards: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    owners: Mapping[str, int],
+    groups: ExpertGroups | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the whole tensors that this rank owns, in the host's memory, as copies.
 
@@ -24,13 +28,14 @@ def gather_to_owners(
         shards: This rank's shard of each tensor, by name.
         parameters: The parameters that the tensors are shaped and sharded like.
         owners: The rank that gets each tensor.
+        groups: Those of expert parallelism; experts are gathered on every rank, and kept by their owner.
     """
     owned: dict[str, torch.Tensor] = {}
     for names in rounds_of_owners({name: owners[name] for name in shards}):
         operations: list[dist.P2POp] = []
         received: list[tuple[str, torch.Tensor]] = []
         for name in names:
-            whole = _exchange(shards[name], parameters[name], owners[name], operations)
+            whole = _exchange(shards[name], parameters[name], owners[name], operations, groups)
             if owners[name] == dist.get_rank():
                 received.append((name, whole))
         for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -39,11 +44,17 @@ def gather_to_owners(
     return {name: owned[name] for name in shards if name in owned}
 
 
-def _exchange(shard: torch.Tensor, parameter: torch.Tensor, owner: int, operations: list[dist.P2POp]) -> torch.Tensor:
+def _exchange(
+    shard: torch.Tensor,
+    parameter: torch.Tensor,
+    owner: int,
+    operations: list[dist.P2POp],
+    groups: ExpertGroups | None,
+) -> torch.Tensor:
     """Add what this rank sends or receives of a tensor to `operations`; return what the owner will have whole."""
-    mesh = row_mesh(parameter)
+    mesh = row_mesh(parameter, groups)
     if mesh is None:
-        return full_like(shard, parameter).clone()
+        return full_like(shard, parameter, groups).clone()
     assert isinstance(parameter, DTensor), "only what is sharded has a mesh"
     device = torch.device(mesh.device_type)
     group, rank = mesh.get_group(), dist.get_rank()

@@ -4,12 +4,14 @@ Invariant: every rank calls the same methods in the same order. What `gather` re
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from services.trainer.backend.ranks.expert_groups import ExpertGroups
 
 ValueT = TypeVar("ValueT")
 
@@ -35,6 +37,8 @@ class Ranks:
     """Group for what rank 0 tells the others."""
     _files: Any = None
     """Group of the threads that write a checkpoint beside the commands."""
+    _expert_groups: dict[int, ExpertGroups] = field(default_factory=dict, compare=False)
+    """Those that were formed, by their size."""
 
     @classmethod
     def join(cls, store: dist.Store, *, rank: int, size: int, device: torch.device) -> Self:
@@ -65,6 +69,18 @@ class Ranks:
         shape = (num_replicas, self.size // num_replicas)
         mesh = init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
         return replace(self, mesh=mesh, num_replicas=num_replicas)
+
+    def expert_groups(self, size: int) -> ExpertGroups | None:
+        """Return this rank's groups of expert parallelism; None if a rank owns all experts.
+
+        Args:
+            size: `trainer.expert_parallel`; it divides the number of ranks.
+        """
+        if size > 1 and size not in self._expert_groups:
+            self._expert_groups[size] = ExpertGroups.form(
+                size, rank=self.rank, num_ranks=self.size, device_type=self.mesh.device_type, timeout=_COMPUTING
+            )
+        return self._expert_groups.get(size)
 
     def gather(self, value: ValueT) -> list[ValueT]:
         """Return the value of every rank."""

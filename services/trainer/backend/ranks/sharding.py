@@ -7,6 +7,9 @@ same, and nobody waits for it.
 
 With replicas (HSDP) a group of neighbouring ranks holds shards of all weights: they gather and sum among themselves,
 and then each sums its shard of the gradient with the ranks that hold the same one. So all replicas stay equal.
+With expert parallelism the experts of a layer are a unit of their own, which only the ranks that own them share
+(`expert_groups`). Their gradient has the tokens of all ranks that exchange tokens before it is summed over those that
+share them: together that is all ranks.
 
 Invariant: gradients are plain sums over ranks. Weights of tokens are the whole batch's, so no factor of the number of
 ranks appears anywhere.
@@ -20,9 +23,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from penstock.errors import ConfigError
+from services.trainer.backend.policy.expert_dispatch import divide_experts
+from services.trainer.backend.ranks.expert_groups import ExpertGroups
 
 
-def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool = False) -> None:
+def shard(
+    policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool = False, groups: ExpertGroups | None = None
+) -> None:
     """Leave this rank its shard of every parameter of the policy.
 
     Args:
@@ -30,6 +37,7 @@ def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool = 
         mesh: All ranks; a second dimension, the first, has the replicas.
         dtype: Parameters are gathered and computed with in it; shards and sums of gradients stay float32.
         offload: Keep shards and gradients in the host's memory; a unit's shards move to the device when it is gathered.
+        groups: Those of expert parallelism; None: each rank has a shard of every expert.
 
     Raises:
         ConfigError: torch is too old to sum gradients of which only some ranks have all.
@@ -42,7 +50,6 @@ def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool = 
     # through the same layers.
     policy.model.enable_input_require_grads()
     settings: dict[str, Any] = {
-        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if dtype is torch.float32 else dtype,
             reduce_dtype=torch.float32,
@@ -51,9 +58,12 @@ def shard(policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool = 
     }
     if offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    if groups is not None:
+        for experts in divide_experts(policy, groups):
+            fully_shard(experts, mesh=groups.mesh, **settings)
     for layer in policy.text_layers:
-        fully_shard(layer, **settings)
-    fully_shard(policy, **settings)
+        fully_shard(layer, mesh=mesh, **settings)
+    fully_shard(policy, mesh=mesh, **settings)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -68,17 +78,28 @@ def forget_gathered(policy: Any) -> None:
             module.reshard()
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor. Every rank must ask for the same tensors in the same order."""
-    return full_like(local_shard(tensor), tensor)
+def full_shape(tensor: torch.Tensor, groups: ExpertGroups | None) -> tuple[int, ...]:
+    """Return the shape of `full_tensor`, without asking other ranks."""
+    shape = tuple(tensor.shape)
+    return (groups.size * shape[0], *shape[1:]) if groups is not None and groups.are_of(tensor) else shape
 
 
-def row_mesh(parameter: torch.Tensor) -> DeviceMesh | None:
+def full_tensor(tensor: torch.Tensor, groups: ExpertGroups | None = None) -> torch.Tensor:
+    """Return all of a tensor. Every rank must ask for the same tensors in the same order.
+
+    Args:
+        tensor: A parameter, or one shaped and sharded like it.
+        groups: Those that the policy was sharded with.
+    """
+    return full_like(local_shard(tensor), tensor, groups)
+
+
+def row_mesh(parameter: torch.Tensor, groups: ExpertGroups | None = None) -> DeviceMesh | None:
     """Return the ranks that share the rows of a parameter, of which each rank holds as `held_rows` says.
 
-    None: no other rank has rows of it, or shards are not rows.
+    None: no other rank has rows of it, shards are not rows, or other ranks have other experts of it.
     """
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or (groups is not None and groups.are_of(parameter)):
         return None
     mesh = parameter.device_mesh
     sharded = [number for number, placement in enumerate(parameter.placements) if placement != Replicate()]
@@ -107,7 +128,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def full_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def full_like(shard: torch.Tensor, parameter: torch.Tensor, groups: ExpertGroups | None) -> torch.Tensor:
     """Return all of a tensor of which every rank holds the shard that it holds of `parameter`."""
     if isinstance(parameter, DTensor):
         placed = DTensor.from_local(
@@ -118,13 +139,16 @@ def full_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        return placed.full_tensor()
+        whole: torch.Tensor = placed.full_tensor()
+        return groups.gathered(whole) if groups is not None and groups.are_of(parameter) else whole
     return shard
 
 
-def local_shard_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def local_shard_like(tensor: torch.Tensor, parameter: torch.Tensor, groups: ExpertGroups | None) -> torch.Tensor:
     """Return of a tensor, which every rank has, the shard that this rank holds of `parameter`."""
     if isinstance(parameter, DTensor):
+        if groups is not None and groups.are_of(parameter):
+            tensor = groups.own(tensor)
         placed = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return local_shard(placed).clone()
     return tensor

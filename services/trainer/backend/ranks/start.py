@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError
+from penstock.model.families.experts import num_experts
 from services.trainer.backend.base import SupervisedBackend, TrainBackend
 from services.trainer.backend.device import resolve_device
 from services.trainer.backend.in_process import InProcessBackend
@@ -22,6 +23,7 @@ from services.trainer.backend.ranks.processes import RankProcesses
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.config import BackendConfig
+from services.trainer.expert_parallel import require_divisible
 
 OwnT = TypeVar("OwnT", InProcessBackend, InProcessSupervisedBackend)
 
@@ -43,7 +45,7 @@ def open_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> TrainBackend:
 
     Raises:
         ConfigError: torchrun has started another number of ranks, there are fewer GPUs than ranks, or the ranks cannot
-            be divided into replicas.
+            be divided into replicas, or the model's experts among them.
     """
     size = _num_started(num_ranks)
     _require_divisible(backend, size)
@@ -65,7 +67,7 @@ def open_supervised_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> Supe
 
     Raises:
         ConfigError: torchrun has started several ranks, there are fewer GPUs than ranks, or the ranks cannot be
-            divided into replicas.
+            divided into replicas, or the model's experts among them.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
@@ -94,6 +96,8 @@ def _started(
 
 
 def _require_divisible(backend: Mapping[str, Any], num_ranks: int) -> None:
+    expert_parallel = backend.get("expert_parallel", 1)
+    require_divisible(expert_parallel, num_ranks=num_ranks, num_experts=num_experts(backend["model_path"]))
     num_replicas = backend.get("hsdp_replicas", 1)
     if num_ranks % num_replicas:
         raise ConfigError(

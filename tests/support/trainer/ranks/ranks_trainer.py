@@ -4,7 +4,8 @@
 
 Commands, a line each, or in COMMANDS separated by semicolons: `load [CHECKPOINT]`, `step SEED`, `begin`, `save FOLDER`,
 `checkpoint FOLDER STEP PAUSE_S`, `meet`, `close`. Each is answered with a line of JSON; the first line, before any, is
-the pids of the ranks that it has started. Under torchrun it is one of the ranks.
+the pids of the ranks that it has started. Under torchrun it is one of the ranks. They divide the experts of a mixture
+among all of them.
 """
 
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 from torch.distributed import distributed_c10d
 
 from penstock.config import LogConfig
+from penstock.model.families.experts import num_experts
 from penstock.telemetry import log
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
@@ -40,6 +42,7 @@ def main(model: Path, num_ranks: int, silence_s: float, commands: Iterable[str])
         "seed": 0,
         "temperature": 1.0,
         "adam_eps": 1e-3,
+        "expert_parallel": num_ranks if num_experts(model) else 1,
     }
     if is_follower():
         follow_torchrun(arguments, num_ranks=num_ranks)

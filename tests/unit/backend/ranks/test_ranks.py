@@ -35,6 +35,7 @@ def backend_of(ranks: Ranks, path: Path, checkpoint: Path | None = None, **setti
     """One that has loaded the model, or a checkpoint. `algorithm` is that; other settings are the trainer's."""
     num_replicas = settings.pop("hsdp_replicas", 1)
     algorithm = AlgorithmConfig.model_validate(settings.pop("algorithm", {}))
+    expert_parallel = settings.pop("expert_parallel", 1)
     optimizer = OptimizerConfig(**({"learning_rate": 1e-3} | settings.pop("optimizer", {})))
     config = BackendConfig(device="cpu", optimizer=optimizer, **settings)
     backend = InProcessBackend(
@@ -45,6 +46,7 @@ def backend_of(ranks: Ranks, path: Path, checkpoint: Path | None = None, **setti
         temperature=1.0,
         adam_eps=1e-3,
         hsdp_replicas=num_replicas,
+        expert_parallel=expert_parallel,
         ranks=ranks,
     )
     backend.load(checkpoint)

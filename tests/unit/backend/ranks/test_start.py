@@ -10,6 +10,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.ranks.start import is_follower, open_ranks, open_supervised_ranks, prepare_device
 from services.trainer.config import BackendConfig, TrainerConfig
+from tests.support.trainer.families import random_qwen3_vl_moe, write_model
 
 
 def arguments(path: Path) -> dict[str, object]:
@@ -61,3 +62,24 @@ def test_ranks_that_cannot_be_divided_into_replicas_are_refused(tiny_model_path:
         TrainerConfig(ranks=4, hsdp_replicas=3)
     assert TrainerConfig(ranks=1, hsdp_replicas=3).num_shards == 1
     assert TrainerConfig(ranks=6, hsdp_replicas=3).num_shards == 2
+
+
+def test_experts_that_ranks_cannot_divide_are_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Before any rank is started, in both kinds of training."""
+    mixture = arguments(write_model(random_qwen3_vl_moe(), tmp_path / "mixture"))
+    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 4 does not divide the model's 6 experts"):
+        open_ranks(mixture | {"expert_parallel": 4}, num_ranks=4)
+    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 3 does not divide the trainer's ranks"):
+        open_ranks(mixture | {"expert_parallel": 3}, num_ranks=2)
+    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2 does not divide .* of which there is 1"):
+        open_ranks(mixture | {"expert_parallel": 2}, num_ranks=1)
+    dense = {"model_path": tiny_model_path, "config": BackendConfig(device="cpu"), "seed": 0}
+    with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2 is for mixtures of experts"):
+        open_supervised_ranks(dense | {"expert_parallel": 2}, num_ranks=2)
+
+
+@pytest.mark.parametrize("other", [{"hsdp_replicas": 2}, {"optimizer": {"offload": True}}])
+def test_what_expert_parallelism_does_not_go_with_is_refused(other: dict[str, object]) -> None:
+    """By both settings, when the recipe is read."""
+    with pytest.raises(pydantic.ValidationError, match=r"expert_parallel = 2 does not go with .* leave one of them out"):
+        TrainerConfig.model_validate({"ranks": 4, "expert_parallel": 2, **other})

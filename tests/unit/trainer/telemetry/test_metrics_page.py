@@ -10,6 +10,7 @@ from services.trainer.admission.group_state import GroupCounts
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.config import TrainerConfig
 from services.trainer.flow.filter_tally import Interval
 from services.trainer.telemetry.episode_metrics import describe_episodes
@@ -22,6 +23,7 @@ from services.trainer.telemetry.step_metrics import (
     describe_push,
 )
 from services.trainer.weight_sync.push_report import PushReport
+from tests.support.trainer.families import random_qwen3_moe, write_model
 from tests.support.trainer.groups import IMAGES, make_group, picture
 from tests.support.trainer.read_groups import reader_of
 
@@ -66,6 +68,25 @@ def test_every_metric_is_explained(tiny_model_path: Path, algorithm: dict[str, o
     row |= describe_push(report, num_live_replicas=1)
     row |= StepClock().seconds()
     row |= describe_groups(GroupCounts(), num_duplicate=0, num_unreadable=0)
+    patterns = explained()
+    assert [name for name in row if not any(pattern.fullmatch(name) for pattern in patterns)] == []
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_every_metric_of_a_mixture_is_explained(tmp_path: Path, supervised: bool) -> None:
+    """Those of its routers, in both kinds of training."""
+    path = write_model(random_qwen3_moe(), tmp_path / "mixture")
+    group = reader_of(path).read(make_group(path, index=0, rewards=(1.0, 0.0), version=1), IMAGES)
+    config = TrainerConfig.model_validate({"device": "cpu"})
+    if supervised:
+        learner = InProcessSupervisedBackend(path, config, seed=0)
+        learner.load(None)
+        row = learner.step(list(group.sequences))
+    else:
+        backend = InProcessBackend(path, config, AlgorithmConfig(), seed=0, temperature=1.0)
+        backend.load(None)
+        row = take_step(backend, [[group]], 2)
+    assert {"max_vio_mean", "max_vio_max", "unused_expert_fraction"} <= row.keys()
     patterns = explained()
     assert [name for name in row if not any(pattern.fullmatch(name) for pattern in patterns)] == []
 
