@@ -81,5 +81,7 @@ def test_experts_that_ranks_cannot_divide_are_refused(tiny_model_path: Path, tmp
 @pytest.mark.parametrize("other", [{"hsdp_replicas": 2}, {"optimizer": {"offload": True}}])
 def test_what_expert_parallelism_does_not_go_with_is_refused(other: dict[str, object]) -> None:
     """By both settings, when the recipe is read."""
-    with pytest.raises(pydantic.ValidationError, match=r"expert_parallel = 2 does not go with .* leave one of them out"):
+    with pytest.raises(
+        pydantic.ValidationError, match=r"expert_parallel = 2 does not go with .* leave one of them out"
+    ):
         TrainerConfig.model_validate({"ranks": 4, "expert_parallel": 2, **other})
