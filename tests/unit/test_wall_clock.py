@@ -18,6 +18,11 @@ _READERS = {
     "services/router/frontends/openai/recording.py",
     "services/router/frontends/openai/responses.py",
     "services/trainer/starting_point.py",
+    # Stamps of rows, kept groups and spans, which are compared with those of samples; and the age of a file.
+    "services/trainer/telemetry/episodes/log.py",
+    "services/trainer/telemetry/metrics_log.py",
+    "services/trainer/telemetry/trace.py",
+    "services/view/summary.py",
 }
 _WALL_CLOCK = {
     *(("time", name) for name in ("time", "time_ns", "localtime", "gmtime", "strftime", "ctime")),

@@ -68,10 +68,11 @@ async def test_a_display_that_fails_does_not_end_the_run(tmp_path: Path) -> None
     """The launcher's log says why nothing more is shown."""
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
-    program = "import sys; open(sys.argv[1], 'w').write('no row\\n'); sys.stdin.read(); import signal; signal.pause()"
+    row = '{"step": 1, "reward_mean": "much"}\n'
+    program = "import sys; open(sys.argv[1], 'w').write(sys.argv[2]); sys.stdin.read(); import signal; signal.pause()"
     trainer = ProcessSpec(
         name="trainer",
-        command=[sys.executable, "-c", program, str(folder.metrics_file)],
+        command=[sys.executable, "-c", program, str(folder.metrics_file), row],
         environment=dict(os.environ),
         phase=StopPhase.WORK,
         ends_run=True,

@@ -65,7 +65,11 @@ def test_refuses_another_model_and_another_history(run: RecordedRun, tiny_model_
     before_second = start_of(run, 2, model_path=MODEL, scratch=tmp_path)
     store = CheckpointStore(run.path / "checkpoints", keep=1)
     own = shutil.ignore_patterns("manifest.json", "state.json")
-    store.save(2, {}, lambda folder: shutil.copytree(before_second.path, folder, ignore=own, dirs_exist_ok=True))
+
+    def copy(folder: Path) -> None:
+        shutil.copytree(before_second.path, folder, ignore=own, dirs_exist_ok=True)
+
+    store.save(2, {}, copy)
     with pytest.raises(SetupError, match="is a checkpoint of another history than step 3"):
         start_of(run, 3, model_path=MODEL, scratch=tmp_path)
 

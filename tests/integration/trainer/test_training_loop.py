@@ -96,7 +96,7 @@ async def open_controller(
 ) -> Controller:
     """Take the trainer's lock."""
     lock = await claim(bus, "trainer", ttl_s=0.2)
-    backend: Any = SimpleNamespace(save=lambda path: (path / "model").mkdir())
+    backend: Any = SimpleNamespace(save=lambda path, on_copied: (path / "model").mkdir())
     position = Position(num_steps=10, step=7, version=7, announced_version=7)
     ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=0, groups_per_step=groups_per_step))
     progress = Progress(run_id="run", num_steps=10)
