@@ -68,7 +68,7 @@ async def test_a_display_that_fails_does_not_end_the_run(tmp_path: Path) -> None
     """The launcher's log says why nothing more is shown."""
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
-    row = '{"step": 1, "reward_mean": "much"}\n'
+    row = '{"step": 1, "num_steps": 1, "loss": 0.0, "staleness_mean": "much"}\n'
     program = "import sys; open(sys.argv[1], 'w').write(sys.argv[2]); sys.stdin.read(); import signal; signal.pause()"
     trainer = ProcessSpec(
         name="trainer",
