@@ -70,7 +70,7 @@ def test_equals_all_logits_at_once(dtype: torch.dtype, tolerance: float, use: st
     given = inputs(dtype, bias=bias)
     ours, theirs = token_logprobs(**given), plain(given)
     assert ours.entropy_N.max() > 1
-    torch.testing.assert_close(tuple(ours), theirs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours[:2], theirs, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(
         gradients(given, ours, use), gradients(given, theirs, use), rtol=10 * tolerance, atol=10 * tolerance
     )
@@ -83,7 +83,7 @@ def test_the_gradient_is_that_of_differences() -> None:
     leaves = {name: given.pop(name) for name in ("hidden_NH", "weight_VH", "bias_V")}
 
     def outputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(token_logprobs(**dict(zip(leaves, tensors, strict=True)), **given))
+        return token_logprobs(**dict(zip(leaves, tensors, strict=True)), **given)[:2]
 
     assert torch.autograd.gradcheck(outputs, tuple(leaves.values()), fast_mode=True)
 
@@ -169,4 +169,4 @@ def test_a_float32_head_rounds_what_it_reads_and_not_what_it_computes() -> None:
 def test_a_float32_head_changes_nothing_in_float32() -> None:
     """Every bit is the same."""
     given = inputs(torch.float32)
-    assert all(map(torch.equal, token_logprobs(**given, float32_head=True), token_logprobs(**given)))
+    assert all(map(torch.equal, token_logprobs(**given, float32_head=True)[:2], token_logprobs(**given)[:2]))
