@@ -39,6 +39,8 @@ class Ranks:
     """Group of the threads that write a checkpoint beside the commands."""
     _expert_groups: dict[int, ExpertGroups] = field(default_factory=dict, compare=False)
     """Those that were formed, by their size."""
+    _replicated: dict[int, Any] = field(default_factory=dict, compare=False)
+    """Meshes with replicas that were formed, by the number of replicas."""
 
     @classmethod
     def join(cls, store: dist.Store, *, rank: int, size: int, device: torch.device) -> Self:
@@ -59,6 +61,9 @@ class Ranks:
     def replicated(self, num_replicas: int) -> Self:
         """Return the same ranks in groups that each hold shards of all weights. All ranks must call this together.
 
+        Each mesh is formed once: torch takes equal meshes for one and caches what it derives from them, so parameters
+        on a second one would be in the groups of the first, on some ranks or on all.
+
         Args:
             num_replicas: How many groups; it divides the number of ranks.
         """
@@ -66,9 +71,12 @@ class Ranks:
             return self
         from torch.distributed.device_mesh import init_device_mesh
 
-        shape = (num_replicas, self.size // num_replicas)
-        mesh = init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
-        return replace(self, mesh=mesh, num_replicas=num_replicas)
+        if num_replicas not in self._replicated:
+            shape = (num_replicas, self.size // num_replicas)
+            self._replicated[num_replicas] = init_device_mesh(
+                self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard")
+            )
+        return replace(self, mesh=self._replicated[num_replicas], num_replicas=num_replicas)
 
     def expert_groups(self, size: int) -> ExpertGroups | None:
         """Return this rank's groups of expert parallelism; None if a rank owns all experts.

@@ -264,3 +264,18 @@ def test_bfloat16_is_gathered_and_summed_in_float32(pool: RankPool, tiny_model_p
         for ours, theirs in zip(alone[1], metrics, strict=True):
             assert theirs["loss"] == pytest.approx(ours["loss"], abs=0.02)
             assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=0.1)
+
+
+def groups_of_weights(ranks: Ranks, path: Path) -> tuple[set[str], str]:
+    """The groups that hold all shards of a backend's weights, and the one that it was given."""
+    model = backend_of(ranks, path, hsdp_replicas=2).policy.model
+    meshes = [parameter.device_mesh for parameter in model.parameters()]
+    given = ranks.replicated(2).mesh
+    return {mesh.get_group("shard").group_name for mesh in meshes}, given.get_group("shard").group_name
+
+
+def test_replicas_that_are_formed_again_are_the_same_groups(pool: RankPool, tiny_model_path: Path) -> None:
+    """torch takes equal meshes for one, so weights could be in the groups of another one, not the same on all ranks."""
+    for _ in range(2):
+        for of_weights, given in pool.run(groups_of_weights, tiny_model_path):
+            assert of_weights == {given}
