@@ -1,6 +1,7 @@
 """Sends shards to the rank that writes the whole tensor, in rounds in which every rank receives one.
 
-So a checkpoint passes each rank's link once and lies in each host's memory once, however many ranks there are.
+So a checkpoint passes each rank's link once and lies in each host's memory once, however many ranks there are. Divided
+experts are the exception: every rank gathers them, one tensor at a time, and their owner keeps them.
 """
 
 from collections.abc import Mapping

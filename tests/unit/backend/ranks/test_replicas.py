@@ -11,7 +11,8 @@ from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from tests.support.trainer.checkpoints import tensors_of
 from tests.support.trainer.families import MIXTURES, heard, write_model
 from tests.support.trainer.ranks.rank_pool import RankPool
-from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, steps_of, trained, weights_of
+from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, trained, weights_of
+from tests.unit.backend.ranks.test_sharded_checkpoints import saved
 
 _REPLICAS = {"hsdp_replicas": 2}
 
@@ -55,35 +56,28 @@ def test_replicas_take_the_steps_of_one_with_a_mixture_of_experts(pool: RankPool
         assert_same(alone, together)
 
 
-def saved(
-    ranks: Ranks, path: Path, num_replicas: int, checkpoint: Path | None, folder: Path, seeds: list[int]
+def saved_by_replicas(
+    ranks: Ranks, path: Path, num_replicas: int, checkpoint: Path | None, folder: Path, seed: int
 ) -> tuple[str, int]:
-    """The digest of the weights after some steps from a checkpoint, of which all write another; and its own files."""
-    algorithm = {"kl": {"kind": "k3", "refresh": "ema", "refresh_every": 1, "ema_weight": 0.5}}
-    backend = backend_of(ranks, path, checkpoint, algorithm=algorithm, hsdp_replicas=num_replicas)
-    steps_of(backend, path, seeds)
-    if ranks.rank == 0:
-        folder.mkdir()
-    ranks.gather(None)
-    written = backend.save(folder)
-    ranks.gather(None)
-    return backend.digests().weights, sum(file.endswith(".safetensors") for file in written)
+    """The digest of the weights after a step, and how many weight files this rank wrote."""
+    digest, files = saved(ranks, path, checkpoint, folder, [seed], hsdp_replicas=num_replicas)
+    return digest, sum(file.endswith(".safetensors") for file in files)
 
 
 def test_replicas_write_each_tensor_once_and_any_ranks_go_on(
     pool: RankPool, tiny_model_path: Path, tmp_path: Path
 ) -> None:
     """All four write a share, replicas are equal to the last bit, and the number of replicas may change."""
-    answers = pool.run(saved, tiny_model_path, 2, None, tmp_path / "two", [0])
+    answers = pool.run(saved_by_replicas, tiny_model_path, 2, None, tmp_path / "two", 0)
     assert len({digest for digest, _ in answers}) == 1
     assert all(num_files for _, num_files in answers)
-    saved(ALONE, tiny_model_path, 1, tmp_path / "two", tmp_path / "two one", [1])
-    saved(ALONE, tiny_model_path, 1, None, tmp_path / "one one", [0, 1])
+    saved(ALONE, tiny_model_path, tmp_path / "two", tmp_path / "two one", [1])
+    saved(ALONE, tiny_model_path, None, tmp_path / "one one", [0, 1])
     expected = tensors_of(tmp_path / "one one/model")
     assert_same((expected, []), (tensors_of(tmp_path / "two one/model"), []))
     for replicas in (1, 2, 4):
         way = tmp_path / f"two {replicas}-fold"
-        pool.run(saved, tiny_model_path, replicas, tmp_path / "two", way, [1])
+        pool.run(saved_by_replicas, tiny_model_path, replicas, tmp_path / "two", way, 1)
         assert_same((expected, []), (tensors_of(way / "model"), []))
     straight = weights_of(backend_of(ALONE, tiny_model_path, tmp_path / "one one"))
     assert all(torch.equal(expected[name], weight) for name, weight in straight.items())

@@ -26,9 +26,14 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-def saved(ranks: Ranks, path: Path, checkpoint: Path | None, folder: Path, seeds: list[int]) -> tuple[str, list[str]]:
-    """The digest of the weights after some steps from a checkpoint, of which all write another; and whose files."""
-    backend = backend_of(ranks, path, checkpoint, algorithm=_ALGORITHM)
+def saved(
+    ranks: Ranks, path: Path, checkpoint: Path | None, folder: Path, seeds: list[int], **settings: int
+) -> tuple[str, list[str]]:
+    """The digest of the weights after some steps from a checkpoint, of which all write another; and this rank's files.
+
+    `settings` are the trainer's.
+    """
+    backend = backend_of(ranks, path, checkpoint, algorithm=_ALGORITHM, **settings)
     steps_of(backend, path, seeds)
     if ranks.rank == 0:
         folder.mkdir()
@@ -201,3 +206,30 @@ def test_every_rank_receives_at_most_one_tensor_in_a_round() -> None:
     """And its own in their order."""
     owners = {"a": 0, "b": 0, "c": 1, "d": 0, "e": 2}
     assert list(rounds_of_owners(owners)) == [("a", "c", "e"), ("b",), ("d",)]
+
+
+def saved_with_divided_experts(ranks: Ranks, path: Path, checkpoint: Path | None, folder: Path, seed: int) -> str:
+    """The digest of the weights after a step, of ranks of which each has half of the experts."""
+    digest, _ = saved(ranks, path, checkpoint, folder, [seed], expert_parallel=2)
+    return digest
+
+
+def test_checkpoints_of_divided_experts_are_those_of_one_rank(pool: RankPool, tmp_path: Path) -> None:
+    """One rank goes on from theirs, and they from one rank's, as if nothing had been saved in between."""
+    path = write_model(heard(MIXTURES["qwen3_moe"](), std_of_embedding=0.3), tmp_path / "mixture")
+    saved(ALONE, path, None, tmp_path / "straight", [0, 1])
+    pool.run(saved_with_divided_experts, path, None, tmp_path / "many", 0)
+    saved(ALONE, path, tmp_path / "many", tmp_path / "many, one", [1])
+    saved(ALONE, path, None, tmp_path / "one", [0])
+    digests = pool.run(saved_with_divided_experts, path, tmp_path / "one", tmp_path / "one, many", 1)
+    assert len(set(digests)) == 1
+    expected, averages = tensors_of(tmp_path / "straight" / "model"), averages_of(tmp_path / "straight")
+    for way in ("many, one", "one, many"):
+        found = tensors_of(tmp_path / way / "model")
+        assert found.keys() == expected.keys()
+        assert_same((expected, []), (found, []))
+        of_way = averages_of(tmp_path / way)
+        assert of_way.keys() == averages.keys()
+        for name, of_weight in averages.items():
+            for kind, value in of_weight.items():
+                torch.testing.assert_close(of_way[name][kind], value, rtol=1e-3, atol=1e-6)
