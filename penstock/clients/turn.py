@@ -130,16 +130,15 @@ class RetryBudget:
         self._max_in_a_row = max_in_a_row
         self._num_failed = 0
         self._num_in_a_row = 0
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether the turn may be what breaks replicas: the last one failed it without a token."""
-        return self._num_in_a_row > 0
+        self.is_suspect = False
+        """Whether the turn may be what breaks replicas: the last one broke without giving it a token."""
 
     def count(self, error: PenstockError, *, has_progressed: bool) -> None:
         """Count an attempt that failed with `error`; return if the turn should continue elsewhere.
 
-        An attempt that no replica received, or that the replica rejected, does not count against the turn.
+        An attempt that no replica received, or that the replica rejected, does not count against the turn. A crash in a
+        replica that lives on may be the turn's fault or the replica's, so others are tried; but the turn broke nothing,
+        so it is not poison.
 
         Args:
             error: The failure.
@@ -147,15 +146,19 @@ class RetryBudget:
 
         Raises:
             PoisonError: enough replicas failed; the turn may be what breaks them.
-            PenstockError: `error`, because another replica would fail in the same way.
+            PenstockError: `error`, because another replica would fail in the same way, or because enough did.
         """
         if isinstance(error, UnreachableError | OverloadedError | NotReadyError):
             return
-        if not isinstance(error, UnavailableError):
+        is_crash = type(error) is PenstockError
+        if not isinstance(error, UnavailableError) and not is_crash:
             raise error
         self._num_failed += 1
         self._num_in_a_row = 0 if has_progressed else self._num_in_a_row + 1
+        self.is_suspect = self._num_in_a_row > 0 and not is_crash
         if self._num_in_a_row >= self._max_in_a_row or self._num_failed >= _MAX_FAILURES_FACTOR * self._max_in_a_row:
+            if is_crash:
+                raise error
             raise PoisonError(f"given up after {self._num_failed} replicas failed; the last: {error}") from None
 
 

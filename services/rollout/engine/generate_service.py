@@ -11,6 +11,7 @@ from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError
 from penstock.rpc.server import deadline_s
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.crash_streak import CrashStreak
 from services.rollout.engine.generation import Generation, TopIds
 from services.rollout.engine.image_source import ImageSource
 from services.rollout.engine.prompt import CheckedRequest
@@ -42,6 +43,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         receiver: WeightReceiver,
         view: ReplicaView,
         images: ImageSource,
+        crashes: CrashStreak,
     ) -> None:
         """Generate with `engine` while `receiver` holds sound weights; `images` finds images by hash."""
         self._config = config
@@ -49,13 +51,16 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         self._engine = engine
         self._receiver = receiver
         self._view = view
+        self._crashes = crashes
         self._num_calls = 0
 
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> generate_pb2.GenerateResponse:  # noqa: N802 - the contract's name
         """Play one turn."""
         with self._admitted(request):
             async with asyncio.timeout(deadline_s(context, default=_REQUEST_DEADLINE_S)):
-                return self._respond(await self._engine.generate(await self._check(request)))
+                generation = await self._engine.generate(await self._check(request))
+        self._crashes.note_answer()
+        return self._respond(generation)
 
     async def GenerateStream(  # noqa: N802 - the contract's name
         self, request: generate_pb2.GenerateRequest, context: Context
@@ -75,6 +80,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                         part = await anext(parts, None)
                     if part is None:
                         return
+                    self._crashes.note_answer()
                     yield self._chunk(part)
 
     @contextmanager
@@ -82,7 +88,8 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         self._admit(request)
         self._num_calls += 1
         try:
-            yield
+            with self._crashes.counting():
+                yield
         finally:
             self._num_calls -= 1
 

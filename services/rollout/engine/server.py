@@ -1,7 +1,7 @@
 """Life of a rollout engine: start SGLang, serve, hold a lease, drain.
 
-SGLang starts first: it forks, so no other thread may run yet. If one of its processes dies, this process drops its
-lease and ends with an error, so that its supervisor restarts it.
+SGLang starts first: it forks, so no other thread may run yet. If one of its processes dies, or call after call crashes,
+this process drops its lease and ends with an error, so that its supervisor restarts it.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from penstock.runtime.security import Security
 from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from services.rollout.engine import disaggregation, settings
 from services.rollout.engine.config import MAX_PUSH_S, EngineSettings, RolloutConfig
+from services.rollout.engine.crash_streak import CrashStreak
 from services.rollout.engine.drain import Drain
 from services.rollout.engine.generate_service import GenerateServicer
 from services.rollout.engine.image_source import ImageSource
@@ -50,12 +51,14 @@ class EngineServer:
     view: ReplicaView
     drain: Drain
     images: ImageSource
+    crashes: CrashStreak
     changed: asyncio.Event
     """Set on every change that the lease must announce at once."""
 
     async def end_service(self, grace_s: float) -> None:
-        """Drain, without grace if the engine died."""
-        await self.drain.run(0.0 if self.engine.died.is_set() else grace_s)
+        """Drain, without grace if the engine died or is useless."""
+        has_failed = self.engine.died.is_set() or self.crashes.is_useless.is_set()
+        await self.drain.run(0.0 if has_failed else grace_s)
 
 
 async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
@@ -63,7 +66,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
 
     Raises:
         SetupError: NATS is out of reach, a port is in use, or SGLang does not start.
-        UnavailableError: one of SGLang's processes died.
+        UnavailableError: one of SGLang's processes died, or call after call crashed.
     """
     # This and the bus are checked before a minute of loading.
     require_free_port(settings.network.host, settings.rollout.port, key="rollout.port")
@@ -92,12 +95,13 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
                         tasks.create_task(_renew_on_change(server, lease)),
                         tasks.create_task(_follow_load(server)),
                     ]
-                    await _until_any((stop, server.engine.died))
+                    await _until_any((stop, server.engine.died, server.crashes.is_useless))
                     await server.end_service(settings.run.grace_s)  # while the lease announces it
                     for task in keeping:
                         task.cancel()
             if server.engine.died.is_set():
                 raise UnavailableError("the engine died: one of SGLang's processes ended; start the engine again")
+            server.crashes.require_useful()
 
 
 @asynccontextmanager
@@ -129,7 +133,7 @@ async def running(
     )
     # After SGLang's fork: a gRPC server starts threads.
     view = ReplicaView(config, engine, receiver)
-    images = ImageSource()
+    images, crashes = ImageSource(), CrashStreak()
     server = RpcServer(host=network.host, port=config.port, key="rollout.port", security=security)
 
     async def begin_drain() -> None:
@@ -140,7 +144,7 @@ async def running(
     drain = Drain(engine, begin_drain)
     server.add(
         generate_pb2_grpc.add_GenerateServiceServicer_to_server,
-        GenerateServicer(config, engine, receiver, view, images),
+        GenerateServicer(config, engine, receiver, view, images, crashes),
         service_name(generate_pb2.DESCRIPTOR, "GenerateService"),
     )
     server.add(
@@ -153,7 +157,7 @@ async def running(
         port = await server.start()
         view.listens(network.advertised, port)
         log.info("engine.serving", replica_id=view.replica_id, address=view.address)
-        running_server = EngineServer(engine, receiver, view, drain, images, changed)
+        running_server = EngineServer(engine, receiver, view, drain, images, crashes, changed)
         try:
             yield running_server
         finally:

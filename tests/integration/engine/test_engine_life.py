@@ -22,6 +22,7 @@ from penstock.config import BusConfig
 from penstock.errors import UnavailableError
 from penstock.testing.engine_process import EngineProcess, engine_process, log_events
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
+from services.rollout.engine.crash_streak import MAX_IN_A_ROW
 from tests.support.waiting import HANG_S, promptly, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -217,12 +218,46 @@ async def test_a_killed_engine_leaves_no_orphans(tiny_model_path: Path, nats_url
         await until(lambda: not any(_runs(pid) for pid in children))
 
 
-async def test_a_setting_of_sglang_reaches_it(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
-    """Without its radix cache, a prompt that was just computed is computed again."""
-    prompt = generate_pb2.GenerateRequest(input_ids=list(range(1, 101)), sampling=_request(2).sampling)
-    async with engine_process(tiny_model_path, nats_url, tmp_path, sglang={"disable_radix_cache": True}) as engine:
-        answers = [await engine.generation.Generate(prompt, timeout=60) for _ in range(2)]
-        assert [answer.usage.num_cached_tokens for answer in answers] == [0, 0]
+_CRASHING = """
+from services.rollout.engine import crash_streak, generation
+
+read = generation.read_generation
+
+def crash(response, **arguments):
+    if response["meta_info"]["prompt_tokens"] == 13:
+        raise KeyError("output_token_logprobs")
+    return read(response, **arguments)
+
+generation.read_generation = crash
+crash_streak.CrashStreak.__init__.__kwdefaults__["min_s"] = 0.0
+"""
+"""Read by the interpreter before the engine's own modules: its calls with 13 prompt tokens crash."""
+
+
+async def test_an_engine_that_only_crashes_ends(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
+    """Each caller learns what crashed; the last one's engine ends with that error, exit code 1 and no lease left, so
+    that its supervisor starts it again. Crashes between answers are borne. (The same engine, to start one less: without
+    SGLang's radix cache, a prompt that was just computed is computed again.)"""
+    (tmp_path / "sitecustomize.py").write_text(_CRASHING)
+    environment = {"PYTHONPATH": str(tmp_path)}
+    sound = generate_pb2.GenerateRequest(input_ids=list(range(1, 101)), sampling=_request(2).sampling)
+    crashing = generate_pb2.GenerateRequest(input_ids=list(range(1, 14)), sampling=_request(2).sampling)
+    async with (
+        engine_process(
+            tiny_model_path, nats_url, tmp_path, environment=environment, sglang={"disable_radix_cache": True}
+        ) as engine,
+        connect(BusConfig(url=nats_url), run=tmp_path.name) as bus,
+        watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
+    ):
+        for _ in range(2):
+            answer = await engine.generation.Generate(sound, timeout=60)
+            assert answer.usage.num_cached_tokens == 0
+            for _ in range(MAX_IN_A_ROW - 1):
+                assert await _code_of(engine.generation.Generate(crashing, timeout=60)) is grpc.StatusCode.INTERNAL
+        assert await _code_of(engine.generation.Generate(crashing, timeout=60)) is grpc.StatusCode.INTERNAL
+        assert await promptly(engine.process.wait()) == 1
+        assert "answered none; the last: KeyError: 'output_token_logprobs'" in engine.log.read_text()
+        assert not watch.values
 
 
 async def test_a_taken_port_is_said_at_once(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:

@@ -37,9 +37,21 @@ def test_enough_failures_in_a_row_end_the_turn_for_good() -> None:
         budget.count(UnavailableError("crashed"), has_progressed=True)
 
 
-@pytest.mark.parametrize("error", [InvalidRequestError("no"), DeadlineError("late"), PenstockError("odd")])
+@pytest.mark.parametrize("error", [InvalidRequestError("no"), DeadlineError("late")])
 def test_what_would_be_the_same_elsewhere_ends_the_turn(error: PenstockError) -> None:
     """With that error."""
     with pytest.raises(type(error)) as caught:
         RetryBudget(3).count(error, has_progressed=True)
+    assert caught.value is error
+
+
+def test_a_crash_in_a_replica_is_tried_elsewhere_but_breaks_nothing() -> None:
+    """One faulty replica must not cost a group its turn. After enough of them the error is the turn's, and what it was
+    for may be delivered again."""
+    budget, error = RetryBudget(3), PenstockError("odd")
+    for _ in range(2):
+        budget.count(error, has_progressed=False)
+        assert not budget.is_suspect
+    with pytest.raises(PenstockError) as caught:
+        budget.count(error, has_progressed=False)
     assert caught.value is error
