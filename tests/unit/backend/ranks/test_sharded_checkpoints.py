@@ -26,6 +26,13 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    """Two ranks."""
+    with RankPool(2) as pool:
+        yield pool
+
+
 def saved(
     ranks: Ranks, path: Path, checkpoint: Path | None, folder: Path, seeds: list[int], **settings: int
 ) -> tuple[str, list[str]]:
@@ -74,7 +81,9 @@ def test_the_files_of_any_number_of_ranks_hold_the_same(pool: RankPool, tiny_mod
         assert sum(sizes) > 0.5 * total / len(answers)
 
 
-def test_a_checkpoint_is_of_no_number_of_ranks(pool: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_of_no_number_of_ranks(
+    pool: RankPool, two: RankPool, tiny_model_path: Path, tmp_path: Path
+) -> None:
     """What four have saved, one and two continue, and the other way round, as if nothing had been saved in between."""
     pool.run(saved, tiny_model_path, None, tmp_path / "by four", [0])
     answers = pool.run(saved, tiny_model_path, tmp_path / "by four", tmp_path / "four four", [1])
@@ -82,9 +91,8 @@ def test_a_checkpoint_is_of_no_number_of_ranks(pool: RankPool, tiny_model_path: 
     assert answers == pool.run(saved, tiny_model_path, None, tmp_path / "straight", [0, 1])
     assert_equal_files(tmp_path / "straight", tmp_path / "four four")
     saved(ALONE, tiny_model_path, tmp_path / "by four", tmp_path / "four one", [1])
-    with RankPool(2) as two:
-        two.run(saved, tiny_model_path, tmp_path / "by four", tmp_path / "four two", [1])
-        two.run(saved, tiny_model_path, None, tmp_path / "by two", [0])
+    two.run(saved, tiny_model_path, tmp_path / "by four", tmp_path / "four two", [1])
+    two.run(saved, tiny_model_path, None, tmp_path / "by two", [0])
     pool.run(saved, tiny_model_path, tmp_path / "by two", tmp_path / "two four", [1])
     saved(ALONE, tiny_model_path, None, tmp_path / "one one", [0, 1])
     expected = averages_of(tmp_path / "one one")
@@ -120,9 +128,9 @@ def written_after_the_next_update(ranks: Ranks, path: Path, folder: Path) -> tup
     )
 
 
-def test_shares_are_copies(pool: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
+def test_shares_are_copies(two: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """The next update may come while they are written: weights, averages and reference are of the moment before."""
-    for copied, updated, read in pool.run(written_after_the_next_update, tiny_model_path, tmp_path / "saved"):
+    for copied, updated, read in two.run(written_after_the_next_update, tiny_model_path, tmp_path / "saved"):
         assert copied == read != updated
 
 
