@@ -115,13 +115,15 @@ def require_same_rows(folder: Path, sets: Mapping[str, EvaluationSet], answers: 
     """Check that the answered rows have not changed.
 
     Raises:
-        ConfigError: a row's prompt, images or answer have changed.
+        ConfigError: a row's prompt, images, answer or terms have changed.
         DataError: a row is wrong.
     """
     for answer in answers:
         played = sets[answer.set_name]
         row = played.described(answer.row, played[answer.row])
         asked = msgspec.structs.replace(answer, samples=(), versions=None)
+        if not answer.terms:
+            row = msgspec.structs.replace(row, terms="")
         if msgspec.json.encode(asked) != msgspec.json.encode(row):
             raise ConfigError(
                 f"--resume {folder}: row {answer.row} of evaluation.sets.{answer.set_name} is not the one that was "

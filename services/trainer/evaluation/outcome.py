@@ -64,6 +64,9 @@ class PlayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[PlayedSample, ...]
     images: tuple[str, ...] = ()
     """Content hashes of the prompt's images."""
+    terms: str = ""
+    """Digest of the rest of the row that answers or verdicts may depend on: profile, environment, tools, variables of
+    the template, sampling, limits, further columns. Empty in files of earlier versions."""
     versions: tuple[int, int] | None = None
     """The oldest and the newest policy version of its tokens; None if nothing was played, or not by an engine."""
     error: str = ""

@@ -3,6 +3,7 @@
 Invariant: row i of a set is the same in every evaluation, whatever was played before.
 """
 
+import hashlib
 from typing import Final
 
 import msgspec
@@ -137,7 +138,22 @@ class EvaluationSet:
             golds=example.golds,
             samples=(),
             images=tuple(map(hash_of, example.images)),
+            terms=_digest_of_terms(example),
         )
+
+
+def _digest_of_terms(example: Example) -> str:
+    terms = (
+        example.profile,
+        example.environment,
+        example.tools,
+        dict(example.chat_template_kwargs),
+        example.max_new_tokens,
+        dict(example.sampling),
+        example.limits,
+        dict(example.extra),
+    )
+    return hashlib.sha256(msgspec.json.encode(terms, order="deterministic")).hexdigest()[:16]
 
 
 def open_sets(
