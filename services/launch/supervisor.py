@@ -167,7 +167,8 @@ class Supervisor:
                 raise ProcessFailedError(_describe_failure(child, how, num_recent))
             num_failures = 1 if child.age_s > _MAX_BACKOFF_S else num_failures + 1
             backoff_s = Backoff(self._first_backoff_s, _MAX_BACKOFF_S).after(num_failures)
-            self._report(f"{name} {how}; starting it again in {backoff_s:g} s")
+            why = " ".join((child.read_error() or "").split())
+            self._report(f"{name} {how}; starting it again in {backoff_s:g} s" + (f": {why}" if why else ""))
             child.state = State.RESTARTING
             with suppress(TimeoutError):
                 await asyncio.wait_for(child.stop_requested.wait(), backoff_s)
