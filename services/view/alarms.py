@@ -93,7 +93,7 @@ def _no_spread(rows: Sequence[Row]) -> Alarm | None:
         lambda row: row.get("zero_std_fraction", 0.0),
         0.9,
         "of groups have equal rewards and teach nothing",
-        "prompts are too easy or too hard for the policy: use data.pools, filters.equal_rewards or other data",
+        "prompts are too easy or too hard for the policy: use data.pools, filters.zero_variance or other data",
     )
 
 
@@ -172,7 +172,11 @@ def _not_kept(rows: Sequence[Row]) -> Alarm | None:
 
 
 def _restarted(rows: Sequence[Row]) -> Alarm | None:
-    starts = [later["step"] for row, later in pairwise(rows) if later.get("attempt", 1) > row.get("attempt", 1)]
+    starts = [
+        later["step"]
+        for row, later in pairwise(rows)
+        if later.get("trainer_start", 1) > row.get("trainer_start", 1)
+    ]
     if not starts:
         return None
     steps = ", ".join(map(str, starts[-3:]))

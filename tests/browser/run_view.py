@@ -49,7 +49,7 @@ async def browser() -> AsyncIterator[Browser]:
 def runs(tmp_path: Path) -> list[Path]:
     """Two runs; the second has a fault."""
     folders = [make_run(tmp_path / "first"), make_run(tmp_path / "second", max_staleness=2)]
-    write_rows(folders[1], [step_row(step, num_failed_groups=step, attempt=2) for step in range(31, 36)])
+    write_rows(folders[1], [step_row(step, num_failed_groups=step, trainer_start=2) for step in range(31, 36)])
     return folders
 
 

@@ -45,7 +45,7 @@ def step_row(step: int, **changes: Any) -> dict[str, Any]:
         "wait_s": 0.6,
         "trainer_idle_fraction": 0.4,
         "num_samples": 16,
-        "attempt": 1,
+        "trainer_start": 1,
         "elapsed_s": 2.0 * step,
         "time": "2026-01-01T00:00:00.000+00:00",
         **changes,

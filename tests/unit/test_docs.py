@@ -1,5 +1,6 @@
 """What the documents name exists: links, paths into the tree, and settings."""
 
+import ast
 import functools
 import re
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.reference import sections
+from penstock.v1 import generate_pb2
 from services.recipe import Recipe
 
 _ROOT = Path(__file__).parents[2]
@@ -22,6 +24,8 @@ _DOCUMENTS = sorted(
     for path in (_ROOT / "README.md", _ROOT / "CHANGELOG.md", *(_ROOT / "docs").rglob("*.md"))
 )
 
+_NO_SETTINGS = {"data.lengths", "model.visual", "model.language_model", "sampling.constraint.json_schema"}
+"""Modules of Python and of models, and a field of a request, whose names begin as sections do."""
 _NOT_IN_THE_TREE = {"deploy/.env"}
 """Files that users write."""
 
@@ -90,6 +94,22 @@ def _events() -> frozenset[str]:
     """The events that processes log, some of which begin as sections do."""
     files = (path for room in ("penstock", "services") for path in (_ROOT / room).rglob("*.py"))
     return frozenset(name for path in files for name in _EVENT.findall(path.read_text()))
+
+
+def test_the_settings_that_the_code_names_exist() -> None:
+    """In errors, warnings and docstrings: a remedy that names a setting of yesterday helps nobody."""
+    name = re.compile(rf"(?<![\w/.-])(?:{'|'.join({each.partition('.')[0] for each in _settings()})})(?:\.[a-z_0-9]+)+")
+    suffixes = {".json", ".jsonl", ".msgpack", ".pt", ".safetensors"}
+    fields = {f"sampling.{each.name}" for each in generate_pb2.SamplingParams.DESCRIPTOR.fields}
+    unknown = set()
+    for path in (each for room in ("penstock", "services") for each in (_ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named = {each for each in name.findall(node.value) if Path(each).suffix not in suffixes}
+                unknown |= {
+                    each for each in named - _events() - _NO_SETTINGS if not _is_known(each) and each not in fields
+                }
+    assert unknown == set()
 
 
 @pytest.mark.parametrize("document", _TABLES, ids=lambda path: path.name)

@@ -53,7 +53,7 @@ def _reason(metrics: Mapping[str, float]) -> str:
     if metrics["zero_std_fraction"] == 1:
         return (
             "all samples of each group have the same reward. Near its maximum the data are too easy; otherwise they "
-            "are too hard, or data.profile does not recognise the answers: read samples/ in the run's folder. "
+            "are too hard, or data.profile does not recognise the answers: read some, `penstock view RUN`. "
             "Groups with one judged sample are among them: see num_unjudged_samples in metrics.jsonl. "
             "filters.zero_variance = true passes over such groups, and a larger trainer.samples_per_group makes them "
             "rarer"

@@ -35,7 +35,7 @@ class MetricsLog:
         """
         self._path = folder / f"{name}.jsonl"
         found = _rows(self._path)
-        self._attempt = 1 + max((row.get("attempt", 0) for row in found), default=0)
+        self._trainer_start = 1 + max((row.get("trainer_start", 0) for row in found), default=0)
         keep_steps(self._path, last_step=last_step)
         kept = [row for row in found if _step_of(row) <= last_step]
         self._started = time.monotonic() - max((row.get("elapsed_s", 0.0) for row in kept), default=0.0)
@@ -46,7 +46,7 @@ class MetricsLog:
         """Append one step."""
         stamp = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "attempt": self._attempt,
+            "trainer_start": self._trainer_start,
             "elapsed_s": round(time.monotonic() - self._started, 3),
         }
         logged = {key: as_logged(key, value) for key, value in row.items()}

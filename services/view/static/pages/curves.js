@@ -95,7 +95,7 @@ function rewardOf(rows) {
 }
 
 function marksOf(rows, evaluations, place) {
-  const restarts = rows.filter((row, index) => index && row.attempt > rows[index - 1].attempt)
+  const restarts = rows.filter((row, index) => index && row.trainer_start > rows[index - 1].trainer_start)
     .map((row) => ({ x: place(row), text: "restart" }));
   const byStep = new Map(rows.map((row) => [row.step, row]));
   const evaluated = evaluations.filter((each) => byStep.has(each.step)).map((each) => ({ x: place(byStep.get(each.step)), text: "" }));

@@ -9,7 +9,7 @@ from services.trainer.telemetry.metrics_log import MetricsLog
 
 def content(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     """Rows without what says when they were written."""
-    return [{key: row[key] for key in row if key not in ("time", "attempt", "elapsed_s")} for row in rows]
+    return [{key: row[key] for key in row if key not in ("time", "trainer_start", "elapsed_s")} for row in rows]
 
 
 def test_what_was_written_after_the_checkpoint_is_moved_away(tmp_path: Path) -> None:
@@ -68,12 +68,12 @@ def test_a_row_that_was_not_written_comes_from_the_checkpoint(tmp_path: Path) ->
 def test_rows_say_when_and_by_which_trainer_they_were_written(tmp_path: Path) -> None:
     """Time goes on where the rows that are kept stopped, without the pause between two trainers."""
     (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "attempt": 1, "elapsed_s": 50.0}\n{"step": 2, "attempt": 2, "elapsed_s": 1000.0}\n'
+        '{"step": 1, "trainer_start": 1, "elapsed_s": 50.0}\n{"step": 2, "trainer_start": 2, "elapsed_s": 1000.0}\n'
     )
     log = MetricsLog(tmp_path, last_step=1)
     log.write({"step": 2})
     row = log.rows()[-1]
-    assert row["attempt"] == 3
+    assert row["trainer_start"] == 3
     assert 50.0 <= row["elapsed_s"] < 500.0
     assert datetime.fromisoformat(row["time"]).utcoffset() == timedelta(0)
 
