@@ -24,7 +24,7 @@ from services.rollout.worker.environments.config import EnvironmentServerConfig
 from services.router.config import RouterConfig
 from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
-from services.trainer.answer_length import ONE_TURN, most_own_tokens, penalty_contradiction
+from services.trainer.checks.answer_length import ONE_TURN, most_own_tokens, penalty_contradiction
 from services.trainer.config import TrackersConfig, TrainerConfig
 from services.trainer.data.config import DataConfig
 from services.trainer.demonstrations.config import DemonstrationsConfig

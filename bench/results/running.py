@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from bench.results.experiments import ROOT, Experiment
+from penstock.runtime.files import write_atomically
 
 MADE_FILE = "made.json"
 """Commits, machine and versions of a run."""
@@ -56,9 +57,7 @@ def run(experiment: Experiment, runs: Path, *, shortened_to: int | None) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     if code == 0:
-        made = runs / experiment.name / MADE_FILE
-        made.with_suffix(".tmp").write_text(json.dumps(made_with(commits), indent=2) + "\n")
-        os.replace(made.with_suffix(".tmp"), made)
+        write_atomically(runs / experiment.name / MADE_FILE, json.dumps(made_with(commits), indent=2) + "\n")
     return code
 
 

@@ -129,7 +129,7 @@ class Security:
         """
         token = self.nats_token if secret == NATS_TOKEN else self.token
         is_closed = bool(token) or (self.tls is not None and self.tls.mutual)
-        if not is_closed and not _is_loopback(host):
+        if not is_closed and not is_loopback(host):
             log.warning("server.left_open", address=address, remedy=f"set {secret}, or keep the network private")
 
     def admits(self, authorization: bytes, *, key_name: str = "") -> bool:
@@ -159,7 +159,8 @@ def shows(authorization: bytes, token: str) -> bool:
     return scheme.lower() == _SCHEME and hmac.compare_digest(given.strip(), token.encode())
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a server that listens on `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

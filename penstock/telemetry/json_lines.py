@@ -1,4 +1,4 @@
-"""Follows a file of JSON objects, one a line, while another process appends to it or replaces it."""
+"""Reads files of JSON objects, one a line, also while another process appends to them or replaces them."""
 
 import json
 import os
@@ -33,14 +33,15 @@ class JsonLinesFollower:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
-        new = [row for line in whole.split(b"\n") if (row := _parsed(line)) is not None]
+        new = [row for line in whole.split(b"\n") if (row := read_object(line))]
         self.rows += new
         return new
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def read_object(line: str | bytes) -> dict[str, Any]:
+    """Return the object on a line; empty if there is none, as where a crash cut the line off."""
     try:
         found = json.loads(line)
     except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}

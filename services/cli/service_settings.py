@@ -23,13 +23,13 @@ from services.rollout.engine.config import EngineSettings
 from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.config import EnvironmentServerSettings
 from services.router.config import RouterSettings
+from services.trainer.checks.expert_parallel import require_divisible
 from services.trainer.config import TrainerSettings
 from services.trainer.data.config import DataConfig
 from services.trainer.data.named_section import named_section
 from services.trainer.data.sources.files import pin, require_files
 from services.trainer.demonstrations.files import require_demonstrations
 from services.trainer.evaluation.set_files import pin_sets, require_sets
-from services.trainer.expert_parallel import require_divisible
 from services.trainer.sft.config import SftSettings
 from services.trainer.telemetry.trackers import require_packages
 

@@ -102,7 +102,7 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, i
         return ok("trainer's GPU", f"weights of {ranks} ranks are in the host's memory, but for those of a few layers")
     copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
     # A push always sends a copy; steps in float32 need none.
-    has_copy = not _keeps_copies_on_host(recipe) and (not is_sft or copied < 4)
+    has_copy = not recipe.trainer.keeps_copies_on_host and (not is_sft or copied < 4)
     num_shards = recipe.trainer.num_shards
     per_weight = copied if offloads else MASTER_BYTES / num_shards + has_copy * copied
     if recipe.algorithm.needs_reference and not is_sft:
@@ -121,11 +121,6 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, i
     if needed > SPARE * room:
         return warning("trainer's GPU", f"{seen}; {gib(room - needed)} are left for activations", remedy)
     return ok("trainer's GPU", seen)
-
-
-def _keeps_copies_on_host(recipe: Recipe) -> bool:
-    """Return whether copies for pushes are in the host's memory."""
-    return recipe.trainer.ranks > 1 or recipe.trainer.optimizer.offload
 
 
 def check_host_memory(
@@ -147,7 +142,7 @@ def check_host_memory(
     if TRAINER in plan.of_process:
         # A model is loaded here first.
         trainer = MASTER_BYTES * recipe.trainer.hsdp_replicas if recipe.trainer.optimizer.offload else 4
-        if _keeps_copies_on_host(recipe) and not is_sft:
+        if recipe.trainer.keeps_copies_on_host and not is_sft:
             num_copies = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
             trainer += num_copies * _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
     else:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import fcntl
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from penstock import config as configuration
 from penstock.config import Config, RunConfig
 from penstock.errors import SetupError
+from penstock.runtime.files import write_atomically
 
 _CONTENTS = (
     ("config.toml", "the resolved recipe; `penstock train <folder>/config.toml` starts a run like it"),
@@ -117,9 +117,7 @@ class RunFolder:
     def write_config(self, recipe: Config) -> None:
         """Store the recipe, so that the run can be continued and repeated; the file is complete at any moment."""
         self.logs.mkdir(exist_ok=True)
-        temporary = self.config_file.with_suffix(".tmp")
-        temporary.write_text(configuration.dump(recipe))
-        os.replace(temporary, self.config_file)
+        write_atomically(self.config_file, configuration.dump(recipe))
 
     def discard_unused(self) -> bool:
         """Remove the folder if it holds only files from before a run begins; return whether it is gone.

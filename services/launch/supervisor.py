@@ -6,8 +6,6 @@ as a frozen NATS server. However the run ends, none of its processes is left.
 """
 
 import asyncio
-import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -20,10 +18,11 @@ from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child, ProcessSpec, State, StopPhase
 
 MAX_RESTARTS = 10
-"""A process that dies more often than this within `_RESTART_WINDOW_S`, without a trained step, ends the run. A group
-that kills the trainer is given up after three deaths, so three such groups in a row are survived."""
-_RESTART_WINDOW_S = 600.0
-"""A process that has run for more seconds has recovered from its earlier deaths."""
+"""A process that dies more often than this, without a trained step in between, ends the run. A group that kills the
+trainer is given up after three deaths, so three such groups in a row are survived."""
+_RECOVERED_S = 600.0
+"""A process that has run for more seconds has recovered from its earlier deaths. No bound on all of them together: an
+engine that loads for minutes, and then dies, would never exceed it."""
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
 _KILL_TIMEOUT_S = 5.0
@@ -52,7 +51,7 @@ class Supervisor:
         """Supervise `children`; `report` gets a line for each event, `kill_after_s` is the seconds each has to stop."""
         self.children = children
         self._max_restarts = max_restarts
-        self._deaths: dict[str, deque[float]] = {}
+        self._num_deaths: dict[str, int] = {}
         self._report = report
         self._kill_after_s = kill_after_s
         self._first_backoff_s = first_backoff_s
@@ -69,8 +68,7 @@ class Supervisor:
 
     def note_progress(self) -> None:
         """Record that the run trained a step: earlier deaths no longer count."""
-        for deaths in self._deaths.values():
-            deaths.clear()
+        self._num_deaths.clear()
 
     async def wait(self, stop: asyncio.Event) -> None:
         """Return when the run is done or `stop` is set.
@@ -150,7 +148,6 @@ class Supervisor:
     async def _keep(self, child: Child) -> None:
         """Run `child` until it is asked to stop or has ended the run."""
         name = child.spec.name
-        deaths = self._deaths[name] = deque(maxlen=self._max_restarts + 1)
         num_failures = 0
         while not child.stop_requested.is_set():
             code = await child.run()
@@ -159,12 +156,11 @@ class Supervisor:
                 return
             if code == EXIT_USER_ERROR and not child.lacks_what_it_had(ended_in):
                 raise UserError(child.read_error() or f"{name} cannot start; see {child.log.path}")
-            now = time.monotonic()
-            deaths.append(now)
-            num_recent = sum(now - death <= _RESTART_WINDOW_S for death in deaths)
+            num_deaths = 1 if child.age_s > _RECOVERED_S else self._num_deaths.get(name, 0) + 1
+            self._num_deaths[name] = num_deaths
             how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-            if num_recent > self._max_restarts:
-                raise ProcessFailedError(_describe_failure(child, how, num_recent))
+            if num_deaths > self._max_restarts:
+                raise ProcessFailedError(_describe_failure(child, how, num_deaths))
             num_failures = 1 if child.age_s > _MAX_BACKOFF_S else num_failures + 1
             backoff_s = Backoff(self._first_backoff_s, _MAX_BACKOFF_S).after(num_failures)
             why = " ".join((child.read_error() or "").split())
@@ -213,7 +209,6 @@ async def supervised(
 def _describe_failure(child: Child, how: str, num_deaths: int) -> str:
     lines = child.log.last_lines(_NUM_SHOWN_LINES)
     head = (
-        f"{child.spec.name} {how}, death {num_deaths} within {_RESTART_WINDOW_S:g} s and no step trained; its log "
-        f"{child.log.path} ends:"
+        f"{child.spec.name} {how}, death {num_deaths} in a row without a trained step; its log {child.log.path} ends:"
     )
     return "\n".join([head, *(f"  {line}" for line in lines)])

@@ -20,7 +20,7 @@ from services.plan.model_shape import ModelShape
 from services.plan.process_plan import GIB, Gpus, MemoryPlan, Moment, Part, ProcessPlan
 from services.plan.working_memory import RowShape, working_bytes
 from services.recipe import Recipe
-from services.trainer.expert_parallel import require_divisible
+from services.trainer.checks.expert_parallel import require_divisible
 
 RESERVED_BYTES = 2 * GIB
 """Reserved on each GPU that computes steps, for CUDA's context, NCCL's buffers and memory that the allocator cannot
@@ -228,20 +228,20 @@ def _trainer(
     trainer = recipe.trainer
     is_sharded = trainer.ranks > 1
     activations, notes = _activations(shape, recipe, working, image_share=image_share)
-    standing, gradients, reference = _standing(shape, recipe)
+    resident, gradients, reference = _resident(shape, recipe)
     if is_sharded:
         moments = _sharded_moments(
-            shape, (*standing, gradients), reference, activations, expert_parallel=trainer.expert_parallel
+            shape, (*resident, gradients), reference, activations, expert_parallel=trainer.expert_parallel
         )
         if trainer.expert_parallel > 1:
             notes.append(
                 "activations are those of evenly used experts; a rank whose experts are chosen more takes more"
             )
     else:
-        moments = (Moment(name="in a step", parts=(*standing, gradients, *reference, activations)),)
+        moments = (Moment(name="in a step", parts=(*resident, gradients, *reference, activations)),)
     pushed = tuple(_pushed(shape, recipe))
     of_first = tuple(dataclasses.replace(moment, parts=(*moment.parts, *pushed)) for moment in moments)
-    push = Moment(name="before a push", parts=(*standing, *pushed, *_pushing(shape, recipe)))
+    push = Moment(name="before a push", parts=(*resident, *pushed, *_pushing(shape, recipe)))
     yield ProcessPlan(
         name="rank 0 of the trainer" if is_sharded else "trainer",
         count=1,
@@ -254,7 +254,7 @@ def _trainer(
         yield ProcessPlan(name=name, count=trainer.ranks - 1, room_bytes=room, moments=moments, notes=tuple(notes))
 
 
-def _standing(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part, tuple[Part, ...]]:
+def _resident(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part, tuple[Part, ...]]:
     """Return a rank's permanent parts; its part from a step's first row on; and the reference policy, if any."""
     trainer, total = recipe.trainer, shape.num_parameters
     trained = shape.trained(trainer.optimizer.learning_rates)
@@ -274,17 +274,17 @@ def _standing(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part
     ranks = {"ranks": num_shards, "expert_parallel": trainer.expert_parallel}
     share = shape.share_bytes({name for name, _ in shape.sizes}, _FLOAT32, **ranks)
     of_trained = shape.share_bytes(trained, _FLOAT32, **ranks)
-    standing = (
+    resident = (
         Part(name=f"weights in float32{of}", size_bytes=share),
         Part(name=f"AdamW's averages{of}", size_bytes=2 * of_trained),
     )
     reference = Part(name=f"reference policy{of}", size_bytes=share)
-    return standing, Part(name=f"gradients{of}", size_bytes=of_trained), (reference,) * has_reference
+    return resident, Part(name=f"gradients{of}", size_bytes=of_trained), (reference,) * has_reference
 
 
 def _sharded_moments(
     shape: ModelShape,
-    standing: tuple[Part, ...],
+    resident: tuple[Part, ...],
     reference: tuple[Part, ...],
     activations: Part,
     *,
@@ -304,24 +304,19 @@ def _sharded_moments(
     moments = [
         Moment(
             name="back through the layers",
-            parts=(*standing, gathered, layers, of_layer, of_others, activations),
+            parts=(*resident, gathered, layers, of_layer, of_others, activations),
         ),
-        Moment(name="at the end of the way back", parts=(*standing, gathered, of_others, summed)),
+        Moment(name="at the end of the way back", parts=(*resident, gathered, of_others, summed)),
     ]
     if reference:
-        moments.append(Moment(name="while the reference computes", parts=(*standing, *reference, gathered, layers)))
+        moments.append(Moment(name="while the reference computes", parts=(*resident, *reference, gathered, layers)))
     return tuple(moments)
-
-
-def _keeps_on_host(recipe: Recipe) -> bool:
-    """Return whether copies for pushes are in the host's memory."""
-    return recipe.trainer.ranks > 1 or recipe.trainer.optimizer.offload
 
 
 def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
     """Yield the copies of the replicas' version that stay on the trainer's GPU."""
-    size = 0 if _keeps_on_host(recipe) else _BFLOAT16 * shape.num_parameters
-    where = ", on the host" if _keeps_on_host(recipe) else ""
+    size = 0 if recipe.trainer.keeps_copies_on_host else _BFLOAT16 * shape.num_parameters
+    where = ", on the host" if recipe.trainer.keeps_copies_on_host else ""
     yield Part(name=f"copy that was pushed{where}", size_bytes=size)
     if recipe.trainer.weight_sync.transport == "delta":
         yield Part(name=f"copy before it, for deltas{where}", size_bytes=size)
@@ -330,16 +325,16 @@ def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
 def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
     """Yield a snapshot's additional parts: the whole copy, or, if it is made bucket by bucket, two buckets."""
     largest = _BFLOAT16 * max(size for _, size in shape.sizes)
-    if not _keeps_on_host(recipe):
+    if not recipe.trainer.keeps_copies_on_host:
         yield Part(name="copy to be pushed", size_bytes=_BFLOAT16 * shape.num_parameters)
     yield Part(name="largest weight, rounded and whole", size_bytes=largest)
-    if _keeps_on_host(recipe):
+    if recipe.trainer.keeps_copies_on_host:
         yield Part(name="the same, packed", size_bytes=largest)
 
 
 def _of_host(shape: ModelShape, recipe: Recipe) -> Iterator[str]:
     """Describe the host memory that the trainer needs for pushes."""
-    if _keeps_on_host(recipe):
+    if recipe.trainer.keeps_copies_on_host:
         copies = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
         size = copies * _BFLOAT16 * shape.num_parameters / GIB
         yield f"{copies} copies of the weights for pushes, {size:,.1f} GiB, are in the host's memory"

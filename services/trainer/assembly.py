@@ -26,12 +26,12 @@ from services.trainer.admission.gate import Gate
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.statistics import whole_batch_setting
-from services.trainer.answer_length import most_own_tokens, penalty_doubt
 from services.trainer.backend.base import TrainBackend
 from services.trainer.backend.ranks.start import follow_torchrun, is_follower, open_ranks
 from services.trainer.batching.sequences import open_reader
 from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import Checkpoint
+from services.trainer.checks.answer_length import most_own_tokens, penalty_doubt
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
 from services.trainer.data.dataset import Dataset
 from services.trainer.evaluation.evaluator import Evaluator

@@ -228,6 +228,11 @@ class TrainerConfig(BackendConfig):
         """Ranks that hold a shard of each weight together."""
         return max(1, self.ranks // self.hsdp_replicas)
 
+    @property
+    def keeps_copies_on_host(self) -> bool:
+        """Whether the copies of weights for pushes are in the host's memory."""
+        return self.ranks > 1 or self.optimizer.offload
+
 
 class TrackersConfig(Config):
     """Experiment trackers that get every step's metrics beside metrics.jsonl.

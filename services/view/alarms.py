@@ -173,9 +173,7 @@ def _not_kept(rows: Sequence[Row]) -> Alarm | None:
 
 def _restarted(rows: Sequence[Row]) -> Alarm | None:
     starts = [
-        later["step"]
-        for row, later in pairwise(rows)
-        if later.get("trainer_start", 1) > row.get("trainer_start", 1)
+        later["step"] for row, later in pairwise(rows) if later.get("trainer_start", 1) > row.get("trainer_start", 1)
     ]
     if not starts:
         return None

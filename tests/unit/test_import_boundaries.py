@@ -8,6 +8,8 @@ import pytest
 
 _ROOT = Path(__file__).parents[2]
 _SERVICES = ("reward", "router", "rollout/engine", "rollout/worker", "trainer", "view")
+_OF_ROLLOUT = ("rollout/testing",)
+"""May import engine and worker, and no other service."""
 _MEETING_POINTS = ("services.recipe", "services.cli", "services.launch", "services.doctor", "services.plan")
 
 
@@ -17,8 +19,8 @@ def _imports(folder: str) -> Iterator[tuple[str, str]]:
         for node in ast.walk(ast.parse(file.read_text(), str(file))):
             if isinstance(node, ast.Import):
                 yield from ((str(file.relative_to(_ROOT)), alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                yield str(file.relative_to(_ROOT)), node.module or ""
+            elif isinstance(node, ast.ImportFrom):  # what is imported may be a module
+                yield from ((str(file.relative_to(_ROOT)), f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def _is_within(module: str, package: str) -> bool:
@@ -30,7 +32,7 @@ def test_penstock_imports_nothing_of_the_services() -> None:
     assert {found for found in _imports("penstock") if _is_within(found[1], "services")} == set()
 
 
-@pytest.mark.parametrize("folder", ["penstock", "services", "bench"])
+@pytest.mark.parametrize("folder", ["penstock", "services", "bench", "tools", "models", "examples"])
 def test_nothing_but_tests_imports_tests(folder: str) -> None:
     """What tests and benchmarks share is in penstock.testing and services.rollout.testing."""
     assert {found for found in _imports(folder) if _is_within(found[1], "tests")} == set()
@@ -42,6 +44,13 @@ def test_a_service_imports_penstock_and_itself(service: str) -> None:
     own = f"services.{service.replace('/', '.')}"
     found = {found for found in _imports(f"services/{service}") if _is_within(found[1], "services")}
     assert {(file, module) for file, module in found if not _is_within(module, own)} == set()
+
+
+@pytest.mark.parametrize("folder", _OF_ROLLOUT)
+def test_what_engine_and_worker_share_imports_no_other_service(folder: str) -> None:
+    """Their tests' kit stands for the rollout only."""
+    found = {found for found in _imports(f"services/{folder}") if _is_within(found[1], "services")}
+    assert {(file, module) for file, module in found if not _is_within(module, "services.rollout")} == set()
 
 
 def test_only_recipe_cli_launch_doctor_and_plan_know_all_services() -> None:
@@ -65,6 +74,5 @@ def test_the_trainers_controller_commands_the_backend_through_its_protocol() -> 
     controller = {found for found in _imports("services/trainer") if not found[0].startswith(computing)}
     backends = {found for found in controller if _is_within(found[1], "services.trainer.backend")}
     assert {found for found in controller if _is_within(found[1], "torch")} == set()
-    assert {module for file, module in backends if not file.endswith("/assembly.py")} == {
-        "services.trainer.backend.base"
-    }
+    of_others = {module for file, module in backends if not file.endswith("/assembly.py")}
+    assert {module for module in of_others if not _is_within(module, "services.trainer.backend.base")} == set()

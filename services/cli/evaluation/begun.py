@@ -5,7 +5,6 @@
 Invariant: all answers in the folder's samples.jsonl come from one model, one recipe and one version of Penstock.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.errors import ConfigError
+from penstock.runtime.files import write_atomically
 from services.recipe import Recipe
 from services.trainer.evaluation.config import EvaluationSetConfig
 from services.trainer.evaluation.kept_answers import CHANGES_NO_ANSWER
@@ -62,9 +62,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
 
     def write(self, folder: Path) -> None:
         """Write begun.json; it is complete or absent."""
-        temporary = folder / f"{BEGUN_FILE}.tmp"
-        temporary.write_bytes(msgspec.json.encode(self))
-        os.replace(temporary, folder / BEGUN_FILE)
+        write_atomically(folder / BEGUN_FILE, msgspec.json.encode(self))
 
 
 def read_begun(folder: Path) -> Begun:

@@ -6,13 +6,13 @@ generates the rest. The router pairs engines; `pd_barrier.py` keeps pushes and p
 
 import importlib
 import importlib.util
-import ipaddress
 import math
 import urllib.request
 from typing import Any
 
 from penstock.config import NetworkConfig
 from penstock.errors import InvalidRequestError, SetupError
+from penstock.runtime.security import is_loopback
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang_plugin.variables import HOST_TRANSFER_VARIABLE, PAIR_DEADLINE_VARIABLE
@@ -104,7 +104,7 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, cuda: bool) ->
         PAIR_DEADLINE_VARIABLE: deadline,
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(_HEARTBEAT_S),
     }
-    if _is_loopback(network.host):
+    if is_loopback(network.host):
         variables["SGLANG_HOST_IP"] = network.host  # by default KV goes through the network interface's address
     if not cuda:
         variables |= {
@@ -203,10 +203,3 @@ def check_bootstrap(request: generate_pb2.GenerateRequest, *, disaggregated: boo
     if not 0 < bootstrap.room < _NUM_ROOMS:
         raise InvalidRequestError(f"bootstrap.room = {bootstrap.room} must be a random number of 62 bits, and not 0")
     return bootstrap
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

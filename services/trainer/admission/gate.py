@@ -38,4 +38,9 @@ class Gate:
 
         A group newer than the published version is stale too: its weights were lost before they were published.
         """
-        return version - oldest_version > self.max_staleness or newest_version > version
+        return is_too_old(oldest_version, version, max_staleness=self.max_staleness) or newest_version > version
+
+
+def is_too_old(oldest_version: int, version: int, *, max_staleness: int) -> bool:
+    """Return whether tokens of `oldest_version` may not be trained at `version`."""
+    return version - oldest_version > max_staleness

@@ -15,7 +15,7 @@ from typing import Final, Self
 import numpy as np
 import structlog
 
-from services.trainer.data.sources.downloads import write_atomically
+from penstock.runtime.files import write_atomically
 from services.trainer.data.sources.source import Source
 
 log = structlog.get_logger()

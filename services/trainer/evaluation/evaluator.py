@@ -23,6 +23,7 @@ import structlog
 from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore
 from penstock.records import Group, GroupId
+from penstock.runtime.files import write_atomically
 from services.trainer.evaluation.config import EvaluationConfig
 from services.trainer.evaluation.evaluation import Evaluation
 from services.trainer.evaluation.holding import Interrupted, ReplicaHolding, find_interrupted, folder_of
@@ -312,9 +313,7 @@ def _keep_until(folder: Path, step: int) -> set[int]:
     if kept_text != text:  # a crash may have cut off only the last newline
         with (folder / DISCARDED_FILE).open("a") as discarded:
             discarded.writelines(f"{line}\n" for line in lines if line not in kept)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(kept_text)
-        os.replace(temporary, path)
+        write_atomically(path, kept_text)
     return {each for each in steps if each is not None and each <= step}
 
 

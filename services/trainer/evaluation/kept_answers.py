@@ -7,13 +7,13 @@ replaced after answers with other settings are removed and before new ones are a
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
+from penstock.runtime.files import write_atomically
 from services.trainer.evaluation.config import EvaluationSetConfig
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.report import SAMPLES_FILE, read_samples
@@ -28,9 +28,8 @@ CHANGES_NO_ANSWER: Final[set[str]] = {"num_prompts", "pass_score"}
 
 def write_set_settings(folder: Path, sets: Mapping[str, EvaluationSet]) -> None:
     """Write the settings of the evaluation in `folder`; the file is complete or absent. Blocking."""
-    temporary = folder / f"{SETS_FILE}.tmp"
-    temporary.write_text(json.dumps({name: _settings_of(each.config) for name, each in sets.items()}, indent=2) + "\n")
-    os.replace(temporary, folder / SETS_FILE)
+    settings = {name: _settings_of(each.config) for name, each in sets.items()}
+    write_atomically(folder / SETS_FILE, json.dumps(settings, indent=2) + "\n")
 
 
 def read_kept_answers(folder: Path, sets: Mapping[str, EvaluationSet], *, version: int | None) -> list[PlayedPrompt]:

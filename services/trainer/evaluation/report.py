@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from penstock.runtime.files import write_atomically
 from services.trainer.evaluation.estimators import Estimate
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.summary import Summary
@@ -57,9 +58,7 @@ def write_results(folder: Path, *, about: Mapping[str, Any], summaries: Mapping[
         summaries: Summaries by set.
     """
     content = {**about, "sets": {name: each.as_json() for name, each in summaries.items()}}
-    temporary = folder / f"{RESULTS_FILE}.tmp"
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    os.replace(temporary, folder / RESULTS_FILE)
+    write_atomically(folder / RESULTS_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def describe(summaries: Mapping[str, Summary]) -> list[str]:

@@ -1,11 +1,11 @@
 """samples.html: some prompts of an evaluation with their pictures and answers, for people to read."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from penstock.errors import DataError
+from penstock.runtime.files import write_atomically
 from services.trainer.data.contact_sheet import Answer, Entry, render_sheet
 from services.trainer.data.survey import choose_rows
 from services.trainer.evaluation.outcome import PlayedPrompt, PlayedSample
@@ -26,9 +26,7 @@ def write_page(
         for outcome in _spread(outcomes.get(name, ()))
         for entry in _entries(each, outcome)
     ]
-    temporary = folder / f"{PAGE_FILE}.tmp"
-    temporary.write_text(render_sheet(title, entries), encoding="utf-8")
-    os.replace(temporary, folder / PAGE_FILE)
+    write_atomically(folder / PAGE_FILE, render_sheet(title, entries))
 
 
 def _spread(outcomes: Sequence[PlayedPrompt]) -> list[PlayedPrompt]:

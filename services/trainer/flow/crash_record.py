@@ -12,7 +12,6 @@ survive the death of its host. A replaced trainer may write it once more; the su
 """
 
 import json
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any, Final
 import structlog
 
 from penstock.errors import DataError, PenstockError
+from penstock.runtime.files import write_atomically
 
 log = structlog.get_logger()
 
@@ -139,9 +139,7 @@ class CrashRecord:
             "training": self._training.as_json(),
             "num_deaths_in_a_row": self._num_deaths_in_a_row,
         }
-        temporary = self._file.with_name(f".{self._file.name}.tmp")
-        temporary.write_text(json.dumps(record))
-        os.replace(temporary, self._file)
+        write_atomically(self._file, json.dumps(record))
 
 
 class _Suspects:

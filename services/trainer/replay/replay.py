@@ -17,6 +17,7 @@ import torch
 
 from penstock.errors import InvalidRequestError, SetupError
 from services.trainer.admission.filters import FilterReason, screen
+from services.trainer.admission.gate import is_too_old
 from services.trainer.backend.base import take_step
 from services.trainer.backend.environment import Environment, computing_threads
 from services.trainer.backend.in_process import InProcessBackend
@@ -139,9 +140,9 @@ class _Trainer:
             found = ", ".join(f"{reason} {count}" for reason, count in filtered.items())
             raise SetupError(f"the filters leave none of the {len(recording.groups)} groups of the step ({found})")
         demonstrations = self._demonstrations(recording)
-        bound = self.settings.trainer.max_staleness
+        bound, version = self.settings.trainer.max_staleness, inputs.policy_version
         chunks = [
-            [group for group in chunk if group and inputs.policy_version - group.oldest_version <= bound]
+            [group for group in chunk if group and not is_too_old(group.oldest_version, version, max_staleness=bound)]
             for chunk in _cut(groups, inputs.chunks)
         ]
         fresh = [group for chunk in chunks for group in chunk]

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock.errors import SetupError
+from penstock.telemetry.json_lines import read_object
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.replay.recording import Recording, describe_steps, read_recording, recorded_steps, step_folder
 
@@ -76,7 +77,7 @@ class RecordedRun:
         """Return the step's line of metrics.jsonl; empty if there is none, for example because the step failed."""
         path = self.path / _METRICS_FILE
         for line in path.read_text().splitlines() if path.is_file() else []:
-            row = _parsed(line)
+            row = read_object(line)
             if row.get("step") == step:
                 return row
         return {}
@@ -144,11 +145,3 @@ def export_step(run: RecordedRun, step: int, checkpoint: Checkpoint, file: Path)
         raise SetupError(f"--export {file} cannot be written: {error.strerror}; choose another place") from None
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError:  # cut short by a crash
-        return {}
-    return row if isinstance(row, dict) else {}

@@ -8,12 +8,14 @@ wrote after it are moved to a separate file.
 """
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from penstock.runtime.files import write_atomically
+from penstock.telemetry.json_lines import read_object
 
 EXACT = frozenset({"loss", "grad_norm"})
 """Metrics that a replay must reproduce bit for bit."""
@@ -67,29 +69,18 @@ def keep_steps(path: Path, *, last_step: int) -> None:
     """
     text = path.read_text(errors="replace") if path.exists() else ""
     lines = [line for line in text.split("\n") if line]  # not at other ends of lines, which strings may hold
-    is_kept = [_step_of(_row(line)) <= last_step for line in lines]
+    is_kept = [_step_of(read_object(line)) <= last_step for line in lines]
     if not all(is_kept):
         with path.with_name(f"{path.stem}-discarded.jsonl").open("a") as discarded:
             discarded.writelines(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if not kept)
     if not (all(is_kept) and text[-1:] in ("", "\n")):
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if kept))
-        os.replace(temporary, path)
+        write_atomically(path, "".join(f"{line}\n" for line, kept in zip(lines, is_kept, strict=True) if kept))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a file, which need not exist."""
     text = path.read_text(errors="replace") if path.exists() else ""
-    return [row for line in text.split("\n") if (row := _row(line))]
-
-
-def _row(line: str) -> dict[str, Any]:
-    """Return the object on a line; empty if a crash cut the line off."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
+    return [row for line in text.split("\n") if (row := read_object(line))]
 
 
 def _step_of(row: Mapping[str, Any]) -> float:

@@ -6,13 +6,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from services.launch.child import ProcessSpec, StopPhase
-from services.launch.supervisor import ProcessFailedError, supervised
+from services.launch.child import Child, ProcessSpec, StopPhase
+from services.launch.supervisor import ProcessFailedError, Supervisor, supervised
 from tests.support.launch.fake_run import (
     NOTE,
     PARENT,
@@ -69,31 +70,55 @@ def test_process_that_dies_again_and_again_ends_the_run(fake_run: Callable[..., 
     run = fake_run([{"name": "router", "program": SERVE}, {"name": "reward", "program": program}], max_restarts=2)
     code, _, err = run.finish()
     assert code == 1
-    assert err.startswith("error: reward exited with 1, death 3 within 600 s and no step trained")
+    assert err.startswith("error: reward exited with 1, death 3 in a row without a trained step")
     assert "the boiler is cold" in err
     assert "Traceback" not in err
     assert_all_gone(run)
 
 
-async def test_deaths_before_a_trained_step_no_longer_count(tmp_path: Path) -> None:
-    """A run that makes progress survives any number of them; one that makes none ends at the next one too many."""
+@asynccontextmanager
+async def dying(folder: Path, lines: list[str]) -> AsyncIterator[Supervisor]:
+    """The supervisor of a process that dies at once; its third death in a row is one too many."""
     program = ProcessSpec(
         name="trainer",
         command=[sys.executable, "-c", "raise SystemExit(1)"],
         environment=os.environ,
         phase=StopPhase.WORK,
     )
-    lines: list[str] = []
     running = supervised(
-        [program], logs=tmp_path, report=lines.append, kill_after_s=5.0, max_restarts=2, first_backoff_s=0.001
+        [program], logs=folder, report=lines.append, kill_after_s=5.0, max_restarts=2, first_backoff_s=0.001
     )
     async with running as supervisor:
+        yield supervisor
+
+
+async def test_deaths_before_a_trained_step_no_longer_count(tmp_path: Path) -> None:
+    """A run that makes progress survives any number of them; one that makes none ends at the next one too many."""
+    lines: list[str] = []
+    async with dying(tmp_path, lines) as supervisor:
         supervisor.start("trainer")
         for num_deaths in range(1, 6):
             await until(lambda wanted=num_deaths: len(lines) >= wanted)
             supervisor.note_progress()
-        with pytest.raises(ProcessFailedError, match=r"death 3 within 600 s and no step trained"):
+        with pytest.raises(ProcessFailedError, match="death 3 in a row without a trained step"):
             await promptly(supervisor.wait(asyncio.Event()))
+
+
+@pytest.mark.parametrize(("age_s", "recovers"), [(599.0, False), (601.0, True)])
+async def test_how_long_a_process_ran_decides_whether_it_has_recovered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, recovers: bool
+) -> None:
+    """Not how long all its lives took together: an engine that loads for minutes and then dies ends the run, too."""
+    monkeypatch.setattr(Child, "age_s", property(lambda child: age_s))
+    lines: list[str] = []
+    async with dying(tmp_path, lines) as supervisor:
+        supervisor.start("trainer")
+        ending = asyncio.create_task(supervisor.wait(asyncio.Event()))
+        await until(lambda: ending.done() or len(lines) > 4)
+        assert ending.done() is not recovers
+        if ending.done():
+            assert isinstance(ending.exception(), ProcessFailedError)
+        ending.cancel()
 
 
 def test_stubborn_process_is_killed_after_its_grace(fake_run: Callable[..., FakeRun]) -> None:

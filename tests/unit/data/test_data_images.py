@@ -15,6 +15,7 @@ import pytest
 from penstock.errors import InvalidRequestError, SetupError
 from penstock.model import images
 from penstock.model.images import decode_image, read_sizes
+from penstock.runtime.files import write_atomically
 from services.trainer.data.rows.images import ImageReader
 from services.trainer.data.rows.resizing import fit_pixels
 from services.trainer.data.sources import downloads
@@ -187,7 +188,7 @@ def test_a_file_that_cannot_be_written_whole_leaves_nothing(tmp_path: Path, monk
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        downloads.write_atomically(tmp_path / "kept", b"x")
+        write_atomically(tmp_path / "kept", b"x")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -110,7 +110,7 @@ async def test_who_waits_behind_others_hears_what_they_wait_for() -> None:
     """The replica is well again, and the oldest waiter takes it: to the others it is full, and not away."""
     async with slots() as (some, _):
         some.replicas["r0"].reject(time.monotonic() - 0.15, is_overload=False)
-        oldest, hasty = (asyncio.ensure_future(some.take(ticket(within_s))) for within_s in (60.0, 0.4))
+        oldest, hasty = (asyncio.ensure_future(some.take(ticket(within_s))) for within_s in (60.0, 2.0))
         with pytest.raises(OverloadedError, match="the only replica is at the limit of calls"):
             await hasty
         (await oldest).release()

@@ -9,7 +9,7 @@ import pytest
 from penstock.config import SamplingConfig
 from services.recipe import Recipe
 from services.trainer.algorithm.axes import LengthPenaltyConfig
-from services.trainer.answer_length import most_own_tokens, penalty_doubt
+from services.trainer.checks.answer_length import most_own_tokens, penalty_doubt
 from services.trainer.data.config import DataConfig
 
 PENALTY = {"kind": "soft_overlong", "max_tokens": 2048, "buffer_tokens": 512}

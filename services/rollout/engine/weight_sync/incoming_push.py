@@ -35,7 +35,7 @@ class Stage(enum.IntEnum):
     RECEIVED = 4
     VERIFIED = 5
     COMMITTED = 6
-    """# Weights are sound again from here on."""
+    """Weights are sound again from here on."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter], *, is
             if spec.shape != held.shape:
                 remedy = "give engine and trainer the same model.path"
                 if is_shared:
-                    remedy += ", and choose a rollout.tensor_parallel that divides its sizes: SGLang pads them else"
+                    remedy += ", and choose a rollout.tensor_parallel that divides its sizes: SGLang pads others"
             raise InvalidRequestError(
                 f"manifest: {name} is {spec.dtype}{list(spec.shape)}, the engine holds {held.dtype}"
                 f"{list(held.shape)}; {remedy}"

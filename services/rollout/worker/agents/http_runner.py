@@ -10,7 +10,7 @@ from penstock.agents import AgentResult, AgentSession
 from services.rollout.worker.agents.runners import MAX_OUTPUT_BYTES, RunnerError, read_result
 
 _CONNECT_S = 10.0
-_MAX_TOLD_BYTES = 500
+_MAX_SHOWN_BYTES = 500
 
 
 @functools.cache
@@ -42,11 +42,11 @@ class HttpRunner:
                         )
         except httpx.HTTPError as error:
             raise RunnerError(f"{self._url} does not answer: {type(error).__name__} {error}".rstrip()) from None
-        told = text[:_MAX_TOLD_BYTES].decode(errors="replace")
+        shown = text[:_MAX_SHOWN_BYTES].decode(errors="replace")
         if answer.status_code != 200:
-            raise RunnerError(f"{self._url} answered {answer.status_code}: {told}")
+            raise RunnerError(f"{self._url} answered {answer.status_code}: {shown}")
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
-            raise RunnerError(f"{self._url} answered {told!r}, which is not JSON") from None
+            raise RunnerError(f"{self._url} answered {shown!r}, which is not JSON") from None
         return read_result(value)

@@ -203,5 +203,5 @@ class Geo3kTools:
         if not indices:
             raise PenstockError('geo3k_tools: the row has no user message for instruction = "suffix"; use "system"')
         index = indices[-1]
-        told = msgspec.structs.replace(messages[index], parts=(*messages[index].parts, TextPart(text=f"\n\n{text}")))
-        return (*messages[:index], told, *messages[index + 1 :])
+        changed = msgspec.structs.replace(messages[index], parts=(*messages[index].parts, TextPart(text=f"\n\n{text}")))
+        return (*messages[:index], changed, *messages[index + 1 :])

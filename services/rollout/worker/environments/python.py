@@ -105,7 +105,7 @@ class _Calls:
         """Run the code and return its output and its value."""
         if self._interpreter is None:
             self._interpreter = Interpreter.acquire(self._settings)
-        return self._told(await self._interpreter.run(code))
+        return self._describe(await self._interpreter.run(code))
 
     async def close(self) -> None:
         """Release the interpreter."""
@@ -113,7 +113,7 @@ class _Calls:
             interpreter, self._interpreter = self._interpreter, None
             await interpreter.release()
 
-    def _told(self, run: Run) -> str:
+    def _describe(self, run: Run) -> str:
         """Return the outcome as text.
 
         Raises:

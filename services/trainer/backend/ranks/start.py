@@ -22,8 +22,8 @@ from services.trainer.backend.ranks.many_ranks import ManyRanksBackend, ManyRank
 from services.trainer.backend.ranks.processes import RankProcesses
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
+from services.trainer.checks.expert_parallel import require_divisible
 from services.trainer.config import BackendConfig
-from services.trainer.expert_parallel import require_divisible
 
 OwnT = TypeVar("OwnT", InProcessBackend, InProcessSupervisedBackend)
 

@@ -5,8 +5,6 @@ Invariant: a download ends within `DEADLINE_S`, reads at most `MAX_FILE_BYTES`, 
 
 import hashlib
 import http.client
-import os
-import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -16,6 +14,7 @@ from time import monotonic
 from typing import Final
 
 from penstock.errors import SetupError
+from penstock.runtime.files import write_atomically
 
 MAX_FILE_BYTES: Final = 64 * 2**20
 """Most bytes of one image file."""
@@ -54,23 +53,6 @@ def download(url: str, folder: Path) -> bytes:
     except OSError as error:
         raise _unusable(folder, error) from None
     return data
-
-
-def write_atomically(file: Path, data: bytes) -> None:
-    """Write a file atomically: other processes see all of it or nothing.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as opened:
-        try:
-            opened.write(data)
-            opened.flush()
-            os.replace(opened.name, file)
-        except BaseException:
-            os.unlink(opened.name)
-            raise
 
 
 def _unusable(folder: Path, error: OSError) -> SetupError:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.runtime.files import write_atomically
 from services.trainer.telemetry.metrics_log import keep_steps
 
 INDEX = "index.jsonl"
@@ -45,9 +46,7 @@ class EpisodeFiles:
         for sha256, data in images.items():
             if sha256 not in self._images:
                 name = sha256 + next((end for magic, end in _SUFFIX_OF_MAGIC.items() if data.startswith(magic)), ".bin")
-                temporary = self._folder / _IMAGES / f".{name}"
-                temporary.write_bytes(data)
-                os.replace(temporary, self._folder / _IMAGES / name)
+                write_atomically(self._folder / _IMAGES / name, data)
                 self._images[sha256] = name
                 self._image_bytes += len(data)
         return {sha256: self._images[sha256] for sha256 in images}

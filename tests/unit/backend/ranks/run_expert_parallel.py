@@ -15,8 +15,8 @@ from services.trainer.backend.policy.expert_dispatch import divide_experts
 from services.trainer.backend.policy.mixture import experts_of, set_mixture_precision
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
+from services.trainer.checks.expert_parallel import require_divisible
 from services.trainer.config import BackendConfig, OptimizerConfig, TrainerConfig
-from services.trainer.expert_parallel import require_divisible
 from tests.support.trainer.checkpoints import averages_of as averages_in
 from tests.support.trainer.families import MIXTURES, heard, random_qwen3_moe, write_model
 from tests.support.trainer.ranks.rank_pool import RankPool

@@ -87,7 +87,7 @@ async def test_a_turn_that_takes_too_long_ends_its_sample_with_the_tokens_that_c
 async def test_an_environment_that_hangs_ends_the_sample_at_the_episodes_deadline(renderer: Renderer) -> None:
     """Every await on the outside world has one; the policy's turn counts."""
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
-    episode = await play(make_player(renderer, policy, episode_timeout_s=0.3), make_prompt("Stuck"), 0)
+    episode = await play(make_player(renderer, policy, episode_timeout_s=1.5), make_prompt("Stuck"), 0)
     assert (episode.finish_reason, episode.text, episode.error) == ("deadline", "one", "")
     assert TwoTurns.last.num_closed == 1
 
