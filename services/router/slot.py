@@ -133,7 +133,7 @@ class Slot:
         """Settle the culprit of a call that failed with `error`; return the error that the call should see."""
         if is_prefill and self.prefill is not None:
             self.culprit = self.prefill
-        error = await self.judge(error)
+        error = await self.attribute(error)
         if self.culprit is not self.sibling and not self.culprit._is_settled:
             self.culprit.settle(error)
         return error
@@ -157,7 +157,7 @@ class Slot:
         else:
             replica.fail(now, probe=self._is_probe, unreachable=isinstance(error, UnreachableError))
 
-    async def judge(self, error: PenstockError) -> PenstockError:
+    async def attribute(self, error: PenstockError) -> PenstockError:
         """Return NotReadyError if an event in the replica's lease explains the failure, else `error`.
 
         A replica that drains, breaks in a push, or is taken for an evaluation, hands its calls over. A push to one peer

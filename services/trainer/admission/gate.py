@@ -27,7 +27,7 @@ class Gate:
         Args:
             num_untrained: Groups admitted and not yet trained.
             num_steps_left: Remaining optimizer steps of the run. Groups beyond them are not admitted.
-            num_steps_ahead: Optimizer steps taken since that version. Their groups keep their places until the next
+            num_steps_ahead: Optimizer steps taken since that version. Their groups still count until the next
                 version is served: a group admitted now is already that many versions old.
         """
         num_steps = min(self.max_staleness + 1 - num_steps_ahead, num_steps_left)

@@ -195,7 +195,10 @@ class OpenAiPlayer:
     async def _answered(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, max_attempts: int = MAX_ATTEMPTS
     ) -> dict[str, Any]:
-        """Send a request and return the server's answer, after at most `max_attempts` attempts."""
+        """Send a request and return the server's answer, after at most `max_attempts` attempts.
+
+        By hand, not by tenacity as Penstock's own clients: each status has an outcome of its own.
+        """
         for attempt in range(1, max_attempts + 1):
             try:
                 response = await self._http.request(method, f"{self._url}{path}", json=body)

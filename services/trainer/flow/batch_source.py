@@ -138,14 +138,14 @@ def is_chunk(
     """Return whether groups are worth computing before their batch is complete.
 
     They are if they are at least an eighth of the batch, and fill a forward pass or, in a batch of more than one pass,
-    half of the batch's missing places. Groups computed early would have to be computed anyway, so a chunk delays the
+    half of what the batch lacks. Groups computed early would have to be computed anyway, so a chunk delays the
     batch only by its overhead, and it is enough to keep chunks few: a batch of two passes comes in four chunks, each
     half of the rest.
 
     Args:
         num_groups: Groups that can be committed now.
         num_tokens: Tokens of all their sequences.
-        num_missing: Places of the batch that are not committed.
+        num_missing: Groups that the batch still lacks.
         groups_per_step: Size of a batch; all its groups are assumed to be as long as these.
         pass_tokens: Tokens of a forward pass.
         pads_passes: Whether every forward pass takes as long as a full one, so that a smaller one is not worth

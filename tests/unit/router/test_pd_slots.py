@@ -118,12 +118,12 @@ async def test_what_a_push_breaks_off_is_no_failure(
     roles = {"p": PREFILL, "d": DECODE}
     async with slots(*(peer(name, role) for name, role in roles.items())) as (given, pool, leases):
         slot = await given.take(ticket())
-        judging = asyncio.create_task(slot.judge(error))
+        attributing = asyncio.create_task(slot.attribute(error))
         await asyncio.sleep(0)
         leases.put(peer(pushed, roles[pushed], **fields))
         pool.refresh()
-        judged = await judging
-        assert type(judged) is kind
+        attributed = await attributing
+        assert type(attributed) is kind
         if kind is NotReadyError:
             assert slot.culprit.replica_id == pushed
         slot.release()
