@@ -29,8 +29,14 @@ export default {
       get(`api/runs/${context.run}/spans`, { first_step: from, last_step: to }),
     ]);
     if (!steps.length) return [tools(context, from, to, last), empty("These steps have no trace.")];
-    const lanes = [...trainerLanes(steps), ...engineLanes(spans)];
-    return [tools(context, from, to, last), legend(), plot(context, lanes), summary(steps)];
+    const times = steps.flatMap((step) => step.spans);
+    const [first, end] = [Math.min(...times.map(([, start]) => start)), Math.max(...times.map(([, start, length]) => start + length))];
+    const found = await get(`api/runs/${context.run}/processes`, { first, last: end });
+    const clipped = found.spans.map((span) => clip(span, first, end));
+    const recorded = processLanes(clipped);
+    const lanes = [...trainerLanes(steps), ...(recorded.some((lane) => lane.isEngine) ? recorded : [...engineLanes(spans), ...recorded])];
+    const note = found.num_left_out ? [h("p", { class: "faint" }, `${found.num_left_out} short spans are not drawn; show fewer steps.`)] : [];
+    return [tools(context, from, to, last), legend(), plot(context, lanes), ...note, summary(steps)];
   },
 };
 
@@ -44,7 +50,7 @@ function tools(context, from, to, last) {
     h("label", {}, "Steps ", field("from", from)), h("label", {}, "to ", field("to", to)),
     h("button", { type: "button", onclick: () => context.go({ from: Math.max(1, from - width), to: Math.max(1, from - 1) }) }, "earlier"),
     h("button", { type: "button", onclick: () => context.go({ from: Math.min(last, to + 1), to: Math.min(last, to + width) }) }, "later"),
-    h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it. Only kept groups are drawn."));
+    h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it, if its group was kept."));
 }
 
 function legend() {
@@ -59,6 +65,60 @@ function trainerLanes(steps) {
     { name: "trainer", rows: [bars((name) => name !== "push")] },
     { name: "pushes", rows: [bars((name) => name === "push")] },
   ];
+}
+
+// Spans may have begun before the shown steps, and go on after them.
+function clip(span, first, end) {
+  const start = Math.max(first, span.start);
+  return { ...span, start, length: Math.min(end, span.start + span.length) - start, whole: span.length };
+}
+
+const KINDS = [
+  // Name of the span, its lane, and what it is.
+  ["checkpoint", () => "checkpoints", "checkpoint"],
+  ["evaluation", () => "evaluations", "evaluation"],
+  ["group.held", () => "bus: groups to train", "finished group waits to be trained"],
+  ["group.queued", () => "bus: prompts", "prompt waits for a worker"],
+  ["episode", (span) => `${span.process}: episodes`, "episode"],
+  ["tool", (span) => `${span.process}: tools`, "tool"],
+  ["verify", (span) => `${span.process}: verdicts`, "waits for verdicts"],
+  ["route.queued", () => "router: queue", "call waits for an engine"],
+  ["call", (span) => span.process, "call"],
+  ["paused", (span) => `${span.process}: paused`, "paused by a push"],
+  ["judged", (span) => `${span.process}: verdicts`, "verdicts"],
+  ["process.starting", () => "processes starting", "starting"],
+];
+
+function processLanes(spans) {
+  return KINDS.flatMap(([name, laneOf, text]) => {
+    const byLane = new Map();
+    for (const span of spans) {
+      if (span.name !== name) continue;
+      const lane = laneOf(span);
+      if (!byLane.has(lane)) byLane.set(lane, []);
+      byLane.get(lane).push(barOf(span, text));
+    }
+    return [...byLane].sort(([a], [b]) => a.localeCompare(b)).map(([lane, found]) => ({ name: lane, rows: stacked(found), isEngine: name === "call" }));
+  });
+}
+
+// One bar; a call is pale until its first token.
+function barOf(span, text) {
+  const details = [
+    span.group === null ? null : `group ${span.group}${span.sample === null ? "" : `, sample ${span.sample}`}`,
+    span.turn === undefined ? null : `turn ${span.turn}`,
+    span.num_tokens === undefined ? null : `${span.num_tokens} tokens`,
+    span.first_token_s === undefined ? null : `first token after ${seconds(span.first_token_s)}`,
+    span.queued_s === undefined ? null : `queued ${seconds(span.queued_s)}`,
+    span.prefill_s === undefined ? null : `prefill ${seconds(span.prefill_s)}`,
+    span.version === undefined ? null : `version ${span.version}`,
+    span.replica, span.environment, span.service, span.error,
+  ].filter((each) => each !== null && each !== undefined && each !== "");
+  const colour = span.error ? SERIES[1] : span.group === null ? ink("faint") : SERIES[span.group % (SERIES.length - 1)];
+  const isWhole = span.name === "call" && span.length === span.whole;
+  return { start: span.start, length: span.length, colour, text: `${text}, ${seconds(span.whole)}: ${details.join(", ")}`,
+    target: span.number === null ? null : { n: span.number, sample: span.sample ?? 0 },
+    pale: isWhole ? Math.min(span.first_token_s ?? 0, span.length) : 0 };
 }
 
 function engineLanes(groups) {
@@ -110,6 +170,11 @@ function plot(context, lanes) {
           if (right <= LEFT || left >= width) continue;
           pen.fillStyle = bar.colour;
           pen.fillRect(left, y, right - left, ROW - 2);
+          if (bar.pale) {
+            const until = Math.min(width, x(bar.start + bar.pale));
+            pen.fillStyle = ink("paper");
+            if (until > left) pen.fillRect(left, y + 2, until - left, ROW - 6);
+          }
           placed.push({ bar, left, right, top: y, bottom: y + ROW });
         }
         y += ROW;
