@@ -69,8 +69,10 @@ function trainerLanes(steps) {
 
 // Spans may have begun before the shown steps, and go on after them.
 function clip(span, first, end) {
+  const isWhole = span.start >= first && span.start + span.length <= end;
   const start = Math.max(first, span.start);
-  return { ...span, start, length: Math.min(end, span.start + span.length) - start, whole: span.length };
+  const length = isWhole ? span.length : Math.min(end, span.start + span.length) - start;
+  return { ...span, start, length, isWhole, whole: span.length };
 }
 
 const KINDS = [
@@ -115,10 +117,9 @@ function barOf(span, text) {
     span.replica, span.environment, span.service, span.error,
   ].filter((each) => each !== null && each !== undefined && each !== "");
   const colour = span.error ? SERIES[1] : span.group === null ? ink("faint") : SERIES[span.group % (SERIES.length - 1)];
-  const isWhole = span.name === "call" && span.length === span.whole;
   return { start: span.start, length: span.length, colour, text: `${text}, ${seconds(span.whole)}: ${details.join(", ")}`,
     target: span.number === null ? null : { n: span.number, sample: span.sample ?? 0 },
-    pale: isWhole ? Math.min(span.first_token_s ?? 0, span.length) : 0 };
+    pale: span.name === "call" && span.isWhole ? Math.min(span.first_token_s ?? 0, span.length) : 0 };
 }
 
 function engineLanes(groups) {
