@@ -213,6 +213,7 @@ async def test_a_call_of_an_engine_leads_to_its_sample(page: Page, runs: list[Pa
     """The engines' own spans say how long the call waited for its first token."""
     add_spans(runs[0])
     await page.get_by_role("link", name="Timeline").click()
+    await expect(page.get_by_text("The trainer's time:")).to_be_visible()
     await _point_at_first_bar(page)
     await expect(page.locator("main")).to_contain_text("sample 0, 6 tokens, first token after 300 ms")
     await page.mouse.down()

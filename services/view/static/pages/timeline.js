@@ -10,6 +10,7 @@ const LEFT = 130; // pixels of the lanes' names
 const ROW = 9;
 const GAP = 10;
 const AXIS = 22;
+const TALL = 216; // pixels of a lane, from which its rows are thinner
 const STEPS = 12; // shown at first
 const NAMES = { train_s: "training", wait_s: "waiting for groups", data_wait_s: "waiting for prompts",
   demonstration_wait_s: "waiting for demonstrations", push_wait_s: "waiting for a push", checkpoint_wait_s: "waiting for files",
@@ -77,17 +78,17 @@ function clip(span, first, end) {
 
 const KINDS = [
   // Name of the span, its lane, and what it is.
-  ["checkpoint", () => "checkpoints", "checkpoint"],
-  ["evaluation", () => "evaluations", "evaluation"],
-  ["group.held", () => "bus: groups to train", "finished group waits to be trained"],
-  ["group.queued", () => "bus: prompts", "prompt waits for a worker"],
+  ["call", (span) => span.process, "call"],
+  ["paused", (span) => `${span.process}: paused`, "paused by a push"],
+  ["route.queued", () => "router: queue", "call waits for an engine"],
   ["episode", (span) => `${span.process}: episodes`, "episode"],
   ["tool", (span) => `${span.process}: tools`, "tool"],
   ["verify", (span) => `${span.process}: verdicts`, "waits for verdicts"],
-  ["route.queued", () => "router: queue", "call waits for an engine"],
-  ["call", (span) => span.process, "call"],
-  ["paused", (span) => `${span.process}: paused`, "paused by a push"],
   ["judged", (span) => `${span.process}: verdicts`, "verdicts"],
+  ["group.queued", () => "bus: prompts", "prompt waits for a worker"],
+  ["group.held", () => "bus: groups to train", "finished group waits to be trained"],
+  ["checkpoint", () => "checkpoints", "checkpoint"],
+  ["evaluation", () => "evaluations", "evaluation"],
   ["process.starting", () => "processes starting", "starting"],
 ];
 
@@ -147,12 +148,14 @@ function stacked(bars) {
   return rows.length ? rows : [[]];
 }
 
+const rowOf = (lane) => Math.max(3, Math.min(ROW, Math.floor(TALL / lane.rows.length)));
+
 function plot(context, lanes) {
   const all = lanes.flatMap((lane) => lane.rows.flat());
   const first = Math.min(...all.map((bar) => bar.start));
   const end = Math.max(...all.map((bar) => bar.start + bar.length));
   let [low, high] = [first, Math.max(end, first + 1e-3)];
-  const height = AXIS + lanes.reduce((sum, lane) => sum + lane.rows.length * ROW + GAP, 0);
+  const height = AXIS + lanes.reduce((sum, lane) => sum + lane.rows.length * rowOf(lane) + GAP, 0);
   const note = h("p", { class: "faint", "aria-live": "polite" }, " ");
   let placed = [];
   const view = canvas(height, "Timeline of trainer and engines", (pen, width) => {
@@ -160,25 +163,30 @@ function plot(context, lanes) {
     pen.clearRect(0, 0, width, height);
     drawAxis(pen, width, height, low - first, high - first, x, first);
     placed = [];
+    const paper = ink("paper");
     let y = AXIS;
     for (const lane of lanes) {
       pen.fillStyle = ink("ink");
       pen.fillText(lane.name.length > 20 ? `…${lane.name.slice(-19)}` : lane.name, 4, y + ROW);
+      const tall = rowOf(lane);
+      const thick = tall > 4 ? tall - 2 : tall - 1;
       for (const row of lane.rows) {
         for (const bar of row) {
           const left = Math.max(LEFT, x(bar.start));
           const right = Math.min(width, Math.max(x(bar.start + bar.length), left + 1));
           if (right <= LEFT || left >= width) continue;
           pen.fillStyle = bar.colour;
-          pen.fillRect(left, y, right - left, ROW - 2);
+          pen.fillRect(left, y, right - left, thick);
           if (bar.pale) {
-            const until = Math.min(width, x(bar.start + bar.pale));
-            pen.fillStyle = ink("paper");
-            if (until > left) pen.fillRect(left, y + 2, until - left, ROW - 6);
+            const until = Math.min(right, x(bar.start + bar.pale));
+            pen.fillStyle = paper;
+            pen.globalAlpha = 0.65;
+            if (until > left) pen.fillRect(left, y, until - left, thick);
+            pen.globalAlpha = 1;
           }
-          placed.push({ bar, left, right, top: y, bottom: y + ROW });
+          placed.push({ bar, left, right, top: y, bottom: y + tall });
         }
-        y += ROW;
+        y += tall;
       }
       y += GAP;
     }
