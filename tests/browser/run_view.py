@@ -228,7 +228,7 @@ async def _point_at_first_bar(page: Page) -> None:
         """(canvas) => {
             const pen = canvas.getContext("2d");
             const scale = canvas.width / canvas.clientWidth;
-            for (let y = 75; y < canvas.clientHeight; y += 2) {
+            for (let y = 62; y < canvas.clientHeight; y += 2) {
                 for (let x = 140; x < canvas.clientWidth; x += 2) {
                     if (pen.getImageData(x * scale, y * scale, 1, 1).data[3] === 255
                         && pen.getImageData(x * scale, y * scale, 1, 1).data[2] !== 223) return [x + 2, y + 1];
