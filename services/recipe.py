@@ -16,6 +16,7 @@ from penstock.config import (
     RunConfig,
     SamplingConfig,
     SecurityConfig,
+    TraceConfig,
 )
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import MAX_PUSH_S, RolloutConfig
@@ -49,6 +50,7 @@ class Recipe(Config):
     sft: SftConfig = SftConfig()
     trackers: TrackersConfig = TrackersConfig()
     episodes: EpisodesConfig = EpisodesConfig()
+    trace: TraceConfig = TraceConfig()
     rollout: RolloutConfig = RolloutConfig()
     worker: WorkerConfig = WorkerConfig()
     environment_server: EnvironmentServerConfig = EnvironmentServerConfig()

@@ -66,6 +66,7 @@ class Bus:
         self.images = Stream(name=f"{run}_IMAGES", subject=f"{run}.images", retention=api.RetentionPolicy.LIMITS)
         self.calls = Stream(name=f"{run}_CALLS", subject=f"{run}.calls", retention=api.RetentionPolicy.LIMITS)
         self.sessions = Stream(name=f"{run}_SESSIONS", subject=f"{run}.sessions", retention=api.RetentionPolicy.LIMITS)
+        self.spans = Stream(name=f"{run}_SPANS", subject=f"{run}.spans", retention=api.RetentionPolicy.LIMITS)
 
     @property
     def client(self) -> Client:
@@ -209,7 +210,7 @@ class Bus:
 
     async def delete_run(self) -> None:
         """Remove the run's streams, for tests and for starting over."""
-        for stream in (self.prompts, self.groups, self.dead, self.calls, self.images, self.sessions):
+        for stream in (self.prompts, self.groups, self.dead, self.calls, self.images, self.sessions, self.spans):
             try:
                 await self._js.delete_stream(stream.name)
             except nats.js.errors.NotFoundError:

@@ -47,6 +47,8 @@ class Delivery:
         self.num_delivered: int = message.metadata.num_delivered
         """Number of this delivery. The server also counts those that arrived while the message was in hand."""
         self.message_id: str = self.headers.get("Nats-Msg-Id", "")
+        self.stored_at: float = message.metadata.timestamp.timestamp()
+        """Seconds since 1970, by the server's clock, at which it stored the message."""
         self._sequence = message.metadata.sequence.stream
         in_hand[self._sequence] = self
 

@@ -44,7 +44,7 @@ async def report_streams(bus: Bus) -> list[StreamReport]:
     try:
         reports = [
             await _report(bus, stream)
-            for stream in (bus.prompts, bus.groups, bus.images, bus.calls, bus.sessions, bus.dead)
+            for stream in (bus.prompts, bus.groups, bus.images, bus.calls, bus.sessions, bus.spans, bus.dead)
         ]
     except BUS_ERRORS as error:
         raise UnavailableError(f"NATS at {bus.config.url} does not answer: {describe(error)}") from None

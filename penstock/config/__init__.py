@@ -15,6 +15,7 @@ from penstock.config.sections import (
     RunConfig,
     SamplingConfig,
     SecurityConfig,
+    TraceConfig,
 )
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "SecurityConfig",
+    "TraceConfig",
     "dump",
     "load",
     "split_override",

@@ -51,6 +51,13 @@ class NetworkConfig(Config):
         return self.host in ("", "0.0.0.0", "::", "[::]")
 
 
+class TraceConfig(Config):
+    """Spans of what each process does when, in the run folder, for the timeline of `penstock view`."""
+
+    max_gib: float = pydantic.Field(default=2.0, ge=0)
+    """Size of the spans in the folder `trace`; above it, the oldest are deleted. 0 records none."""
+
+
 class BusConfig(Config):
     """NATS server, and how long it waits for other processes."""
 

@@ -29,8 +29,8 @@ class _Unfailing:
             self._stream.flush()
 
 
-def configure(config: LogConfig, *, service: str, file: Path | None = None) -> None:
-    """Send this process's log to standard error, or append it to `file`; every line names `service`.
+def configure(config: LogConfig, *, service: str, run: str | None = None, file: Path | None = None) -> None:
+    """Send this process's log to standard error, or append it to `file`; lines name `service`, and `run` if given.
 
     Libraries log from `warning` up.
     """
@@ -52,5 +52,5 @@ def configure(config: LogConfig, *, service: str, file: Path | None = None) -> N
         logger_factory=lambda *_: structlog.WriteLogger(cast("TextIO", _Unfailing(stream))),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(service=service)
+    structlog.contextvars.bind_contextvars(service=service, **({} if run is None else {"run": run}))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=stream)

@@ -1,5 +1,6 @@
 """`penstock serve`: one process of a training run, or a server that runs use."""
 
+import asyncio
 import enum
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from penstock.errors import PenstockError
 from penstock.runtime import process
 from penstock.runtime.imports import kept_for_ever
 from penstock.runtime.security import Security, hide_secrets
-from penstock.telemetry import log
+from penstock.telemetry import log, spans
 from services.cli import service_settings
 from services.cli.extras import import_with_extra
 from services.recipe import Recipe
@@ -55,6 +56,10 @@ _EXTRAS = {Service.ENVIRONMENTS: "worker"}
 _SHARING_MEMORY = (Service.ROLLOUT, Service.TRAINER)
 """They pass weights to each other through /proc or CUDA's memory handles, which a process closed to others denies."""
 
+_SENDING_SPANS = (Service.REWARD, Service.ROUTER, Service.WORKER, Service.TRAINER)
+"""They send their spans from their start to their end. An engine does so itself, because it forks before it may have a
+connection; a server of environments has none."""
+
 
 def serve(
     context: typer.Context,
@@ -78,7 +83,7 @@ def serve(
         security = Security.load(recipe.security)
         if service not in _SHARING_MEMORY:
             hide_secrets()
-        log.configure(recipe.log, service=name or service.value)
+        log.configure(recipe.log, service=name or service.value, run=recipe.run.name)
         if service is Service.NATS:
             from penstock.bus.local_server import become_server
 
@@ -91,4 +96,16 @@ def serve(
             )
     except PenstockError as error:
         return process.report_error(error, file=error_file)
-    return process.run(lambda stop: module.serve(settings, stop, security=security), error_file=error_file)
+    if recipe.trace.max_gib and recipe.bus.url:
+        spans.open_buffer(name or service.value)
+
+    async def run(stop: asyncio.Event) -> None:
+        if spans.buffer() is None or service not in _SENDING_SPANS:
+            await module.serve(settings, stop, security=security)
+            return
+        from penstock.bus.span_stream import sending_spans
+
+        async with sending_spans(recipe.bus, run=recipe.run.name, security=security):
+            await module.serve(settings, stop, security=security)
+
+    return process.run(run, error_file=error_file)

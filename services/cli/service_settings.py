@@ -147,6 +147,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         sampling=recipe.sampling,
         trackers=recipe.trackers,
         episodes=recipe.episodes,
+        trace=recipe.trace,
         evaluation=recipe.evaluation,
         demonstrations=recipe.demonstrations,
         context_length=recipe.rollout.context_length,

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import AsyncExitStack
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from penstock.runtime import process
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
-from services.cli import service_settings
+from services.cli import service_settings, view_command
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
 from services.cli.extras import import_with_extra
 from services.launch.run_folder import RunFolder
@@ -21,6 +22,9 @@ def train(
     resume: ResumeOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print processes, addresses, GPUs and files, and start nothing.")
+    ] = False,
+    view: Annotated[
+        bool, typer.Option("--view", help="Show the run in a browser while it goes on: `penstock view` beside it.")
     ] = False,
 ) -> int:
     """Start every process of a run and train to the end. Any --section.key=value overrides the recipe."""
@@ -43,6 +47,7 @@ def train(
     rows.check_rows(settings, with_sets=settings.evaluation.is_in_training, say=typer.echo)
     is_new = folder is None
     folder = folder or RunFolder.create(settings.run)
+    showing = view_command.prepare([folder.path], command="penstock train --view") if view else None
     hide_secrets()
     with folder.locked():
         folder.write_config(settings)
@@ -51,7 +56,10 @@ def train(
 
         async def run(stop: asyncio.Event) -> None:
             nonlocal interrupted
-            await launcher.launch(settings, folder, stop, security)
+            async with AsyncExitStack() as stack:
+                if showing is not None:
+                    sys.stdout.write(f"view    {await stack.enter_async_context(showing)}\n")
+                await launcher.launch(settings, folder, stop, security)
             interrupted = stop.is_set()
 
         code = process.run(run)

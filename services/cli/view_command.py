@@ -3,6 +3,8 @@
 import asyncio
 import secrets
 import sys
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +28,14 @@ def view(
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all of this machine.")
     ] = "127.0.0.1",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            help="Write what every process did when to this file, for ui.perfetto.dev or chrome://tracing, and end.",
+            show_default=False,
+        ),
+    ] = None,
     port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes any free one.", min=0)] = 7090,
 ) -> int:
     """Show runs in a browser: curves, samples token by token, timeline, staleness, evaluation, settings, alarms.
@@ -34,27 +44,75 @@ def view(
     PENSTOCK_TOKEN if that is set, otherwise a new one.
     """
     log.configure(LogConfig(level="warning"), service="view")
-    app = import_with_extra("services.view.app", "penstock view", extra="view")
-    runs = [app.RunReader(folder) for folder in find_runs(folders)]
-    sign_in = import_with_extra("services.view.sign_in", "penstock view", extra="view")
-    http = import_with_extra("penstock.http.server", "penstock view", extra="view")
+    if trace is not None:
+        return _write_trace(find_runs(folders), trace)
+    runs = find_runs(folders)
+    showing = prepare(runs, command="penstock view", host=host, port=port)
+
+    async def serve(stop: asyncio.Event) -> None:
+        async with showing as address:
+            number = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
+            sys.stdout.write(f"{number} at {address}\nCtrl-C ends it\n")
+            sys.stdout.flush()
+            await stop.wait()
+
+    return process.run(serve)
+
+
+def prepare(
+    folders: list[Path], *, command: str, host: str = "127.0.0.1", port: int = 0
+) -> AbstractAsyncContextManager[str]:
+    """Return what shows these runs while it is entered, and yields the address to open.
+
+    Raises:
+        SetupError: a package is missing for `command`; on entering it, the port is in use.
+    """
+    app = import_with_extra("services.view.app", command, extra="view")
+    sign_in = import_with_extra("services.view.sign_in", command, extra="view")
+    http = import_with_extra("penstock.http.server", command, extra="view")
     security = Security.from_environment()
     is_own = not security.token
     if is_own:
         security = Security(token=secrets.token_urlsafe(24))
-    server = http.HttpServer(
-        app.view_app(runs), host=host, port=port, key="--port", security=security, wrap=sign_in.SignIn
-    )
+    runs = [app.RunReader(folder) for folder in folders]
 
-    async def serve(stop: asyncio.Event) -> None:
+    @asynccontextmanager
+    async def showing() -> AsyncIterator[str]:
+        server = http.HttpServer(
+            app.view_app(runs), host=host, port=port, key="--port", security=security, wrap=sign_in.SignIn
+        )
         await server.start()
-        query = f"/?token={security.token}" if is_own else f"/?token=<{TOKEN}>"
-        sys.stdout.write(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} at {server.url}{query}\nCtrl-C ends it\n")
-        sys.stdout.flush()
-        await stop.wait()
-        await server.drain(_GRACE_S)
+        try:
+            yield f"{server.url}/?token={security.token if is_own else f'<{TOKEN}>'}"
+        finally:
+            await server.drain(_GRACE_S)
 
-    return process.run(serve)
+    return showing()
+
+
+def _write_trace(folders: list[Path], file: Path) -> int:
+    """Write the spans of a run to `file`, in the Trace Event Format.
+
+    Raises:
+        SetupError: there are several runs, the run has no spans, or the file cannot be written.
+    """
+    from services.view.trace_events import write_trace_events
+    from services.view.trace_reader import TraceReader
+
+    if len(folders) > 1:
+        raise SetupError(f"--trace writes one run, and {len(folders)} are given; name one run folder")
+    trace = TraceReader(folders[0]).read()
+    if not trace.spans:
+        raise SetupError(f"{folders[0]} has no spans; see trace.max_gib")
+    try:
+        with file.open("wb") as out:
+            num_events = write_trace_events(trace.spans, out)
+    except OSError as error:
+        raise SetupError(f"--trace={file}: {error.strerror}; give a file that can be written") from None
+    lost = f"; {trace.num_dropped} spans were dropped" if trace.num_dropped else ""
+    lost += f"; {trace.num_lost_batches} batches of spans are missing" if trace.num_lost_batches else ""
+    sys.stdout.write(f"{num_events} events in {file}{lost}; open it in ui.perfetto.dev\n")
+    return 0
 
 
 def find_runs(folders: list[Path]) -> list[Path]:

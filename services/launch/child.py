@@ -10,11 +10,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum, StrEnum
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import SetupError
 from penstock.runtime.ports import held_ports
 from penstock.runtime.reaper import Reaper
 from services.launch.bounded_log import BoundedLog
+from services.launch.process_trace import ProcessTrace
 
 
 class StopPhase(IntEnum):
@@ -61,9 +63,16 @@ class Child:
     """A process of the run over all its restarts."""
 
     def __init__(
-        self, spec: ProcessSpec, *, log: BoundedLog, reaper: Reaper, clock: Callable[[], float] = time.monotonic
+        self,
+        spec: ProcessSpec,
+        *,
+        log: BoundedLog,
+        reaper: Reaper,
+        clock: Callable[[], float] = time.monotonic,
+        trace: ProcessTrace | None = None,
     ) -> None:
         self.spec = spec
+        self._trace = trace
         self.log = log
         self.state = State.STARTING
         self.num_starts = 0
@@ -114,6 +123,7 @@ class Child:
         if self.stop_requested.is_set():  # asked to stop while it was being started
             self.terminate()
         code = await process.wait()
+        self._record("process", exit_code=code, was_stopped=self.stop_requested.is_set())
         self.kill()
         self._reaper.forget(process.pid)
         self._process = None
@@ -141,7 +151,15 @@ class Child:
         if not is_ready or self._process is not process:  # the answer is void if the process has died since
             return False
         self.state = State.UP
+        self._record("process.starting")
         return True
+
+    def _record(self, name: str, **attributes: Any) -> None:
+        """Record what the process has done since its last start."""
+        if self._trace is not None:
+            now = time.monotonic()
+            about = {"service": self.spec.name, "start": self.num_starts, **attributes}
+            self._trace.add(name, now - self.age_s, now, **about)
 
     def read_error(self) -> str | None:
         """Return the error that the process wrote as it ended; None if it wrote none."""

@@ -23,6 +23,7 @@ from services.launch.child import ProcessSpec, StopPhase
 from services.launch.display import Display, open_display
 from services.launch.gpu_plan import find_gpus
 from services.launch.metrics import MetricsFollower, describe_evaluation, describe_run
+from services.launch.process_trace import ProcessTrace
 from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import LOCAL, PORTS, PlannedProcess, RunPlan, make_plan
@@ -61,7 +62,8 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
         sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
         specs = process_specs(plan, folder, security)
-        await run_processes(specs, folder, stop, security, grace_s=recipe.run.grace_s)
+        trace = ProcessTrace(folder.path) if recipe.trace.max_gib else None
+        await run_processes(specs, folder, stop, security, grace_s=recipe.run.grace_s, trace=trace)
 
 
 async def run_processes(
@@ -71,11 +73,12 @@ async def run_processes(
     security: Security,
     *,
     grace_s: float,
+    trace: ProcessTrace | None = None,
 ) -> None:
     """Run the processes until the one that ends the run has ended or `stop` is set; show them and the run's result.
 
     `security` has the tokens with which the trainer is asked for its progress. `grace_s` is the seconds that processes
-    give to running work when they are asked to stop.
+    give to running work when they are asked to stop. `trace` gets their starts and ends.
 
     Raises:
         UserError: a process found a fault that a person must fix.
@@ -93,6 +96,7 @@ async def run_processes(
                 logs=folder.logs,
                 report=display.write,
                 kill_after_s=grace_s + KILL_MARGIN_S,
+                trace=trace,
             ) as supervisor,
             _watched(supervisor, metrics, evaluations, display, BoundedLog(folder.launcher_log)),
         ):

@@ -16,6 +16,7 @@ from penstock.runtime.process import EXIT_USER_ERROR
 from penstock.runtime.reaper import Reaper
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child, ProcessSpec, State, StopPhase
+from services.launch.process_trace import ProcessTrace
 
 MAX_RESTARTS = 10
 """A process that dies more often than this, without a trained step in between, ends the run. A group that kills the
@@ -180,13 +181,14 @@ async def supervised(
     max_restarts: int = MAX_RESTARTS,
     first_backoff_s: float = _FIRST_BACKOFF_S,
     failed_run_grace_s: float = _FAILED_RUN_GRACE_S,
+    trace: ProcessTrace | None = None,
 ) -> AsyncIterator[Supervisor]:
     """Yield a supervisor of `specs`; at the end of the context, stop all processes that are not stopped yet.
 
     A cancellation while they are being stopped, here or in the context, kills them at once.
     """
     reaper = await Reaper.start()
-    children = [Child(spec, log=BoundedLog(logs / f"{spec.name}.log"), reaper=reaper) for spec in specs]
+    children = [Child(spec, log=BoundedLog(logs / f"{spec.name}.log"), reaper=reaper, trace=trace) for spec in specs]
     supervisor = Supervisor(
         children,
         report,

@@ -12,6 +12,8 @@ import structlog
 
 from penstock.clients.turn import RetryBudget, run_turn
 from penstock.errors import MissingImageError, NotReadyError, OverloadedError, PenstockError
+from penstock.telemetry import spans
+from services.router.attempt_span import AttemptSpan
 from services.router.balancing import UNBOUNDED, Query
 from services.router.resumable_stream import ResumableStream
 from services.router.shared_prefill import SharedPrefill
@@ -101,11 +103,21 @@ class _Slots:
         self._budget = budget
         self._shared_prefill = shared_prefill
         self._num_prompt_tokens = ticket.query.num_tokens
+        self._num_attempts = 0
 
     async def take(self, num_tokens: int) -> Slot:
         if num_tokens:
             self._query.num_tokens = max(self._query.num_tokens, self._num_prompt_tokens + num_tokens)
-        slot = await self._slots.take(self._ticket)
+        query, began = self._query, time.monotonic()
+        self._num_attempts += 1
+        about = {"group": query.group_id or None, "request": query.request_id, "attempt": self._num_attempts}
+        try:
+            slot = await self._slots.take(self._ticket)
+        except BaseException as error:
+            spans.record("route.queued", began, **about, error=str(error) or type(error).__name__)
+            raise
+        spans.record("route.queued", began, **about, replica=slot.replica_id)
+        slot.span = AttemptSpan(about | {"replica": slot.replica_id})
         if not num_tokens:
             timeout_s = self._ticket.deadline - time.monotonic()
             await self._shared_prefill.enter(slot, self._query.shared_prompt, timeout_s=timeout_s)

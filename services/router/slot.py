@@ -17,6 +17,7 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.v1 import common_pb2, generate_pb2
+from services.router.attempt_span import AttemptSpan
 from services.router.balancing import UnroutableReason
 from services.router.connection import ReplicaConnection
 from services.router.replica_slots import ReplicaSlots
@@ -46,6 +47,7 @@ class Slot:
         "culprit",
         "prefill",
         "sibling",
+        "span",
     )
 
     def __init__(
@@ -66,6 +68,8 @@ class Slot:
         """How the peers of the pair find each other."""
         self.culprit = self
         """The slot at fault if the call fails: this one, or `prefill`."""
+        self.span: AttemptSpan | None = None
+        """The attempt that runs in it, if that is recorded."""
         self._replica = replica
         self._on_release = on_release
         self._clock = clock
@@ -115,6 +119,8 @@ class Slot:
     def begin_answer(self) -> None:
         """Note the first chunk. A probe has then succeeded; the last chunk may take minutes."""
         self._end_beginning()
+        if self.span is not None:
+            self.span.begin_answer()
         if self._is_probe:
             self._is_probe = False
             self._replica.succeed(probe=True)
@@ -134,6 +140,8 @@ class Slot:
         if is_prefill and self.prefill is not None:
             self.culprit = self.prefill
         error = await self.attribute(error)
+        if self.span is not None:
+            self.span.settle(error)
         if self.culprit is not self.sibling and not self.culprit._is_settled:
             self.culprit.settle(error)
         return error
@@ -141,6 +149,8 @@ class Slot:
     def settle(self, error: PenstockError | None) -> None:
         """Note the outcome of the call; without it, nothing is learnt about the replica."""
         self._is_settled = True
+        if self.span is not None:
+            self.span.settle(error)
         replica, now = self._replica, self._clock()
         if error is None:
             replica.complete()
@@ -190,6 +200,8 @@ class Slot:
         self._end_beginning()
         if not self._is_settled:
             self._replica.abandon(probe=self._is_probe)
+        if self.span is not None:
+            self.span.end()
         self._replica.end()
         self._on_release(self._replica)
 

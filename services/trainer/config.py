@@ -11,7 +11,7 @@ from typing import ClassVar, Final, Literal, Self
 
 import pydantic
 
-from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
+from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig, TraceConfig
 from services.trainer.admission.config import FilterConfig
 from services.trainer.algorithm.axes import Axis
 from services.trainer.algorithm.config import AlgorithmConfig
@@ -272,6 +272,7 @@ class TrainerSettings:
     sampling: SamplingConfig
     trackers: TrackersConfig
     episodes: EpisodesConfig
+    trace: TraceConfig
     evaluation: EvaluationConfig
     demonstrations: DemonstrationsConfig | None
     """None: steps learn none."""

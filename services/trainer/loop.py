@@ -24,6 +24,7 @@ import structlog
 
 from penstock.bus.consumer import Delivery
 from penstock.runtime.process import end_task, unless_stopped
+from penstock.telemetry import spans
 from penstock.v1 import trainer_pb2
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.backend.base import TrainBackend
@@ -179,7 +180,8 @@ class TrainingLoop:
         evaluating = self.evaluator.evaluate(
             step, version, has_received_all=self.collector.has_everything, on_held_out=on_held_out
         )
-        await unless_stopped(evaluating, stop)
+        with spans.recorded("evaluation", step=step, version=version):
+            await unless_stopped(evaluating, stop)
         self._may_update.set()
 
     async def _go_on_evaluating(self, stop: asyncio.Event) -> None:
@@ -200,6 +202,9 @@ class TrainingLoop:
                 await self._abort_batch()
                 return None
             self.progress.phase = trainer_pb2.RUN_PHASE_TRAINING
+            for finished in chunk:
+                group = finished.played.id.message
+                spans.record("group.held", finished.received_at, group=group, step=self.position.step + 1)
             if self.recorder is not None:
                 await self.publication.lock.confirm()
             await asyncio.to_thread(self._accumulate, chunk)
@@ -319,6 +324,7 @@ class TrainingLoop:
 
     async def _write_checkpoint(self, moment: Moment, settlements: Lane) -> None:
         self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
-        await self.checkpoints.write(moment, on_copied=self._is_copied.set)
+        with spans.recorded("checkpoint", step=moment.step):
+            await self.checkpoints.write(moment, on_copied=self._is_copied.set)
         self._is_copied.set()
         settlements.start(self.checkpoints.settle(moment))

@@ -21,6 +21,7 @@ from services.trainer.loop import TrainingLoop
 from services.trainer.starting_point import find_starting_point
 from services.trainer.telemetry.curves import draw_curves
 from services.trainer.telemetry.progress import Progress, TrainerServicer
+from services.trainer.telemetry.span_files import collecting_spans
 
 log = structlog.get_logger()
 
@@ -44,6 +45,9 @@ async def serve(
         await bus.ensure_streams()
         lock = await stack.enter_async_context(locked(bus, "trainer", ttl_s=settings.bus.lease_ttl_s))
         start = await find_starting_point(settings, bus)
+        if settings.trace.max_gib:
+            collecting = collecting_spans(bus, start.folder, max_bytes=int(settings.trace.max_gib * 2**30))
+            await stack.enter_async_context(collecting)
         progress = Progress(run_id=start.run_id, num_steps=settings.trainer.num_steps)
         await _serve_progress(settings, progress, security, stack)
         with disk_full_reported(start.folder, "make room and start the run again, which continues from its checkpoint"):

@@ -15,6 +15,7 @@ from penstock.http.app import make_app
 from services.view.episode_query import EpisodeQuery
 from services.view.run_reader import NotThereError, RunReader
 from services.view.summary import alarms_of, summarise
+from services.view.timeline import timeline_of
 
 _STATIC: Final = Path(__file__).with_name("static")
 _PAGES: Final = {
@@ -107,6 +108,11 @@ def view_app(runs: Sequence[RunReader]) -> FastAPI:
     @app.get("/api/runs/{number}/trace")
     def trace(number: int, first_step: int = 0, last_step: int = 2**31) -> Response:
         return _json([step for step in run_of(number).trace() if first_step <= step["step"] <= last_step])
+
+    @app.get("/api/runs/{number}/processes")
+    def processes(number: int, first: float, last: float) -> Response:
+        run = run_of(number)
+        return _json(timeline_of(run.spans(first, last), run.episodes()))
 
     @app.get("/api/runs/{number}/images/{name}")
     def image(number: int, name: str) -> Response:

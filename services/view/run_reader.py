@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from penstock.errors import InvalidRequestError
 from penstock.telemetry.json_lines import JsonLinesFollower
+from services.view.trace_reader import Span, TraceReader
 
 _IMAGE: Final = re.compile(r"[0-9a-f]{64}\.(png|jpg|gif|webp|bin)")
 _EPISODES_FILE: Final = re.compile(r"step-\d+\.jsonl")
@@ -29,7 +30,7 @@ class RunReader:
         self._lock = threading.Lock()
         self._metrics = JsonLinesFollower(folder / "metrics.jsonl")
         self._evaluations = JsonLinesFollower(folder / "evaluations.jsonl")
-        self._trace = JsonLinesFollower(folder / "trace" / "trainer.jsonl")
+        self._trace = TraceReader(folder)
         self._index = JsonLinesFollower(folder / "episodes" / "index.jsonl")
 
     @property
@@ -72,8 +73,12 @@ class RunReader:
     def trace(self) -> list[dict[str, Any]]:
         """Return the trainer's spans, step by step."""
         with self._lock:
-            self._trace.poll()
-            return list(self._trace.rows)
+            return list(self._trace.steps())
+
+    def spans(self, first: float, last: float) -> list[Span]:
+        """Return what all processes did from `first` to `last`, in seconds since 1970, by start."""
+        with self._lock:
+            return self._trace.read(first, last).spans
 
     def episodes(self) -> list[dict[str, Any]]:
         """Return the index of kept groups, in the order in which they were kept."""

@@ -20,7 +20,7 @@ from services.trainer.telemetry.episodes.files import EpisodeFiles
 from services.view.app import view_app
 from services.view.run_reader import RunReader
 from services.view.sign_in import SignIn
-from tests.support.view_runs import add_group, make_run, step_row, write_rows
+from tests.support.view_runs import add_group, add_spans, make_run, step_row, write_rows
 
 _CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 _ARGUMENTS = (
@@ -202,14 +202,33 @@ async def test_a_bar_of_the_timeline_leads_to_its_sample(page: Page) -> None:
     """And says what it is."""
     await page.get_by_role("link", name="Timeline").click()
     await expect(page.get_by_text("The trainer's time:")).to_contain_text("training 66.7%, waiting for groups 33.3%")
+    await _point_at_first_bar(page)
+    await expect(page.locator("main")).to_contain_text("sample")
+    await page.mouse.down()
+    await page.mouse.up()
+    await expect(page.locator("h1")).to_have_text("Group")
+
+
+async def test_a_call_of_an_engine_leads_to_its_sample(page: Page, runs: list[Path]) -> None:
+    """The engines' own spans say how long the call waited for its first token."""
+    add_spans(runs[0])
+    await page.get_by_role("link", name="Timeline").click()
+    await expect(page.get_by_text("The trainer's time:")).to_be_visible()
+    await _point_at_first_bar(page)
+    await expect(page.locator("main")).to_contain_text("sample 0, 6 tokens, first token after 300 ms")
+    await page.mouse.down()
+    await page.mouse.up()
+    await expect(page.locator("h1")).to_have_text("Group")
+
+
+async def _point_at_first_bar(page: Page) -> None:
+    """Move the mouse to the first bar below the trainer's and the pushes'."""
     surface = page.locator("canvas")
-    box = await surface.bounding_box()
-    assert box is not None
     found = await surface.evaluate(
         """(canvas) => {
             const pen = canvas.getContext("2d");
             const scale = canvas.width / canvas.clientWidth;
-            for (let y = 75; y < canvas.clientHeight; y += 2) {
+            for (let y = 62; y < canvas.clientHeight; y += 2) {
                 for (let x = 140; x < canvas.clientWidth; x += 2) {
                     if (pen.getImageData(x * scale, y * scale, 1, 1).data[3] === 255
                         && pen.getImageData(x * scale, y * scale, 1, 1).data[2] !== 223) return [x + 2, y + 1];
@@ -219,9 +238,6 @@ async def test_a_bar_of_the_timeline_leads_to_its_sample(page: Page) -> None:
         }"""
     )
     await surface.hover(position={"x": found[0], "y": found[1]})
-    await expect(page.locator("main")).to_contain_text("sample")
-    await surface.click(position={"x": found[0], "y": found[1]})
-    await expect(page.locator("h1")).to_have_text("Group")
 
 
 async def test_the_keyboard_is_enough(page: Page) -> None:

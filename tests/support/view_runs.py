@@ -184,3 +184,15 @@ def make_run(folder: Path, *, num_steps: int = 30, **recipe: Any) -> Path:
     row = {"step": num_steps // 2, "policy_version": num_steps // 2, "elapsed_s": 3.0, "sets": {"held_out": found}}
     (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
     return folder
+
+
+def add_spans(folder: Path, *, num_steps: int = 30) -> None:
+    """Add a call of an engine for the first sample of each step's group of `make_run`."""
+    spans: list[Any] = []
+    for step in range(1, num_steps + 1):
+        group, began = f"run/{4 * step}/0/abc", 1_700_000_000.0 + 2 * step
+        call = {"group": group, "request": f"{group}/0/0/ffff", "first_token_s": 0.3, "num_tokens": 6, "version": step}
+        spans += [["call", began + 0.2, 1.2, call]]
+    batch = {"process": "rollout-0", "host": "a", "pid": 1, "start": "s", "number": 1, "dropped": 0, "sent": began}
+    row = {"sequence": 1, "stored": began, "batch": batch | {"spans": spans}}
+    (folder / "trace" / "spans-1700000000000.jsonl").write_text(json.dumps(row) + "\n")

@@ -7,6 +7,7 @@ from typing import Any
 import grpc.aio
 
 from penstock.errors import InvalidRequestError, UnavailableError
+from penstock.telemetry import spans
 from penstock.v1 import reward_pb2, reward_pb2_grpc
 from penstock.verdict_status import Status
 from services.reward.item import Item
@@ -85,7 +86,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     async def _verify(self, items: Iterable[reward_pb2.VerifyItem], context: Context) -> list[reward_pb2.Verdict]:
         items = list(items)
-        verdicts = await self._verifier.verify([_from_proto(item) for item in items], within_s=context.time_remaining())
+        with spans.recorded("judged", item=items[0].item_id if items else None, num_items=len(items)):
+            verdicts = await self._verifier.verify(
+                [_from_proto(item) for item in items], within_s=context.time_remaining()
+            )
         return [_to_proto(item.item_id, verdict) for item, verdict in zip(items, verdicts, strict=True)]
 
     async def _answer(

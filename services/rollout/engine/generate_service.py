@@ -10,6 +10,7 @@ import grpc.aio
 from penstock.errors import InvalidRequestError, NotReadyError, OverloadedError
 from penstock.rpc.server import deadline_s
 from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc
+from services.rollout.engine.call_span import CallSpan
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.crash_streak import CrashStreak
 from services.rollout.engine.generation import Generation, TopIds
@@ -56,9 +57,10 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
 
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> generate_pb2.GenerateResponse:  # noqa: N802 - the contract's name
         """Play one turn."""
-        with self._admitted(request):
+        with self._admitted(request) as span:
             async with asyncio.timeout(deadline_s(context, default=_REQUEST_DEADLINE_S)):
                 generation = await self._engine.generate(await self._check(request))
+            span.add(generation)
         self._crashes.note_answer()
         return self._respond(generation)
 
@@ -70,7 +72,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             raise InvalidRequestError(f"chunk_tokens = {request.chunk_tokens} must be 0 (every token) or greater")
         remaining_s = deadline_s(context, default=_REQUEST_DEADLINE_S)
         deadline = asyncio.get_running_loop().time() + remaining_s
-        with self._admitted(request):
+        with self._admitted(request) as span:
             async with asyncio.timeout_at(deadline):
                 checked = await self._check(request)
             async with aclosing(self._engine.stream(checked, chunk_tokens=request.chunk_tokens)) as parts:
@@ -81,15 +83,16 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                     if part is None:
                         return
                     self._crashes.note_answer()
+                    span.add(part)
                     yield self._chunk(part)
 
     @contextmanager
-    def _admitted(self, request: generate_pb2.GenerateRequest) -> Iterator[None]:
+    def _admitted(self, request: generate_pb2.GenerateRequest) -> Iterator[CallSpan]:
         self._admit(request)
         self._num_calls += 1
         try:
-            with self._crashes.counting():
-                yield
+            with self._crashes.counting(), CallSpan(request) as span:
+                yield span
         finally:
             self._num_calls -= 1
 

@@ -47,6 +47,10 @@ class Generation:
     """Most likely ids at each token; empty unless the request asked for them."""
     prompt: PromptScores | None = None
     """Only in the first part, and only if the request asked for it."""
+    queued_s: float | None = None
+    """Seconds that SGLang's scheduler let the turn wait; None if it does not say."""
+    prefill_s: float | None = None
+    """Seconds from then until the prompt was computed; None if SGLang does not say."""
 
 
 def require_sound(response: dict[str, Any]) -> None:
@@ -102,7 +106,14 @@ def read_generation(response: dict[str, Any], *, first: int = 0) -> Generation:
         num_tokens_so_far=end,
         top=top,
         prompt=_prompt_scores(meta) if first == 0 else None,
+        queued_s=meta.get("queue_time"),
+        prefill_s=_prefill_s(meta),
     )
+
+
+def _prefill_s(meta: dict[str, Any]) -> float | None:
+    began, ended = meta.get("forward_entry_time"), meta.get("prefill_finished_time")
+    return None if began is None or ended is None else max(0.0, ended - began)
 
 
 def _prompt_scores(meta: dict[str, Any]) -> PromptScores | None:

@@ -16,6 +16,7 @@ from penstock.bus.buckets.leases import Lease, held
 from penstock.bus.buckets.replica_lease import write_replica
 from penstock.bus.connection import connect
 from penstock.bus.image_store import ImageStore
+from penstock.bus.span_stream import sending_spans
 from penstock.config import NetworkConfig
 from penstock.errors import UnavailableError
 from penstock.rpc.server import RpcServer, service_name
@@ -84,7 +85,10 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
     with scratch_folder() as folder:
         async with starting as server:
             note_segments(folder)
-            async with connect(settings.bus, run=settings.run.name, security=security) as bus:
+            async with (
+                connect(settings.bus, run=settings.run.name, security=security) as bus,
+                sending_spans(settings.bus, run=settings.run.name, security=security),
+            ):
                 server.images.attach(ImageStore(bus))
                 bucket = await bus.bucket("replicas", ttl_s=settings.bus.lease_ttl_s)
                 lease_of_server = held(

@@ -6,21 +6,17 @@ ended; if its environment or its replicas failed, it is unjudged.
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 
-import structlog
-
 from penstock.errors import InvalidRequestError, MissingImageError, PoisonError
 from penstock.records import Group, Prompt, Sample, Verdict
+from penstock.telemetry import spans
 from penstock.verdict_status import Status
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.group_images import GroupImages, Store
 from services.rollout.worker.players import Played, Player
 from services.rollout.worker.shared_rendering import SharedRendering
-
-log = structlog.get_logger()
 
 _FAILED = Verdict(score=0.0, status=Status.FAILED.value, extracted="", method="UNSPECIFIED")
 
@@ -52,7 +48,12 @@ class GroupRollout:
             PoisonError: it broke every replica that tried it.
             PenstockError: it failed this time; another delivery may succeed.
         """
-        started = time.monotonic()
+        with spans.recorded("group.played", group=prompt.id.message, delivery=num_deliveries) as about:
+            group = await self._play(prompt, num_deliveries)
+            about.update(summarize(group.samples) if group.samples else {"error": group.error})
+        return group
+
+    async def _play(self, prompt: Prompt, num_deliveries: int) -> Group:
         try:
             images = await GroupImages.load(self._images, prompt)
         except MissingImageError as error:
@@ -70,12 +71,6 @@ class GroupRollout:
         episodes = await self._play_all(prompt, images)
         verdicts = await self._verify(prompt, episodes)
         samples = tuple(episode.to_sample(verdict) for episode, verdict in zip(episodes, verdicts, strict=True))
-        log.info(
-            "group.played",
-            group=prompt.id.message,
-            **summarize(samples),
-            elapsed_s=round(time.monotonic() - started, 3),
-        )
         return Group(
             id=prompt.id,
             purpose=prompt.purpose,
@@ -111,7 +106,7 @@ class GroupRollout:
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, float | int | dict[str, int]]:
-    """Return statistics of a played group for one log line."""
+    """Return statistics of a played group for its span."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     statuses = Counter(sample.verdict.status for sample in samples if sample.verdict is not None)
     return {

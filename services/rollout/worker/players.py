@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from penstock.records import Prompt, Sample, Verdict
+from penstock.telemetry import spans
 from services.rollout.worker.agents.agent_player import AgentPlayer
 from services.rollout.worker.episodes.episode import EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
@@ -20,6 +21,11 @@ class Played(Protocol):
     @property
     def error(self) -> str:
         """Why it cannot be judged; empty if it can."""
+        ...
+
+    @property
+    def finish_reason(self) -> str:
+        """How it ended; see `penstock.records.Sample`."""
         ...
 
     @property
@@ -50,6 +56,11 @@ class Players:
 
     async def play(self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering) -> Played:
         """See `Player`."""
-        if self._agents.plays(prompt.environment):
-            return await self._agents.play(prompt, number, images)
-        return await self._episodes.play(prompt, number, images, shared)
+        with spans.recorded("episode", group=prompt.id.message, sample=number) as about:
+            played: Played
+            if self._agents.plays(prompt.environment):
+                played = await self._agents.play(prompt, number, images)
+            else:
+                played = await self._episodes.play(prompt, number, images, shared)
+            about.update(finish_reason=played.finish_reason, error=played.error or None)
+        return played

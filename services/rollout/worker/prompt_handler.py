@@ -4,6 +4,8 @@ Invariant: `handle` returns only after the group is stored, so the prompt is ack
 prompt's, so a redelivered prompt never stores a second group.
 """
 
+import time
+
 import structlog
 
 from penstock.bus.connection import Bus
@@ -11,6 +13,7 @@ from penstock.bus.consumer import Delivery
 from penstock.errors import CorruptMessageError
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode, encode
+from penstock.telemetry import spans
 from services.rollout.worker.group_rollout import GroupRollout
 
 log = structlog.get_logger()
@@ -27,8 +30,12 @@ class PromptHandler:
 
     async def handle(self, delivery: Delivery) -> None:
         """Play the delivered prompt and store its group."""
+        received = time.monotonic()
         prompt = decode(delivery.payload, Prompt)
-        await self._publish(await self._rollout.play(prompt, num_deliveries=delivery.num_delivered))
+        queued_s = max(0.0, time.time() - delivery.stored_at)
+        spans.record("group.queued", received - queued_s, received, group=prompt.id.message)
+        with structlog.contextvars.bound_contextvars(group=prompt.id.message):
+            await self._publish(await self._rollout.play(prompt, num_deliveries=delivery.num_delivered))
 
     async def give_up(self, delivery: Delivery, reason: str) -> None:
         """Report to the trainer that the group has no samples, and why."""
@@ -53,5 +60,9 @@ class PromptHandler:
 
     async def _publish(self, group: Group) -> None:
         message_id = group.id.message
-        is_new = await self._bus.publish(self._bus.groups, encode(group), message_id=message_id)
-        log.info("group.published", group=message_id, is_new=is_new, error=group.error or None)
+        with spans.recorded("group.published", group=message_id) as about:
+            payload = encode(group)
+            about["size_bytes"] = len(payload)
+            about["is_new"] = await self._bus.publish(self._bus.groups, payload, message_id=message_id)
+        if group.error:
+            log.warning("group.unplayed", group=message_id, error=group.error)

@@ -5,6 +5,7 @@ exactly the groups that the surviving weights have not seen.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -43,6 +44,8 @@ class Finished:
     images: Mapping[str, bytes]
     """Encoded images of its samples, by content hash."""
     ready: TrainGroup
+    received_at: float = field(default_factory=time.monotonic)
+    """Time of `time.monotonic()`."""
 
 
 @dataclass(slots=True, kw_only=True)

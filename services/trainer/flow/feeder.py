@@ -6,6 +6,7 @@ groups that then arrive twice.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.bus.image_store import ImageStore
 from penstock.errors import DataError, InvalidRequestError
 from penstock.records import GroupId, Prompt, Sampling
 from penstock.records.codec import encode
+from penstock.telemetry import spans
 from services.trainer.admission.filters import FilterReason
 from services.trainer.admission.group_state import Admission, GroupStatus
 from services.trainer.admission.ledger import GroupLedger
@@ -161,6 +163,7 @@ class Feeder:
             )
 
     async def _publish_one(self, admission: Admission) -> None:
+        began = time.monotonic()
         example = await asyncio.to_thread(self.dataset.playable, admission.index)
         if isinstance(example, FilterReason):
             self._pass_over(admission, example)
@@ -188,6 +191,7 @@ class Feeder:
                 extra=dict(example.extra),
             )
             await self.bus.publish(self.bus.prompts, encode(prompt), message_id=group_id.message)
+            spans.record("group.admitted", began, group=group_id.message, version=admission.version)
         except InvalidRequestError as error:
             raise DataError(f"the row at position {admission.index} of the data cannot be sent: {error}") from None
         log.debug("prompt.admitted", group=group_id.group, attempt=group_id.attempt)

@@ -99,7 +99,11 @@ class CollectivePush:
         try:
             yield
         finally:
-            self._stages_s[stage] = time.monotonic() - started
+            ended = time.monotonic()
+            self._stages_s[stage] = ended - started
+            for member in (*self._calls.members, *self._calls.failures):
+                if member not in self._failed_in:
+                    self._stages.record(stage, member, started, ended, self._calls.failures.get(member))
             for member in self._calls.failures:
                 self._failed_in.setdefault(member, stage)
 

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Awaitable
 
 from penstock.errors import PenstockError
+from penstock.telemetry import spans
 from penstock.v1 import rollout_pb2
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
@@ -66,6 +67,21 @@ class PushStages:
         )
         self._transport.announce(member, request)
         return stub.PrepareWeights(request, timeout=self.deadlines.prepare_s)
+
+    def record(
+        self, stage: str, member: Member, began: float, ended: float, error: BaseException | None = None
+    ) -> None:
+        """Record the span of a stage of the push to `member`, by times of `time.monotonic()`."""
+        spans.record(
+            "push.stage",
+            began,
+            ended,
+            stage=stage,
+            replica=member.replica_id,
+            version=self.weights.version,
+            push=self.push_id,
+            error=None if error is None else str(error),
+        )
 
     async def upload(self, stub: Stub, _: Member) -> None:
         """Send the bytes that the member loads later, while it still generates."""

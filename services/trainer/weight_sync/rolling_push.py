@@ -87,10 +87,16 @@ class RollingPush:
                 started = time.monotonic()
                 if stage == "pause":
                     paused_at = started
+                error: BaseException | None = None
                 try:
                     await called(start(self._stub(member), member), peer=member.replica_id)
+                except BaseException as failure:
+                    error = failure
+                    raise
                 finally:
-                    self._durations_s.setdefault(stage, []).append(time.monotonic() - started)
+                    ended = time.monotonic()
+                    self._durations_s.setdefault(stage, []).append(ended - started)
+                    stages.record(stage, member, started, ended, error)
             self._done.append(member)
             self._on_served()
         except PenstockError as error:

@@ -1,5 +1,6 @@
 """`penstock view` as a person starts it."""
 
+import json
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.cli.view_command import find_runs
+from services.cli.view_command import find_runs, prepare
 from tests.support.view_runs import make_run
 
 
@@ -51,3 +52,30 @@ def test_the_newest_run_of_a_folder_comes_first(tmp_path: Path) -> None:
     for age, folder in enumerate(folders):
         os.utime(folder, (1_700_000_000 + age, 1_700_000_000 + age))
     assert find_runs([tmp_path]) == folders[::-1]
+
+
+async def test_a_run_that_begins_can_be_shown_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `penstock train --view` does: an address that opens, with a token of its own, until the run ends."""
+    monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
+    showing = prepare([make_run(tmp_path / "run", num_steps=1)], command="penstock train --view")
+    async with showing as address, httpx.AsyncClient(follow_redirects=True) as browser:
+        assert (await browser.get(address.partition("?")[0])).status_code == 401
+        assert (await browser.get(address)).status_code == 200
+        (run,) = (await browser.get(f"{address.partition('?')[0]}api/runs")).json()
+    assert run["folder"] == str(tmp_path / "run")
+    async with httpx.AsyncClient() as browser:
+        with pytest.raises(httpx.ConnectError):
+            await browser.get(address)
+
+
+def test_what_processes_did_is_written_for_perfetto(tmp_path: Path) -> None:
+    """One file in the Trace Event Format; several runs, or none with spans, are an error."""
+    run, file = make_run(tmp_path / "run", num_steps=3), tmp_path / "trace.json"
+    command = [sys.executable, "-m", "services.cli", "view", str(run), "--trace", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    events = json.loads(file.read_text())["traceEvents"]
+    assert done.stdout == f"{len(events)} events in {file}; open it in ui.perfetto.dev\n"
+    assert {each["name"] for each in events if each["ph"] == "X"} == {"train_s", "wait_s", "push"}
+    (run / "trace" / "trainer.jsonl").unlink()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, f"error: {run} has no spans; see trace.max_gib\n")

@@ -205,3 +205,19 @@ async def test_a_prompt_that_was_not_scored_as_a_whole_has_no_scores() -> None:
     assert part is not None
     assert part.prompt is None
     assert part.top == []
+
+
+async def test_the_schedulers_times_are_read_where_sglang_tells_them() -> None:
+    """It does with its metrics on: seconds in the queue, and two times between which the prompt was computed."""
+    sglang, stream = Sglang(), TokenStream(min_tokens=1)
+    response = sglang.make(1)
+    stream.put(response)
+    silent = await stream.take()
+    response = sglang.make(1, end={"type": "stop"})
+    response["meta_info"] |= {"queue_time": 0.25, "forward_entry_time": 100.5, "prefill_finished_time": 101.25}
+    stream.put(response)
+    told = await stream.take()
+    assert silent is not None
+    assert told is not None
+    assert (silent.queued_s, silent.prefill_s) == (None, None)
+    assert (told.queued_s, told.prefill_s) == (0.25, 0.75)

@@ -141,3 +141,18 @@ async def test_nothing_that_a_policy_wrote_can_run(client: httpx.AsyncClient, ru
 def test_what_is_not_ours_is_as_it_was_published(name: str) -> None:
     """Files of uPlot 1.6.32, by their digests."""
     assert hashlib.sha256((_STATIC / "vendor" / name).read_bytes()).hexdigest() == _VENDORED[name]
+
+
+async def test_what_processes_did_is_found_by_time(client: httpx.AsyncClient, runs: list[Path]) -> None:
+    """The spans of the asked seconds, with the kept group that they belong to."""
+    span = ["episode", 50.0, 2.0, {"group": "run/4/0/abc", "sample": 1}]
+    batch = {
+        "process": "worker-0", "host": "a", "pid": 1, "start": "s", "number": 1, "dropped": 0, "sent": 60.0,
+        "spans": [span, ["episode", 70.0, 2.0, {}]],
+    }  # fmt: skip
+    row = json.dumps({"sequence": 1, "stored": 60.0, "batch": batch}) + "\n"
+    (runs[0] / "trace").mkdir(exist_ok=True)
+    (runs[0] / "trace" / "spans-0000000060000.jsonl").write_text(row)
+    found = (await client.get("/api/runs/0/processes", params={"first": 49, "last": 60})).json()
+    (drawn,) = found["spans"]
+    assert (drawn["process"], drawn["name"], drawn["length"], drawn["group"]) == ("worker-0", "episode", 2.0, 4)

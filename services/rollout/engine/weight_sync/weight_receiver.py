@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, PenstockError, UnavailableError
+from penstock.telemetry import spans
 from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import (
     REPLICA_STATE_BROKEN,
@@ -72,6 +73,7 @@ class WeightReceiver:
         self._clean_up: asyncio.Task[None] | None = None
         """Clean-up of the last push that ended early."""
         self._watchdog: asyncio.Task[None] | None = None
+        self._paused_at = 0.0
         self.state: ReplicaState.ValueType = REPLICA_STATE_READY
         self.version = 0
 
@@ -114,6 +116,7 @@ class WeightReceiver:
             NotReadyError: the source cannot be used here.
             UnavailableError: the process group did not form.
         """
+        began = time.monotonic()
         require_fit(manifest, self._expected, is_shared=self._num_ranks > 1)
         require_digest_kind(digest)
         if not 0 < deadline_s <= self._max_deadline_s:
@@ -148,6 +151,7 @@ class WeightReceiver:
                 deadline=time.monotonic() + deadline_s,
             )
             self._watchdog = self._start(self._give_up_at_deadline(self._push))
+        spans.record("push.received", began, stage="prepare", version=version, push=push_id)
 
     async def upload(self, push_id: str, chunks: AsyncIterator[rollout_pb2.SendWeightsRequest]) -> int:
         """Store the blocks of a delta; return their size in bytes.
@@ -156,7 +160,7 @@ class WeightReceiver:
             InvalidRequestError: the push is not a delta, or the upload is not what was announced.
             UnavailableError: the blocks cannot be stored.
         """
-        async with self._stage(push_id, Stage.PREPARED, Stage.PREPARED) as push:
+        async with self._stage(push_id, "upload", Stage.PREPARED, Stage.PREPARED) as push:
             if push.upload is None:
                 raise InvalidRequestError(
                     f"push {push_id!r} uses transport {push.transport.name}; only delta takes an upload"
@@ -184,7 +188,7 @@ class WeightReceiver:
             raise NotReadyError(f"push {push_id!r} is a delta that was not uploaded; send it before the pause")
         if mode == rollout_pb2.PAUSE_MODE_DRAIN and push.stage is Stage.PREPARED:
             push.deadline += drain_s
-        async with self._stage(push_id, Stage.PREPARED, Stage.PAUSED):
+        async with self._stage(push_id, "pause", Stage.PREPARED, Stage.PAUSED):
             self._enter(REPLICA_STATE_UPDATING)
             if push.version < self.version:
                 self._sink.fail_running(_TAKEN)
@@ -192,7 +196,7 @@ class WeightReceiver:
 
     async def receive(self, push_id: str) -> None:
         """Load all buckets."""
-        async with self._stage(push_id, Stage.PAUSED, Stage.RECEIVED) as push:
+        async with self._stage(push_id, "receive", Stage.PAUSED, Stage.RECEIVED) as push:
             await self._sink.begin()
             push.stage = Stage.RECEIVING
             self._sound = False
@@ -201,7 +205,7 @@ class WeightReceiver:
 
     async def verify(self, push_id: str) -> dict[str, int]:
         """Compute and return the digest of every parameter that the engine holds."""
-        async with self._stage(push_id, Stage.RECEIVED, Stage.VERIFIED) as push:
+        async with self._stage(push_id, "verify", Stage.RECEIVED, Stage.VERIFIED) as push:
             push.held = dict(await self._sink.digests(push.digest))
             return push.held
 
@@ -211,7 +215,7 @@ class WeightReceiver:
         Raises:
             NotReadyError: a second trainer has published other weights under this version, and they were committed.
         """
-        async with self._stage(push_id, Stage.VERIFIED, Stage.COMMITTED) as push:
+        async with self._stage(push_id, "commit", Stage.VERIFIED, Stage.COMMITTED) as push:
             self._require_same_weights(push)
             await self._sink.set_version(push.version)
             is_older = push.version < self.version
@@ -221,7 +225,7 @@ class WeightReceiver:
 
     async def resume(self, push_id: str) -> None:
         """Let generation continue; the push is complete."""
-        async with self._stage(push_id, Stage.COMMITTED, Stage.COMMITTED) as push:
+        async with self._stage(push_id, "resume", Stage.COMMITTED, Stage.COMMITTED) as push:
             await self._finish(push)
 
     async def abort(self, push_id: str, reason: str) -> ReplicaState.ValueType:
@@ -260,9 +264,10 @@ class WeightReceiver:
         return self._push
 
     @asynccontextmanager
-    async def _stage(self, push_id: str, before: Stage, after: Stage) -> AsyncIterator[IncomingPush]:
+    async def _stage(self, push_id: str, what: str, before: Stage, after: Stage) -> AsyncIterator[IncomingPush]:
         """Run one stage of the right push, in order, within the push's deadline. A failure ends the push."""
         push = self._require(push_id)
+        began = time.monotonic()
         async with self._holding():
             self._require(push_id)
             if push.stage is not before:
@@ -271,7 +276,9 @@ class WeightReceiver:
                 async with self._within(push.deadline - time.monotonic(), f"stage {after.name} of push {push_id!r}"):
                     yield push
                 push.stage = after
+                spans.record("push.received", began, stage=what, version=push.version, push=push_id)
             except PenstockError as error:
+                spans.record("push.received", began, stage=what, version=push.version, push=push_id, error=str(error))
                 await self._end_push(push, str(error))
                 raise
             except asyncio.CancelledError:
@@ -391,5 +398,10 @@ class WeightReceiver:
         return task
 
     def _enter(self, state: ReplicaState.ValueType) -> None:
+        if state == REPLICA_STATE_UPDATING:
+            self._paused_at = time.monotonic()
+        elif self.state == REPLICA_STATE_UPDATING:
+            name = ReplicaState.Name(state).removeprefix("REPLICA_STATE_")
+            spans.record("paused", self._paused_at, version=self.version, then=name)
         self.state = state
         self._on_change()

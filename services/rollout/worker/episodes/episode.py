@@ -30,6 +30,7 @@ from penstock.errors import (
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Prompt, Sample, Verdict
+from penstock.telemetry import spans
 from penstock.v1 import generate_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.config import WorkerConfig
@@ -167,7 +168,7 @@ class EpisodePlayer:
         task = make_task(prompt, item_id, images, grading, clock)
         async with self._starter.begun(prompt, task, clock, grading, shared) as begun:
             trajectory.add_observation(begun.ids, await images.add(begun.first.images))
-            episode = _Episode(prompt, item_id, begun, trajectory, images, clock, grading)
+            episode = _Episode(prompt, number, item_id, begun, trajectory, images, clock, grading)
             ending = await self._play_turn(episode)
             while ending is None:
                 ending = await self._ask_environment(episode) or await self._play_turn(episode)
@@ -209,10 +210,34 @@ class EpisodePlayer:
         try:
             turn = await self._turns.play(request, budget_s=budget_s, restore_images=episode.images.store_again)
         except PenstockError as error:
+            spans.record(
+                "turn",
+                started,
+                group=prompt.id.message,
+                sample=episode.number,
+                turn=len(trajectory.turns),
+                error=str(error),
+            )
             if not trajectory.turns:
                 raise
             return _end_by(error, episode)
-        episode.clock.stop_for(time.monotonic() - started - turn.generated_s)
+        ended = time.monotonic()
+        spans.record(
+            "turn",
+            started,
+            ended,
+            group=prompt.id.message,
+            sample=episode.number,
+            turn=len(trajectory.turns),
+            replica=turn.response.replica_id,
+            wait_s=turn.waited_s,
+            decode_s=turn.generated_s,
+            num_tokens=len(turn.response.output_ids),
+            num_prompt_tokens=turn.response.usage.num_prompt_tokens,
+            num_cached_tokens=turn.response.usage.num_cached_tokens,
+            error=turn.failure or None,
+        )
+        episode.clock.stop_for(ended - started - turn.generated_s)
         return self._add_turn(episode, turn)
 
     def _add_turn(self, episode: "_Episode", turn: Turn) -> Ending | None:
@@ -241,7 +266,14 @@ class EpisodePlayer:
                     tools=episode.begun.first.tools,
                     template_kwargs=episode.prompt.chat_template_kwargs,
                 )
-                result = await episode.begun.environment.step(turn)
+                with spans.recorded(
+                    "tool",
+                    group=episode.prompt.id.message,
+                    sample=episode.number,
+                    turn=len(trajectory.turns) - 1,
+                    environment=episode.prompt.environment,
+                ):
+                    result = await episode.begun.environment.step(turn)
             episode.grading.require_sound()
             if not isinstance(result, StepResult):
                 raise TypeError(f"its step returned {type(result).__name__}; return a StepResult")
@@ -315,6 +347,7 @@ class _Episode:
     """An episode in play."""
 
     prompt: Prompt
+    number: int
     session_id: str
     begun: Beginning
     trajectory: Trajectory

@@ -10,6 +10,7 @@ const LEFT = 130; // pixels of the lanes' names
 const ROW = 9;
 const GAP = 10;
 const AXIS = 22;
+const TALL = 216; // pixels of a lane, from which its rows are thinner
 const STEPS = 12; // shown at first
 const NAMES = { train_s: "training", wait_s: "waiting for groups", data_wait_s: "waiting for prompts",
   demonstration_wait_s: "waiting for demonstrations", push_wait_s: "waiting for a push", checkpoint_wait_s: "waiting for files",
@@ -29,8 +30,14 @@ export default {
       get(`api/runs/${context.run}/spans`, { first_step: from, last_step: to }),
     ]);
     if (!steps.length) return [tools(context, from, to, last), empty("These steps have no trace.")];
-    const lanes = [...trainerLanes(steps), ...engineLanes(spans)];
-    return [tools(context, from, to, last), legend(), plot(context, lanes), summary(steps)];
+    const times = steps.flatMap((step) => step.spans);
+    const [first, end] = [Math.min(...times.map(([, start]) => start)), Math.max(...times.map(([, start, length]) => start + length))];
+    const found = await get(`api/runs/${context.run}/processes`, { first, last: end });
+    const clipped = found.spans.map((span) => clip(span, first, end));
+    const recorded = processLanes(clipped);
+    const lanes = [...trainerLanes(steps), ...(recorded.some((lane) => lane.isEngine) ? recorded : [...engineLanes(spans), ...recorded])];
+    const note = found.num_left_out ? [h("p", { class: "faint" }, `${found.num_left_out} short spans are not drawn; show fewer steps.`)] : [];
+    return [tools(context, from, to, last), legend(), plot(context, lanes), ...note, summary(steps)];
   },
 };
 
@@ -44,7 +51,7 @@ function tools(context, from, to, last) {
     h("label", {}, "Steps ", field("from", from)), h("label", {}, "to ", field("to", to)),
     h("button", { type: "button", onclick: () => context.go({ from: Math.max(1, from - width), to: Math.max(1, from - 1) }) }, "earlier"),
     h("button", { type: "button", onclick: () => context.go({ from: Math.min(last, to + 1), to: Math.min(last, to + width) }) }, "later"),
-    h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it. Only kept groups are drawn."));
+    h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it, if its group was kept."));
 }
 
 function legend() {
@@ -59,6 +66,61 @@ function trainerLanes(steps) {
     { name: "trainer", rows: [bars((name) => name !== "push")] },
     { name: "pushes", rows: [bars((name) => name === "push")] },
   ];
+}
+
+// Spans may have begun before the shown steps, and go on after them.
+function clip(span, first, end) {
+  const isWhole = span.start >= first && span.start + span.length <= end;
+  const start = Math.max(first, span.start);
+  const length = isWhole ? span.length : Math.min(end, span.start + span.length) - start;
+  return { ...span, start, length, isWhole, whole: span.length };
+}
+
+const KINDS = [
+  // Name of the span, its lane, and what it is.
+  ["call", (span) => span.process, "call"],
+  ["paused", (span) => `${span.process}: paused`, "paused by a push"],
+  ["route.queued", () => "router: queue", "call waits for an engine"],
+  ["episode", (span) => `${span.process}: episodes`, "episode"],
+  ["tool", (span) => `${span.process}: tools`, "tool"],
+  ["verify", (span) => `${span.process}: verdicts`, "waits for verdicts"],
+  ["judged", (span) => `${span.process}: verdicts`, "verdicts"],
+  ["group.queued", () => "bus: prompts", "prompt waits for a worker"],
+  ["group.held", () => "bus: groups to train", "finished group waits to be trained"],
+  ["checkpoint", () => "checkpoints", "checkpoint"],
+  ["evaluation", () => "evaluations", "evaluation"],
+  ["process.starting", () => "processes starting", "starting"],
+];
+
+function processLanes(spans) {
+  return KINDS.flatMap(([name, laneOf, text]) => {
+    const byLane = new Map();
+    for (const span of spans) {
+      if (span.name !== name) continue;
+      const lane = laneOf(span);
+      if (!byLane.has(lane)) byLane.set(lane, []);
+      byLane.get(lane).push(barOf(span, text));
+    }
+    return [...byLane].sort(([a], [b]) => a.localeCompare(b)).map(([lane, found]) => ({ name: lane, rows: stacked(found), isEngine: name === "call" }));
+  });
+}
+
+// One bar; a call is pale until its first token.
+function barOf(span, text) {
+  const details = [
+    span.group === null ? null : `group ${span.group}${span.sample === null ? "" : `, sample ${span.sample}`}`,
+    span.turn === undefined ? null : `turn ${span.turn}`,
+    span.num_tokens === undefined ? null : `${span.num_tokens} tokens`,
+    span.first_token_s === undefined ? null : `first token after ${seconds(span.first_token_s)}`,
+    span.queued_s === undefined ? null : `queued ${seconds(span.queued_s)}`,
+    span.prefill_s === undefined ? null : `prefill ${seconds(span.prefill_s)}`,
+    span.version === undefined ? null : `version ${span.version}`,
+    span.replica, span.environment, span.service, span.error,
+  ].filter((each) => each !== null && each !== undefined && each !== "");
+  const colour = span.error ? SERIES[1] : span.group === null ? ink("faint") : SERIES[span.group % (SERIES.length - 1)];
+  return { start: span.start, length: span.length, colour, text: `${text}, ${seconds(span.whole)}: ${details.join(", ")}`,
+    target: span.number === null ? null : { n: span.number, sample: span.sample ?? 0 },
+    pale: span.name === "call" && span.isWhole ? Math.min(span.first_token_s ?? 0, span.length) : 0 };
 }
 
 function engineLanes(groups) {
@@ -86,12 +148,14 @@ function stacked(bars) {
   return rows.length ? rows : [[]];
 }
 
+const rowOf = (lane) => Math.max(3, Math.min(ROW, Math.floor(TALL / lane.rows.length)));
+
 function plot(context, lanes) {
   const all = lanes.flatMap((lane) => lane.rows.flat());
   const first = Math.min(...all.map((bar) => bar.start));
   const end = Math.max(...all.map((bar) => bar.start + bar.length));
   let [low, high] = [first, Math.max(end, first + 1e-3)];
-  const height = AXIS + lanes.reduce((sum, lane) => sum + lane.rows.length * ROW + GAP, 0);
+  const height = AXIS + lanes.reduce((sum, lane) => sum + lane.rows.length * rowOf(lane) + GAP, 0);
   const note = h("p", { class: "faint", "aria-live": "polite" }, " ");
   let placed = [];
   const view = canvas(height, "Timeline of trainer and engines", (pen, width) => {
@@ -99,20 +163,30 @@ function plot(context, lanes) {
     pen.clearRect(0, 0, width, height);
     drawAxis(pen, width, height, low - first, high - first, x, first);
     placed = [];
+    const paper = ink("paper");
     let y = AXIS;
     for (const lane of lanes) {
       pen.fillStyle = ink("ink");
       pen.fillText(lane.name.length > 20 ? `…${lane.name.slice(-19)}` : lane.name, 4, y + ROW);
+      const tall = rowOf(lane);
+      const thick = tall > 4 ? tall - 2 : tall - 1;
       for (const row of lane.rows) {
         for (const bar of row) {
           const left = Math.max(LEFT, x(bar.start));
           const right = Math.min(width, Math.max(x(bar.start + bar.length), left + 1));
           if (right <= LEFT || left >= width) continue;
           pen.fillStyle = bar.colour;
-          pen.fillRect(left, y, right - left, ROW - 2);
-          placed.push({ bar, left, right, top: y, bottom: y + ROW });
+          pen.fillRect(left, y, right - left, thick);
+          if (bar.pale) {
+            const until = Math.min(right, x(bar.start + bar.pale));
+            pen.fillStyle = paper;
+            pen.globalAlpha = 0.65;
+            if (until > left) pen.fillRect(left, y, until - left, thick);
+            pen.globalAlpha = 1;
+          }
+          placed.push({ bar, left, right, top: y, bottom: y + tall });
         }
-        y += ROW;
+        y += tall;
       }
       y += GAP;
     }

@@ -1,0 +1,218 @@
+"""The spans of a run's processes on their way to the run folder: a bounded stream that may lose some.
+
+    process: record -> buffer -> (twice a second) -> [SPANS] -> trainer -> trace/spans-*.jsonl
+
+Invariants: no process waits for its spans, or fails for them. While NATS is away they wait in the process's buffer;
+while the trainer is away they wait in the stream. Either drops what exceeds its bound: a buffer the newest and counts
+them, the stream the oldest, which leaves a gap in the numbers of the batches.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import nats.js.errors
+import structlog
+from nats.js import JetStreamContext, api
+
+from penstock.bus.connection import Bus, connect
+from penstock.bus.failures import BUS_ERRORS, describe
+from penstock.config import BusConfig
+from penstock.errors import PenstockError
+from penstock.runtime.security import Security
+from penstock.telemetry import spans
+
+log = structlog.get_logger()
+
+_MAX_BYTES = 64 * 2**20
+"""Spans that wait for a trainer that is being restarted: about half a million."""
+_MAX_AGE_S = 3600.0
+_SEND_EVERY_S = 0.5
+_BATCH = 500
+"""Spans of one message: about 100 kB."""
+_RETRY_S = 5.0
+_LAST_WORDS_S = 2.0
+"""Seconds that a process which ends has to send its last spans."""
+_FETCH = 32
+_FETCH_WAIT_S = 1.0
+_LOOK_EVERY = 10
+"""Fetches in a row that bring nothing, after which the consumer is looked at: a restarted server has forgotten it."""
+_FORGET_AFTER_S = 300.0
+"""Seconds without a fetch after which the server removes a consumer."""
+
+
+async def ensure_span_stream(bus: Bus) -> None:
+    """Create the stream.
+
+    Raises:
+        nats.errors.Error: the server does not create it.
+    """
+    await bus.jetstream.add_stream(
+        api.StreamConfig(
+            name=bus.spans.name,
+            subjects=[bus.spans.subject],
+            retention=bus.spans.retention,
+            storage=api.StorageType.FILE,
+            discard=api.DiscardPolicy.OLD,
+            max_bytes=_MAX_BYTES,
+            max_age=_MAX_AGE_S,
+        )
+    )
+
+
+@asynccontextmanager
+async def sending_spans(config: BusConfig, *, run: str, security: Security | None = None) -> AsyncIterator[None]:
+    """Send the spans of this process during the context, over a connection of their own.
+
+    Does nothing if the process keeps no spans, or has no bus. No failure leaves it.
+    """
+    if spans.buffer() is None or not config.url:
+        yield
+        return
+    ending = asyncio.Event()
+    sending = asyncio.create_task(_keep_sending(config, run, security, ending))
+    try:
+        yield
+    finally:
+        ending.set()
+        await asyncio.wait({sending}, timeout=_LAST_WORDS_S)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+
+
+async def _keep_sending(config: BusConfig, run: str, security: Security | None, ending: asyncio.Event) -> None:
+    while True:
+        try:
+            async with connect(config, run=run, security=security) as bus:
+                await ensure_span_stream(bus)
+                while not ending.is_set():
+                    await _pause(ending, _SEND_EVERY_S)
+                    await _send(bus)
+                await bus.client.flush(timeout=1)
+                return
+        except (PenstockError, *BUS_ERRORS) as error:
+            log.debug("spans.send_failed", reason=str(error))
+            if ending.is_set():
+                return
+            await _pause(ending, _RETRY_S)
+
+
+async def _pause(ending: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await ending.wait()
+
+
+async def _send(bus: Bus) -> None:
+    """Send what waits. While the server is away, it goes on waiting."""
+    buffer = spans.buffer()
+    while buffer is not None and len(buffer) and bus.client.is_connected:
+        payload, num_spans = buffer.take_batch(_BATCH)
+        try:
+            await bus.client.publish(bus.spans.subject, payload)
+        except BUS_ERRORS as error:
+            buffer.num_dropped += num_spans
+            log.debug("spans.lost", num_spans=num_spans, reason=str(error))
+            return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBatch:
+    """A batch as the server has it."""
+
+    sequence: int
+    stored_at: float | None
+    """Seconds since 1970 by the server's clock; None: it has not passed the server."""
+    payload: bytes
+    """One line of JSON without its end; see `SpanBuffer.take_batch`."""
+
+
+class SpanReader:
+    """Reads the batches of a run, in order, each once."""
+
+    def __init__(self, bus: Bus, *, after: int = 0) -> None:
+        """Read those with a sequence number above `after`."""
+        self._bus = bus
+        self._after = after
+        self._consumer: JetStreamContext.PullSubscription | None = None
+        self._num_empty = 0
+
+    @property
+    def last_sequence(self) -> int:
+        """Sequence number of the last batch that was read."""
+        return self._after
+
+    async def read(self) -> Sequence[StoredBatch]:
+        """Return the next batches; none if none came within a second.
+
+        Raises:
+            nats.errors.Error: the server is away; call it again.
+        """
+        try:
+            if self._consumer is None:
+                self._consumer = await self._open()
+            messages = await self._consumer.fetch(_FETCH, timeout=_FETCH_WAIT_S)
+        except TimeoutError:
+            self._num_empty += 1
+            if self._num_empty % _LOOK_EVERY == 0:
+                await self._look()
+            return ()
+        except BUS_ERRORS:
+            await self.close()
+            raise
+        self._num_empty = 0
+        batches = [
+            StoredBatch(
+                sequence=message.metadata.sequence.stream,
+                stored_at=message.metadata.timestamp.timestamp(),
+                payload=message.data,
+            )
+            for message in messages
+        ]
+        self._after = max(self._after, *(batch.sequence for batch in batches))
+        return [batch for batch in batches if _is_line(batch.payload)]
+
+    async def close(self) -> None:
+        """Stop reading; the server removes the consumer some minutes later."""
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            try:
+                await consumer.unsubscribe()
+            except BUS_ERRORS as error:
+                log.debug("spans.close_failed", reason=describe(error))
+
+    async def _open(self) -> JetStreamContext.PullSubscription:
+        await ensure_span_stream(self._bus)
+        stream = self._bus.spans
+        last = (await self._bus.jetstream.stream_info(stream.name)).state.last_seq
+        if last < self._after:  # another stream than the one that was read before
+            self._after = 0
+        return await self._bus.jetstream.pull_subscribe(
+            stream.subject,
+            stream=stream.name,
+            config=api.ConsumerConfig(
+                deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+                opt_start_seq=self._after + 1,
+                ack_policy=api.AckPolicy.NONE,
+                inactive_threshold=_FORGET_AFTER_S,
+            ),
+        )
+
+    async def _look(self) -> None:
+        if self._consumer is not None:
+            try:
+                await self._consumer.consumer_info()
+            except nats.js.errors.NotFoundError:
+                await self.close()
+
+
+def _is_line(payload: bytes) -> bool:
+    """Return whether this is one line of JSON: whoever has the token may send anything."""
+    if b"\n" in payload:
+        return False
+    try:
+        return isinstance(json.loads(payload), dict)
+    except ValueError:
+        return False

@@ -1,0 +1,134 @@
+"""Spans: what this process did from when to when, kept in memory until they are sent.
+
+    spans.record("turn", began, group=..., sample=0, turn=1)
+
+As with the log, a process has one buffer, which its entry point opens; without it, `record` does nothing. A full buffer
+drops new spans and counts them. `penstock.bus.span_stream` sends them, and docs/operation/tracing.md lists them all.
+"""
+
+import os
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+
+MAX_WAITING: Final = 20_000
+"""Spans that wait in memory, about 10 MB. Beyond that, new ones are dropped: NATS is away, or far too slow."""
+_MAX_CHARS: Final = 300
+"""Longer texts are cut: ids and errors may come from outside."""
+
+_Waiting = tuple[str, float, float, dict[str, Any]]
+
+
+class SpanBuffer:
+    """Spans of this process that were not sent yet. `add` may be called from any thread."""
+
+    def __init__(self, process: str, *, max_waiting: int = MAX_WAITING) -> None:
+        """Start empty; `process` is the process's name in the run, for example worker-0."""
+        self.num_dropped = 0
+        """Spans that were not kept or not sent, since the process started."""
+        self._about = {
+            "process": process,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "start": uuid.uuid4().hex[:8],
+        }
+        self._max_waiting = max_waiting
+        self._waiting: deque[_Waiting] = deque()
+        self._num_batches = 0
+
+    def __len__(self) -> int:
+        """Return how many spans wait."""
+        return len(self._waiting)
+
+    def add(self, name: str, began: float, ended: float, attributes: dict[str, Any]) -> None:
+        """Keep a span, by times of `time.monotonic()`."""
+        if len(self._waiting) >= self._max_waiting:
+            self.num_dropped += 1
+        else:
+            self._waiting.append((name, began, ended, attributes))
+
+    def take_batch(self, limit: int) -> tuple[bytes, int]:
+        """Remove the oldest spans, at most `limit`; return them as one line of JSON without its end, and their number.
+
+        The line has `process`, `host`, `pid`, `start` (another one for each start of a process), `number` (of the
+        batch, from 1), `dropped` (so far), `sent` (seconds since 1970, this machine's clock), and `spans`: lists of
+        name, start (seconds since 1970), seconds, and attributes.
+        """
+        taken = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
+        now = time.time()
+        shift = now - time.monotonic()
+        self._num_batches += 1
+        batch = self._about | {
+            "number": self._num_batches,
+            "dropped": self.num_dropped,
+            "sent": round(now, 6),
+            "spans": [
+                [
+                    name,
+                    round(began + shift, 6),
+                    round(max(0.0, ended - began), 6),
+                    {key: _short(value) for key, value in attributes.items() if value is not None},
+                ]
+                for name, began, ended, attributes in taken
+            ],
+        }
+        return msgspec.json.encode(batch, enc_hook=str), len(taken)
+
+
+_buffer: SpanBuffer | None = None
+
+
+def open_buffer(process: str, *, max_waiting: int = MAX_WAITING) -> SpanBuffer:
+    """Begin to keep this process's spans; `process` is its name in the run."""
+    global _buffer
+    _buffer = SpanBuffer(process, max_waiting=max_waiting)
+    return _buffer
+
+
+def close_buffer() -> None:
+    """Keep no more spans."""
+    global _buffer
+    _buffer = None
+
+
+def buffer() -> SpanBuffer | None:
+    """Return this process's buffer; None if it keeps no spans."""
+    return _buffer
+
+
+def record(name: str, began: float, ended: float | None = None, /, **attributes: Any) -> None:
+    """Keep a span.
+
+    Args:
+        name: Its name in docs/operation/tracing.md.
+        began: Time of `time.monotonic()` at which it began.
+        ended: Time at which it ended; None: now.
+        attributes: Numbers, texts or booleans; those that are None are left out.
+    """
+    if _buffer is not None:
+        _buffer.add(name, began, time.monotonic() if ended is None else ended, attributes)
+
+
+@contextmanager
+def recorded(name: str, /, **attributes: Any) -> Iterator[dict[str, Any]]:
+    """Keep a span of the context, which may add to the yielded attributes; `error` is the error that ended it."""
+    began = time.monotonic()
+    try:
+        yield attributes
+    except BaseException as error:
+        attributes["error"] = str(error) or type(error).__name__
+        raise
+    finally:
+        record(name, began, **attributes)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 6)
+    return value[:_MAX_CHARS] if isinstance(value, str) else value

@@ -1,0 +1,31 @@
+"""The launcher's own spans: when each process of the run started, was ready, and ended."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock.telemetry.spans import SpanBuffer
+
+log = structlog.get_logger()
+
+
+class ProcessTrace:
+    """Appends to a file in `trace` of the run folder, of the same form as the spans of other processes."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begin another file in the run folder `folder` with the first span."""
+        self._path = folder / "trace" / f"launcher-{time.time_ns() // 1_000_000:013d}.jsonl"
+        self._buffer = SpanBuffer("launcher")
+
+    def add(self, name: str, began: float, ended: float, /, **attributes: Any) -> None:
+        """Write a span, by times of `time.monotonic()`. A full disk loses it."""
+        self._buffer.add(name, began, ended, attributes)
+        payload, _ = self._buffer.take_batch(1)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                file.write(b'{"sequence":0,"stored":null,"batch":%b}\n' % payload)
+        except OSError as error:
+            log.debug("spans.not_kept", reason=str(error))

@@ -1,0 +1,130 @@
+"""Writes the spans of all processes to the run folder, as they come from the bus.
+
+A file begins at each start of the trainer and whenever one is full, `trace/spans-<milliseconds since 1970>.jsonl`; each
+line holds one batch of one process. Above the bound, the oldest files are deleted. No fault in it ends the run.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import structlog
+
+from penstock.bus.connection import Bus
+from penstock.bus.failures import BUS_ERRORS, describe
+from penstock.bus.span_stream import SpanReader, StoredBatch
+from penstock.errors import PenstockError
+from penstock.runtime.process import end_task
+from penstock.telemetry import spans
+
+log = structlog.get_logger()
+
+PATTERN = "spans-*.jsonl"
+_FILE_BYTES = 16 * 2**20
+_RETRY_S = 2.0
+_LAST_S = 3.0
+"""Seconds that a trainer which ends spends on the last spans."""
+_OLDEST_S = 600.0
+"""Seconds before the first start of a run from which its spans are kept; older ones are of another run of its name."""
+
+
+class SpanFiles:
+    """The files of one start of the trainer. Its methods block."""
+
+    def __init__(self, folder: Path, *, max_bytes: int, file_bytes: int = _FILE_BYTES) -> None:
+        """Write to `trace` in the run folder, and keep it below `max_bytes`."""
+        self._folder = folder / "trace"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._max_bytes = max_bytes
+        self._file_bytes = min(file_bytes, max(1, max_bytes // 4))
+        self._path: Path | None = None
+
+    def last_sequence(self) -> int | None:
+        """Return the number of the last batch in the files; None if there are none."""
+        for path in reversed(self._paths()):
+            lines = path.read_bytes().split(b"\n")[:-1]  # the last one may be cut off
+            for line in reversed(lines):
+                try:
+                    return int(json.loads(line)["sequence"])
+                except (ValueError, KeyError, TypeError):
+                    continue
+        return None
+
+    def append(self, batches: Sequence[StoredBatch]) -> None:
+        """Write the batches.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        lines = [
+            b'{"sequence":%d,"stored":%b,"batch":%b}\n'
+            % (batch.sequence, b"null" if batch.stored_at is None else b"%.6f" % batch.stored_at, batch.payload)
+            for batch in batches
+        ]
+        if self._path is None or self._path.stat().st_size >= self._file_bytes:
+            self._path = self._folder / f"spans-{time.time_ns() // 1_000_000:013d}.jsonl"
+            self._make_room()
+        with self._path.open("ab") as file:
+            file.write(b"".join(lines))
+
+    def _make_room(self) -> None:
+        paths = self._paths()
+        sizes = [path.stat().st_size for path in paths]
+        while paths and sum(sizes) + self._file_bytes > self._max_bytes:
+            paths.pop(0).unlink(missing_ok=True)
+            sizes.pop(0)
+
+    def _paths(self) -> list[Path]:
+        return sorted(self._folder.glob(PATTERN))
+
+
+@asynccontextmanager
+async def collecting_spans(bus: Bus, folder: Path, *, max_bytes: int) -> AsyncIterator[None]:
+    """Write the spans of the run's processes to its folder during the context."""
+    ending = asyncio.Event()
+    task = asyncio.create_task(_collect(bus, folder, max_bytes, ending))
+    try:
+        yield
+    finally:
+        ending.set()
+        await asyncio.wait({task}, timeout=_LAST_S)
+        await end_task(task)
+
+
+async def _collect(bus: Bus, folder: Path, max_bytes: int, ending: asyncio.Event) -> None:
+    try:
+        files = await asyncio.to_thread(SpanFiles, folder, max_bytes=max_bytes)
+        last = await asyncio.to_thread(files.last_sequence)
+    except OSError as error:
+        log.warning("spans.not_kept", reason=str(error))
+        return
+    oldest = time.time() - _OLDEST_S if last is None else 0.0
+    reader = SpanReader(bus, after=last or 0)
+    try:
+        is_last = False
+        while not is_last:
+            is_last = ending.is_set()
+            try:
+                batches = [batch for batch in await reader.read() if (batch.stored_at or 0.0) >= oldest]
+                if is_last:
+                    batches += _own_batches(reader.last_sequence)
+                if batches:
+                    await asyncio.to_thread(files.append, batches)
+            except (PenstockError, *BUS_ERRORS) as error:
+                log.debug("spans.collect_failed", reason=describe(error))
+                if not ending.is_set():
+                    await asyncio.sleep(_RETRY_S)
+    finally:
+        await reader.close()
+
+
+def _own_batches(sequence: int) -> list[StoredBatch]:
+    """Take what this process would send after it has stopped to collect."""
+    buffer = spans.buffer()
+    if buffer is None or not len(buffer):
+        return []
+    payload, _ = buffer.take_batch(len(buffer))
+    return [StoredBatch(sequence=sequence, stored_at=None, payload=payload)]

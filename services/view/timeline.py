@@ -1,0 +1,64 @@
+"""The spans that the timeline draws, each with the kept sample that it belongs to."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from services.view.trace_reader import Span
+
+_DRAWN: Final = (
+    "call", "paused", "episode", "tool", "route.queued", "judged", "verify", "group.queued", "group.held",
+    "checkpoint", "evaluation", "process.starting",
+)  # fmt: skip
+_MOST: Final = 20_000
+"""Spans drawn at once; of more, the longest."""
+_SHORTEST_S: Final = 0.001
+_KEPT: Final = (
+    "replica", "turn", "num_tokens", "first_token_s", "queued_s", "prefill_s", "version", "environment", "service",
+    "error",
+)  # fmt: skip
+
+
+def timeline_of(spans: Sequence[Span], index: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the spans for the timeline, and how many were left out for their number.
+
+    Args:
+        spans: All spans of a time.
+        index: The index of kept groups.
+    """
+    drawn = [span for span in spans if span.name in _DRAWN and span.seconds >= _SHORTEST_S]
+    num_all = len(drawn)
+    if num_all > _MOST:
+        drawn = sorted(sorted(drawn, key=lambda span: -span.seconds)[:_MOST], key=lambda span: span.start)
+    places = {(entry["index"], entry["attempt"]): place for place, entry in enumerate(index)}
+    return {"num_left_out": num_all - len(drawn), "spans": [_describe(span, places) for span in drawn]}
+
+
+def _describe(span: Span, places: Mapping[tuple[int, int], int]) -> dict[str, Any]:
+    group, sample = sample_of(span)
+    return {
+        "process": span.process,
+        "name": span.name,
+        "start": span.start,
+        "length": span.seconds,
+        "group": None if group is None else group[0],
+        "sample": sample,
+        "number": None if group is None else places.get(group),
+        **{key: span.attributes[key] for key in _KEPT if key in span.attributes},
+    }
+
+
+def sample_of(span: Span) -> tuple[tuple[int, int] | None, int | None]:
+    """Return index and attempt of the span's group, and the number of its sample; None where it has none.
+
+    A call's request is the group, sample, turn and a random end; see docs/operation/tracing.md.
+    """
+    group = str(span.attributes.get("group", ""))
+    words = group.split("/")
+    if len(words) != 4 or not (words[1].isdecimal() and words[2].isdecimal()):
+        return None, None
+    sample = span.attributes.get("sample")
+    request = str(span.attributes.get("request", ""))
+    if sample is None and request.startswith(f"{group}/"):
+        number = request[len(group) + 1 :].partition("/")[0]
+        sample = int(number) if number.isdecimal() else None
+    return (int(words[1]), int(words[2])), sample if isinstance(sample, int) else None

@@ -1,0 +1,85 @@
+"""Spans on their way to the run folder, on a real nats-server that goes away and comes back."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.bus.connection import connect
+from penstock.bus.local_server import local_server
+from penstock.bus.span_stream import sending_spans
+from penstock.config import BusConfig
+from penstock.telemetry import spans
+from services.trainer.telemetry.span_files import collecting_spans
+from services.view.trace_reader import TraceReader
+from tests.support.waiting import until
+
+_MAX_BYTES = 2**24
+
+
+@pytest.fixture(autouse=True)
+def buffer() -> Iterator[spans.SpanBuffer]:
+    """The spans of this process, for this test."""
+    yield spans.open_buffer("worker-0", max_waiting=50)
+    spans.close_buffer()
+
+
+def _turns(folder: Path) -> list[int]:
+    return [span.attributes["turn"] for span in TraceReader(folder).read().spans]
+
+
+async def test_spans_reach_the_run_folder_each_once(nats_url: str, run_name: str, tmp_path: Path) -> None:
+    """Also those that were sent while the trainer was away, and those that it has when it ends."""
+    config = BusConfig(url=nats_url)
+    async with connect(config, run=run_name) as bus:
+        async with sending_spans(config, run=run_name):
+            async with collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES):
+                spans.record("turn", time.monotonic(), turn=0)
+                await until(lambda: _turns(tmp_path) == [0])
+            spans.record("turn", time.monotonic(), turn=1)
+            await until(lambda: len(spans.buffer() or ()) == 0)
+            async with collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES):
+                await until(lambda: _turns(tmp_path) == [0, 1])
+                spans.record("turn", time.monotonic(), turn=2)
+        assert _turns(tmp_path) == [0, 1, 2]
+        trace = TraceReader(tmp_path).read()
+        assert (trace.num_dropped, trace.num_lost_batches) == (0, 0)
+        assert all(abs(span.start - time.time()) < 60 for span in trace.spans)
+        await bus.delete_run()
+
+
+async def test_spans_wait_while_the_server_is_away(run_name: str, tmp_path: Path) -> None:
+    """The process keeps the oldest and counts the rest; the server comes back, and so do both sides."""
+    async with contextlib.AsyncExitStack() as server:
+        url = await server.enter_async_context(local_server(tmp_path / "nats"))
+        port, config = int(url.rsplit(":", 1)[1]), BusConfig(url=url)
+        async with (
+            connect(config, run=run_name) as bus,
+            sending_spans(config, run=run_name),
+            collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES),
+        ):
+            spans.record("turn", time.monotonic(), turn=0)
+            await until(lambda: _turns(tmp_path) == [0])
+            await server.aclose()
+            await until(lambda: not bus.client.is_connected)
+            await asyncio.sleep(0.6)  # the sender's own connection notices too
+            for turn in range(1, 101):
+                spans.record("turn", time.monotonic(), turn=turn)
+            async with local_server(tmp_path / "nats", port=port):
+                await until(lambda: len(_turns(tmp_path)) == 51, timeout_s=40)
+                assert _turns(tmp_path) == list(range(51))
+                spans.record("turn", time.monotonic(), turn=101)
+                await until(lambda: _turns(tmp_path)[-1] == 101)
+                assert TraceReader(tmp_path).read().num_dropped == 50
+
+
+async def test_a_process_runs_without_a_server_and_ends_promptly(run_name: str) -> None:
+    """Spans are no reason to wait, at the start, during the run or at the end."""
+    began = time.monotonic()
+    async with sending_spans(BusConfig(url="nats://127.0.0.1:1"), run=run_name):
+        spans.record("turn", time.monotonic())
+        await asyncio.sleep(0.1)
+    assert time.monotonic() - began < 4.0

@@ -1,0 +1,1 @@
+"""What processes record of themselves."""

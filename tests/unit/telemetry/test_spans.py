@@ -1,0 +1,69 @@
+"""Spans in memory: bounded, and nothing where no process keeps them."""
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.telemetry import spans
+
+
+@pytest.fixture
+def buffer() -> Iterator[spans.SpanBuffer]:
+    """A buffer of three spans, for this test."""
+    yield spans.open_buffer("worker-0", max_waiting=3)
+    spans.close_buffer()
+
+
+def test_a_span_has_wall_clock_times_and_its_attributes(buffer: spans.SpanBuffer) -> None:
+    """Times are seconds since 1970; attributes without a value are left out, long texts cut."""
+    began = time.monotonic() - 2.0
+    spans.record("turn", began, began + 1.5, group="run/3/0/abc", sample=1, error=None, request="x" * 5000)
+    payload, num_spans = buffer.take_batch(10)
+    batch = json.loads(payload)
+    ((name, start, seconds, attributes),) = batch["spans"]
+    assert (name, seconds, num_spans) == ("turn", 1.5, 1)
+    assert start == pytest.approx(time.time() - 2.0, abs=0.5)
+    assert attributes == {"group": "run/3/0/abc", "sample": 1, "request": "x" * 300}
+    assert (batch["process"], batch["number"], batch["dropped"]) == ("worker-0", 1, 0)
+    assert b"\n" not in payload
+
+
+def test_a_full_buffer_drops_new_spans_and_counts_them(buffer: spans.SpanBuffer) -> None:
+    """The buffer never grows beyond its bound, and says what it lost."""
+    for number in range(5):
+        spans.record("turn", 0.0, turn=number)
+    first, _ = buffer.take_batch(2)
+    second, _ = buffer.take_batch(2)
+    kept = [span[3]["turn"] for payload in (first, second) for span in json.loads(payload)["spans"]]
+    assert kept == [0, 1, 2]
+    assert [json.loads(payload)["number"] for payload in (first, second)] == [1, 2]
+    assert json.loads(first)["dropped"] == 2
+
+
+def test_a_context_that_fails_is_recorded_with_its_error(buffer: spans.SpanBuffer) -> None:
+    """The error is an attribute of the span, and is raised on."""
+
+    def fail() -> None:
+        with spans.recorded("tool", turn=0) as about:
+            about["environment"] = "geo3k"
+            raise ValueError("no such tool")
+
+    with pytest.raises(ValueError, match="no such tool"):
+        fail()
+    ((_, _, _, attributes),) = json.loads(buffer.take_batch(1)[0])["spans"]
+    assert attributes == {"turn": 0, "environment": "geo3k", "error": "no such tool"}
+
+
+def test_values_that_json_lacks_do_not_fail(buffer: spans.SpanBuffer) -> None:
+    """NaN becomes null and objects their text: a span never ends a process."""
+    spans.record("group.played", 0.0, mean_reward=float("nan"), about={"a": 1}, other=ValueError("x"))
+    ((_, _, _, attributes),) = json.loads(buffer.take_batch(1)[0])["spans"]
+    assert attributes == {"mean_reward": None, "about": {"a": 1}, "other": "x"}
+
+
+def test_nothing_is_kept_without_a_buffer() -> None:
+    """Tests, commands and services of no run record nothing."""
+    spans.record("turn", 0.0)
+    assert spans.buffer() is None

@@ -1,0 +1,36 @@
+"""The spans that the timeline draws, and the samples to which they lead."""
+
+from typing import Any
+
+from services.view.timeline import timeline_of
+from services.view.trace_reader import Span
+
+_INDEX = [{"index": 3, "attempt": 0}, {"index": 3, "attempt": 1}]
+
+
+def _span(name: str, *, start: float = 10.0, seconds: float = 1.0, **attributes: Any) -> Span:
+    return Span(process="engine-0", name=name, start=start, seconds=seconds, attributes=attributes)
+
+
+def test_a_call_leads_to_the_sample_that_it_played() -> None:
+    """By its request, which begins with group and sample; of an agent's calls only the group is known."""
+    spans = [
+        _span("call", group="run/3/1/abc", request="run/3/1/abc/5/2/ffff"),
+        _span("call", group="run/3/1/abc", request="chat-17"),
+        _span("call", group="run/4/0/abc", request="run/4/0/abc/0/0/ffff"),
+        _span("call", request="somebody's"),
+        _span("episode", group="run/3/0/abc", sample=7),
+    ]
+    drawn = timeline_of(spans, _INDEX)["spans"]
+    found = [(each["group"], each["sample"], each["number"]) for each in drawn]
+    assert found == [(3, 5, 1), (3, None, 1), (4, 0, None), (None, None, None), (3, 7, 0)]
+
+
+def test_of_too_many_spans_the_longest_are_drawn(monkeypatch: Any) -> None:
+    """In order of their start, and the page says how many are missing."""
+    monkeypatch.setattr("services.view.timeline._MOST", 2)
+    lengths = (3.0, 1.0, 0.0001, 2.0)
+    spans = [_span("call", start=float(start), seconds=seconds) for start, seconds in enumerate(lengths)]
+    found = timeline_of([*spans, _span("turn", seconds=9.0)], [])
+    assert [each["start"] for each in found["spans"]] == [0.0, 3.0]
+    assert found["num_left_out"] == 1

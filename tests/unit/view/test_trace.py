@@ -1,0 +1,99 @@
+"""Reading the spans of a run, and writing them for Perfetto."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from services.view.trace_events import write_trace_events
+from services.view.trace_reader import Span, TraceReader
+
+
+def _write(folder: Path, *rows: dict[str, Any], name: str = "spans-0000000000000.jsonl") -> None:
+    (folder / "trace").mkdir(exist_ok=True)
+    with (folder / "trace" / name).open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _row(spans: list[Any], *, stored: float | None = 100.0, sent: float = 100.0, **changes: Any) -> dict[str, Any]:
+    about = {"process": "worker-0", "host": "a", "pid": 1, "start": "s", "number": 1, "dropped": 0, "sent": sent}
+    return {"sequence": 1, "stored": stored, "batch": about | {"spans": spans} | changes}
+
+
+def test_clocks_that_differ_are_corrected(tmp_path: Path) -> None:
+    """A host whose clock is 40 s behind is moved to the server's; the slow way of one message does not count."""
+    _write(
+        tmp_path,
+        _row([["turn", 58.0, 1.0, {}]], sent=60.0, stored=103.0, process="far"),
+        _row([["turn", 59.0, 1.0, {}]], sent=61.0, stored=101.0, process="far", number=2),
+        _row([["turn", 98.5, 1.0, {}]], sent=100.0, stored=100.02, process="near"),
+    )
+    spans = TraceReader(tmp_path).read().spans
+    assert [(span.process, span.start) for span in spans] == [("far", 98.0), ("near", 98.5), ("far", 99.0)]
+
+
+def test_what_was_lost_is_counted_and_what_came_twice_is_not(tmp_path: Path) -> None:
+    """Gaps in the numbers of batches and the processes' own counts say what is missing."""
+    span = ["turn", 99.0, 1.0, {}]
+    _write(
+        tmp_path,
+        _row([span]),
+        _row([span]),
+        _row([span], number=4, dropped=7),
+        _row([span], start="again", dropped=2),
+        {"sequence": 9, "stored": 1.0, "batch": {"spans": "strange"}},
+    )
+    trace = TraceReader(tmp_path).read()
+    assert (len(trace.spans), trace.num_lost_batches, trace.num_dropped) == (3, 2, 9)
+
+
+def test_only_the_asked_time_is_returned(tmp_path: Path) -> None:
+    """Spans of all files that overlap the time, and the trainer's parts with them."""
+    _write(tmp_path, _row([["turn", 10.0, 5.0, {}]]), name="spans-0000000010000.jsonl")
+    both = _row([["turn", 20.0, 5.0, {}], ["turn", 40.0, 5.0, {}]], start="t")
+    _write(tmp_path, both, name="spans-0000000020000.jsonl")
+    _write(tmp_path, {"step": 3, "spans": [["train_s", 24.0, 2.0], ["wait_s", 50.0, 1.0]]}, name="trainer.jsonl")
+    spans = TraceReader(tmp_path).read(22.0, 30.0).spans
+    assert [(span.process, span.name, span.start) for span in spans] == [
+        ("worker-0", "turn", 20.0),
+        ("trainer", "train_s", 24.0),
+    ]
+    assert spans[1].attributes == {"step": 3}
+
+
+def test_processes_of_one_name_on_two_hosts_are_two(tmp_path: Path) -> None:
+    """Workers that were started by hand are all called worker; a restart of one is still the same process."""
+    span = ["turn", 99.0, 1.0, {}]
+    _write(tmp_path, _row([span]), _row([span], host="b"), _row([span], start="again"), _row([span], process="router"))
+    names = [span.process for span in TraceReader(tmp_path).read().spans]
+    assert sorted(names) == ["router", "worker-0 a", "worker-0 a", "worker-0 b"]
+
+
+def test_the_export_is_in_the_trace_event_format() -> None:
+    """Complete events in microseconds; each process and lane has a name; events of one lane do not overlap."""
+    spans = [
+        Span(process="worker-0", name="turn", start=10.0, seconds=2.0, attributes={"turn": 0}),
+        Span(process="router", name="route.attempt", start=10.5, seconds=1.0, attributes={}),
+        Span(process="worker-0", name="turn", start=11.0, seconds=2.0, attributes={}),
+        Span(process="worker-0", name="turn", start=12.0, seconds=0.5, attributes={}),
+    ]
+    file = io.BytesIO()
+    num_events = write_trace_events(spans, file)
+    events = json.loads(file.getvalue())["traceEvents"]
+    assert len(events) == num_events
+    names = {(each["name"], each["pid"], each["tid"]): each["args"]["name"] for each in events if each["ph"] == "M"}
+    bars = [each for each in events if each["ph"] == "X"]
+    assert [(each["ts"], each["dur"]) for each in bars] == [(0, 2e6), (5e5, 1e6), (1e6, 2e6), (2e6, 5e5)]
+    assert bars[0]["args"] == {"turn": 0}
+    assert {names["process_name", each["pid"], 0] for each in bars} == {"worker-0", "router"}
+    assert all(("thread_name", each["pid"], each["tid"]) in names for each in bars)
+    turns = [each["tid"] for each in bars if each["name"] == "turn"]
+    assert turns[0] != turns[1]
+    assert turns[2] == turns[0]  # free again
+
+
+def test_an_empty_trace_is_valid_json() -> None:
+    """No spans are no events."""
+    file = io.BytesIO()
+    assert write_trace_events([], file) == 0
+    assert json.loads(file.getvalue())["traceEvents"] == []
