@@ -88,8 +88,8 @@ test-clients: setup ## Run the ordinary examples of OpenAI's clients with the re
 test-families: setup ## Compare every model family that is trained, tiny, on real SGLang with transformers.
 	@$(BIN)/pytest tests/integration/engine/families/run_families.py $(ARGS)
 
-test-ranks: setup ## Compare expert parallelism and twenty steps on two ranks and four with one, in ten minutes on two cores.
-	@$(BIN)/pytest tests/unit/backend/ranks/run_expert_parallel.py tests/unit/backend/ranks/run_twenty_steps.py $(ARGS)
+test-ranks: setup ## Compare expert and sequence parallelism and twenty steps on two ranks and four with one, in a quarter of an hour on two cores.
+	@$(BIN)/pytest tests/unit/backend/ranks/run_expert_parallel.py tests/unit/backend/ranks/run_sequence_parallel.py tests/unit/backend/ranks/run_twenty_steps.py $(ARGS)
 
 test-tensor-parallel: setup ## Test prefill/decode pairs whose engines are two processes each.
 	@PENSTOCK_TEST_TENSOR_PARALLEL=2 $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)

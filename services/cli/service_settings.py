@@ -12,7 +12,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.chat_template import Renderer
 from penstock.model.families.experts import num_experts
-from penstock.model.folder import require_model
+from penstock.model.folder import attention_heads, require_model
 from penstock.model.template_variables import require_free
 from penstock.model.tokens import require_same_tokens
 from services.cli.extras import import_with_extra
@@ -30,6 +30,7 @@ from services.trainer.data.sources.files import pin, require_files
 from services.trainer.demonstrations.files import require_demonstrations
 from services.trainer.evaluation.set_files import pin_sets, require_sets
 from services.trainer.expert_parallel import require_divisible
+from services.trainer.sequence_parallel import require_shareable
 from services.trainer.sft.config import SftSettings
 from services.trainer.telemetry.trackers import require_packages
 
@@ -184,7 +185,10 @@ def require_inputs(recipe: Recipe) -> None:
     for_engine(recipe)
     for_trainer(recipe)
     trainer = recipe.trainer
-    require_divisible(trainer.expert_parallel, num_ranks=trainer.ranks, num_experts=num_experts(_model(recipe).path))
+    path = _model(recipe).path
+    require_divisible(trainer.expert_parallel, num_ranks=trainer.ranks, num_experts=num_experts(path))
+    heads, kv_heads = attention_heads(path)
+    require_shareable(trainer.sequence_parallel, num_ranks=trainer.ranks, num_heads=heads, num_kv_heads=kv_heads)
 
 
 def pin_inputs(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = False) -> Recipe:

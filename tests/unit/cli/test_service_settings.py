@@ -90,6 +90,13 @@ def test_experts_that_ranks_cannot_divide_are_refused_before_anything_starts(tin
         service_settings.require_inputs(Recipe.model_validate(settings))
 
 
+def test_rows_that_ranks_cannot_share_are_refused_before_anything_starts(tiny_model_path: Path) -> None:
+    """The model has 4 attention heads."""
+    settings = {"model": {"path": tiny_model_path}, "data": OWN, "trainer": {"ranks": 8, "sequence_parallel": 8}}
+    with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 8 cannot share the model's 4 attention heads"):
+        service_settings.require_inputs(Recipe.model_validate(settings))
+
+
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}])
 def test_a_cut_distribution_cannot_be_trained_on(model: ModelConfig, cut: dict[str, float]) -> None:
     """A run refuses it before it starts; engines alone may sample so."""
