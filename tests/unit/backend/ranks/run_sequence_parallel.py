@@ -110,7 +110,7 @@ def test_attention_over_any_row_is_that_of_one_rank(four: RankPool) -> None:
 
 
 def supervised(ranks: Ranks, path: Path, sequence_parallel: int) -> tuple[dict[str, torch.Tensor], list[Any], Any]:
-    """Averages of the gradient that the rank writes, losses of a step and measured before it, and further metrics."""
+    """Averages of the gradient that the rank writes, and of the step loss, norm, entropy, and the loss before it."""
     config = BackendConfig(device="cpu", micro_batch_tokens=90, optimizer=OptimizerConfig(learning_rate=1e-3))
     backend = InProcessSupervisedBackend(path, config, seed=0, sequence_parallel=sequence_parallel, ranks=ranks)
     backend.load(None)
@@ -119,7 +119,7 @@ def supervised(ranks: Ranks, path: Path, sequence_parallel: int) -> tuple[dict[s
     metrics = backend.step(sequences)
     owned = backend.collect().tensors["optimizer"].owned
     averages = {name: tensor for name, tensor in owned.items() if name.endswith(".exp_avg")}
-    return averages, [metrics["loss"], measured.mean], np.array([metrics["entropy"], metrics["grad_norm"]])
+    return averages, [metrics["loss"], metrics["grad_norm"], measured.mean], np.array([metrics["entropy"]])
 
 
 def test_a_supervised_step_is_that_of_one_rank(two: RankPool, model: Path) -> None:
