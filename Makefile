@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-families test-mooncake test-ranks test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-mooncake test-ranks test-tensor-parallel test-trackers test-wheel lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-ranks-push bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-mooncake test-ranks test-tensor-parallel test-trackers test-wheel lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -85,11 +85,11 @@ test-clients: setup ## Run the ordinary examples of OpenAI's clients with the re
 	done
 	@$(BIN)/pytest tests/clients/run_examples.py $(ARGS)
 
-test-families: setup ## Compare every model family that is trained, tiny, on real SGLang with transformers.
-	@$(BIN)/pytest tests/integration/engine/families/run_families.py $(ARGS)
+test-families: setup ## Compare every model family, tiny, on real SGLang with transformers, and train each for five steps.
+	@$(BIN)/pytest tests/integration/engine/families/run_families.py tests/e2e/run_families.py $(ARGS)
 
-test-ranks: setup ## Compare expert parallelism and twenty steps on two ranks and four with one, in ten minutes on two cores.
-	@$(BIN)/pytest tests/unit/backend/ranks/run_expert_parallel.py tests/unit/backend/ranks/run_twenty_steps.py $(ARGS)
+test-ranks: setup ## Compare expert and sequence parallelism and twenty steps on two ranks and four with one, in a quarter of an hour on two cores.
+	@$(BIN)/pytest tests/unit/backend/ranks/run_expert_parallel.py tests/unit/backend/ranks/run_sequence_parallel.py tests/unit/backend/ranks/run_twenty_steps.py $(ARGS)
 
 test-tensor-parallel: setup ## Test prefill/decode pairs whose engines are two processes each.
 	@PENSTOCK_TEST_TENSOR_PARALLEL=2 $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)
@@ -156,8 +156,11 @@ bench-async: setup ## Measure steps/s under each bound on staleness beside the b
 bench-images: setup ## Count the bytes of a group's images, by value and by hash; ARGS="--turns 8" picks.
 	@$(BIN)/python bench/bench_images.py $(ARGS)
 
-bench-ranks: setup ## Measure the optimizer step on one rank and on two, with a core each.
+bench-ranks: setup ## Measure the optimizer step on one rank and on two, with a core each, and its share of communication.
 	@$(BIN)/python bench/bench_ranks.py $(ARGS)
+
+bench-ranks-push: setup ## Measure pushes from one rank, two and four, and the memory of each rank; ARGS="--gb 1" picks.
+	@$(BIN)/python -W ignore bench/bench_ranks_push.py $(ARGS)
 
 bench-zoom: setup ## Measure what the multi-turn demo learns, and how much of it is the zoom; ARGS="--seeds 0" is one run.
 	@$(BIN)/python bench/bench_zoom.py $(ARGS)

@@ -27,8 +27,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="measured after one that is not; the median counts")
     arguments = parser.parse_args()
     sys.stdout.write(
-        "| ranks | s/step | times one rank's, of as many as there are ranks | memory of each rank, MiB |\n"
-        "|---|---|---|---|\n"
+        "| ranks | s/step | times one rank's, of as many as there are ranks | share in collectives | "
+        "memory of each rank at most, MiB |\n|---|---|---|---|---|\n"
     )
     norms, first = [], None
     with tempfile.TemporaryDirectory(prefix="bench-ranks-") as name:
@@ -44,9 +44,10 @@ def main() -> int:
             seconds = statistics.median(found["seconds"])
             first = first or seconds
             speedup = first / seconds
-            memory = ", ".join(f"{mb:.0f}" for mb in found["mb"])
+            memory = ", ".join(f"{mb:,.0f}" for mb in found["mb"])
+            share = f"{found['communication_share']:.0%}"
             norms.append(found["grad_norm"])
-            sys.stdout.write(f"| {ranks} | {seconds:.2f} | {speedup:.2f} of {ranks} | {memory} |\n")
+            sys.stdout.write(f"| {ranks} | {seconds:.2f} | {speedup:.2f} of {ranks} | {share} | {memory} |\n")
             sys.stdout.flush()
     if max(norms) > min(norms) * (1 + 1e-4):
         sys.stdout.write(f"\nthe gradients differ: {norms}\n")

@@ -7,11 +7,13 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import torch
 
+from bench.trainer.ranks_push_process import memory_of
 from bench.trainer.workload import Workload, read_groups
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
@@ -52,15 +54,31 @@ def main() -> None:
         started = time.perf_counter()
         take_step(backend, [groups], 2 + step)
         seconds.append(time.perf_counter() - started)
+    share = communication_share(lambda: take_step(backend, [groups], 2 + arguments.steps))
     ranks = [psutil.Process(), *psutil.Process().children()]
     found = {
         "seconds": seconds,
-        "mb": [process.memory_info().rss / 2**20 for process in ranks],
+        "mb": [memory_of(process.pid, "VmHWM") for process in ranks],
         "grad_norm": grad_norm,
+        "communication_share": share,
     }
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     backend.close()
+
+
+def communication_share(step: Callable[[], object]) -> float:
+    """Return the share of a step's time in which rank 0 is in a collective of gloo, waiting for others included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        started = time.perf_counter()
+        step()
+        duration_s = time.perf_counter() - started
+    spans = [(event.time_range.start, event.time_range.end) for event in profile.events() if "gloo:" in event.name]
+    busy_us, end_us = 0.0, 0.0
+    for start, stop in sorted(spans):
+        busy_us += max(0.0, stop - max(start, end_us))
+        end_us = max(end_us, stop)
+    return busy_us / 1e6 / duration_s
 
 
 if __name__ == "__main__":

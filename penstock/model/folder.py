@@ -32,3 +32,15 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path} cannot be read as JSON: {error}; repair the model folder") from None
     return content if isinstance(content, dict) else {}
+
+
+def attention_heads(folder: Path) -> tuple[int, int]:
+    """Return the attention heads of a model folder's text layers, and their heads of keys and values.
+
+    Raises:
+        ConfigError: its config.json is not JSON.
+    """
+    config = read_json(folder / "config.json")
+    text = config.get("text_config", config)
+    heads = int(text.get("num_attention_heads", 1))
+    return heads, int(text.get("num_key_value_heads") or heads)

@@ -12,7 +12,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.chat_template import Renderer
 from penstock.model.families.experts import num_experts
-from penstock.model.folder import require_model
+from penstock.model.folder import attention_heads, read_json, require_model
 from penstock.model.template_variables import require_free
 from penstock.model.tokens import require_same_tokens
 from services.cli.extras import import_with_extra
@@ -24,7 +24,8 @@ from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.config import EnvironmentServerSettings
 from services.router.config import RouterSettings
 from services.trainer.checks.expert_parallel import require_divisible
-from services.trainer.config import TrainerSettings
+from services.trainer.checks.sequence_parallel import require_shareable
+from services.trainer.config import TRAINED_MODEL_TYPES, TrainerSettings
 from services.trainer.data.config import DataConfig
 from services.trainer.data.named_section import named_section
 from services.trainer.data.sources.files import pin, require_files
@@ -162,6 +163,7 @@ def for_sft(recipe: Recipe) -> SftSettings:
             variable, or a tracker is not installed.
     """
     _require_data(recipe, with_sets=recipe.sft.validate_every > 0)
+    _require_trained_type(_model(recipe).path)
     require_packages(recipe.trackers)
     settings = SftSettings(
         sft=recipe.sft,
@@ -185,7 +187,21 @@ def require_inputs(recipe: Recipe) -> None:
     for_engine(recipe)
     for_trainer(recipe)
     trainer = recipe.trainer
-    require_divisible(trainer.expert_parallel, num_ranks=trainer.ranks, num_experts=num_experts(_model(recipe).path))
+    path = _model(recipe).path
+    _require_trained_type(path)
+    require_divisible(trainer.expert_parallel, num_ranks=trainer.ranks, num_experts=num_experts(path))
+    heads, kv_heads = attention_heads(path)
+    require_shareable(trainer.sequence_parallel, num_ranks=trainer.ranks, num_heads=heads, num_kv_heads=kv_heads)
+
+
+def _require_trained_type(path: Path) -> None:
+    """Refuse a model that the trainer would refuse, before engines have loaded it."""
+    model_type = read_json(path / "config.json").get("model_type")
+    if model_type is not None and model_type not in TRAINED_MODEL_TYPES:
+        raise ConfigError(
+            f"model.path = {str(path)!r}: models of type {model_type} cannot be trained; choose one of type "
+            f"{', '.join(TRAINED_MODEL_TYPES)}"
+        )
 
 
 def pin_inputs(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = False) -> Recipe:

@@ -21,6 +21,7 @@ from services.plan.process_plan import GIB, Gpus, MemoryPlan, Moment, Part, Proc
 from services.plan.working_memory import RowShape, working_bytes
 from services.recipe import Recipe
 from services.trainer.checks.expert_parallel import require_divisible
+from services.trainer.checks.sequence_parallel import require_shareable
 
 RESERVED_BYTES = 2 * GIB
 """Reserved on each GPU that computes steps, for CUDA's context, NCCL's buffers and memory that the allocator cannot
@@ -80,6 +81,12 @@ def _plan(
     shape.require_divisible(recipe.rollout.tensor_parallel)
     trainer = recipe.trainer
     require_divisible(trainer.expert_parallel, num_ranks=trainer.ranks, num_experts=shape.num_experts)
+    require_shareable(
+        trainer.sequence_parallel,
+        num_ranks=trainer.ranks,
+        num_heads=int(shape.text.num_attention_heads),
+        num_kv_heads=int(shape.text.num_key_value_heads),
+    )
     placed = _assign_gpus(recipe, gpus)
     processes = []
     if engines := [name for name in placed.of_process if name != TRAINER]:
@@ -201,6 +208,7 @@ def _activations(
             float32_head=trainer.float32_head,
             keeps_all=keeps_all,
             dispatches_tokens=trainer.expert_parallel > 1,
+            sequence_parallel=trainer.sequence_parallel,
         )
 
     row, what = _row(shape, recipe, image_share=image_share), ""
@@ -218,7 +226,8 @@ def _activations(
                 "bounds them"
             )
     notes.insert(0, f"{size_bytes / row.num_tokens / 2**20:.2f} MiB of activations for each token of a row{what}")
-    name = f"activations of {row.num_tokens:,} tokens{what}, {row.num_image_tokens:,} of images"
+    share = "" if trainer.sequence_parallel == 1 else f"a share of 1/{trainer.sequence_parallel} of "
+    name = f"activations of {share}{row.num_tokens:,} tokens{what}, {row.num_image_tokens:,} of images"
     return Part(name=name, size_bytes=size_bytes), notes
 
 
@@ -379,6 +388,8 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
                 divided = {"trainer.expert_parallel": expert_parallel} if expert_parallel > 1 else {}
                 if (more or divided) and not (divided and (offloads or replicas > 1)):
                     yield settings | more | divided
+            for sequence_parallel in _divisions(ranks, 2 * trainer.sequence_parallel):
+                yield settings | more | {"trainer.sequence_parallel": sequence_parallel}
     if not offloads and trainer.expert_parallel == 1:
         yield settings | {"trainer.optimizer.offload": True}
         if trainer.ranks < most and most % trainer.hsdp_replicas == 0:
@@ -391,7 +402,7 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
 
 
 def _divisions(ranks: int, least: int) -> Iterator[int]:
-    """Yield values of trainer.expert_parallel to try: `least` and its doubles that divide the ranks."""
+    """Yield numbers of ranks to try that divide or share something: `least` and its doubles that divide the ranks."""
     while least <= ranks:
         if ranks % least == 0:
             yield least

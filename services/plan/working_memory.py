@@ -7,6 +7,7 @@ models determine the sum: each phase on its own, because in small models another
 Invariant: attention is counted as computed on a GPU in half precision, without copies for buckets.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence, Set
@@ -22,8 +23,10 @@ from services.plan.model_shape import NUM_BLOCKS, NUM_LAYERS, ModelShape, kind_o
 from services.plan.shapes_only import ShapesOnly
 from services.trainer.backend.policy import attention
 from services.trainer.backend.policy.expert_dispatch import weighed
+from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.mixture import experts_of
 from services.trainer.backend.policy.model import PolicyModel
+from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.batching.rows import PackedRow, Segment
 
 NUM_PHASES = 3
@@ -54,6 +57,7 @@ def working_bytes(
     float32_head: bool,
     keeps_all: bool,
     dispatches_tokens: bool,
+    sequence_parallel: int = 1,
 ) -> int:
     """Return the most bytes that a row takes at any moment, beside weights and gradients.
 
@@ -66,6 +70,7 @@ def working_bytes(
         keeps_all: Whether the device has the float32 weights, which are rounded at each use, and keeps their gradients;
             else it has the weights in bfloat16, and each gradient is removed as soon as it is made.
         dispatches_tokens: Whether tokens travel to the ranks that own their experts, from which as many come as go.
+        sequence_parallel: Ranks that share the row, of which the last is counted: all of its tokens are the policy's.
 
     Raises:
         ConfigError: a pattern fits no parameter, or nothing is trained.
@@ -84,6 +89,8 @@ def working_bytes(
                 gradient_checkpointing=gradient_checkpointing,
             )
             _prepare_gradients(policy, kinds, keeps_all=keeps_all)
+            if sequence_parallel > 1:
+                policy.share_rows(functools.partial(_ShareOfLast, size=sequence_parallel))
         return _peaks(policy, shapes_only, make_row(row, config), dispatches_tokens=dispatches_tokens)
 
     num_layers, num_blocks = min(NUM_LAYERS, shape.num_layers), min(NUM_BLOCKS, shape.num_blocks)
@@ -233,19 +240,37 @@ def _dispatch_any(
     """Return [T, H], as `expert_dispatch` does where as many tokens come as go."""
     hidden_TH = hidden_TH.to(torch.get_autocast_dtype("cpu"))
     order_S = torch.arange(experts_TK.numel())
-    tokens_RH = _Exchange.apply(hidden_TH[order_S % len(hidden_TH)])
+    tokens_RH = _Exchange.apply(hidden_TH[order_S % len(hidden_TH)], len(order_S))
     ones_R1 = torch.ones(len(order_S), 1, dtype=hidden_TH.dtype)
-    outputs_SH = _Exchange.apply(_compute_any(experts, tokens_RH, order_S[:, None], ones_R1))
+    outputs_SH = _Exchange.apply(_compute_any(experts, tokens_RH, order_S[:, None], ones_R1), len(order_S))
     return weighed(outputs_SH, order_S, weights_TK).to(hidden_TH.dtype)
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Returns as many rows of other ranks as it takes."""
+    """Returns rows of other ranks."""
 
     @staticmethod
-    def forward(_: Any, rows: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(rows)
+    def forward(context: Any, rows: torch.Tensor, num_received: int) -> torch.Tensor:
+        context.num_sent = len(rows)
+        return rows.new_empty(num_received, *rows.shape[1:])
 
     @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(gradient)
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.new_empty(context.num_sent, *gradient.shape[1:]), None
+
+
+class _ShareOfLast(RowShare):
+    """The last rank's share of a row, without the other ranks."""
+
+    def __init__(self, num_tokens: int, *, size: int) -> None:
+        super().__init__(num_tokens, size=size, number=size - 1, group=None)
+
+    def exchange(self, rows: torch.Tensor, num_received: list[int], num_sent: list[int]) -> torch.Tensor:
+        """Return as many rows as would come."""
+        assert sum(num_sent) == len(rows)
+        received: torch.Tensor = _Exchange.apply(rows, sum(num_received))
+        return received
+
+    def gathered(self, own: TokenLogprobs, own_O: torch.Tensor, num_predicted: int) -> TokenLogprobs:
+        """Return this rank's own: others' are a few bytes for each token."""
+        return own

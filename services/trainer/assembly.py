@@ -102,6 +102,7 @@ def _backend_arguments(settings: TrainerSettings) -> dict[str, Any]:
         "demonstration_coef": None if settings.demonstrations is None else settings.demonstrations.coef,
         "hsdp_replicas": settings.trainer.hsdp_replicas,
         "expert_parallel": settings.trainer.expert_parallel,
+        "sequence_parallel": settings.trainer.sequence_parallel,
     }
 
 

@@ -187,6 +187,10 @@ class TrainerConfig(BackendConfig):
     """Neighbouring ranks that divide the experts of each layer among themselves and send tokens to the owners; it must
     divide the number of ranks and of experts. 1: a layer's experts are all gathered on each rank. For mixtures whose
     layers take too much memory, or too long to gather."""
+    sequence_parallel: int = pydantic.Field(default=1, ge=1)
+    """Neighbouring ranks that compute each forward pass together (Ulysses): each some of its tokens, and in attention
+    some of the heads. It must divide the number of ranks, and the model's heads. For samples whose activations do not
+    fit on one GPU; micro_batch_tokens remains the length of the whole pass, of which a rank has this part."""
     groups_per_step: int = pydantic.Field(default=16, ge=1)
     """Prompt groups in the batch of one optimizer step."""
     samples_per_group: int = pydantic.Field(default=8, ge=2)
@@ -208,7 +212,8 @@ class TrainerConfig(BackendConfig):
 
     @pydantic.model_validator(mode="after")
     def _ranks_can_be_divided(self) -> Self:
-        for name, number in (("hsdp_replicas", self.hsdp_replicas), ("expert_parallel", self.expert_parallel)):
+        for name in ("hsdp_replicas", "expert_parallel", "sequence_parallel"):
+            number = getattr(self, name)
             if self.ranks > 1 and self.ranks % number:  # with 1, torchrun may start more
                 raise ValueError(f"{name} = {number} does not divide ranks = {self.ranks}; choose a number that does")
         if self.expert_parallel > 1 and self.hsdp_replicas > 1:

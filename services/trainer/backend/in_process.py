@@ -51,6 +51,7 @@ class InProcessBackend:
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
         hsdp_replicas: int = 1,
         expert_parallel: int = 1,
+        sequence_parallel: int = 1,
         ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` makes the rest.
@@ -66,6 +67,7 @@ class InProcessBackend:
             max_skipped_steps: More steps in a row than this whose loss or gradient is not finite are an error.
             hsdp_replicas: Groups of ranks that each hold shards of all weights.
             expert_parallel: Ranks among which the experts of a layer are divided.
+            sequence_parallel: Ranks that compute each row together.
             ranks: All that compute.
 
         Raises:
@@ -90,6 +92,7 @@ class InProcessBackend:
             max_skipped_steps=max_skipped_steps,
             hsdp_replicas=hsdp_replicas,
             expert_parallel=expert_parallel,
+            sequence_parallel=sequence_parallel,
             ranks=ranks,
         )
         self._step: TrainStep | None = None

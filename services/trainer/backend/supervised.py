@@ -32,6 +32,7 @@ class InProcessSupervisedBackend:
         seed: int,
         hsdp_replicas: int = 1,
         expert_parallel: int = 1,
+        sequence_parallel: int = 1,
         ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` makes the rest.
@@ -42,6 +43,7 @@ class InProcessSupervisedBackend:
             seed: Of torch's generator.
             hsdp_replicas: Groups of ranks that each hold shards of all weights.
             expert_parallel: Ranks among which the experts of a layer are divided.
+            sequence_parallel: Ranks that compute each row together.
             ranks: All that compute. Beside others, each method is to be called on all of them, in the same order.
 
         Raises:
@@ -56,6 +58,7 @@ class InProcessSupervisedBackend:
             settings={},
             hsdp_replicas=hsdp_replicas,
             expert_parallel=expert_parallel,
+            sequence_parallel=sequence_parallel,
             ranks=ranks,
         )
 

@@ -51,6 +51,7 @@ def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop
         "seed": settings.run.seed,
         "hsdp_replicas": config.hsdp_replicas,
         "expert_parallel": config.expert_parallel,
+        "sequence_parallel": config.sequence_parallel,
     }
     backend = open_supervised_ranks(arguments, num_ranks=config.ranks)
     backend.load(None if checkpoint is None else checkpoint.path)

@@ -1,5 +1,7 @@
 """Each service receives its part of the recipe, and only what it uses must be there."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,23 @@ def test_experts_that_ranks_cannot_divide_are_refused_before_anything_starts(tin
     """The model is dense here."""
     settings = {"model": {"path": tiny_model_path}, "data": OWN, "trainer": {"ranks": 2, "expert_parallel": 2}}
     with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2 is for mixtures of experts"):
+        service_settings.require_inputs(Recipe.model_validate(settings))
+
+
+def test_a_family_that_is_not_trained_is_refused_before_anything_starts(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Engines may serve it: Qwen3.5 attends linearly in most layers, over whole rows."""
+    path = tmp_path / "qwen3.5"
+    shutil.copytree(tiny_model_path, path)
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}))
+    recipe = Recipe.model_validate({"model": {"path": path}, "data": OWN, "filters": {"overlong_prompts": "keep"}})
+    with pytest.raises(ConfigError, match=r"models of type qwen3_5 cannot be trained; choose one of type .*qwen3_vl,"):
+        service_settings.require_inputs(recipe)
+
+
+def test_rows_that_ranks_cannot_share_are_refused_before_anything_starts(tiny_model_path: Path) -> None:
+    """The model has 4 attention heads."""
+    settings = {"model": {"path": tiny_model_path}, "data": OWN, "trainer": {"ranks": 8, "sequence_parallel": 8}}
+    with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 8 cannot share the model's 4 attention heads"):
         service_settings.require_inputs(Recipe.model_validate(settings))
 
 

@@ -150,6 +150,21 @@ def test_a_dense_model_has_no_experts_to_divide(model: Path) -> None:
     assert not any("expert_parallel" in each for each in tight.remedy or ())
 
 
+def test_ranks_that_share_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations are those of a share of the row; it is proposed where a model then fits, and refused by heads."""
+    monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
+    monkeypatch.setattr(
+        memory_plan, "working_bytes", lambda *_, sequence_parallel, **__: ACTIVATIONS // sequence_parallel
+    )
+    shared = ("--trainer.ranks=4", "--trainer.sequence_parallel=2")
+    parts = moments(plan_of(model, *shared), "other rank of the trainer")["back through the layers"]
+    assert parts["activations of a share of 1/2 of 8,192 tokens, 0 of images"] == ACTIVATIONS // 2
+    long = ("--trainer.ranks=4", "--trainer.micro_batch_tokens=2048", "--trainer.gradient_checkpointing=true")
+    assert plan_of(model, *long, gpus="5x5").remedy == ("--trainer.sequence_parallel=2",)
+    with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 3 cannot share the model's 4 attention heads"):
+        plan_of(model, "--trainer.ranks=3", "--trainer.sequence_parallel=3")
+
+
 def test_a_reference_policy(model: Path) -> None:
     """One rank has it in a step and not at a push; several have their shares of it without activations."""
     total = ModelShape.read(model).num_parameters

@@ -139,6 +139,32 @@ def test_tokens_that_travel_take_more(tmp_path: Path) -> None:
     assert 0 < more < 3 * copies
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=str)
+def test_ranks_that_share_a_row_take_less(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of text almost a half or a quarter each: the embeddings of the whole row are on every rank."""
+    shape = shape_of(FAMILIES[family], tmp_path)
+    row = RowShape(num_tokens=4800, num_prompt_tokens=800, num_image_tokens=0, num_responses=4)
+    whole, half, quarter = (
+        working_bytes(shape, row, **SETTINGS | settings, sequence_parallel=size) for size in (1, 2, 4)
+    )
+    assert 0.45 < half / whole < 0.7
+    assert 0.2 < quarter / whole < 0.5
+
+
+def test_every_rank_computes_the_tower_for_the_whole_row(tmp_path: Path) -> None:
+    """So a rank's part of a row of pictures is larger than of one of text."""
+    shape = shape_of(random_qwen3_vl, tmp_path)
+    rows = [
+        RowShape(num_tokens=4800, num_prompt_tokens=4000, num_image_tokens=images, num_responses=4)
+        for images in (0, 2048)
+    ]
+    (text, text_shared), (images, images_shared) = (
+        [working_bytes(shape, row, **SETTINGS, sequence_parallel=size) for size in (1, 2)] for row in rows
+    )
+    assert images_shared - text_shared == pytest.approx(images - text, rel=0.2)
+
+
 def test_a_frozen_tower_keeps_no_activations(tmp_path: Path) -> None:
     """Nothing goes backward through it."""
     shape = shape_of(random_qwen3_vl, tmp_path)

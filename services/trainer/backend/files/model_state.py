@@ -25,6 +25,7 @@ from services.trainer.backend.optimizer.master_weights import HostMasterWeights,
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
+from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.sharding import forget_gathered, shard
 from services.trainer.batching.rows import PackedRow
@@ -56,6 +57,7 @@ class ModelState:
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
         hsdp_replicas: int = 1,
         expert_parallel: int = 1,
+        sequence_parallel: int = 1,
         ranks: Ranks = ALONE,
     ) -> None:
         """Choose device and precision; `load` creates policy, weights and optimizer.
@@ -71,12 +73,13 @@ class ModelState:
             max_skipped_steps: More skipped steps in a row than this are an error.
             hsdp_replicas: Groups of ranks that each hold shards of all weights; it divides the number of ranks.
             expert_parallel: Ranks among which the experts of a layer are divided; it divides the number of ranks.
+            sequence_parallel: Ranks that compute each row together; it divides the number of ranks.
             ranks: The ranks that hold a share of the model.
 
         Raises:
             ConfigError: the device does not exist.
         """
-        self.ranks = ranks.replicated(hsdp_replicas)
+        self.ranks = ranks.replicated(hsdp_replicas).sharing_rows(sequence_parallel)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         own = {name: getattr(config, name) for name in BackendConfig.model_fields}
@@ -241,6 +244,10 @@ class ModelState:
 
     def _place_weights(self) -> MasterWeights:
         if self.ranks.size > 1:
+            if (sequence := self.ranks.sequence_group).size > 1:
+                self.policy.share_rows(
+                    partial(RowShare, size=sequence.size, number=sequence.number, group=sequence.exchange)
+                )
             offload = self.config.optimizer.offload
             groups = self.ranks.expert_groups(self._expert_parallel)
             shard(self.policy, self.ranks.mesh, dtype=DTYPES[self.config.dtype], offload=offload, groups=groups)

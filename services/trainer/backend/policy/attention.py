@@ -10,10 +10,12 @@ backward pass sums the gradients of all responses in the prompt's keys. No T x T
 On a GPU in half precision: one call of `torch.nn.attention.varlen` per layer. Causal there means aligned at the bottom
 right, as in flash attention with fewer queries than keys. Elsewhere: scaled_dot_product_attention, one call per bucket
 of query ranges that see the same number of tokens in full and have nearly the same length.
+
+Where ranks share a row, each computes its heads for all tokens (`row_share`).
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.errors import ConfigError
+from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.batching.rows import Segment
 
 NAME = "penstock_packed"
@@ -142,12 +145,15 @@ def packed_attention(
     *,
     scaling: float,
     row_layout: RowLayout,
+    row_share: RowShare | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return [1, T, H, D] and no weights, as transformers expects of an attention function.
+
+    Where ranks share a row, T is here the number of this rank's tokens.
 
     Args:
         module: The attention layer; not used.
@@ -157,6 +163,7 @@ def packed_attention(
         attention_mask: None: transformers builds none for a function that it does not know.
         scaling: Factor on the products of queries and keys.
         row_layout: The row's segments, passed to the model's forward as a keyword.
+        row_share: This rank's share of the row; None: all of it.
         sliding_window: Must be None, like the next two: some models need these, but packed rows do not support them.
         softcap: Bound on the products.
         s_aux: Attention sinks.
@@ -169,8 +176,10 @@ def packed_attention(
     if unknown := [name for name, value in wanted.items() if value is not None]:
         raise ConfigError(f"the model attends with {', '.join(unknown)}, which the trainer's packed rows do not do")
     if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
-        return packed_attention_of_gpus(module, query, key, value, scaling=scaling, row_layout=row_layout)
-    return _attend_buckets(*_of_tokens(query, key, value), scaling, row_layout)[None], None
+        return packed_attention_of_gpus(
+            module, query, key, value, scaling=scaling, row_layout=row_layout, row_share=row_share
+        )
+    return _attend(_attend_buckets, query, key, value, scaling, row_layout, row_share), None
 
 
 def packed_attention_of_gpus(
@@ -182,10 +191,26 @@ def packed_attention_of_gpus(
     *,
     scaling: float,
     row_layout: RowLayout,
+    row_share: RowShare | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute `packed_attention` on a GPU in half precision. `penstock plan` gets its sizes without a GPU."""
-    return _attend_varlen(*_of_tokens(query, key, value), scaling, row_layout)[None], None
+    return _attend(_attend_varlen, query, key, value, scaling, row_layout, row_share), None
+
+
+def _attend(
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, RowLayout], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    layout: RowLayout,
+    share: RowShare | None,
+) -> torch.Tensor:
+    if share is not None:
+        query, key, value = share.heads_of(query, key, value)
+    output = compute(*_of_tokens(query, key, value), scaling, layout)[None]
+    return output if share is None else share.tokens_of(output)
 
 
 def _of_tokens(

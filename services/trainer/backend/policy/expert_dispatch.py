@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from services.trainer.backend.policy.exchange import Exchange
 from services.trainer.backend.policy.mixture import autocast_dtype, experts_of
 from services.trainer.backend.ranks.expert_groups import ExpertGroups
 
@@ -52,11 +53,11 @@ def _dispatching(compute: Callable[..., torch.Tensor], groups: ExpertGroups) -> 
         dist.all_to_all_single(received_WO, sent_WO, group=groups.exchange)
         sent, received = torch.stack([sent_WO.sum(1), received_WO.sum(1)]).tolist()
 
-        tokens_RH = _Exchange.apply(hidden_TH[order_S // top_k], received, sent, groups.exchange)
+        tokens_RH = Exchange.apply(hidden_TH[order_S // top_k], received, sent, groups.exchange)
         own_R = torch.arange(num_own, device=hidden_TH.device).repeat(groups.size)
         own_R = own_R.repeat_interleave(received_WO.reshape(-1), output_size=sum(received))
         outputs_RH = _computed(compute, tokens_RH, own_R)
-        outputs_SH = _Exchange.apply(outputs_RH, sent, received, groups.exchange)
+        outputs_SH = Exchange.apply(outputs_RH, sent, received, groups.exchange)
 
         return weighed(outputs_SH, order_S, weights_TK).to(hidden_TH.dtype)
 
@@ -81,26 +82,3 @@ def _computed(compute: Callable[..., torch.Tensor], tokens_RH: torch.Tensor, own
         return compute(tokens_RH, own_R[:, None], torch.ones_like(own_R[:, None], dtype=tokens_RH.dtype))
     zeros_RH = tokens_RH.sum(0, keepdim=True)  # a row of the empty tensor's: its gradient must reach the exchange
     return compute(zeros_RH, own_R.new_zeros(1, 1), tokens_RH.new_ones(1, 1))[:0]
-
-
-class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Sends a part of a tensor's rows to each rank of a group, and returns what they have sent, in their order."""
-
-    @staticmethod
-    def forward(
-        context: Any, rows: torch.Tensor, num_received: list[int], num_sent: list[int], group: Any
-    ) -> torch.Tensor:
-        """Exchange the rows."""
-        context.num_received, context.num_sent, context.group = num_received, num_sent, group
-        return _exchange(rows, num_received, num_sent, group)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Return their gradients the way they came."""
-        return _exchange(gradient, context.num_sent, context.num_received, context.group), None, None, None
-
-
-def _exchange(rows: torch.Tensor, num_received: list[int], num_sent: list[int], group: Any) -> torch.Tensor:
-    received = rows.new_empty(sum(num_received), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), num_received, num_sent, group=group)
-    return received

@@ -1,8 +1,10 @@
 """The policy: a transformers model that returns the log-probability of each token that the policy sampled.
 
-Legend: A, T, N, I, U, P, D as in `batching.rows`; H = hidden size.
+Legend: A, T, N, I, U, P, D as in `batching.rows`; H = hidden size, S = tokens of the row that this rank computes: all,
+unless ranks share rows.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from services.trainer.backend.policy.attention import RowLayout, use_packed_atte
 from services.trainer.backend.policy.expert_counts import ExpertCounter
 from services.trainer.backend.policy.logprobs import TokenLogprobs, token_logprobs
 from services.trainer.backend.policy.mixture import set_mixture_precision
+from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.batching.rows import PackedRow
 from services.trainer.config import TRAINED_MODEL_TYPES
 
@@ -46,6 +49,8 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         set_mixture_precision(model)
         self._expert_counter = ExpertCounter(model)
         self.model = model
+        self._text_model.register_forward_pre_hook(_own_inputs, with_kwargs=True)
+        self._divide_row: Callable[[int], RowShare] | None = None
         self.temperature = temperature
         self._float32_head = float32_head
         self.register_buffer("forbidden_ids", torch.tensor(forbidden_ids, dtype=torch.int64), persistent=False)
@@ -56,8 +61,21 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
     @property
     def text_layers(self) -> Any:
         """The layers that read the row, in order."""
+        return self._text_model.layers
+
+    @property
+    def _text_model(self) -> Any:
         base = self.model.base_model
-        return getattr(base, "language_model", base).layers
+        return getattr(base, "language_model", base)
+
+    def share_rows(self, divide_row: Callable[[int], RowShare]) -> None:
+        """Compute only a share of each row from now on; `forward` returns what all ranks computed of it.
+
+        Args:
+            divide_row: Returns this rank's share of a row of so many tokens. All ranks that share a row call `forward`
+                with it together, and go backward together.
+        """
+        self._divide_row = divide_row
 
     def forward(self, row: PackedRow, *, is_sampled: bool = True) -> TokenLogprobs:
         """Return the logprob of each of a row's own tokens, given all tokens before it, and entropies.
@@ -67,31 +85,40 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             is_sampled: Whether the policy has sampled them: then logits are divided by the temperature, and forbidden
                 ids removed. Else they are those of a plain forward pass.
         """
-        with self._expert_counter.counting(row.predict_N) as counts_E:
-            hidden_TH = self._backbone(row)
+        predict_N, targets_N, own_N, share = row.predict_N, row.targets_N, None, None
+        if self._divide_row is not None:
+            share = self._divide_row(len(row.input_ids_T))
+            own_N = share.predicted_by_own(predict_N)
+            predict_N, targets_N = predict_N[own_N] - share.tokens.start, targets_N[own_N]
+        with self._expert_counter.counting(predict_N) as counts_E:
+            hidden_SH = self._backbone(row, share)
         head = self.model.get_output_embeddings()
         logprobs = token_logprobs(
-            hidden_TH[row.predict_N],
+            hidden_SH[predict_N],
             head.weight,
-            row.targets_N,
+            targets_N,
             temperature=self.temperature if is_sampled else 1.0,
             forbidden_ids=self.forbidden_ids if is_sampled else self.forbidden_ids[:0],
             bias_V=head.bias,
             float32_head=self._float32_head,
         )
-        return logprobs._replace(expert_counts_LE=torch.stack(counts_E)) if counts_E else logprobs
+        if counts_E:
+            logprobs = logprobs._replace(expert_counts_LE=torch.stack(counts_E))
+        return logprobs if share is None else share.gathered(logprobs, own_N, len(row.predict_N))
 
-    def _backbone(self, row: PackedRow) -> torch.Tensor:
-        """Return [T, H]: the last hidden states."""
+    def _backbone(self, row: PackedRow, share: RowShare | None) -> torch.Tensor:
+        """Return [S, H]: the last hidden states."""
         # All four axes: with three, transformers would treat the row as one sequence; with one, images as text.
         positions = row.positions_AT[:, None] if self._has_images else row.positions_AT[:1]
-        images = {} if row.pixel_values_PD is None else {"mm_encoder_outputs": {"image": self._image_features(row)}}
+        optional: dict[str, Any] = {} if share is None else {"row_share": share}
+        if row.pixel_values_PD is not None:
+            optional["mm_encoder_outputs"] = {"image": self._image_features(row)}
         output = self.model.base_model(
             input_ids=row.input_ids_T[None],
             position_ids=positions,
             use_cache=False,
             row_layout=RowLayout(row.segments, row.input_ids_T.device),
-            **images,
+            **optional,
         )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
@@ -104,3 +131,9 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         if getattr(output, "deepstack_features", None) is not None:
             output.deepstack_features = [tuple(layer[n] for n in numbers) for layer in output.deepstack_features]
         return output
+
+
+def _own_inputs(_: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give the language model this rank's share of the row."""
+    share: RowShare | None = inputs.get("row_share")
+    return args, inputs if share is None else share.of_text_inputs(inputs)

@@ -21,7 +21,8 @@ class RankRow(NamedTuple):
     """Number of the row in the plan."""
     row: PackedRow
     counts: bool
-    """Whether the row is this rank's. Others are computed only because all ranks compute the same number of rows."""
+    """Whether the row is this rank's, or its group's where ranks share rows. Others are computed only because all
+    ranks compute the same number of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,9 +75,11 @@ class PlannedRows:
             )
 
         widest = plan(config.micro_batch_tokens)
-        if ranks.size > 1 and not config.fixed_rows:
+        if ranks.num_row_groups > 1 and not config.fixed_rows:
             num_tokens = sum(num_row_tokens(row, lengths) for row in widest)
-            widest = evened(ranks.size, plan, widest, num_tokens=num_tokens, max_tokens=config.micro_batch_tokens)
+            widest = evened(
+                ranks.num_row_groups, plan, widest, num_tokens=num_tokens, max_tokens=config.micro_batch_tokens
+            )
         row_lengths = [0] * len(widest)
         if config.fixed_rows:
             sizes = [num_row_tokens(row, lengths) for row in widest]
@@ -87,15 +90,16 @@ class PlannedRows:
 
     def __iter__(self) -> Iterator[RankRow]:
         """Build the rows that this rank computes, one at a time, on the device."""
-        costs = [self._cost(row) if self.ranks.size > 1 else 0 for row in self.plan]
-        for number, counts in rounds_of(self.ranks.rank, costs, self.ranks.size):
+        num_groups = self.ranks.num_row_groups
+        costs = [self._cost(row) if num_groups > 1 else 0 for row in self.plan]
+        for number, counts in rounds_of(self.ranks.row_group, costs, num_groups):
             row = build_row(self.sequences, self.plan[number], length=self.row_lengths[number], samples=self.samples)
             yield RankRow(number, row.to(self.device), counts)
 
     @property
     def num_of_rank(self) -> int:
         """Number of rows that this rank computes; it is the same for all ranks."""
-        return -(-len(self.plan) // self.ranks.size)
+        return -(-len(self.plan) // self.ranks.num_row_groups)
 
     @property
     def have_images(self) -> bool:

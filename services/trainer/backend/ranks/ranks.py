@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from services.trainer.backend.ranks.expert_groups import ExpertGroups
+from services.trainer.backend.ranks.sequence_groups import SequenceGroup
 
 ValueT = TypeVar("ValueT")
 
@@ -31,6 +32,8 @@ class Ranks:
     """torch's DeviceMesh of all ranks, [replicas, shards] if there are replicas; None for a rank alone."""
     num_replicas: int = 1
     """Groups of neighbouring ranks, each of which holds shards of all weights."""
+    sequence_group: SequenceGroup = field(default_factory=SequenceGroup)
+    """Neighbouring ranks that compute each row together."""
     _values: Any = None
     """Group for what the ranks tell each other through the hosts' memory."""
     _commands: Any = None
@@ -38,6 +41,8 @@ class Ranks:
     _files: Any = None
     """Group of the threads that write a checkpoint beside the commands."""
     _expert_groups: dict[int, ExpertGroups] = field(default_factory=dict, compare=False)
+    """Those that were formed, by their size."""
+    _sequence_groups: dict[int, SequenceGroup] = field(default_factory=dict, compare=False)
     """Those that were formed, by their size."""
     _replicated: dict[int, Any] = field(default_factory=dict, compare=False)
     """Meshes with replicas that were formed, by the number of replicas."""
@@ -90,6 +95,32 @@ class Ranks:
             )
         return self._expert_groups.get(size)
 
+    def sharing_rows(self, size: int) -> Self:
+        """Return the same ranks in groups that compute each row together. All ranks must call this together.
+
+        Args:
+            size: `trainer.sequence_parallel`; it divides the number of ranks.
+        """
+        if size == self.sequence_group.size:
+            return self
+        if size == 1:
+            return replace(self, sequence_group=SequenceGroup())
+        if size not in self._sequence_groups:
+            self._sequence_groups[size] = SequenceGroup.form(
+                size, rank=self.rank, num_ranks=self.size, timeout=_COMPUTING
+            )
+        return replace(self, sequence_group=self._sequence_groups[size])
+
+    @property
+    def num_row_groups(self) -> int:
+        """Groups of ranks, each of which computes a row at a time."""
+        return self.size // self.sequence_group.size
+
+    @property
+    def row_group(self) -> int:
+        """Number of this rank's group."""
+        return self.rank // self.sequence_group.size
+
     def gather(self, value: ValueT) -> list[ValueT]:
         """Return the value of every rank."""
         return self._gather(value, self._values)
@@ -106,10 +137,11 @@ class Ranks:
         return values
 
     def in_order(self, parts: Sequence[tuple[int, ValueT]]) -> list[ValueT]:
-        """Return the numbered parts of all ranks by their numbers."""
+        """Return the numbered parts of all ranks by their numbers. Ranks that share rows have the same parts."""
         if self.size == 1:
             return [part for _, part in parts]
-        together = [each for of_rank in self.gather(list(parts)) for each in of_rank]
+        own = [] if self.sequence_group.number else list(parts)
+        together = [each for of_rank in self.gather(own) for each in of_rank]
         return [part for _, part in sorted(together, key=lambda each: each[0])]
 
     def norm(self, of_shard: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError
 from penstock.model.families.experts import num_experts
+from penstock.model.folder import attention_heads
 from services.trainer.backend.base import SupervisedBackend, TrainBackend
 from services.trainer.backend.device import resolve_device
 from services.trainer.backend.in_process import InProcessBackend
@@ -23,6 +24,7 @@ from services.trainer.backend.ranks.processes import RankProcesses
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.checks.expert_parallel import require_divisible
+from services.trainer.checks.sequence_parallel import require_shareable
 from services.trainer.config import BackendConfig
 
 OwnT = TypeVar("OwnT", InProcessBackend, InProcessSupervisedBackend)
@@ -45,7 +47,7 @@ def open_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> TrainBackend:
 
     Raises:
         ConfigError: torchrun has started another number of ranks, there are fewer GPUs than ranks, or the ranks cannot
-            be divided into replicas, or the model's experts among them.
+            be divided into replicas, or the model's experts or heads among them.
     """
     size = _num_started(num_ranks)
     _require_divisible(backend, size)
@@ -67,7 +69,7 @@ def open_supervised_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> Supe
 
     Raises:
         ConfigError: torchrun has started several ranks, there are fewer GPUs than ranks, or the ranks cannot be
-            divided into replicas, or the model's experts among them.
+            divided into replicas, or the model's experts or heads among them.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
@@ -98,6 +100,8 @@ def _started(
 def _require_divisible(backend: Mapping[str, Any], num_ranks: int) -> None:
     expert_parallel = backend.get("expert_parallel", 1)
     require_divisible(expert_parallel, num_ranks=num_ranks, num_experts=num_experts(backend["model_path"]))
+    heads, kv_heads = attention_heads(backend["model_path"])
+    require_shareable(backend.get("sequence_parallel", 1), num_ranks=num_ranks, num_heads=heads, num_kv_heads=kv_heads)
     num_replicas = backend.get("hsdp_replicas", 1)
     if num_ranks % num_replicas:
         raise ConfigError(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.model.tokens import image_token_id
+from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import TrainGroup, open_reader
 from tests.support.trainer.groups import IMAGES, make_group, picture
 
@@ -17,13 +18,14 @@ def groups_of(path: Path, *, seed: int = 0) -> list[TrainGroup]:
     The first has a picture if the model takes any.
     """
     reader = open_reader(path)
-    has_images = image_token_id(path) is not None
+    patcher = None if image_token_id(path) is None else ImagePatcher(path)
     rewards = [(1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0, 0.5), (0.0, 1.0, 0.0), (0.9,) * 4, (0.3,) * 4]
     made = []
     for index, version in enumerate((1, 2, 3, 3, 2)):
-        shown: dict[str, Any] = (
-            {"images": [picture(index + seed)], "placeholders": [9]} if index == 0 and has_images else {}
-        )
+        shown: dict[str, Any] = {}
+        if index == 0 and patcher is not None:
+            image = picture(index + seed)
+            shown = {"images": [image], "placeholders": [patcher(image).num_placeholders]}
         group = make_group(path, index=index, rewards=rewards[index], version=version, seed=seed, **shown)
         made.append(reader.read(group, IMAGES))
     made[1] = replace(made[1], masked=(False, False, False, True))

@@ -16,8 +16,10 @@ from tests.unit.backend.ranks.test_ranks import trained
 Trained = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
 
 _NUM_STEPS = 20
-_SPREAD = 20.0
-"""The most by which ranks may differ, as a multiple of what two cuts of rows differ by."""
+_SPREAD = 7.0
+"""The most by which ranks may differ, as a multiple of what two cuts of rows differ by. Measured on two ranks and four:
+2.5 and 3.6 in gradient norms, whose sums over ranks have an order that no cut has; 0.5 and 1.7 in losses; and 1 in
+weights, a unit in the last place of the largest. Twice the most is allowed."""
 
 
 def largest_differences(one: Trained, other: Trained) -> dict[str, float]:

@@ -36,6 +36,7 @@ def backend_of(ranks: Ranks, path: Path, checkpoint: Path | None = None, **setti
     num_replicas = settings.pop("hsdp_replicas", 1)
     algorithm = AlgorithmConfig.model_validate(settings.pop("algorithm", {}))
     expert_parallel = settings.pop("expert_parallel", 1)
+    sequence_parallel = settings.pop("sequence_parallel", 1)
     optimizer = OptimizerConfig(**({"learning_rate": 1e-3} | settings.pop("optimizer", {})))
     config = BackendConfig(device="cpu", optimizer=optimizer, **settings)
     backend = InProcessBackend(
@@ -47,6 +48,7 @@ def backend_of(ranks: Ranks, path: Path, checkpoint: Path | None = None, **setti
         adam_eps=1e-3,
         hsdp_replicas=num_replicas,
         expert_parallel=expert_parallel,
+        sequence_parallel=sequence_parallel,
         ranks=ranks,
     )
     backend.load(checkpoint)

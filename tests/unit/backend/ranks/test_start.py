@@ -9,6 +9,7 @@ from penstock.errors import ConfigError
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.ranks.start import is_follower, open_ranks, open_supervised_ranks, prepare_device
+from services.trainer.checks.sequence_parallel import shares_heads
 from services.trainer.config import BackendConfig, TrainerConfig
 from tests.support.trainer.families import random_qwen3_vl_moe, write_model
 
@@ -76,6 +77,30 @@ def test_experts_that_ranks_cannot_divide_are_refused(tiny_model_path: Path, tmp
     dense = {"model_path": tiny_model_path, "config": BackendConfig(device="cpu"), "seed": 0}
     with pytest.raises(ConfigError, match=r"trainer\.expert_parallel = 2 is for mixtures of experts"):
         open_supervised_ranks(dense | {"expert_parallel": 2}, num_ranks=2)
+
+
+def test_ranks_that_cannot_share_rows_are_refused(tiny_model_path: Path) -> None:
+    """Before any is started, in both kinds of training: this model has 4 heads, and 2 of keys and values."""
+    backend = arguments(tiny_model_path)
+    heads = r"trainer\.sequence_parallel = 3 cannot share the model's 4 attention heads and 2 heads of keys and values"
+    with pytest.raises(ConfigError, match=heads):
+        open_ranks(backend | {"sequence_parallel": 3}, num_ranks=3)
+    with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 2 does not divide .* of which there are 3"):
+        open_ranks(backend | {"sequence_parallel": 2}, num_ranks=3)
+    supervised = {"model_path": tiny_model_path, "config": BackendConfig(device="cpu"), "seed": 0}
+    with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 2 does not divide .* of which there is 1"):
+        open_supervised_ranks(supervised | {"sequence_parallel": 2}, num_ranks=1)
+    with pytest.raises(pydantic.ValidationError, match="sequence_parallel = 3 does not divide ranks = 4"):
+        TrainerConfig(ranks=4, sequence_parallel=3)
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "kv_heads", "shares"),
+    [(2, 4, 2, True), (4, 4, 2, True), (4, 8, 8, True), (6, 12, 4, False), (8, 4, 2, False), (3, 6, 6, True)],
+)
+def test_ranks_share_heads_evenly(size: int, heads: int, kv_heads: int, shares: bool) -> None:
+    """Those of keys and values too, or each is repeated equally often."""
+    assert shares_heads(size, heads, kv_heads) == shares
 
 
 @pytest.mark.parametrize("other", [{"hsdp_replicas": 2}, {"optimizer": {"offload": True}}])
