@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock import config as configuration
 from penstock.config import Config, RunConfig
 from penstock.errors import SetupError
+from penstock.telemetry.serving import TARGETS_FOLDER
 
 _CONTENTS = (
     ("config.toml", "the resolved recipe; `penstock train <folder>/config.toml` starts a run like it"),
@@ -22,6 +23,7 @@ _CONTENTS = (
     ("episodes/", "what the policy wrote, token by token, for `penstock view`"),
     ("checkpoints/, curves.png", "written by the trainer"),
     ("nats/", "the store of the run's own nats-server"),
+    ("prometheus/", "where the processes serve metrics, with metrics.port, while the run goes on"),
 )
 
 
@@ -113,6 +115,10 @@ class RunFolder:
     def nats(self) -> Path:
         """Folder of the run's own nats-server."""
         return self.path / "nats"
+
+    def forget_targets(self) -> None:
+        """Remove the addresses for Prometheus that killed processes left."""
+        shutil.rmtree(self.path / TARGETS_FOLDER, ignore_errors=True)
 
     def write_config(self, recipe: Config) -> None:
         """Store the recipe, so that the run can be continued and repeated; the file is complete at any moment."""

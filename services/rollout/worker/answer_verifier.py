@@ -13,6 +13,7 @@ from penstock.errors import InvalidRequestError, PenstockError
 from penstock.records import Prompt, Verdict
 from penstock.v1 import reward_pb2
 from penstock.verdict_status import UNJUDGED, Status
+from services.rollout.worker import metrics
 from services.rollout.worker.episodes.turn import WAIT_TIMEOUT_S
 
 log = structlog.get_logger()
@@ -55,9 +56,10 @@ class AnswerVerifier:
         ]
         if not items:
             return []
-        verdicts = await self._verifier.verify_batch(
-            items, timeout_s=_VERIFY_TIMEOUT_S, retry_until=time.monotonic() + self._wait_timeout_s
-        )
+        with metrics.VERDICT_SECONDS.time():
+            verdicts = await self._verifier.verify_batch(
+                items, timeout_s=_VERIFY_TIMEOUT_S, retry_until=time.monotonic() + self._wait_timeout_s
+            )
         return [_to_record(verdict, prompt) for verdict in verdicts]
 
 

@@ -15,6 +15,7 @@ import structlog
 from penstock.errors import InvalidRequestError, MissingImageError, PoisonError
 from penstock.records import Group, Prompt, Sample, Verdict
 from penstock.verdict_status import Status
+from services.rollout.worker import metrics
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.group_images import GroupImages, Store
 from services.rollout.worker.players import Played, Player
@@ -56,6 +57,7 @@ class GroupRollout:
         try:
             images = await GroupImages.load(self._images, prompt)
         except MissingImageError as error:
+            metrics.GROUPS.labels("lost").inc()
             return Group(
                 id=prompt.id,
                 purpose=prompt.purpose,
@@ -70,12 +72,9 @@ class GroupRollout:
         episodes = await self._play_all(prompt, images)
         verdicts = await self._verify(prompt, episodes)
         samples = tuple(episode.to_sample(verdict) for episode, verdict in zip(episodes, verdicts, strict=True))
-        log.info(
-            "group.played",
-            group=prompt.id.message,
-            **summarize(samples),
-            elapsed_s=round(time.monotonic() - started, 3),
-        )
+        elapsed_s = time.monotonic() - started
+        metrics.count_group(samples, elapsed_s)
+        log.info("group.played", group=prompt.id.message, **summarize(samples), elapsed_s=round(elapsed_s, 3))
         return Group(
             id=prompt.id,
             purpose=prompt.purpose,

@@ -26,12 +26,15 @@ from penstock.v1.common_pb2 import (
 from penstock.weights.digest import XXH3, require_digest_kind
 from penstock.weights.manifest import Manifest
 from services.rollout.engine.sglang_plugin.variables import HeldParameter
+from services.rollout.engine.weight_sync import push_metrics
 from services.rollout.engine.weight_sync.incoming_push import IncomingPush, Source, Stage, accept, require_fit
 from services.rollout.engine.weight_sync.weight_sink import WeightSink
 
 log = structlog.get_logger()
 
 _CLEAN_UP_MARGIN_S = 5.0
+_WITHIN = {Stage.PREPARED: "uploaded", Stage.COMMITTED: "resumed"}
+"""Names of the stages that leave a push in its state."""
 _TAKEN = "the engine is given an older version, for an evaluation; continue with another replica"
 
 
@@ -72,6 +75,7 @@ class WeightReceiver:
         self._clean_up: asyncio.Task[None] | None = None
         """Clean-up of the last push that ended early."""
         self._watchdog: asyncio.Task[None] | None = None
+        self._paused_at = 0.0
         self.state: ReplicaState.ValueType = REPLICA_STATE_READY
         self.version = 0
 
@@ -267,10 +271,13 @@ class WeightReceiver:
             self._require(push_id)
             if push.stage is not before:
                 raise NotReadyError(f"push {push_id!r} is {push.stage.name}; this call needs it {before.name}")
+            started = time.monotonic()
             try:
-                async with self._within(push.deadline - time.monotonic(), f"stage {after.name} of push {push_id!r}"):
+                async with self._within(push.deadline - started, f"stage {after.name} of push {push_id!r}"):
                     yield push
                 push.stage = after
+                stage = after.name if before is not after else _WITHIN[after]
+                push_metrics.STAGE_SECONDS.labels(stage.lower()).observe(time.monotonic() - started)
             except PenstockError as error:
                 await self._end_push(push, str(error))
                 raise
@@ -305,6 +312,8 @@ class WeightReceiver:
         await self._sink.resume()
         self._forget_push()
         self._enter(REPLICA_STATE_READY)
+        push_metrics.PUSHES.labels("received").inc()
+        push_metrics.PUSH_SECONDS.observe(time.monotonic() - push.started)
         log.info(
             "weights.received",
             push_id=push.push_id,
@@ -318,6 +327,7 @@ class WeightReceiver:
         """End the push: with the old weights, with the new ones if committed, or BROKEN."""
         was_paused = self.state == REPLICA_STATE_UPDATING
         self._forget_push()
+        push_metrics.PUSHES.labels("aborted").inc()
         log.warning(
             "push.aborted", push_id=push.push_id, stage=push.stage.name, reason=reason, weights_sound=self._sound
         )
@@ -391,5 +401,11 @@ class WeightReceiver:
         return task
 
     def _enter(self, state: ReplicaState.ValueType) -> None:
+        now = time.monotonic()
+        if REPLICA_STATE_UPDATING in (state, self.state) and state != self.state:
+            if state == REPLICA_STATE_UPDATING:
+                self._paused_at = now
+            else:
+                push_metrics.PAUSE_SECONDS.observe(now - self._paused_at)
         self.state = state
         self._on_change()

@@ -1,0 +1,101 @@
+"""The server that has nothing but /metrics, and the file that names it to Prometheus."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.config import MetricsConfig, NetworkConfig, RunConfig
+from penstock.errors import SetupError
+from penstock.http.metrics import serving
+from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
+from penstock.telemetry import metrics
+from penstock.telemetry.serving import serving_metrics
+from tests.support.certificates import make_certificates, security_of
+
+TOKEN = "5f0c6f7a3f0b4f6d9d0e0a1b2c3d4e5f"
+NETWORK = NetworkConfig()
+
+
+@pytest.fixture(autouse=True)
+def named() -> Iterator[None]:
+    """This process is the run's second worker."""
+    before = metrics._process
+    metrics._process = metrics._Process()
+    metrics.name_process(service="worker", name="worker-1", run="first")
+    yield
+    metrics._process = before
+
+
+def targets(folder: Path) -> dict[str, object]:
+    """The files that Prometheus reads, by name."""
+    return {file.name: json.loads(file.read_text()) for file in (folder / "prometheus").iterdir()}
+
+
+async def test_the_page_needs_the_token() -> None:
+    """As every port does; health does not exist here."""
+    async with (
+        serving(0, RunConfig(), NETWORK, Security(token=TOKEN)) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        assert (await client.get("/metrics")).status_code == 401
+        answer = await client.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == metrics.CONTENT_TYPE
+        assert "process_resident_memory_bytes" in answer.text
+
+
+async def test_paths_of_callers_are_no_labels() -> None:
+    """A route's pattern is; each label is a time series."""
+    async with (
+        serving(0, RunConfig(), NETWORK, Security()) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        await client.get("/made/up")
+        page = (await client.get("/metrics")).text
+        page = (await client.get("/metrics")).text
+    assert 'penstock_http_requests_total{route="other",status="404"}' in page
+    assert 'penstock_http_requests_total{route="/metrics",status="200"}' in page
+    assert "made/up" not in page
+
+
+async def test_a_process_names_its_port_in_the_run_s_folder(tmp_path: Path) -> None:
+    """In Prometheus' format, under the name that it keeps over restarts; at its end the file is gone."""
+    run = RunConfig(folder=tmp_path)
+    async with serving(0, run, NETWORK, Security()) as server:
+        labels = {"service": "worker", "instance": "worker-1", "run": "first", "__scheme__": "http"}
+        assert targets(tmp_path) == {"worker-1.json": [{"targets": [server.address], "labels": labels}]}
+    assert targets(tmp_path) == {}
+
+
+async def test_with_tls_prometheus_is_told_to_use_it(tmp_path: Path) -> None:
+    """And others are told the host that the process advertises."""
+    security = security_of(make_certificates(tmp_path), token=TOKEN)
+    run = RunConfig(folder=tmp_path)
+    network = NetworkConfig(advertise_host="node7")
+    async with serving(0, run, network, security) as server:
+        [target] = json.loads((tmp_path / "prometheus" / "worker-1.json").read_text())
+        assert target["targets"] == [f"node7:{server.address.rpartition(':')[2]}"]
+        assert target["labels"]["__scheme__"] == "https"
+
+
+async def test_a_folder_of_another_machine_is_not_made(tmp_path: Path) -> None:
+    """The recipe of a run may name a folder that is not here."""
+    async with serving(0, RunConfig(folder=tmp_path / "elsewhere"), NETWORK, Security()):
+        assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_taken_port_is_an_error_that_names_the_setting() -> None:
+    """And without the setting there is no server."""
+    [port] = free_ports(1)
+    config = MetricsConfig(port=port)
+    async with serving_metrics(config, RunConfig(), NETWORK, Security()):
+        with pytest.raises(SetupError, match=rf"metrics\.port: cannot listen on 127\.0\.0\.1:{port}"):
+            async with serving_metrics(config, RunConfig(), NETWORK, Security()):
+                pass
+    async with serving_metrics(MetricsConfig(), RunConfig(), NETWORK, Security()), httpx.AsyncClient() as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"http://127.0.0.1:{port}/metrics")

@@ -1,0 +1,1 @@
+"""What processes measure."""
