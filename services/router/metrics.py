@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 
 from penstock.telemetry import metrics
 from penstock.v1 import common_pb2
-from services.router.balancing import Query
+from services.router.balancing import TRANSIENT, Query
 from services.router.breaker import BreakerState
 from services.router.pool import Pool
 from services.router.slot_pool import SlotPool
@@ -17,6 +17,9 @@ _REPLICAS = metrics.reading(
     "penstock_router_replicas",
     "Replicas that hold a lease, by role and by what keeps them from taking a call (routable: nothing).",
     ("role", "condition"),
+)
+_ROUTABLE = metrics.reading(
+    "penstock_router_routable_replicas", "Replicas that take calls, those that are full or take a push included."
 )
 _BREAKERS = metrics.reading(
     "penstock_router_open_breakers", "Replicas that get no calls, or a probe at a time, because their calls failed."
@@ -43,12 +46,15 @@ class RouterMetrics:
         replicas, now = list(self._slots.replicas.values()), time.monotonic()
         query = Query(min_version=self._pool.min_version)
         conditions: Counter[tuple[str, ...]] = Counter()
+        num_routable = 0
         for replica in replicas:
             reason = self._slots.view.find_reason(replica.status, query, now)
+            num_routable += reason is None or reason in TRANSIENT
             role = common_pb2.ReplicaRole.Name(replica.lease.role).removeprefix(_ROLE_PREFIX).lower()
             conditions[role, "routable" if reason is None else reason.name.lower()] += 1
         return [
             _REPLICAS.by(conditions),
+            _ROUTABLE.of(num_routable),
             _BREAKERS.of(sum(each.breaker_state is not BreakerState.CLOSED for each in replicas)),
             _SLOTS.of(sum(each.status.max_in_flight for each in replicas)),
             _IN_FLIGHT.of(sum(each.num_in_flight for each in replicas)),

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.core import Metric
 
 from penstock.telemetry import metrics
@@ -71,6 +72,27 @@ def test_the_document_has_every_metric() -> None:
         for each in declared()
     ]
     assert sorted(rows) == sorted(wanted)
+
+
+def test_the_document_has_every_alert() -> None:
+    """With its severity."""
+    rows = re.findall(r"^\| `(Penstock\w+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
+    groups = yaml.safe_load((_ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]
+    assert rows == [(rule["alert"], rule["labels"]["severity"]) for group in groups for rule in group["rules"]]
+
+
+def test_dashboards_and_alerts_name_metrics_that_exist() -> None:
+    """`make test-observability` asks a real Prometheus; this finds a metric that was renamed."""
+    deploy = _ROOT / "deploy"
+    texts = [path.read_text() for path in (*deploy.glob("grafana/dashboards/*.json"), deploy / "prometheus/alerts.yml")]
+    named = {name for text in texts for name in re.findall(r"\bpenstock_\w+", text)}
+    known = {
+        f"{each.name}{suffix}"
+        for each in declared()
+        for suffix in (("_bucket", "_sum", "_count") if each.kind == "histogram" else ("",))
+    }
+    assert len(named) > 60
+    assert named - known == set()
 
 
 def test_no_metric_has_a_label_without_bound() -> None:
