@@ -36,9 +36,9 @@ OBSERVABILITY = DEPLOY / "docker-compose.observability.yml"
 OVERRIDES = (DEPLOY / "docker-compose.gpu.yml", DEPLOY / "docker-compose.disaggregated.yml")
 SERVICES = ("nats", "reward", "router", "rollout", "worker", "trainer")
 KNOWN_KEYS = {
-    "build", "cap_drop", "command", "depends_on", "deploy", "entrypoint", "environment", "image", "init", "logging", "mem_limit",
-    "ports", "read_only", "restart", "scale", "security_opt", "shm_size", "stop_grace_period", "tmpfs", "user",
-    "volumes",
+    "build", "cap_drop", "command", "depends_on", "deploy", "entrypoint", "environment", "image", "init", "logging",
+    "mem_limit", "ports", "read_only", "restart", "scale", "security_opt", "shm_size", "stop_grace_period", "tmpfs",
+    "user", "volumes",
 }  # fmt: skip
 """Of a service, of the same meaning in docker-compose 1.29 and in today's compose specification."""
 
