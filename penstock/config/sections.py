@@ -152,7 +152,7 @@ class MetricsConfig(Config):
 
     port: int | None = pydantic.Field(default=None, ge=0, le=65535)
     """Port on which each process serves its metrics over HTTP, at /metrics; unset: none does. 0 takes any free one;
-    `penstock train` needs that, and each process names its port in <run folder>/prometheus."""
+    `penstock train` needs that, and its processes name their ports in the folder `prometheus` beside the run's."""
 
 
 class LogConfig(Config):

@@ -1,8 +1,8 @@
 """Serves the process's metrics to Prometheus: a page for any application, and a server that has nothing else.
 
-A process that knows its run's folder also writes its address there, in Prometheus' format for file-based service
-discovery: <run folder>/prometheus/<process>.json, removed at an orderly end. A killed process leaves it, so Prometheus
-sees it as down, until its successor replaces it.
+A process that knows its run's folder also writes its address beside that, in Prometheus' format for file-based service
+discovery: prometheus/<run folder's name>.<process>.json, removed at an orderly end. A killed process leaves it, so
+Prometheus sees it as down, until its successor replaces it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from penstock.http.app import make_app
 from penstock.http.server import HttpServer
 from penstock.runtime.security import Security
 from penstock.telemetry import metrics
-from penstock.telemetry.serving import TARGETS_FOLDER
+from penstock.telemetry.serving import targets_folder
 
 log = structlog.get_logger()
 
@@ -69,10 +69,11 @@ def _announce(server: HttpServer, run: RunConfig, network: NetworkConfig) -> Pat
     labels = metrics.process_labels()
     if run.folder is None or not run.folder.is_dir() or not labels["instance"]:
         return None
+    name = run.folder.absolute().name
     _, _, port = server.address.rpartition(":")
     scheme, _, _ = server.url.partition(":")
-    file = run.folder / TARGETS_FOLDER / f"{labels['instance']}.json"
-    target = {"targets": [f"{network.advertised}:{port}"], "labels": {**labels, "__scheme__": scheme}}
+    file = targets_folder(run.folder) / f"{name}.{labels['instance']}.json"
+    target = {"targets": [f"{network.advertised}:{port}"], "labels": {**labels, "run": name, "__scheme__": scheme}}
     try:
         file.parent.mkdir(exist_ok=True)
         temporary = file.with_suffix(".tmp")

@@ -153,7 +153,7 @@ def name_process(*, service: str, name: str, run: str) -> None:
 
 def process_labels() -> dict[str, str]:
     """Return what `name_process` said, as labels of a scrape."""
-    return {"service": _process.service, "instance": _process.name, "run": _process.run}
+    return {"service": _process.service, "instance": _process.name}
 
 
 def _declare(name: str, kind: Kind, text: str, labels: Sequence[str]) -> Declaration:

@@ -2,12 +2,18 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from penstock.config import MetricsConfig, NetworkConfig, RunConfig
 from penstock.runtime.security import Security
 
-TARGETS_FOLDER = "prometheus"
-"""In the run folder; it has a file for each process that serves metrics."""
+
+def targets_folder(run_folder: Path) -> Path:
+    """Return the folder in which processes of this run and its neighbours name their ports.
+
+    It is beside the run's folder, because Prometheus takes a pattern in the last part of a path only.
+    """
+    return run_folder.absolute().parent / "prometheus"
 
 
 @asynccontextmanager

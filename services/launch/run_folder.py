@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import glob
 import os
 import shutil
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from penstock import config as configuration
 from penstock.config import Config, RunConfig
 from penstock.errors import SetupError
-from penstock.telemetry.serving import TARGETS_FOLDER
+from penstock.telemetry.serving import targets_folder
 
 _CONTENTS = (
     ("config.toml", "the resolved recipe; `penstock train <folder>/config.toml` starts a run like it"),
@@ -23,7 +24,6 @@ _CONTENTS = (
     ("episodes/", "what the policy wrote, token by token, for `penstock view`"),
     ("checkpoints/, curves.png", "written by the trainer"),
     ("nats/", "the store of the run's own nats-server"),
-    ("prometheus/", "where the processes serve metrics, with metrics.port, while the run goes on"),
 )
 
 
@@ -118,7 +118,11 @@ class RunFolder:
 
     def forget_targets(self) -> None:
         """Remove the addresses for Prometheus that killed processes left."""
-        shutil.rmtree(self.path / TARGETS_FOLDER, ignore_errors=True)
+        folder = targets_folder(self.path)
+        for file in folder.glob(f"{glob.escape(self.path.absolute().name)}.*.json"):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):  # it is another run's too
+            folder.rmdir()
 
     def write_config(self, recipe: Config) -> None:
         """Store the recipe, so that the run can be continued and repeated; the file is complete at any moment."""

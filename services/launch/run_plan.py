@@ -108,7 +108,7 @@ def _require_own_metrics_ports(recipe: Recipe) -> None:
     if recipe.metrics.port:
         raise ConfigError(
             f"metrics.port = {recipe.metrics.port} cannot be had by all processes of this machine; set it to 0: each "
-            "takes a free one and names it in <run folder>/prometheus"
+            "takes a free one and names it in the folder prometheus beside the run's"
         )
 
 

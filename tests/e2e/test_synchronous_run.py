@@ -22,6 +22,7 @@ from penstock.config import SecurityConfig, load
 from penstock.errors import AccessError, UnavailableError
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
+from penstock.telemetry.serving import targets_folder
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 from services.recipe import Recipe
 from services.trainer.backend.base import take_step
@@ -136,10 +137,10 @@ async def assert_measured(train: TrainProcess, certificates: SecurityConfig) -> 
         "worker-0": "penstock_worker_slots 32.0",
         "rollout-": "sglang:num_requests_total{",
     }
-    targets = train.folder / "prometheus"
+    targets = targets_folder(train.folder)
     async with httpx.AsyncClient(verify=tls.client_context()) as client:
         for name, line in wanted.items():
-            pattern = f"{name}*.json"
+            pattern = f"{train.folder.name}.{name}*.json"
             await until(lambda pattern=pattern: any(targets.glob(pattern)))
             [target] = json.loads(min(targets.glob(pattern)).read_text())
             url = f"{target['labels']['__scheme__']}://{target['targets'][0]}/metrics"

@@ -71,8 +71,8 @@ def scraping(runs: Path, token: str) -> Iterator[Prometheus]:
         config = shown_configuration()
         (job,) = config["scrape_configs"]
         (folder / "token").write_text(token)
-        assert job["file_sd_configs"][0]["files"] == ["/home/me/runs/*/prometheus/*.json"]
-        job["file_sd_configs"][0]["files"] = [str(runs / "*" / "prometheus" / "*.json")]
+        assert job["file_sd_configs"][0]["files"] == ["/home/me/runs/prometheus/*.json"]
+        job["file_sd_configs"][0]["files"] = [str(runs / "prometheus" / "*.json")]
         job["authorization"]["credentials_file"] = str(folder / "token")
         job["scrape_interval"] = "2s"
         config |= {"rule_files": [str(ALERTS)], "global": {"evaluation_interval": "2s"}}

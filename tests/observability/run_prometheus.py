@@ -118,7 +118,7 @@ async def test_every_process_is_found_and_scraped(observed: Observed) -> None:
     assert {
         target["labels"]["instance"]: (target["health"], target["lastError"]) for target in targets
     } == dict.fromkeys(PROCESSES, ("up", ""))
-    assert {target["labels"]["run"] for target in targets} == {"tiny-cpu"}
+    assert {target["labels"]["run"] for target in targets} == {observed.run.folder.name}
 
 
 async def test_every_query_of_every_panel_has_data(observed: Observed) -> None:

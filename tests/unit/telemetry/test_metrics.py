@@ -51,7 +51,7 @@ async def test_the_page_says_which_process_it_is(monkeypatch: pytest.MonkeyPatch
     metrics.name_process(service="worker", name="worker-1", run="first")
     page = (await metrics.page()).decode()
     assert 'penstock_process_info{name="worker-1",run="first",service="worker",version="' in page
-    assert metrics.process_labels() == {"service": "worker", "instance": "worker-1", "run": "first"}
+    assert metrics.process_labels() == {"service": "worker", "instance": "worker-1"}
 
 
 def test_a_name_is_declared_once_and_says_its_kind() -> None:
