@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from itertools import islice
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +21,6 @@ from penstock.config import SecurityConfig, load
 from penstock.errors import AccessError, UnavailableError
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
-from penstock.telemetry.serving import targets_folder
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 from services.recipe import Recipe
 from services.trainer.backend.base import take_step
@@ -56,7 +54,6 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainPr
         "data.environment_column": "environment",
         f"worker.agents.{AGENT}.function": "examples.retry_agent:play",
         "router.http_port": free_ports(1)[0],
-        "metrics.port": 0,
         "trainer.max_staleness": 0,
         "trainer.num_steps": NUM_STEPS,
         "trainer.groups_per_step": GROUPS_PER_STEP,
@@ -71,7 +68,6 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainPr
     with started(tmp_path, str(RECIPE), *arguments, environment=tokens) as train:
         await asyncio.to_thread(train.wait_until, lambda: any(train.runs.glob("*/live.toml")), "its addresses", 60.0)
         await assert_closed(train, certificates)
-        await assert_measured(train, certificates)
         assert await asyncio.to_thread(train.wait, 300) == 0, train.tail()
         yield train
 
@@ -124,29 +120,6 @@ def test_no_secret_was_written_down(run: TrainProcess) -> None:
     for secret in (TOKEN, NATS_TOKEN):
         assert secret not in run.output.read_text()
         assert [path for path in files if secret.encode() in path.read_bytes()] == []
-
-
-async def assert_measured(train: TrainProcess, certificates: SecurityConfig) -> None:
-    """Every process names its port to Prometheus, and serves its metrics with the token; an engine SGLang's too."""
-    tls = security_of(certificates, token=TOKEN).tls
-    assert tls is not None
-    wanted = {
-        "trainer": "penstock_trainer_gate_groups 4.0",
-        "router": "penstock_router_routable_replicas ",
-        "reward": "penstock_reward_workers 1.0",
-        "worker-0": "penstock_worker_slots 32.0",
-        "rollout-": "sglang:num_requests_total{",
-    }
-    targets = targets_folder(train.folder)
-    async with httpx.AsyncClient(verify=tls.client_context()) as client:
-        for name, line in wanted.items():
-            pattern = f"{train.folder.name}.{name}*.json"
-            await until(lambda pattern=pattern: any(targets.glob(pattern)))
-            [target] = json.loads(min(targets.glob(pattern)).read_text())
-            url = f"{target['labels']['__scheme__']}://{target['targets'][0]}/metrics"
-            assert (await client.get(url)).status_code == 401
-            page = (await client.get(url, headers={"Authorization": f"Bearer {TOKEN}"})).text
-            assert [each for each in page.splitlines() if each.startswith(line)], (name, page[:2000])
 
 
 def write_rows(path: Path) -> None:
