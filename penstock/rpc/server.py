@@ -8,6 +8,7 @@ may finish within the grace period.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,6 +19,7 @@ import grpc.aio
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import Counter, Gauge, Histogram
 
 from penstock.errors import PenstockError, SetupError
 from penstock.rpc.access import token_of
@@ -242,7 +244,7 @@ def _unread(handle: Callable[[Any, _Context], Awaitable[None]], serialize: Any =
 async def _accounted(method: str, context: _Context) -> AsyncIterator[None]:
     """End the call with the code of any error that leaves this context; count it, and log the outcome."""
     started, outcome = time.monotonic(), "OK"
-    running = _CALLS_RUNNING.labels(method)
+    running, seconds = _measures(method)
     running.inc()
     try:
         yield
@@ -261,10 +263,21 @@ async def _accounted(method: str, context: _Context) -> AsyncIterator[None]:
         raise
     finally:
         running.dec()
-        _CALLS.labels(method, outcome).inc()
-        _CALL_SECONDS.labels(method).observe(time.monotonic() - started)
+        _counter(method, outcome).inc()
+        seconds.observe(time.monotonic() - started)
         level = log.debug if outcome == "OK" else log.info
         level("rpc.handled", method=method, outcome=outcome, elapsed_ms=_ms_since(started))
+
+
+# Looking up children by their labels costs more than counting. Only methods that are served come here.
+@functools.cache
+def _measures(method: str) -> tuple[Gauge, Histogram]:
+    return _CALLS_RUNNING.labels(method), _CALL_SECONDS.labels(method)
+
+
+@functools.cache
+def _counter(method: str, code: str) -> Counter:
+    return _CALLS.labels(method, code)
 
 
 def _cut(message: str) -> str:
