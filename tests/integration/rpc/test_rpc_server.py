@@ -297,7 +297,7 @@ async def test_a_stranger_s_methods_are_no_labels() -> None:
     async with connect(server.address, Security()) as channel:
         for name in ("/made.up.Service/One", "/made.up.Service/Two"):
             with pytest.raises(grpc.aio.AioRpcError):
-                await channel.unary_unary(name)(b"", timeout=HANG_S)
+                await channel.unary_unary(name, bytes, bytes)(b"", timeout=HANG_S)
     await server.drain(0.0)
     assert await counted(code="UNAUTHENTICATED", method="refused") == before + 2
     assert "made.up" not in (await metrics.page()).decode()
