@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-families test-mooncake test-ranks test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-ranks-push bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-mooncake test-ranks test-tensor-parallel test-trackers test-wheel lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-ranks-push bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-mooncake test-observability test-ranks test-tensor-parallel test-trackers test-wheel lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -114,6 +114,13 @@ test-browser: setup ## Use `penstock view` in a real Chromium; needs the package
 	@command -v chromium > /dev/null || { echo "chromium is missing: apt-get install chromium"; exit 1; }
 	$(UV) pip install --quiet --python $(BIN)/python --target .clients/playwright --requirement tests/browser/playwright.txt
 	@PYTHONPATH=.clients/playwright $(BIN)/pytest tests/browser/run_view.py -p no:randomly $(ARGS)
+
+# Prometheus and Alertmanager are Debian's.
+test-observability: setup ## Test alerts and dashboards on a real Prometheus that scrapes a run; needs the packages prometheus and prometheus-alertmanager.
+	@for name in prometheus promtool amtool; do \
+		command -v $$name > /dev/null || { echo "$$name is missing: apt-get install prometheus prometheus-alertmanager"; exit 1; }; \
+	done
+	@$(BIN)/pytest tests/observability/run_prometheus.py -p no:randomly $(ARGS)
 
 test-wheel: setup ## Build the wheel, install it with its packages from the index into an empty environment, and train there.
 	@$(BIN)/pytest tests/integration/deploy/run_wheel.py -s -p no:randomly $(ARGS)

@@ -11,6 +11,7 @@ from penstock.config import (
     BusConfig,
     Config,
     LogConfig,
+    MetricsConfig,
     ModelConfig,
     NetworkConfig,
     RunConfig,
@@ -60,6 +61,7 @@ class Recipe(Config):
     bus: BusConfig = BusConfig()
     security: SecurityConfig = SecurityConfig()
     log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @pydantic.model_validator(mode="before")
     @classmethod

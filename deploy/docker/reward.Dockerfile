@@ -36,7 +36,7 @@ RUN /venv/bin/pip install --quiet --no-deps /wheel/*.whl && mkdir /penstock
 ENV PATH=/venv/bin:$PATH HOME=/tmp USER=penstock PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /penstock
 USER 10001:10001
-EXPOSE 7002 7003
+EXPOSE 7002 7003 9400
 HEALTHCHECK --interval=5s --timeout=10s --start-period=120s \
     CMD exec python3 -m penstock.runtime.health 127.0.0.1:7002 $PENSTOCK_HEALTH_ARGS
-ENTRYPOINT ["penstock", "serve", "reward", "--network.host=0.0.0.0", "--reward.port=7002", "--reward.http_port=7003"]
+ENTRYPOINT ["penstock", "serve", "reward", "--network.host=0.0.0.0", "--reward.port=7002", "--reward.http_port=7003", "--metrics.port=9400"]

@@ -48,7 +48,7 @@ RUN /venv/bin/pip install --quiet --no-deps /wheel/*.whl && install -d -m 1777 /
 ENV PATH=/venv/bin:$PATH HOME=/tmp USER=penstock PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /penstock
 USER 10001:10001
-EXPOSE 7010
+EXPOSE 7010 9400
 HEALTHCHECK --interval=10s --timeout=10s --start-period=600s \
     CMD exec python3 -m penstock.runtime.health 127.0.0.1:7010 $PENSTOCK_HEALTH_ARGS
-ENTRYPOINT ["penstock", "serve", "rollout", "--network.host=0.0.0.0", "--rollout.port=7010"]
+ENTRYPOINT ["penstock", "serve", "rollout", "--network.host=0.0.0.0", "--rollout.port=7010", "--metrics.port=9400"]

@@ -35,7 +35,7 @@ RUN /venv/bin/pip install --quiet --no-deps /wheel/*.whl && mkdir /penstock
 ENV PATH=/venv/bin:$PATH HOME=/tmp USER=penstock PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /penstock
 USER 10001:10001
-EXPOSE 7001 7080
+EXPOSE 7001 7080 9400
 HEALTHCHECK --interval=5s --timeout=10s --start-period=120s \
     CMD exec python3 -m penstock.runtime.health 127.0.0.1:7001 $PENSTOCK_HEALTH_ARGS
-ENTRYPOINT ["penstock", "serve", "router", "--network.host=0.0.0.0", "--router.port=7001"]
+ENTRYPOINT ["penstock", "serve", "router", "--network.host=0.0.0.0", "--router.port=7001", "--metrics.port=9400"]

@@ -42,7 +42,7 @@ RUN /venv/bin/pip install --quiet --no-deps /wheel/*.whl && install -d -m 1777 /
 ENV PATH=/venv/bin:$PATH HOME=/tmp USER=penstock PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /penstock
 USER 10001:10001
-EXPOSE 7000
+EXPOSE 7000 9400
 HEALTHCHECK --interval=10s --timeout=10s --start-period=120s \
     CMD exec python3 -m penstock.runtime.health 127.0.0.1:7000 $PENSTOCK_HEALTH_ARGS
-ENTRYPOINT ["penstock", "serve", "trainer", "--network.host=0.0.0.0", "--trainer.port=7000"]
+ENTRYPOINT ["penstock", "serve", "trainer", "--network.host=0.0.0.0", "--trainer.port=7000", "--metrics.port=9400"]

@@ -35,6 +35,7 @@ RUN /venv/bin/pip install --quiet --no-deps /wheel/*.whl && mkdir /penstock
 ENV PATH=/venv/bin:$PATH HOME=/tmp USER=penstock PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /penstock
 USER 10001:10001
+EXPOSE 9400
 HEALTHCHECK --interval=10s --timeout=10s --start-period=120s \
     CMD exec python3 -m penstock.runtime.health 127.0.0.1:7004 $PENSTOCK_HEALTH_ARGS
-ENTRYPOINT ["penstock", "serve", "worker", "--worker.port=7004"]
+ENTRYPOINT ["penstock", "serve", "worker", "--network.host=0.0.0.0", "--worker.port=7004", "--metrics.port=9400"]

@@ -31,19 +31,23 @@ class StreamReport:
     num_messages: int
     size_bytes: int
     oldest_age_s: float | None
-    """Seconds since the oldest message was stored; None if there is none."""
+    """Seconds since the oldest message was stored; None if there is none, or nobody asked."""
     consumers: tuple[ConsumerReport, ...]
 
 
-async def report_streams(bus: Bus) -> list[StreamReport]:
+async def report_streams(bus: Bus, *, with_ages: bool = True) -> list[StreamReport]:
     """Return a report of each of the run's streams that exists.
+
+    Args:
+        bus: The run's bus.
+        with_ages: Whether to find the age of each stream's oldest message, which fetches the message.
 
     Raises:
         UnavailableError: the server does not answer.
     """
     try:
         reports = [
-            await _report(bus, stream)
+            await _report(bus, stream, with_age=with_ages)
             for stream in (bus.prompts, bus.groups, bus.images, bus.calls, bus.sessions, bus.spans, bus.dead)
         ]
     except BUS_ERRORS as error:
@@ -51,7 +55,7 @@ async def report_streams(bus: Bus) -> list[StreamReport]:
     return [report for report in reports if report is not None]
 
 
-async def _report(bus: Bus, stream: Stream) -> StreamReport | None:
+async def _report(bus: Bus, stream: Stream, *, with_age: bool) -> StreamReport | None:
     try:
         state = (await bus.jetstream.stream_info(stream.name)).state
         consumers = await bus.jetstream.consumers_info(stream.name)
@@ -61,7 +65,7 @@ async def _report(bus: Bus, stream: Stream) -> StreamReport | None:
         name=stream.name,
         num_messages=state.messages,
         size_bytes=state.bytes,
-        oldest_age_s=await _oldest_age_s(bus, stream, state.first_seq) if state.messages else None,
+        oldest_age_s=await _oldest_age_s(bus, stream, state.first_seq) if with_age and state.messages else None,
         consumers=tuple(
             ConsumerReport(
                 name=each.name,

@@ -19,10 +19,17 @@ from penstock.bus.consumer import Consumer, Delivery
 from penstock.bus.failures import deliveries_allowed
 from penstock.errors import AccessError, PenstockError, SetupError
 from penstock.runtime.backoff import Backoff
+from penstock.telemetry import metrics
 
 log = structlog.get_logger()
 
 _BACKOFF = Backoff(first_s=0.5, max_s=10.0)
+_MESSAGES = metrics.counter(
+    "penstock_work_messages_total",
+    "Messages of a work queue that this process handled, by outcome: acked, put_back or buried.",
+    ("outcome",),
+)
+_IN_HAND = metrics.gauge("penstock_work_messages_in_hand", "Messages of a work queue that this process is handling.")
 
 Handler = Callable[[Delivery], Awaitable[None]]
 GiveUp = Callable[[Delivery, str], Awaitable[None]]
@@ -57,6 +64,10 @@ async def work(
     refusals: list[AccessError | SetupError] = []
 
     async def run(delivery: Delivery) -> None:
+        with _IN_HAND.track_inprogress():
+            await handle_one(delivery)
+
+    async def handle_one(delivery: Delivery) -> None:
         try:
             await _handle(delivery, handle, max_deliveries=max_deliveries, give_up=give_up)
         except (AccessError, SetupError) as error:
@@ -97,6 +108,7 @@ async def _handle(delivery: Delivery, handle: Handler, *, max_deliveries: int, g
     try:
         await handle(delivery)
     except (asyncio.CancelledError, AccessError, SetupError):
+        _MESSAGES.labels("put_back").inc()
         await delivery.put_back()
         raise
     except Exception as error:
@@ -107,9 +119,11 @@ async def _handle(delivery: Delivery, handle: Handler, *, max_deliveries: int, g
             await _bury(delivery, reason, give_up)
             return
         delay_s = _BACKOFF.after(delivery.num_delivered)
+        _MESSAGES.labels("put_back").inc()
         log.warning("message.put_back", message_id=delivery.message_id, reason=reason, delay_s=delay_s)
         await delivery.put_back(delay_s)
     else:
+        _MESSAGES.labels("acked").inc()
         await delivery.ack()
 
 
@@ -118,6 +132,7 @@ async def _bury(delivery: Delivery, reason: str, give_up: GiveUp | None) -> None
         if give_up is not None:
             await give_up(delivery, reason)
         await delivery.bury(reason)
+        _MESSAGES.labels("buried").inc()
     except Exception as failure:
         log.exception("message.give_up_failed", message_id=delivery.message_id, error=repr(failure))
         await delivery.put_back(_BACKOFF.max_s)

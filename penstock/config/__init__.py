@@ -9,6 +9,7 @@ from penstock.config.loading import dump, load, split_override
 from penstock.config.sections import (
     BusConfig,
     LogConfig,
+    MetricsConfig,
     ModelConfig,
     ModelPath,
     NetworkConfig,
@@ -22,6 +23,7 @@ __all__ = [
     "BusConfig",
     "Config",
     "LogConfig",
+    "MetricsConfig",
     "ModelConfig",
     "ModelPath",
     "NetworkConfig",

@@ -154,6 +154,14 @@ class SamplingConfig(Config):
             raise ConfigError(f"sampling.top_k = {self.top_k} cannot be trained on; set -1 (all of the distribution)")
 
 
+class MetricsConfig(Config):
+    """What Prometheus scrapes."""
+
+    port: int | None = pydantic.Field(default=None, ge=0, le=65535)
+    """Port on which each process serves its metrics over HTTP, at /metrics; unset: none does. 0 takes any free one;
+    `penstock train` needs that, and its processes name their ports in the folder `prometheus` beside the run's."""
+
+
 class LogConfig(Config):
     """Level and format of the log."""
 

@@ -1,4 +1,4 @@
-"""Wraps every HTTP application: admission, body limit, errors, cancellation, drain, one log line per request.
+"""Wraps every HTTP application: admission, body limit, errors, cancellation, drain, metrics, one log line per request.
 
 Invariants: the body of a request without the token is not read, and every such request gets the same answer. Only the
 health page (GET, HEAD) needs no token; a request with its own key is also admitted by that key. The application gets a
@@ -19,8 +19,20 @@ from penstock.errors import PenstockError
 from penstock.http.body import Bodies, GoneError
 from penstock.http.status import ErrorBodyMaker, error_body, headers_of, status_of
 from penstock.runtime.security import REFUSAL, Security
+from penstock.telemetry import metrics
 
 log = structlog.get_logger()
+
+_REQUESTS = metrics.counter(
+    "penstock_http_requests_total",
+    "HTTP requests that ended, by route and status; a status of 0 means that the client left before an answer.",
+    ("route", "status"),
+)
+_REQUEST_SECONDS = metrics.histogram(
+    "penstock_http_request_seconds",
+    "Seconds from the start of an HTTP request to its end, streams included.",
+    ("route",),
+)
 
 _HEALTH = "/healthz"
 _CANCEL_S = 5.0
@@ -80,7 +92,11 @@ class Boundary:
         try:
             await self._answer(scope, receive, send_noting)
         finally:
-            elapsed_ms = round((time.monotonic() - started) * 1000, 2)
+            elapsed_s = time.monotonic() - started
+            elapsed_ms = round(elapsed_s * 1000, 2)
+            route = "refused" if status == 401 else _route_of(scope)
+            _REQUESTS.labels(route, str(status)).inc()
+            _REQUEST_SECONDS.labels(route).observe(elapsed_s)
             level = log.info if status == 401 else log.debug
             level("http.handled", method=scope["method"], path=scope["path"], status=status, elapsed_ms=elapsed_ms)
 
@@ -147,6 +163,11 @@ class Boundary:
             response = self._refusal(error.status_code, str(error.detail))
             response.headers.update(error.headers or {})
             await response(scope, receive, send)
+
+
+def _route_of(scope: Scope) -> str:
+    """Return the pattern of the route that took the request, such as /v1/items/{item}; never the path itself."""
+    return str(getattr(scope.get("route"), "path", None) or "other")
 
 
 def _asks_for_health(scope: Scope) -> bool:

@@ -1,4 +1,4 @@
-"""Runs every gRPC server: access control, health, reflection, error mapping, one log line per call, drain.
+"""Runs every gRPC server: access control, health, reflection, error mapping, one log line per call, metrics, drain.
 
 Invariant: nothing is read from a call without the token. It is refused with the same answer whatever it asks for; only
 health checks are open to everyone. While it drains, a server answers NOT_SERVING and refuses new calls; running calls
@@ -8,6 +8,7 @@ may finish within the grace period.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,14 +19,28 @@ import grpc.aio
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import Counter, Gauge, Histogram
 
 from penstock.errors import PenstockError, SetupError
 from penstock.rpc.access import token_of
 from penstock.rpc.channel import MAX_MESSAGE_BYTES
 from penstock.rpc.status import code_of
 from penstock.runtime.security import CONTROL_REFUSAL, REFUSAL, Security, shows
+from penstock.telemetry import metrics
 
 log = structlog.get_logger()
+
+_CALLS = metrics.counter(
+    "penstock_rpc_calls_total",
+    "gRPC calls that ended, by method and status code; health checks are not counted.",
+    ("method", "code"),
+)
+_CALL_SECONDS = metrics.histogram(
+    "penstock_rpc_call_seconds", "Seconds from the start of a gRPC call to its end, streams included.", ("method",)
+)
+_CALLS_RUNNING = metrics.gauge("penstock_rpc_calls_running", "gRPC calls that are being answered.", ("method",))
+_REFUSED = "refused"
+"""Stands for the method of a call without the token: it may be any text."""
 
 _MAX_STATUS_BYTES = 2000
 _MAX_PENDING = 65536
@@ -212,6 +227,7 @@ class _Boundary(_Interceptor):
 
 def _refusing(method: str, refusal: str) -> _Handler:
     async def refuse(_: Any, context: _Context) -> None:
+        _CALLS.labels(_REFUSED, "UNAUTHENTICATED").inc()
         log.info("rpc.handled", method=method, outcome="UNAUTHENTICATED", peer=context.peer())
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
 
@@ -226,8 +242,10 @@ def _unread(handle: Callable[[Any, _Context], Awaitable[None]], serialize: Any =
 
 @contextlib.asynccontextmanager
 async def _accounted(method: str, context: _Context) -> AsyncIterator[None]:
-    """End the call with the code of any error that leaves this context, and log the outcome."""
+    """End the call with the code of any error that leaves this context; count it, and log the outcome."""
     started, outcome = time.monotonic(), "OK"
+    running, seconds = _measures(method)
+    running.inc()
     try:
         yield
     except (PenstockError, TimeoutError) as error:
@@ -244,8 +262,22 @@ async def _accounted(method: str, context: _Context) -> AsyncIterator[None]:
         outcome = "CANCELLED"
         raise
     finally:
+        running.dec()
+        _counter(method, outcome).inc()
+        seconds.observe(time.monotonic() - started)
         level = log.debug if outcome == "OK" else log.info
         level("rpc.handled", method=method, outcome=outcome, elapsed_ms=_ms_since(started))
+
+
+# Looking up children by their labels costs more than counting. Only methods that are served come here.
+@functools.cache
+def _measures(method: str) -> tuple[Gauge, Histogram]:
+    return _CALLS_RUNNING.labels(method), _CALL_SECONDS.labels(method)
+
+
+@functools.cache
+def _counter(method: str, code: str) -> Counter:
+    return _CALLS.labels(method, code)
 
 
 def _cut(message: str) -> str:

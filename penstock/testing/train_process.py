@@ -33,7 +33,7 @@ class TrainProcess:
     @property
     def folder(self) -> Path:
         """The run folder; fails before it exists."""
-        (folder,) = [path for path in self.runs.iterdir() if path.is_dir()]
+        (folder,) = [path for path in self.runs.iterdir() if path.is_dir() and path.name != "prometheus"]
         return folder
 
     def rows(self) -> list[dict[str, Any]]:

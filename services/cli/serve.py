@@ -14,7 +14,7 @@ from penstock.errors import PenstockError
 from penstock.runtime import process
 from penstock.runtime.imports import kept_for_ever
 from penstock.runtime.security import Security, hide_secrets
-from penstock.telemetry import log, spans
+from penstock.telemetry import log, metrics, spans
 from services.cli import service_settings
 from services.cli.extras import import_with_extra
 from services.recipe import Recipe
@@ -84,6 +84,7 @@ def serve(
         if service not in _SHARING_MEMORY:
             hide_secrets()
         log.configure(recipe.log, service=name or service.value, run=recipe.run.name)
+        metrics.name_process(service=service.value, name=name or service.value, run=recipe.run.name)
         if service is Service.NATS:
             from penstock.bus.local_server import become_server
 

@@ -37,7 +37,7 @@ from services.trainer.telemetry.trackers import require_packages
 
 def for_reward(recipe: Recipe) -> RewardSettings:
     """Return the settings of `penstock serve reward`."""
-    return RewardSettings(reward=recipe.reward, run=recipe.run, network=recipe.network)
+    return RewardSettings(reward=recipe.reward, run=recipe.run, network=recipe.network, metrics=recipe.metrics)
 
 
 def for_router(recipe: Recipe) -> RouterSettings:
@@ -55,6 +55,7 @@ def for_router(recipe: Recipe) -> RouterSettings:
         bus=recipe.bus,
         model=recipe.model,
         sampling=recipe.sampling,
+        metrics=recipe.metrics,
     )
 
 
@@ -73,6 +74,7 @@ def for_engine(recipe: Recipe) -> EngineSettings:
         model=_model(recipe),
         float32_head=recipe.trainer.float32_head,
         group_timeout_s=recipe.trainer.weight_sync.stage_timeout_s,
+        metrics=recipe.metrics,
     )
 
 
@@ -94,6 +96,7 @@ def for_worker(recipe: Recipe) -> WorkerSettings:
         router_address=_address(recipe, worker.router_address, recipe.router.port, "router"),
         reward_address=_address(recipe, worker.reward_address, recipe.reward.port, "reward"),
         router_url=_router_url(recipe) if worker.agents else "",
+        metrics=recipe.metrics,
     )
 
 
@@ -122,6 +125,7 @@ def for_environments(recipe: Recipe) -> EnvironmentServerSettings:
         max_processes=recipe.worker.environment_processes,
         run=recipe.run,
         network=recipe.network,
+        metrics=recipe.metrics,
     )
 
 
@@ -152,6 +156,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         evaluation=recipe.evaluation,
         demonstrations=recipe.demonstrations,
         context_length=recipe.rollout.context_length,
+        metrics=recipe.metrics,
     )
 
 

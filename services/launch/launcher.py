@@ -57,6 +57,7 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
         UserError: a process found a fault that a person must fix.
         ProcessFailedError: a process died too often.
     """
+    folder.forget_targets()
     with addressed(recipe, folder) as live:
         folder.live_file.write_text(configuration.dump(live))
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
@@ -114,6 +115,7 @@ async def run_processes(
         display.show(supervisor.children, metrics.rows, new_rows)
     finally:
         display.close()
+        folder.forget_targets()
     _write_result(folder, metrics, interrupted=stop.is_set())
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import glob
 import shutil
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from penstock import config as configuration
 from penstock.config import Config, RunConfig
 from penstock.errors import SetupError
 from penstock.runtime.files import write_atomically
+from penstock.telemetry.serving import targets_folder
 
 _CONTENTS = (
     ("config.toml", "the resolved recipe; `penstock train <folder>/config.toml` starts a run like it"),
@@ -113,6 +115,14 @@ class RunFolder:
     def nats(self) -> Path:
         """Folder of the run's own nats-server."""
         return self.path / "nats"
+
+    def forget_targets(self) -> None:
+        """Remove the addresses for Prometheus that killed processes left."""
+        folder = targets_folder(self.path)
+        for file in folder.glob(f"{glob.escape(self.path.absolute().name)}.*.json"):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):  # it is another run's too
+            folder.rmdir()
 
     def write_config(self, recipe: Config) -> None:
         """Store the recipe, so that the run can be continued and repeated; the file is complete at any moment."""

@@ -78,6 +78,7 @@ def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool, trains: 
         ConfigError: there are too few GPUs, or several processes would have the same port.
     """
     _require_own_ports(recipe)
+    _require_own_metrics_ports(recipe)
     processes = list(_processes(recipe, own_bus=own_bus, trains=trains))
     gpus = plan_gpus(
         devices,
@@ -101,6 +102,14 @@ def _require_own_ports(recipe: Recipe) -> None:
                 f"{key} = {port} cannot be had by the {count} {kind} of this machine; set it to 0, and each takes a "
                 "free one"
             )
+
+
+def _require_own_metrics_ports(recipe: Recipe) -> None:
+    if recipe.metrics.port:
+        raise ConfigError(
+            f"metrics.port = {recipe.metrics.port} cannot be had by all processes of this machine; set it to 0: each "
+            "takes a free one and names it in the folder prometheus beside the run's"
+        )
 
 
 def _processes(recipe: Recipe, *, own_bus: bool, trains: bool) -> Iterator[PlannedProcess]:

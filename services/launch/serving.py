@@ -61,3 +61,4 @@ async def serving(
             async with background(watch()):
                 await start_processes(supervisor, specs, write, stop)
                 yield live, supervisor
+        folder.forget_targets()

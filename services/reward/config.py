@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from penstock.config import Config, NetworkConfig, RunConfig
+from penstock.config import Config, MetricsConfig, NetworkConfig, RunConfig
 
 _WITH_USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 
@@ -114,3 +114,4 @@ class RewardSettings:
     reward: RewardConfig
     run: RunConfig
     network: NetworkConfig
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)

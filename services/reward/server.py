@@ -11,6 +11,8 @@ from penstock.http.server import HttpServer
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.isolation.forkserver_process import WorkerDiedError
 from penstock.runtime.security import Security
+from penstock.telemetry.metrics import exposed
+from penstock.telemetry.serving import serving_metrics
 from penstock.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.admission_queue import MAX_ITEMS
 from services.reward.config import RewardConfig, RewardSettings
@@ -98,7 +100,8 @@ async def running(
         await rpc.start()
         try:
             await http.start()
-            yield RunningService(rpc, pool, http)
+            with exposed(verifier.metrics.read):
+                yield RunningService(rpc, pool, http)
         finally:
             http.set_serving(False)
             await rpc.set_serving(False)
@@ -112,5 +115,8 @@ async def running(
 
 async def serve(settings: RewardSettings, stop: asyncio.Event, *, security: Security | None = None) -> None:
     """Run the reward service until `stop` is set, then drain it."""
-    async with running(settings.reward, host=settings.network.host, grace_s=settings.run.grace_s, security=security):
+    async with (
+        running(settings.reward, host=settings.network.host, grace_s=settings.run.grace_s, security=security),
+        serving_metrics(settings.metrics, settings.run, settings.network, security),
+    ):
         await stop.wait()

@@ -5,7 +5,7 @@ import enum
 
 import pydantic
 
-from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
+from penstock.config import BusConfig, Config, MetricsConfig, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
 
 
 class Balancing(enum.StrEnum):
@@ -69,3 +69,4 @@ class RouterSettings:
     """Needed only by the OpenAI-compatible frontend."""
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     """Defaults of that frontend's requests."""
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)

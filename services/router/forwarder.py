@@ -12,7 +12,7 @@ import structlog
 
 from penstock.clients.turn import RetryBudget, run_turn
 from penstock.errors import MissingImageError, NotReadyError, OverloadedError, PenstockError
-from penstock.telemetry import spans
+from penstock.telemetry import metrics, spans
 from services.router.attempt_span import AttemptSpan
 from services.router.balancing import UNBOUNDED, Query
 from services.router.resumable_stream import ResumableStream
@@ -23,6 +23,12 @@ from services.router.tuning import Tuning
 from services.router.wait_queue import Ticket
 
 log = structlog.get_logger()
+
+_MOVED = metrics.counter(
+    "penstock_router_moved_calls_total",
+    "Attempts after which a call went to another replica: it rejected the call, or failed.",
+    ("reason",),
+)
 
 
 class RequestForwarder:
@@ -133,6 +139,7 @@ class _Slots:
         self._ticket.last_error = error
         replica_id = slot.culprit.replica_id
         is_rejection = isinstance(error, NotReadyError | OverloadedError)
+        _MOVED.labels("rejected" if is_rejection else "failed").inc()
         level = log.warning if not is_rejection or slot.culprit.is_first_rejection else log.debug  # once per outage
         level("generate.retried", request=self._query.request_id, replica=replica_id, error=str(error))
         self._query.excluded |= {replica_id}

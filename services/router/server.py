@@ -15,12 +15,15 @@ from penstock.errors import ConfigError, SetupError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.hide_torch import torch_hidden
 from penstock.runtime.security import Security
+from penstock.telemetry.metrics import exposed
+from penstock.telemetry.serving import serving_metrics
 from penstock.v1 import router_pb2, router_pb2_grpc
 from services.router import tuning as constants
 from services.router.config import RouterConfig, RouterSettings
 from services.router.forwarder import RequestForwarder
 from services.router.frontends.generate_service import SERVICE_NAME, GenerateServicer
 from services.router.frontends.router_service import RouterServicer
+from services.router.metrics import RouterMetrics
 from services.router.pool import open_pool
 from services.router.routes import Routes
 from services.router.slot_pool import SlotPool
@@ -73,7 +76,8 @@ async def routing(
 
                     frontend = serving(config, bus, forwarder, backend, security, host=host, tuning=tuning.openai)
                     servers.append(await frontends.enter_async_context(frontend))
-                yield server
+                with exposed(RouterMetrics(pool, slots).read):
+                    yield server
             finally:
                 await asyncio.gather(*(each.drain(grace_s) for each in servers))
                 routes.close()
@@ -99,6 +103,7 @@ async def serve(settings: RouterSettings, stop: asyncio.Event, *, security: Secu
             backend=backend,
             security=security,
         ),
+        serving_metrics(settings.metrics, settings.run, settings.network, security),
     ):
         with _rare_collections():
             await stop.wait()

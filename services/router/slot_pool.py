@@ -19,6 +19,7 @@ import structlog
 
 from penstock.errors import InvalidRequestError, OverloadedError, PenstockError, PromptTooLongError, UnavailableError
 from penstock.runtime.security import Security
+from penstock.telemetry import metrics
 from penstock.v1 import common_pb2, generate_pb2
 from services.router.balancing import (
     MISMATCHES,
@@ -44,6 +45,7 @@ from services.router.wait_queue import Ticket, Waiter, WaitQueue
 
 log = structlog.get_logger()
 
+_WAIT_SECONDS = metrics.histogram("penstock_router_wait_seconds", "Seconds that calls which got a slot waited for it.")
 _RECHECK_S = 5.0
 """Seconds between checks of a waiting call whether waiting still makes sense."""
 _RECHECK_SOON_S = 1.0
@@ -122,7 +124,10 @@ class SlotPool:
             self._require_size(ticket.query)
             self._require_room(ticket)
         ticket.order = ticket.order or next(self._orders)
-        return slot or await self._wait(ticket)
+        began = self._clock()
+        slot = slot or await self._wait(ticket)
+        _WAIT_SECONDS.observe(self._clock() - began)
+        return slot
 
     def is_too_long(self, query: Query) -> bool:
         """Return whether no present replica is large enough for the call."""

@@ -20,6 +20,7 @@ from penstock.model.chat_template import Renderer
 from penstock.model.detokenize import TokenTexts
 from penstock.records import Sampling
 from penstock.runtime.security import Security
+from penstock.telemetry.metrics import exposed
 from penstock.weights import nccl
 from services.trainer.admission.config import doubts
 from services.trainer.admission.gate import Gate
@@ -53,6 +54,7 @@ from services.trainer.starting_point import StartingPoint
 from services.trainer.telemetry.episodes.log import EpisodeLog
 from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
+from services.trainer.telemetry.prometheus import TrainerMetrics
 from services.trainer.telemetry.trace import TrainerTrace
 from services.trainer.telemetry.trackers import TrackedRun, Trackers, described
 from services.trainer.versions import first_version, newest_version_held
@@ -245,6 +247,8 @@ async def assemble(
         version=position.version,
         resumed=start.version is not None,
     )
+    measured = TrainerMetrics(progress=progress, ledger=ledger, feeder=feeder, folder=start.folder)
+    stack.enter_context(exposed(measured.read))
     return TrainingLoop(
         config=config,
         folder=start.folder,
@@ -285,6 +289,7 @@ async def assemble(
         metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step, last_row=start.metrics),
         trace=await asyncio.to_thread(TrainerTrace, start.folder, last_step=start.step),
         trackers=trackers,
+        on_step=measured.observe,
         evaluator=evaluator,
         demonstrations=demonstrations,
         episodes=episodes,

@@ -11,7 +11,16 @@ from typing import ClassVar, Final, Literal, Self
 
 import pydantic
 
-from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig, TraceConfig
+from penstock.config import (
+    BusConfig,
+    Config,
+    MetricsConfig,
+    ModelConfig,
+    NetworkConfig,
+    RunConfig,
+    SamplingConfig,
+    TraceConfig,
+)
 from services.trainer.admission.config import FilterConfig
 from services.trainer.algorithm.axes import Axis
 from services.trainer.algorithm.config import AlgorithmConfig
@@ -283,3 +292,4 @@ class TrainerSettings:
     """None: steps learn none."""
     context_length: int
     """The most tokens of prompt and response together that engines take; 0: what the model allows."""
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)

@@ -92,6 +92,8 @@ class TrainingLoop:
     """Measures the policy; None where the recipe does not evaluate."""
     demonstrations: BatchesAhead | None = None
     """Batches of demonstrations that steps learn beside their groups; None if they learn none."""
+    on_step: Callable[[dict[str, Any]], None] = lambda row: None
+    """Called with the row of each step, as it is in metrics.jsonl."""
     _may_update: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while the weights that an evaluation plays must stay the published ones."""
     _is_copied: asyncio.Event = field(default_factory=asyncio.Event)
@@ -321,6 +323,7 @@ class TrainingLoop:
         self.metrics.write(row)
         self.trace.write(row["step"], [*clock.spans, push])
         self.trackers.log(row)
+        self.on_step(row)
 
     async def _write_checkpoint(self, moment: Moment, settlements: Lane) -> None:
         self.progress.phase = trainer_pb2.RUN_PHASE_SAVING

@@ -10,10 +10,13 @@ import structlog
 
 from penstock.bus.buckets.lock import locked
 from penstock.bus.connection import connect
+from penstock.bus.metrics import BusMetrics
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.runtime.security import Security
+from penstock.telemetry.metrics import exposed
+from penstock.telemetry.serving import serving_metrics
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.trainer.assembly import OpenBackend, assemble, followed, on_ranks
 from services.trainer.config import TrainerSettings
@@ -50,6 +53,8 @@ async def serve(
             await stack.enter_async_context(collecting)
         progress = Progress(run_id=start.run_id, num_steps=settings.trainer.num_steps)
         await _serve_progress(settings, progress, security, stack)
+        stack.enter_context(exposed(BusMetrics(bus).read))
+        await stack.enter_async_context(serving_metrics(settings.metrics, settings.run, settings.network, security))
         with disk_full_reported(start.folder, "make room and start the run again, which continues from its checkpoint"):
             assembling = assemble(settings, start, bus, lock, progress, security, stack, open_backend=open_backend)
             loop = await unless_stopped(assembling, stop)

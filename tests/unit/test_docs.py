@@ -85,7 +85,7 @@ def test_the_settings_that_a_document_names_exist(document: str) -> None:
         text = "\n".join(["|".join(cells[1:]) for cells in _rows(_ROOT / document)])
     tops = {name.partition(".")[0] for name in _settings()}
     named = {name for name in _SETTING.findall(text) if name.partition(".")[0] in tops} | {*_GIVEN.findall(text)}
-    named = {name for name in named if not name.endswith(".json")} - {"section.key", *_events()}
+    named = {name for name in named if not name.endswith((".json", ".jsonl"))} - {"section.key", *_events()}
     assert sorted(name for name in named if not _is_known(name)) == []
 
 

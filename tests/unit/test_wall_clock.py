@@ -6,7 +6,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
 _READERS = {
-    # Ages that a person is shown, measured against the stamps of the NATS server.
+    # Ages that a person is shown, measured against the stamps of the NATS server; and how long a prompt was queued.
+    "services/rollout/worker/prompt_handler.py",
     "penstock/bus/dead_letters.py",
     "penstock/bus/stream_report.py",
     # Stamps of records, answers and evaluations, and names of runs.
@@ -19,6 +20,7 @@ _READERS = {
     "services/router/frontends/openai/responses.py",
     "services/trainer/starting_point.py",
     # Stamps of rows, kept groups and spans, which are compared with those of samples; and the age of a file.
+    "penstock/telemetry/spans.py",
     "services/trainer/telemetry/episodes/log.py",
     "services/trainer/telemetry/metrics_log.py",
     "services/trainer/telemetry/trace.py",

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig
+from penstock.config import BusConfig, Config, MetricsConfig, ModelConfig, NetworkConfig, RunConfig
 from services.rollout.engine import sglang_settings
 
 MAX_PUSH_S = 3600.0
@@ -84,3 +84,4 @@ class EngineSettings:
     group_timeout_s: float
     """Maximum seconds to form the process group of a broadcast: trainer.weight_sync.stage_timeout_s, so that engines
     wait as long as the trainer does."""
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)

@@ -7,7 +7,7 @@ this process drops its lease and ends with an error, so that its supervisor rest
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import structlog
@@ -22,6 +22,8 @@ from penstock.errors import UnavailableError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.ports import require_free_port
 from penstock.runtime.security import Security
+from penstock.telemetry.metrics import exposed
+from penstock.telemetry.serving import serving_metrics
 from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from services.rollout.engine import disaggregation, settings
 from services.rollout.engine.config import MAX_PUSH_S, EngineSettings, RolloutConfig
@@ -29,10 +31,12 @@ from services.rollout.engine.crash_streak import CrashStreak
 from services.rollout.engine.drain import Drain
 from services.rollout.engine.generate_service import GenerateServicer
 from services.rollout.engine.image_source import ImageSource
+from services.rollout.engine.metrics import EngineMetrics
 from services.rollout.engine.replica_view import ReplicaView
 from services.rollout.engine.rollout_service import RolloutServicer
 from services.rollout.engine.scratch_folder import note_segments, scratch_folder
 from services.rollout.engine.sglang_engine import SglangEngine
+from services.rollout.engine.sglang_metrics import SglangMetrics
 from services.rollout.engine.weight_sync.sglang_weights import SglangWeights
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 
@@ -73,17 +77,19 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
     require_free_port(settings.network.host, settings.rollout.port, key="rollout.port")
     async with connect(settings.bus, run=settings.run.name, security=security):
         log.debug("bus.reached")
-    starting = running(
-        settings.rollout,
-        settings.model.path,
-        network=settings.network,
-        grace_s=settings.run.grace_s,
-        float32_head=settings.float32_head,
-        group_timeout_s=settings.group_timeout_s,
-        security=security,
-    )
     with scratch_folder() as folder:
-        async with starting as server:
+        sglang_metrics = None if settings.metrics.port is None else SglangMetrics.keep_in_files(folder / "metrics")
+        starting = running(
+            settings.rollout,
+            settings.model.path,
+            network=settings.network,
+            grace_s=settings.run.grace_s,
+            float32_head=settings.float32_head,
+            group_timeout_s=settings.group_timeout_s,
+            security=security,
+            enable_metrics=sglang_metrics is not None,
+        )
+        async with starting as server, _measured(settings, server, sglang_metrics, security):
             note_segments(folder)
             async with (
                 connect(settings.bus, run=settings.run.name, security=security) as bus,
@@ -109,6 +115,19 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
 
 
 @asynccontextmanager
+async def _measured(
+    settings: EngineSettings, server: EngineServer, sglang_metrics: SglangMetrics | None, security: Security | None
+) -> AsyncIterator[None]:
+    """Serve the engine's metrics and SGLang's during the context, if the recipe wants that."""
+    with ExitStack() as sources:
+        sources.enter_context(exposed(EngineMetrics(server.view).read))
+        if sglang_metrics is not None:
+            sources.enter_context(exposed(sglang_metrics.read))
+        async with serving_metrics(settings.metrics, settings.run, settings.network, security):
+            yield
+
+
+@asynccontextmanager
 async def running(
     config: RolloutConfig,
     model_path: Path,
@@ -118,6 +137,7 @@ async def running(
     group_timeout_s: float,
     float32_head: bool = False,
     security: Security | None = None,
+    enable_metrics: bool = False,
 ) -> AsyncIterator[EngineServer]:
     """Run an engine and its gRPC server during the context, without a lease.
 
@@ -125,7 +145,12 @@ async def running(
     """
     config = disaggregation.with_transfer_backend(config, cuda=settings.has_cuda())
     engine = await SglangEngine.start(
-        config, model_path, network=network, float32_head=float32_head, group_timeout_s=group_timeout_s
+        config,
+        model_path,
+        network=network,
+        float32_head=float32_head,
+        group_timeout_s=group_timeout_s,
+        enable_metrics=enable_metrics,
     )
     changed = asyncio.Event()
     receiver = WeightReceiver(

@@ -111,6 +111,7 @@ def server_args(
     float32_head: bool,
     bootstrap_port: int,
     cuda: bool,
+    enable_metrics: bool = False,
 ) -> dict[str, Any]:
     """Return `sglang.Engine`'s arguments: the recipe's override our defaults, Penstock's requirements override both.
 
@@ -128,6 +129,7 @@ def server_args(
         "weight_version": "0",
         "enable_multimodal": "vision_config" in read_json(model_path / "config.json"),
         "tp_size": config.tensor_parallel,
+        "enable_metrics": enable_metrics,
         **disaggregation.server_args(config, network, bootstrap_port=bootstrap_port, cuda=cuda),
     }
     if config.context_length:

@@ -111,6 +111,7 @@ class SglangEngine:
         network: NetworkConfig,
         float32_head: bool,
         group_timeout_s: float,
+        enable_metrics: bool = False,
     ) -> "SglangEngine":
         """Load the model and answer a first request. Blocks the event loop while it loads, 10 to 60 s.
 
@@ -139,6 +140,7 @@ class SglangEngine:
                     float32_head=float32_head,
                     bootstrap_port=bootstrap_port,
                     cuda=cuda,
+                    enable_metrics=enable_metrics,
                 )
                 raw = Engine(**args, nccl_port=nccl_port)
         except (RuntimeError, ValueError, OSError, EOFError) as error:

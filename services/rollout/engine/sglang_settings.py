@@ -31,6 +31,7 @@ OWN_NAMES: Mapping[str, str] = {
     "ep_size": "experts are divided as other layers are, by rollout.tensor_parallel: experts as wholes take no pushes",
     "dtype": "use rollout.dtype",
     "enable_deterministic_inference": "it gives all samples of a group one seed, so that they are equal; leave it out",
+    "enable_metrics": "use metrics.port",
     "enable_fp32_lm_head": "use trainer.float32_head, which holds for trainer and engines",
     "enable_multimodal": "it follows from the model",
     "gpu_id_step": _OWN_DEVICE,

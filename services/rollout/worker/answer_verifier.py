@@ -14,6 +14,7 @@ from penstock.records import Prompt, Verdict
 from penstock.telemetry import spans
 from penstock.v1 import reward_pb2
 from penstock.verdict_status import UNJUDGED, Status
+from services.rollout.worker import metrics
 from services.rollout.worker.episodes.turn import WAIT_TIMEOUT_S
 
 log = structlog.get_logger()
@@ -56,7 +57,10 @@ class AnswerVerifier:
         ]
         if not items:
             return []
-        with spans.recorded("verify", group=prompt.id.message, num_answers=len(items)):
+        with (
+            metrics.VERDICT_SECONDS.time(),
+            spans.recorded("verify", group=prompt.id.message, num_answers=len(items)),
+        ):
             verdicts = await self._verifier.verify_batch(
                 items, timeout_s=_VERIFY_TIMEOUT_S, retry_until=time.monotonic() + self._wait_timeout_s
             )

@@ -5,7 +5,7 @@ from typing import Self
 
 import pydantic
 
-from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
+from penstock.config import BusConfig, Config, MetricsConfig, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
 from services.rollout.worker.agents.config import AgentConfig
 from services.rollout.worker.environments.config import MAX_PROCESSES, EnvironmentTables
 
@@ -68,3 +68,4 @@ class WorkerSettings:
     """host:port of the reward service."""
     router_url: str = ""
     """http(s)://host:port of the router's OpenAI-compatible API; empty if there are no agents."""
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)

@@ -6,6 +6,7 @@ ended; if its environment or its replicas failed, it is unjudged.
 
 import asyncio
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from penstock.errors import InvalidRequestError, MissingImageError, PoisonError
 from penstock.records import Group, Prompt, Sample, Verdict
 from penstock.telemetry import spans
 from penstock.verdict_status import Status
+from services.rollout.worker import metrics
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.group_images import GroupImages, Store
 from services.rollout.worker.players import Played, Player
@@ -54,9 +56,11 @@ class GroupRollout:
         return group
 
     async def _play(self, prompt: Prompt, num_deliveries: int) -> Group:
+        started = time.monotonic()
         try:
             images = await GroupImages.load(self._images, prompt)
         except MissingImageError as error:
+            metrics.GROUPS.labels("lost").inc()
             return Group(
                 id=prompt.id,
                 purpose=prompt.purpose,
@@ -71,6 +75,7 @@ class GroupRollout:
         episodes = await self._play_all(prompt, images)
         verdicts = await self._verify(prompt, episodes)
         samples = tuple(episode.to_sample(verdict) for episode, verdict in zip(episodes, verdicts, strict=True))
+        metrics.count_group(samples, time.monotonic() - started)
         return Group(
             id=prompt.id,
             purpose=prompt.purpose,

@@ -25,6 +25,8 @@ from penstock.rpc.server import RpcServer
 from penstock.runtime.hide_torch import torch_hidden
 from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import Security
+from penstock.telemetry.serving import serving_metrics
+from services.rollout.worker import metrics
 from services.rollout.worker.agents.agent_player import AgentPlayer
 from services.rollout.worker.agents.runners import load_runner
 from services.rollout.worker.answer_verifier import AnswerVerifier
@@ -119,6 +121,8 @@ async def serve(
         health = RpcServer(host=settings.network.host, port=config.port, key="worker.port", security=security)
         await health.start()
         stack.push_async_callback(health.drain, 0.0)
+        metrics.SLOTS.set(config.concurrency)
+        await stack.enter_async_context(serving_metrics(settings.metrics, settings.run, settings.network, security))
         log.info("worker.started", worker=worker_id, router=settings.router_address, reward=settings.reward_address)
         await work(
             consumer,

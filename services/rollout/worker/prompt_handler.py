@@ -14,6 +14,7 @@ from penstock.errors import CorruptMessageError
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode, encode
 from penstock.telemetry import spans
+from services.rollout.worker import metrics
 from services.rollout.worker.group_rollout import GroupRollout
 
 log = structlog.get_logger()
@@ -39,6 +40,7 @@ class PromptHandler:
 
     async def give_up(self, delivery: Delivery, reason: str) -> None:
         """Report to the trainer that the group has no samples, and why."""
+        metrics.GROUPS.labels("given_up").inc()
         try:
             prompt = decode(delivery.payload, Prompt)
         except CorruptMessageError:

@@ -33,6 +33,7 @@ from services.trainer.evaluation.report import SAMPLES_FILE, SamplesFile
 from services.trainer.evaluation.samples_page import write_page
 from services.trainer.evaluation.sets import EvaluationSet
 from services.trainer.evaluation.summary import Summary, summarize
+from services.trainer.telemetry.prometheus import EVALUATION_SCORE
 from services.trainer.telemetry.trackers import Trackers
 from services.trainer.weight_sync.held_out.hold_out import HoldOut
 
@@ -281,6 +282,9 @@ class Evaluator:
             file.flush()
             os.fsync(file.fileno())
         self._done.add(step)
+        for name, each in summaries.items():
+            if each.score is not None:
+                EVALUATION_SCORE.labels(name).set(each.score.value)
         values = dict(pair for name, each in summaries.items() for pair in _values(name, each))
         log.info("evaluation.ended", step=step, version=version, elapsed_s=round(elapsed_s, 3), **values)
         self._trackers.log({"step": step, **values})

@@ -57,6 +57,8 @@ class Feeder:
     samples_per_group: int
     pools: RowPools | None = None
     """Decides which rows are played less often; None: every row is played whenever it comes up."""
+    admitted_at: float = field(default_factory=time.monotonic)
+    """When a group was admitted last, by `time.monotonic()`; before the first one, when this was made."""
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while admitted prompts are on their way to the bus: until then a missing one is not lost."""
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -113,6 +115,8 @@ class Feeder:
             admissions.append(self.ledger.admit(version))
             if row is not None:
                 self._draw(admissions[-1], row)
+        if admissions:
+            self.admitted_at = time.monotonic()
         return admissions
 
     def _draw(self, admission: Admission, row: Row) -> None:

@@ -32,12 +32,13 @@ ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"
 DOCKER = DEPLOY / "docker"
 BASE = DEPLOY / "docker-compose.yml"
+OBSERVABILITY = DEPLOY / "docker-compose.observability.yml"
 OVERRIDES = (DEPLOY / "docker-compose.gpu.yml", DEPLOY / "docker-compose.disaggregated.yml")
 SERVICES = ("nats", "reward", "router", "rollout", "worker", "trainer")
 KNOWN_KEYS = {
-    "build", "cap_drop", "command", "depends_on", "deploy", "environment", "image", "init", "logging", "mem_limit",
-    "ports", "read_only", "restart", "scale", "security_opt", "shm_size", "stop_grace_period", "tmpfs", "user",
-    "volumes",
+    "build", "cap_drop", "command", "depends_on", "deploy", "entrypoint", "environment", "image", "init", "logging",
+    "mem_limit", "ports", "read_only", "restart", "scale", "security_opt", "shm_size", "stop_grace_period", "tmpfs",
+    "user", "volumes",
 }  # fmt: skip
 """Of a service, of the same meaning in docker-compose 1.29 and in today's compose specification."""
 
@@ -84,7 +85,7 @@ def requirements() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("path", [BASE, *OVERRIDES], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [BASE, *OVERRIDES, OBSERVABILITY], ids=lambda path: path.name)
 def test_compose_old_and_new_know_every_key(path: Path) -> None:
     """No top-level `name`, no `version`, and of services only what both read alike."""
     content = read(path)
@@ -93,7 +94,11 @@ def test_compose_old_and_new_know_every_key(path: Path) -> None:
         assert service.keys() <= KNOWN_KEYS, name
 
 
-@pytest.mark.parametrize("files", [[BASE], [BASE, OVERRIDES[0]], [BASE, OVERRIDES[1]]], ids=["base", "gpu", "pairs"])
+@pytest.mark.parametrize(
+    "files",
+    [[BASE], [BASE, OVERRIDES[0]], [BASE, OVERRIDES[1]], [BASE, OBSERVABILITY]],
+    ids=["base", "gpu", "pairs", "observability"],
+)
 def test_the_installed_compose_takes_the_files(files: list[Path]) -> None:
     """docker-compose 1.29 checks them against the JSON schema of the compose specification, as v2 does."""
     arguments = [part for path in files for part in ("--file", str(path))]
@@ -134,7 +139,9 @@ def test_the_example_names_every_variable_with_its_default() -> None:
     documented = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", (DEPLOY / ".env.example").read_text(), re.MULTILINE))
     base = variables(BASE.read_text())
     used = base | {
-        name: base.get(name, defaults) for path in OVERRIDES for name, defaults in variables(path.read_text()).items()
+        name: base.get(name, defaults)
+        for path in (*OVERRIDES, OBSERVABILITY)
+        for name, defaults in variables(path.read_text()).items()
     }
     read_by_compose_itself = {"COMPOSE_PROJECT_NAME", "COMPOSE_FILE"}
     assert documented.keys() - read_by_compose_itself == used.keys()
@@ -157,6 +164,8 @@ def test_ports_are_published_on_this_machine_only() -> None:
     published = {name: service["ports"] for name, service in read(BASE)["services"].items() if "ports" in service}
     assert published.keys() == {"reward", "router"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+    for service in read(OBSERVABILITY)["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
     assert not any("ports" in service for path in OVERRIDES for service in read(path)["services"].values())
 
 
@@ -290,6 +299,35 @@ def test_a_proxy_of_the_environment_does_not_hear_of_health() -> None:
         done = subprocess.run(asked, env=kept | proxies, capture_output=True, text=True, check=False, timeout=60)
         server.shutdown()
     assert done.returncode == 0, done.stderr
+
+
+def test_prometheus_finds_every_service_of_the_stack() -> None:
+    """By its name, on the port that its image serves metrics on, to the whole network of the stack."""
+    job = read(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"][0]["dns_sd_configs"][0]
+    assert set(job["names"]) == {*SERVICES, "prefill", "decode"} - {"nats"}
+    for name in set(SERVICES) - {"nats"}:
+        (command,) = re.findall(r"^ENTRYPOINT (\[.*\])$", (DOCKER / f"{name}.Dockerfile").read_text(), re.MULTILINE)
+        assert {f"--metrics.port={job['port']}", "--network.host=0.0.0.0"} <= set(json.loads(command)), name
+
+
+def test_grafana_finds_its_dashboards_and_their_source() -> None:
+    """The provisioned folder is mounted, and the panels use the datasource that the reader chooses."""
+    grafana = read(OBSERVABILITY)["services"]["grafana"]
+    mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])
+    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    provider = read(DEPLOY / "grafana" / "provisioning" / "dashboards" / "penstock.yml")["providers"][0]
+    assert mounts["./grafana/dashboards"] == provider["options"]["path"]
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (DEPLOY / "grafana" / "dashboards" / Path(home).name).is_file()
+    uids = set()
+    for file in (DEPLOY / "grafana" / "dashboards").glob("*.json"):
+        dashboard = json.loads(file.read_text())
+        uids.add(dashboard["uid"])
+        assert {variable["name"] for variable in dashboard["templating"]["list"]} == {"datasource", "run"}
+        assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+        for panel in dashboard["panels"]:
+            assert panel["type"] == "row" or panel["datasource"]["uid"] == "${datasource}"
+    assert len(uids) == 2
 
 
 MODEL = {"path": ROOT / "models" / "tiny-qwen3-vl"}

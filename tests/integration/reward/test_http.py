@@ -293,16 +293,26 @@ async def test_the_openapi_page_describes_every_route(http: httpx.AsyncClient) -
     assert (await http.get("/docs")).status_code == 200
 
 
+async def metrics_of(client: httpx.AsyncClient) -> dict[str, float]:
+    """The values on the page, by name and labels."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
 async def test_metrics_count_what_was_judged_on_both_faces() -> None:
     """By profile, status and method; and tell how full the service is."""
     async with serving(workers=1) as (client, service), RewardClient(service.rpc.address) as rpc:
+        items = 'penstock_reward_items_total{method="EXACT",profile="math",status="OK"}'
+        seconds = 'penstock_reward_item_seconds_count{method="EXACT"}'
+        before = await metrics_of(client)  # of other tests in this process
         hanging = asyncio.create_task(post(client, "/v1/verify", HANGS | {"deadline_s": 5.0}))
         await until(lambda: service.pool.num_busy == 1)
         await post(client, "/v1/verify", item())
         await rpc.verify(item_of("5", r"\boxed{5}"), timeout_s=5)
+        after = await metrics_of(client)
+        assert [after[name] - before.get(name, 0.0) for name in (items, seconds)] == [2.0, 2.0]
+        assert after['penstock_http_requests_total{route="/v1/verify",status="200"}'] >= 1
         lines = (await client.get("/metrics")).text.splitlines()
-        assert 'penstock_reward_items_total{method="EXACT",profile="math",status="OK"} 2.0' in lines
-        assert 'penstock_reward_item_seconds_count{method="EXACT"} 2.0' in lines
         assert "penstock_reward_queue_items 1.0" in lines
         assert "penstock_reward_workers_busy 1.0" in lines
         await hanging

@@ -12,6 +12,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from penstock import errors
 from penstock.rpc.channel import call, connect
 from penstock.rpc.server import RpcServer, deadline_s, service_name
+from penstock.runtime.security import Security
+from penstock.telemetry import metrics
 from penstock.v1 import router_pb2, router_pb2_grpc
 from tests.support.waiting import HANG_S, promptly
 
@@ -250,3 +252,52 @@ async def test_draining_cancels_what_outlives_the_grace() -> None:
         await promptly(server.drain(0.3))
         with pytest.raises(errors.UnavailableError):
             await running
+
+
+async def counted(*, code: str, method: str = f"/{NAME}/ListReplicas") -> float:
+    """How many calls of `method` this process has ended with `code`."""
+    head = f'penstock_rpc_calls_total{{code="{code}",method="{method}"}} '
+    lines = (await metrics.page()).decode().splitlines()
+    return sum(float(line.removeprefix(head)) for line in lines if line.startswith(head))
+
+
+async def test_calls_are_counted_by_method_and_code() -> None:
+    """Answered, failed and cancelled ones; while one is being answered it counts as running."""
+    before = [await counted(code=code) for code in ("OK", "UNAVAILABLE", "CANCELLED")]
+    outcomes = iter(("answer", "fail", "hang"))
+    has_begun = asyncio.Event()
+
+    async def handle(context: grpc.aio.ServicerContext) -> None:
+        match next(outcomes):
+            case "fail":
+                raise errors.UnavailableError("m")
+            case "hang":
+                has_begun.set()
+                await asyncio.Event().wait()
+
+    async with serving(handle) as (_, channel):
+        await list_replicas(channel)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await list_replicas(channel)
+        hanging = asyncio.ensure_future(list_replicas(channel))
+        await has_begun.wait()
+        running = f'penstock_rpc_calls_running{{method="/{NAME}/ListReplicas"}} 1.0'
+        assert running in (await metrics.page()).decode().splitlines()
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+    after = [await counted(code=code) for code in ("OK", "UNAVAILABLE", "CANCELLED")]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 1, 1]
+
+
+async def test_a_stranger_s_methods_are_no_labels() -> None:
+    """Each label is a time series, and a caller without the token may name any method."""
+    before = await counted(code="UNAUTHENTICATED", method="refused")
+    server = RpcServer(host="127.0.0.1", port=0, security=Security(token="a" * 32))
+    await server.start()
+    async with connect(server.address, Security()) as channel:
+        for name in ("/made.up.Service/One", "/made.up.Service/Two"):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary(name, bytes, bytes)(b"", timeout=HANG_S)
+    await server.drain(0.0)
+    assert await counted(code="UNAUTHENTICATED", method="refused") == before + 2
+    assert "made.up" not in (await metrics.page()).decode()

@@ -1,1 +1,1 @@
-"""What processes record of themselves."""
+"""What processes measure and record of themselves."""

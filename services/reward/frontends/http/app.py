@@ -2,12 +2,12 @@
 
 import importlib.metadata
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI
 
 from penstock.http.app import make_app
+from penstock.http.metrics import add_metrics_page
 from services.reward.config import RewardConfig
 from services.reward.frontends.http import native, openrlhf, slime
-from services.reward.metrics import CONTENT_TYPE
 from services.reward.profiles.registry import find_profile
 from services.reward.verifier import Verifier
 
@@ -39,16 +39,7 @@ def make_http_app(verifier: Verifier, config: RewardConfig) -> FastAPI:
         """Return 200 while the service takes work; 503 while it is stopping."""
         return {"status": "serving"}
 
-    @app.get(
-        "/metrics",
-        tags=["operation"],
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-    )
-    async def metrics() -> Response:
-        """Return counters and gauges in Prometheus' text format."""
-        return Response(verifier.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
-
+    add_metrics_page(app)
     _name_profiles(app, sorted(verifier.profiles))
     return app
 

@@ -27,12 +27,15 @@ from penstock.v1.common_pb2 import (
 from penstock.weights.digest import XXH3, require_digest_kind
 from penstock.weights.manifest import Manifest
 from services.rollout.engine.sglang_plugin.variables import HeldParameter
+from services.rollout.engine.weight_sync import push_metrics
 from services.rollout.engine.weight_sync.incoming_push import IncomingPush, Source, Stage, accept, require_fit
 from services.rollout.engine.weight_sync.weight_sink import WeightSink
 
 log = structlog.get_logger()
 
 _CLEAN_UP_MARGIN_S = 5.0
+_WITHIN = {Stage.PREPARED: "uploaded", Stage.COMMITTED: "resumed"}
+"""Names of the stages that leave a push in its state."""
 _TAKEN = "the engine is given an older version, for an evaluation; continue with another replica"
 
 
@@ -272,11 +275,14 @@ class WeightReceiver:
             self._require(push_id)
             if push.stage is not before:
                 raise NotReadyError(f"push {push_id!r} is {push.stage.name}; this call needs it {before.name}")
+            started = time.monotonic()
             try:
-                async with self._within(push.deadline - time.monotonic(), f"stage {after.name} of push {push_id!r}"):
+                async with self._within(push.deadline - started, f"stage {after.name} of push {push_id!r}"):
                     yield push
                 push.stage = after
                 spans.record("push.received", began, stage=what, version=push.version, push=push_id)
+                stage = after.name if before is not after else _WITHIN[after]
+                push_metrics.STAGE_SECONDS.labels(stage.lower()).observe(time.monotonic() - started)
             except PenstockError as error:
                 spans.record("push.received", began, stage=what, version=push.version, push=push_id, error=str(error))
                 await self._end_push(push, str(error))
@@ -312,6 +318,8 @@ class WeightReceiver:
         await self._sink.resume()
         self._forget_push()
         self._enter(REPLICA_STATE_READY)
+        push_metrics.PUSHES.labels("received").inc()
+        push_metrics.PUSH_SECONDS.observe(time.monotonic() - push.started)
         log.info(
             "weights.received",
             push_id=push.push_id,
@@ -325,6 +333,7 @@ class WeightReceiver:
         """End the push: with the old weights, with the new ones if committed, or BROKEN."""
         was_paused = self.state == REPLICA_STATE_UPDATING
         self._forget_push()
+        push_metrics.PUSHES.labels("aborted").inc()
         log.warning(
             "push.aborted", push_id=push.push_id, stage=push.stage.name, reason=reason, weights_sound=self._sound
         )
@@ -398,10 +407,12 @@ class WeightReceiver:
         return task
 
     def _enter(self, state: ReplicaState.ValueType) -> None:
-        if state == REPLICA_STATE_UPDATING:
-            self._paused_at = time.monotonic()
-        elif self.state == REPLICA_STATE_UPDATING:
-            name = ReplicaState.Name(state).removeprefix("REPLICA_STATE_")
-            spans.record("paused", self._paused_at, version=self.version, then=name)
+        if REPLICA_STATE_UPDATING in (state, self.state) and state != self.state:
+            if state == REPLICA_STATE_UPDATING:
+                self._paused_at = time.monotonic()
+            else:
+                push_metrics.PAUSE_SECONDS.observe(time.monotonic() - self._paused_at)
+                name = ReplicaState.Name(state).removeprefix("REPLICA_STATE_")
+                spans.record("paused", self._paused_at, version=self.version, then=name)
         self.state = state
         self._on_change()

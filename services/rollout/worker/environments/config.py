@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pydantic
 
-from penstock.config import Config, NetworkConfig, RunConfig
+from penstock.config import Config, MetricsConfig, NetworkConfig, RunConfig
 
 MAX_PROCESSES = 128
 """Maximum processes of episodes at once: as many as `worker.concurrency` groups of eight have by default."""
@@ -92,3 +92,4 @@ class EnvironmentServerSettings:
     """Maximum processes of episodes at once."""
     run: RunConfig
     network: NetworkConfig
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)

@@ -30,6 +30,7 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.v1 import generate_pb2
+from services.rollout.worker import metrics
 
 log = structlog.get_logger()
 
@@ -148,6 +149,7 @@ class TurnPlayer:
                 else:
                     resumable.cut(generate_pb2.FINISH_REASON_DEADLINE)
         self._failing = False
+        metrics.count_turn(waited_s=progress.waited_s, generated_s=progress.generated_s)
         return Turn(
             response=resumable.response(),
             waited_s=progress.waited_s,

@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, EnvironmentFailedError, InvalidRequestE
 from penstock.http.app import make_app
 from penstock.http.server import HttpServer
 from penstock.runtime.security import ENVIRONMENT_TOKEN, Security, read_secret
+from penstock.telemetry.serving import serving_metrics
 from services.rollout.worker.environments.config import EnvironmentServerConfig, EnvironmentServerSettings
 from services.rollout.worker.environments.hosting import messages
 from services.rollout.worker.environments.hosting.served_episodes import ServedEpisodes
@@ -107,6 +108,7 @@ async def serve(settings: EnvironmentServerSettings, stop: asyncio.Event, *, sec
             max_episodes=config.max_episodes,
             grace_s=settings.run.grace_s,
         ) as server,
+        serving_metrics(settings.metrics, settings.run, settings.network, security),
     ):
         log.info("environments.served", names=sorted(config.names), address=server.url)
         await stop.wait()

@@ -1,0 +1,42 @@
+"""Passes on SGLang's own metrics, which its processes write to files in a folder.
+
+prometheus_client decides at its import whether metrics are kept in memory or in files, but it looks at that decision
+for each metric that it creates. Ours exist by now, in memory; SGLang's are created after `keep_in_files`, in files. An
+engine's children inherit that, whether they are forked or spawned.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from prometheus_client import values
+from prometheus_client.core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+
+_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+_PREFIX = "sglang:"
+
+
+class SglangMetrics:
+    """The metrics of SGLang's processes."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the files in `folder`."""
+        self._collector = MultiProcessCollector(None, path=str(folder))  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def keep_in_files(cls, folder: Path) -> "SglangMetrics":
+        """Have metrics that are created from now on, in this process and its children, kept in files in `folder`."""
+        folder.mkdir(exist_ok=True)
+        os.environ[_VARIABLE] = str(folder)
+        values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
+        return cls(folder)
+
+    async def read(self) -> Iterable[Metric]:
+        """Return SGLang's metrics, under SGLang's names."""
+        return await asyncio.to_thread(self._read)
+
+    def _read(self) -> list[Metric]:
+        collected: Iterable[Metric] = self._collector.collect()  # type: ignore[no-untyped-call]
+        return [metric for metric in collected if metric.name.startswith(_PREFIX)]

@@ -1,0 +1,1 @@
+"""Penstock's metrics in a real Prometheus: `make test-observability`."""
