@@ -21,6 +21,8 @@ _READERS = {
     "services/trainer/starting_point.py",
     # Stamps of rows, kept groups and spans, which are compared with those of samples; and the age of a file.
     "penstock/telemetry/spans.py",
+    "services/launch/process_trace.py",
+    "services/trainer/telemetry/span_files.py",
     "services/trainer/telemetry/episodes/log.py",
     "services/trainer/telemetry/metrics_log.py",
     "services/trainer/telemetry/trace.py",
