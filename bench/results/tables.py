@@ -97,7 +97,9 @@ def correction_table(runs: Mapping[str, Run]) -> str:
             cells.append(f"{first:.3f}, {last:.3f}")
         fall = largest_fall([row["reward_mean"] for row in run.rows])
         _, after = run.first_and_last_evaluation()
-        cells += [f"{fall:.3f}", f"{mean(run, 'kl_k3'):.1e}", f"{mean(run, 'tis_capped_fraction'):.2%}"]
+        has_correction = any("tis_capped_fraction" in row for row in run.rows)
+        capped = f"{mean(run, 'tis_capped_fraction'):.2%}" if has_correction else "no correction"
+        cells += [f"{fall:.3f}", f"{mean(run, 'kl_k3'):.1e}", capped]
         rows.append([name, *cells, _with_error(_score(after, HELD_OUT))])
     return markdown(
         (
