@@ -7,7 +7,6 @@ Prometheus sees it as down, until its successor replaces it.
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from fastapi import FastAPI, Response
 from penstock.config import NetworkConfig, RunConfig
 from penstock.http.app import make_app
 from penstock.http.server import HttpServer
+from penstock.runtime.files import write_atomically
 from penstock.runtime.security import Security
 from penstock.telemetry import metrics
 from penstock.telemetry.serving import targets_folder
@@ -75,10 +75,7 @@ def _announce(server: HttpServer, run: RunConfig, network: NetworkConfig) -> Pat
     file = targets_folder(run.folder) / f"{name}.{labels['instance']}.json"
     target = {"targets": [f"{network.advertised}:{port}"], "labels": {**labels, "run": name, "__scheme__": scheme}}
     try:
-        file.parent.mkdir(exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps([target]) + "\n")
-        os.replace(temporary, file)
+        write_atomically(file, json.dumps([target]) + "\n")
     except OSError as error:
         log.warning("metrics.not_announced", file=str(file), reason=error.strerror)
         return None

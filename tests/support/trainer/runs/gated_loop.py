@@ -71,28 +71,29 @@ class GatedCheckpoints:
 
     saved_version: int | None = None
     write_s: float | None = None
-    moments: list[Any] = field(default_factory=list)
+    moments: list[int] = field(default_factory=list)
+    """The version of each checkpoint."""
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Of each moment, by its version."""
     on_disk: asyncio.Event = field(default_factory=asyncio.Event)
     copies: bool = False
     """Whether the weights may change while it is written."""
 
-    def moment(self, position: Position, metrics: Any = UNUSED) -> int:
-        """The version."""
+    def moment(self, position: Position, metrics: Any = UNUSED) -> SimpleNamespace:
+        """Step and version."""
         self.metrics[position.version] = metrics
-        return position.version
+        return SimpleNamespace(step=position.step, version=position.version)
 
-    async def write(self, moment: int, *, on_copied: Callable[[], None]) -> None:
+    async def write(self, moment: SimpleNamespace, *, on_copied: Callable[[], None]) -> None:
         """Wait for the test."""
-        self.moments.append(moment)
+        self.moments.append(moment.version)
         if self.copies:
             on_copied()
         await promptly(self.on_disk.wait())
 
-    async def settle(self, moment: int) -> None:
+    async def settle(self, moment: SimpleNamespace) -> None:
         """It is the newest."""
-        self.saved_version = moment
+        self.saved_version = moment.version
 
 
 class Loop(TrainingLoop):
@@ -156,14 +157,14 @@ class SlowSettlements(GatedCheckpoints):
 
     may_settle: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def write(self, moment: int, *, on_copied: Callable[[], None]) -> None:
+    async def write(self, moment: SimpleNamespace, *, on_copied: Callable[[], None]) -> None:
         """It is on disk."""
-        self.moments.append(moment)
+        self.moments.append(moment.version)
 
-    async def settle(self, moment: int) -> None:
+    async def settle(self, moment: SimpleNamespace) -> None:
         """Wait for the test."""
         await promptly(self.may_settle.wait())
-        self.saved_version = moment
+        self.saved_version = moment.version
 
 
 class GatedEvaluator:
@@ -213,7 +214,8 @@ class Run:
         """Groups arrive, played with the present version."""
         for index in indices:
             ready = SimpleNamespace(index=index, sequences=(range(3), range(7)))
-            group = SimpleNamespace(ready=ready, images={}, played=UNUSED)
+            played = SimpleNamespace(id=SimpleNamespace(message=f"run/{index}/0/epoch"))
+            group = SimpleNamespace(ready=ready, images={}, played=played, received_at=0.0)
             version = self.position.version
             arrival = Arrival(
                 index=index, attempt=0, oldest_version=version, newest_version=version, num_tokens=1, group=group
