@@ -69,6 +69,7 @@ class SimulatedBackend:
             "staleness_mean": sum(staleness) / len(staleness),
             "staleness_max": float(max(staleness)),
             "num_groups": float(len(self._groups)),
+            "num_samples": float(len(rewards)),
             "num_groups_without_gradient": 0.0,
             "grad_norm": 1.0,
             "dlogp_mean": 0.0,
