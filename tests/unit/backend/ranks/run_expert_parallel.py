@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,6 @@ from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, steps_o
 
 NUM_EXPERTS = 12
 """What 2 and 4 ranks divide; 4 ranks of which 2 own the same 6 experts hold 3 each, or all 12 if each owns 3."""
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    """Two ranks."""
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    """Four ranks."""
-    with RankPool(4) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module", params=MIXTURES)

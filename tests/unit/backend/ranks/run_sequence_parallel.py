@@ -3,7 +3,6 @@
 Not collected by default: `make test-ranks`.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,6 @@ from tests.unit.backend.ranks.test_sequence_parallel import (
 )
 
 SHORT_ROWS: dict[str, Any] = {"micro_batch_tokens": 90}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    """Two ranks."""
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    """Four ranks; small models have 4 heads and 2 of keys and values, which four ranks repeat."""
-    with RankPool(4) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

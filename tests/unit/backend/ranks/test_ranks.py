@@ -1,6 +1,6 @@
 """A step that two ranks compute together is the step of one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,6 @@ from tests.unit.algorithm.test_chunks import ALGORITHMS
 
 OF_THE_CUT = {"step_time_s", "trained_tokens_per_s", "shared_token_fraction", "host_memory_peak_bytes"}
 """Metrics that depend on how rows are cut."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Two ranks."""
-    with RankPool(2) as pool:
-        yield pool
 
 
 def backend_of(ranks: Ranks, path: Path, checkpoint: Path | None = None, **settings: Any) -> InProcessBackend:
@@ -108,30 +101,30 @@ def assert_same(one: Any, other: Any, *, atol: float = 2e-6) -> None:
     ],
     ids=str,
 )
-def test_two_ranks_take_the_steps_of_one(pool: RankPool, tiny_model_path: Path, settings: dict[str, Any]) -> None:
+def test_two_ranks_take_the_steps_of_one(two: RankPool, tiny_model_path: Path, settings: dict[str, Any]) -> None:
     """However rows are cut, with pictures in the rows of one rank only, and more ranks than rows."""
     alone = trained(ALONE, tiny_model_path, settings, range(3))
-    for together in pool.run(trained, tiny_model_path, settings, range(3)):
+    for together in two.run(trained, tiny_model_path, settings, range(3)):
         assert_same(alone, together)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_two_ranks_take_the_steps_of_one_with_a_mixture_of_experts(pool: RankPool, tmp_path: Path, kind: str) -> None:
+def test_two_ranks_take_the_steps_of_one_with_a_mixture_of_experts(two: RankPool, tmp_path: Path, kind: str) -> None:
     """Their experts are shards as other weights are."""
     path = write_model(heard(MIXTURES[kind](), std_of_embedding=0.3), tmp_path / kind)
     settings = {"micro_batch_tokens": 90}
     alone = trained(ALONE, path, settings, range(3))
-    for together in pool.run(trained, path, settings, range(3)):
+    for together in two.run(trained, path, settings, range(3)):
         assert_same(alone, together)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_offloading_changes_no_bit_of_what_two_ranks_compute(pool: RankPool, tiny_model_path: Path, dtype: str) -> None:
+def test_offloading_changes_no_bit_of_what_two_ranks_compute(two: RankPool, tiny_model_path: Path, dtype: str) -> None:
     """Shards, gradients and averages are in the host's memory, with a reference and a part that is frozen."""
     settings = {"dtype": dtype, "micro_batch_tokens": 90, "algorithm": {"kl": {"kind": "k3", "refresh": "copy"}}}
     for held, offloaded in zip(
         *(
-            pool.run(
+            two.run(
                 trained,
                 tiny_model_path,
                 settings | {"optimizer": {"learning_rates": {"tower": 0.0}, "weight_decay": 0.1, "offload": offload}},
@@ -148,30 +141,30 @@ def test_offloading_changes_no_bit_of_what_two_ranks_compute(pool: RankPool, tin
             }
 
 
-def test_every_algorithm_takes_the_same_step_on_two_ranks(pool: RankPool, tiny_model_path: Path) -> None:
+def test_every_algorithm_takes_the_same_step_on_two_ranks(two: RankPool, tiny_model_path: Path) -> None:
     """What it reads of other rows it reads of other ranks: whole samples, statistics of the batch, a reference."""
     alone = trained_by_each(ALONE, tiny_model_path, ALGORITHMS)
-    for together in pool.run(trained_by_each, tiny_model_path, ALGORITHMS):
+    for together in two.run(trained_by_each, tiny_model_path, ALGORITHMS):
         for name in ALGORITHMS:
             assert_same(alone[name], together[name])
 
 
-def test_two_ranks_learn_from_a_teacher_as_one(pool: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
+def test_two_ranks_learn_from_a_teacher_as_one(two: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """Each has its shard of the teacher's weights."""
     teacher = write_teacher(tiny_model_path, tmp_path / "teacher")
     settings = {"micro_batch_tokens": 90, "algorithm": {"kl": {"kind": "k2", "coef": 1.0, "reference": teacher}}}
     alone = trained(ALONE, tiny_model_path, dict(settings), range(2))
     assert alone[1][0]["kl_reference"] != 0
-    for together in pool.run(trained, tiny_model_path, settings, range(2)):
+    for together in two.run(trained, tiny_model_path, settings, range(2)):
         assert_same(alone, together)
 
 
-def test_a_batch_without_pictures_leaves_the_tower_as_it_is(pool: RankPool, tiny_model_path: Path) -> None:
+def test_a_batch_without_pictures_leaves_the_tower_as_it_is(two: RankPool, tiny_model_path: Path) -> None:
     """Neither weight decay nor averages of earlier steps move it, as on one rank."""
     settings = {"optimizer": {"weight_decay": 0.1}}
     alone = trained(ALONE, tiny_model_path, settings, range(2), 1)
     before = weights_of(backend_of(ALONE, tiny_model_path))
-    for together in pool.run(trained, tiny_model_path, settings, range(2), 1):
+    for together in two.run(trained, tiny_model_path, settings, range(2), 1):
         assert_same(alone, together)
         assert all(torch.equal(weight, before[name]) for name, weight in together[0].items() if "visual" in name)
 
@@ -191,11 +184,11 @@ def supervised(
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["with pictures", "without"])
-def test_two_ranks_take_the_supervised_steps_of_one(pool: RankPool, tiny_model_path: Path, first: int) -> None:
+def test_two_ranks_take_the_supervised_steps_of_one(two: RankPool, tiny_model_path: Path, first: int) -> None:
     """And measure the same loss. AdamW divides by the gradient's size, and so enlarges the rounding of small ones: a
     fiftieth of a step is allowed."""
     alone = supervised(ALONE, tiny_model_path, first)
-    for together in pool.run(supervised, tiny_model_path, first):
+    for together in two.run(supervised, tiny_model_path, first):
         assert_same(alone[:2], together[:2], atol=2e-5)
         assert together[2] == pytest.approx(alone[2], rel=1e-5)
 
@@ -222,12 +215,12 @@ def mixed(
 @pytest.mark.parametrize("first", [0, 1, 3], ids=["groups with pictures", "without", "of equal rewards"])
 @pytest.mark.parametrize("pictures", [True, False], ids=["demonstrations with pictures", "without"])
 def test_two_ranks_learn_demonstrations_beside_groups_as_one(
-    pool: RankPool, tiny_model_path: Path, first: int, pictures: bool
+    two: RankPool, tiny_model_path: Path, first: int, pictures: bool
 ) -> None:
     """Each computes its own rows of both; under a temperature, with a reference beside the policy."""
     settings = {"micro_batch_tokens": 90, "algorithm": {"kl": {"kind": "k3"}}}
     alone = mixed(ALONE, tiny_model_path, dict(settings), first, pictures)
-    for together in pool.run(mixed, tiny_model_path, settings, first, pictures):
+    for together in two.run(mixed, tiny_model_path, settings, first, pictures):
         assert_same(alone, together)
     assert alone[1][0]["num_demonstrations"] == 3
 
@@ -248,19 +241,19 @@ def step_with_a_hole(ranks: Ranks, path: Path) -> tuple[dict[str, torch.Tensor],
     return weights_of(backend), [metrics]
 
 
-def test_a_group_without_numbers_is_skipped_by_all(pool: RankPool, tiny_model_path: Path) -> None:
+def test_a_group_without_numbers_is_skipped_by_all(two: RankPool, tiny_model_path: Path) -> None:
     """Only one rank computes it; the others learn of it before they go on."""
-    for weights, [metrics] in pool.run(step_with_a_hole, tiny_model_path):
+    for weights, [metrics] in two.run(step_with_a_hole, tiny_model_path):
         assert metrics["num_groups_skipped"] == 1
         assert metrics["skipped"] == 0
         assert all(weight.isfinite().all() for weight in weights.values())
 
 
-def test_bfloat16_is_gathered_and_summed_in_float32(pool: RankPool, tiny_model_path: Path) -> None:
+def test_bfloat16_is_gathered_and_summed_in_float32(two: RankPool, tiny_model_path: Path) -> None:
     """The same as on one rank, within what bfloat16 rounds."""
     settings = {"dtype": "bfloat16", "optimizer": {"learning_rate": 1e-4}}
     alone = trained(ALONE, tiny_model_path, settings, range(2))
-    for weights, metrics in pool.run(trained, tiny_model_path, settings, range(2)):
+    for weights, metrics in two.run(trained, tiny_model_path, settings, range(2)):
         for name, weight in alone[0].items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-2)
         for ours, theirs in zip(alone[1], metrics, strict=True):
@@ -276,8 +269,8 @@ def groups_of_weights(ranks: Ranks, path: Path) -> tuple[set[str], str]:
     return {mesh.get_group("shard").group_name for mesh in meshes}, given.get_group("shard").group_name
 
 
-def test_replicas_that_are_formed_again_are_the_same_groups(pool: RankPool, tiny_model_path: Path) -> None:
+def test_replicas_that_are_formed_again_are_the_same_groups(two: RankPool, tiny_model_path: Path) -> None:
     """torch takes equal meshes for one, so weights could be in the groups of another one, not the same on all ranks."""
     for _ in range(2):
-        for of_weights, given in pool.run(groups_of_weights, tiny_model_path):
+        for of_weights, given in two.run(groups_of_weights, tiny_model_path):
             assert of_weights == {given}

@@ -1,6 +1,5 @@
 """Ranks in groups that each hold shards of all weights (HSDP) take the steps of one rank."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from tests.unit.backend.ranks.test_sharded_checkpoints import saved
 _REPLICAS = {"hsdp_replicas": 2}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Four ranks."""
-    with RankPool(4) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -33,26 +25,26 @@ def pool() -> Iterator[RankPool]:
     ids=str,
 )
 def test_two_replicas_of_two_shards_take_the_steps_of_one_rank(
-    pool: RankPool, tiny_model_path: Path, settings: dict[str, Any]
+    four: RankPool, tiny_model_path: Path, settings: dict[str, Any]
 ) -> None:
     """Loss, gradient norm and weights, up to the order of sums; also where the norm decides how far a step goes."""
     alone = trained(ALONE, tiny_model_path, settings, range(3))
-    for together in pool.run(trained, tiny_model_path, settings | _REPLICAS, range(3)):
+    for together in four.run(trained, tiny_model_path, settings | _REPLICAS, range(3)):
         assert_same(alone, together)
 
 
-def test_ranks_that_hold_all_weights_each_take_the_steps_of_one(pool: RankPool, tiny_model_path: Path) -> None:
+def test_ranks_that_hold_all_weights_each_take_the_steps_of_one(four: RankPool, tiny_model_path: Path) -> None:
     """As many replicas as ranks: nothing is sharded, and gradients are summed."""
     alone = trained(ALONE, tiny_model_path, {}, range(2))
-    for together in pool.run(trained, tiny_model_path, {"hsdp_replicas": 4}, range(2)):
+    for together in four.run(trained, tiny_model_path, {"hsdp_replicas": 4}, range(2)):
         assert_same(alone, together)
 
 
-def test_replicas_take_the_steps_of_one_with_a_mixture_of_experts(pool: RankPool, tmp_path: Path) -> None:
+def test_replicas_take_the_steps_of_one_with_a_mixture_of_experts(four: RankPool, tmp_path: Path) -> None:
     """Experts are shards as other weights are."""
     path = write_model(heard(MIXTURES["qwen3_moe"](), std_of_embedding=0.3), tmp_path / "model")
     alone = trained(ALONE, path, {"micro_batch_tokens": 90}, range(2))
-    for together in pool.run(trained, path, {"micro_batch_tokens": 90, **_REPLICAS}, range(2)):
+    for together in four.run(trained, path, {"micro_batch_tokens": 90, **_REPLICAS}, range(2)):
         assert_same(alone, together)
 
 
@@ -65,10 +57,10 @@ def saved_by_replicas(
 
 
 def test_replicas_write_each_tensor_once_and_any_ranks_go_on(
-    pool: RankPool, tiny_model_path: Path, tmp_path: Path
+    four: RankPool, tiny_model_path: Path, tmp_path: Path
 ) -> None:
     """All four write a share, replicas are equal to the last bit, and the number of replicas may change."""
-    answers = pool.run(saved_by_replicas, tiny_model_path, 2, None, tmp_path / "two", 0)
+    answers = four.run(saved_by_replicas, tiny_model_path, 2, None, tmp_path / "two", 0)
     assert len({digest for digest, _ in answers}) == 1
     assert all(num_files for _, num_files in answers)
     saved(ALONE, tiny_model_path, tmp_path / "two", tmp_path / "two one", [1])
@@ -77,7 +69,7 @@ def test_replicas_write_each_tensor_once_and_any_ranks_go_on(
     assert_same((expected, []), (tensors_of(tmp_path / "two one/model"), []))
     for replicas in (1, 2, 4):
         way = tmp_path / f"two {replicas}-fold"
-        pool.run(saved_by_replicas, tiny_model_path, replicas, tmp_path / "two", way, 1)
+        four.run(saved_by_replicas, tiny_model_path, replicas, tmp_path / "two", way, 1)
         assert_same((expected, []), (tensors_of(way / "model"), []))
     straight = weights_of(backend_of(ALONE, tiny_model_path, tmp_path / "one one"))
     assert all(torch.equal(expected[name], weight) for name, weight in straight.items())

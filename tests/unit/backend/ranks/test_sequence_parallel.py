@@ -1,6 +1,6 @@
 """Two ranks that compute each row together take the steps of one; `run_sequence_parallel.py` has four and more."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,6 @@ from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, steps_o
 SHARED = {"sequence_parallel": 2}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Two ranks."""
-    with RankPool(2) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -36,11 +29,11 @@ def pool() -> Iterator[RankPool]:
     ids=str,
 )
 def test_two_ranks_that_share_rows_take_the_steps_of_one(
-    pool: RankPool, tiny_model_path: Path, settings: dict[str, Any]
+    two: RankPool, tiny_model_path: Path, settings: dict[str, Any]
 ) -> None:
     """Loss, metrics and weights, with prompts that the other rank's responses see, and pictures in deepstack."""
     alone = trained(ALONE, tiny_model_path, settings, range(2))
-    for together in pool.run(trained, tiny_model_path, settings | SHARED, range(2)):
+    for together in two.run(trained, tiny_model_path, settings | SHARED, range(2)):
         assert_same(alone, together)
 
 
@@ -75,11 +68,11 @@ def require_same_gradients(alone: Any, shares: list[Any]) -> None:
         np.testing.assert_allclose(logprobs_N, alone[2], rtol=0, atol=3e-5)
 
 
-def test_the_gradient_of_each_parameter_is_that_of_one_rank(pool: RankPool, tiny_model_path: Path) -> None:
+def test_the_gradient_of_each_parameter_is_that_of_one_rank(two: RankPool, tiny_model_path: Path) -> None:
     """A plain sum over the ranks, also of embedding and tower, which each computes for the whole row."""
     settings: dict[str, Any] = {"micro_batch_tokens": 90}
     alone = gradients_of(ALONE, tiny_model_path, settings)
-    require_same_gradients(alone, pool.run(gradients_of, tiny_model_path, settings | SHARED))
+    require_same_gradients(alone, two.run(gradients_of, tiny_model_path, settings | SHARED))
 
 
 HEADS = ((4, 2), (6, 6), (4, 1))
@@ -122,10 +115,10 @@ def attended_together(ranks: Ranks, seeds: Sequence[int]) -> list[list[torch.Ten
     return found
 
 
-def test_attention_over_any_row_is_that_of_one_rank(pool: RankPool) -> None:
+def test_attention_over_any_row_is_that_of_one_rank(two: RankPool) -> None:
     """Its output and its gradients, also where a rank has a single token or none."""
     seeds = range(40)
-    shares = pool.run(attended_together, seeds)
+    shares = two.run(attended_together, seeds)
     for seed in seeds:
         whole = attended(*row_of(seed), None)
         parts = [torch.cat(each, dim=1) for each in zip(*(share[seed] for share in shares), strict=True)]

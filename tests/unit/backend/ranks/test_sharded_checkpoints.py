@@ -1,7 +1,6 @@
 """A checkpoint is written by all ranks, and read by any number of them."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,6 @@ from tests.support.trainer.ranks.rank_pool import RankPool
 from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, steps_of, weights_of
 
 _ALGORITHM = {"kl": {"kind": "k3", "refresh": "ema", "refresh_every": 1, "ema_weight": 0.5}}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Four ranks."""
-    with RankPool(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    """Two ranks."""
-    with RankPool(2) as pool:
-        yield pool
 
 
 def saved(
@@ -67,10 +52,10 @@ def assert_equal_files(one: Path, other: Path) -> None:
             assert (other / "model" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_the_files_of_any_number_of_ranks_hold_the_same(pool: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
+def test_the_files_of_any_number_of_ranks_hold_the_same(four: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """What many read from one rank's checkpoint and write again is that checkpoint: weights, averages, reference."""
     saved(ALONE, tiny_model_path, None, tmp_path / "by one", [0])
-    answers = pool.run(saved, tiny_model_path, tmp_path / "by one", tmp_path / "by many", [])
+    answers = four.run(saved, tiny_model_path, tmp_path / "by one", tmp_path / "by many", [])
     assert_equal_files(tmp_path / "by one", tmp_path / "by many")
     assert state_of(tmp_path / "by many")["optimizer"] == state_of(tmp_path / "by one")["optimizer"]
     files = [file for _, of_rank in answers for file in of_rank]
@@ -82,18 +67,18 @@ def test_the_files_of_any_number_of_ranks_hold_the_same(pool: RankPool, tiny_mod
 
 
 def test_a_checkpoint_is_of_no_number_of_ranks(
-    pool: RankPool, two: RankPool, tiny_model_path: Path, tmp_path: Path
+    four: RankPool, two: RankPool, tiny_model_path: Path, tmp_path: Path
 ) -> None:
     """What four have saved, one and two continue, and the other way round, as if nothing had been saved in between."""
-    pool.run(saved, tiny_model_path, None, tmp_path / "by four", [0])
-    answers = pool.run(saved, tiny_model_path, tmp_path / "by four", tmp_path / "four four", [1])
+    four.run(saved, tiny_model_path, None, tmp_path / "by four", [0])
+    answers = four.run(saved, tiny_model_path, tmp_path / "by four", tmp_path / "four four", [1])
     assert len({digest for digest, _ in answers}) == 1
-    assert answers == pool.run(saved, tiny_model_path, None, tmp_path / "straight", [0, 1])
+    assert answers == four.run(saved, tiny_model_path, None, tmp_path / "straight", [0, 1])
     assert_equal_files(tmp_path / "straight", tmp_path / "four four")
     saved(ALONE, tiny_model_path, tmp_path / "by four", tmp_path / "four one", [1])
     two.run(saved, tiny_model_path, tmp_path / "by four", tmp_path / "four two", [1])
     two.run(saved, tiny_model_path, None, tmp_path / "by two", [0])
-    pool.run(saved, tiny_model_path, tmp_path / "by two", tmp_path / "two four", [1])
+    four.run(saved, tiny_model_path, tmp_path / "by two", tmp_path / "two four", [1])
     saved(ALONE, tiny_model_path, None, tmp_path / "one one", [0, 1])
     expected = averages_of(tmp_path / "one one")
     for way in ("four four", "four one", "four two", "two four"):
@@ -135,11 +120,11 @@ def test_shares_are_copies(two: RankPool, tiny_model_path: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_many_ranks_write_experts_as_published(pool: RankPool, tmp_path: Path, kind: str) -> None:
+def test_many_ranks_write_experts_as_published(four: RankPool, tmp_path: Path, kind: str) -> None:
     """The published names and layouts, with an index that says where each tensor is; one rank reads them."""
     path = write_model(heard(MIXTURES[kind](), std_of_embedding=0.3), tmp_path / kind)
     (tmp_path / "saved").mkdir()
-    pool.run(saved, path, None, tmp_path / "saved/by many", [])
+    four.run(saved, path, None, tmp_path / "saved/by many", [])
     ours, theirs = tensors_of(tmp_path / "saved/by many/model"), tensors_of(path)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -182,9 +167,9 @@ def refused(ranks: Ranks, folder: Path, error: Exception) -> str:
         (ValueError("wrong"), "could not write its share of /nowhere: ValueError('wrong')"),
     ],
 )
-def test_a_rank_that_cannot_write_is_an_error_of_rank_0(pool: RankPool, error: Exception, told: str) -> None:
+def test_a_rank_that_cannot_write_is_an_error_of_rank_0(four: RankPool, error: Exception, told: str) -> None:
     """With the number of the operating system's error, by which a full disk is known; and nobody waits for ever."""
-    first, *others = pool.run(refused, Path("/nowhere"), error)
+    first, *others = four.run(refused, Path("/nowhere"), error)
     assert told in first
     assert set(others) == {""}
 
@@ -222,14 +207,14 @@ def saved_with_divided_experts(ranks: Ranks, path: Path, checkpoint: Path | None
     return digest
 
 
-def test_checkpoints_of_divided_experts_are_those_of_one_rank(pool: RankPool, tmp_path: Path) -> None:
+def test_checkpoints_of_divided_experts_are_those_of_one_rank(four: RankPool, tmp_path: Path) -> None:
     """One rank goes on from theirs, and they from one rank's, as if nothing had been saved in between."""
     path = write_model(heard(MIXTURES["qwen3_moe"](), std_of_embedding=0.3), tmp_path / "mixture")
     saved(ALONE, path, None, tmp_path / "straight", [0, 1])
-    pool.run(saved_with_divided_experts, path, None, tmp_path / "many", 0)
+    four.run(saved_with_divided_experts, path, None, tmp_path / "many", 0)
     saved(ALONE, path, tmp_path / "many", tmp_path / "many, one", [1])
     saved(ALONE, path, None, tmp_path / "one", [0])
-    digests = pool.run(saved_with_divided_experts, path, tmp_path / "one", tmp_path / "one, many", 1)
+    digests = four.run(saved_with_divided_experts, path, tmp_path / "one", tmp_path / "one, many", 1)
     assert len(set(digests)) == 1
     expected, averages = tensors_of(tmp_path / "straight" / "model"), averages_of(tmp_path / "straight")
     for way in ("many, one", "one, many"):
