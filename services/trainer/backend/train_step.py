@@ -87,7 +87,7 @@ class StepParts:
 
 
 class _NotFiniteError(Exception):
-    """The policy gives samples a log-probability that is not finite."""
+    """The policy or the reference gives samples a log-probability that is not finite."""
 
     def __init__(self, samples: set[int]) -> None:
         super().__init__(samples)
@@ -267,7 +267,7 @@ class TrainStep:
         return [group for chunk in self._chunks for group in chunk]
 
     def _until_finite(self, compute: Callable[[], ResultT]) -> ResultT:
-        """Compute without the groups for which the policy computes no number.
+        """Compute without the groups for which the policy or the reference computes no number.
 
         Their share of the sum cannot be told from that of others, so all of the batch is computed again.
         """
@@ -399,6 +399,9 @@ class TrainStep:
         """Return the row's tokens with gradient, and how many of them chose each expert."""
         output = self._model(row)
         is_finite_N = output.logprobs_N.isfinite()
+        if reference_N is not None:
+            reference_N = reference_N.to(self._device)
+            is_finite_N = is_finite_N & reference_N.isfinite()
         own = set() if is_finite_N.all() else set(row.sample_N[~is_finite_N].tolist())
         if not_finite := set().union(*self._ranks.gather(own)):
             raise _NotFiniteError({planned.first_sample + sample for sample in not_finite})
@@ -408,7 +411,7 @@ class TrainStep:
             versions_N=row.versions_N,
             sample_N=row.sample_N,
             entropy_N=output.entropy_N,
-            reference_logprobs_N=None if reference_N is None else reference_N.to(self._device),
+            reference_logprobs_N=reference_N,
         )
         return tokens, output.expert_counts_LE
 

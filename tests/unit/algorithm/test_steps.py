@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from penstock.errors import ConfigError, DataError, UserError
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.policy.reference import ReferencePolicy
+from services.trainer.batching.rows import PackedRow
 from services.trainer.batching.sequences import TrainGroup, open_reader
 from services.trainer.config import BackendConfig, OptimizerConfig
 from services.trainer.telemetry.field_names import FIELD_NAMES, field_names
@@ -168,6 +171,28 @@ def test_a_group_that_is_not_finite_spoils_no_statistic_of_the_batch(
     metrics = take_step(
         loaded(tiny_model_path, **algorithm), [[groups[0], with_logprob(groups[1], math.nan), *groups[2:]]], VERSION
     )
+    assert (metrics["num_groups_skipped"], metrics["skipped"]) == (1, 0)
+    assert metrics["grad_norm"] > 0
+    assert [name for name, value in metrics.items() if not math.isfinite(value)] == []
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [8192, 1])
+def test_a_group_for_which_the_reference_computes_no_number_is_skipped(
+    tiny_model_path: Path, groups: list[TrainGroup], micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher that breaks on one picture costs its group, not the step."""
+    compute = ReferencePolicy.logprobs
+
+    def breaks_on_the_second_group(reference: ReferencePolicy, rows: Iterable[PackedRow]) -> list[torch.Tensor]:
+        given = list(rows)
+        computed = compute(reference, given)
+        for row, logprobs_N in zip(given, computed, strict=True):
+            logprobs_N[(row.sample_N >= 4) & (row.sample_N < 8)] = math.nan
+        return computed
+
+    monkeypatch.setattr(ReferencePolicy, "logprobs", breaks_on_the_second_group)
+    backend = loaded(tiny_model_path, micro_batch_tokens=micro_batch_tokens, kl={"kind": "k3", "coef": 0.1})
+    metrics = take_step(backend, [groups], VERSION)
     assert (metrics["num_groups_skipped"], metrics["skipped"]) == (1, 0)
     assert metrics["grad_norm"] > 0
     assert [name for name, value in metrics.items() if not math.isfinite(value)] == []
