@@ -313,7 +313,8 @@ def _doubts(settings: TrainerSettings) -> list[str]:
     """Return warnings about settings that work together, but perhaps not as they are meant."""
     most = most_own_tokens(settings.data, settings.sampling, context_length=settings.context_length)
     found = penalty_doubt(settings.algorithm.advantage.length_penalty, most)
-    return [*doubts(settings.filters, settings.algorithm), *([found] if found else [])]
+    stale = settings.trainer.max_staleness
+    return [*doubts(settings.filters, settings.algorithm, max_staleness=stale), *([found] if found else [])]
 
 
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:

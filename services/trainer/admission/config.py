@@ -44,7 +44,7 @@ def contradiction(filters: FilterConfig, algorithm: AlgorithmConfig) -> str:
     return ""
 
 
-def doubts(filters: FilterConfig, algorithm: AlgorithmConfig) -> list[str]:
+def doubts(filters: FilterConfig, algorithm: AlgorithmConfig, *, max_staleness: int) -> list[str]:
     """Return warnings about combinations of settings that may be unintended."""
     found = []
     if filters.zero_variance and algorithm.regularises:
@@ -70,5 +70,16 @@ def doubts(filters: FilterConfig, algorithm: AlgorithmConfig) -> list[str]:
             f"algorithm.trust_region.kind = {kind!r} never acts with anchor = 'proximal': each version has one step, "
             "before which the policy is its own anchor and every ratio is 1; set algorithm.anchor = 'rollout' or "
             "'log_linear'"
+        )
+    if algorithm.anchor == "proximal" and algorithm.ratio == "sequence":
+        found.append(
+            "algorithm.ratio = 'sequence' has no effect with anchor = 'proximal', by which every ratio is 1; set "
+            "algorithm.anchor = 'rollout'"
+        )
+    if max_staleness > 0 and algorithm.anchor == "proximal" and algorithm.correction.kind == "none":
+        found.append(
+            f"trainer.max_staleness = {max_staleness} trains tokens of earlier versions, which algorithm.anchor = "
+            "'proximal' without a correction takes for the policy's own; set algorithm.correction.kind = 'truncate', "
+            "or algorithm.anchor = 'rollout'"
         )
     return found

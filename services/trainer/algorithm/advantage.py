@@ -64,7 +64,7 @@ def sample_advantages(
     if rewards_G.ndim != 1 or rewards_G.shape != group_G.shape:
         raise ValueError(f"rewards {rewards_G.shape} and groups {group_G.shape} must be two vectors of the same length")
     if np.isinf(rewards_G).any():
-        raise ValueError("a reward is infinite")
+        raise ValueError(f"rewards must be finite, or NaN where nobody judged, not {rewards_G[np.isinf(rewards_G)][0]}")
     judged_G = ~np.isnan(rewards_G)
     eligible_G = judged_G if masked_G is None else judged_G & ~masked_G
     rewards_G = rewards_G - length_penalty(rewards_G, group_G, num_tokens_G, config.length_penalty)

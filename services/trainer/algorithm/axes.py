@@ -180,9 +180,19 @@ class CorrectionConfig(Axis):
     """A sample with a token whose ratio of trainer to engine is above this has weight 0; 100 is usual, 0 is off."""
 
     @pydantic.model_validator(mode="after")
-    def _is_an_interval(self) -> Self:
+    def _bounds_leave_tokens_of_the_policy_itself(self) -> Self:
         if self.low >= self.high:
             raise ValueError(f"low = {self.low} must be below high = {self.high}")
+        if self.kind == "mask" and not self.low <= 1 <= self.high:
+            raise ValueError(
+                f"kind = 'mask' with low = {self.low} and high = {self.high} leaves out every token that engine and "
+                "trainer agree on, whose ratio is 1; set low <= 1 <= high"
+            )
+        if self.veto_low >= 1 or 0 < self.veto_high <= 1:
+            raise ValueError(
+                f"veto_low = {self.veto_low} and veto_high = {self.veto_high} leave out every sample that engine and "
+                "trainer agree on, whose ratios are 1; set veto_low < 1 < veto_high, or 0 for none"
+            )
         return self
 
 

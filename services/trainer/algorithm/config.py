@@ -88,6 +88,16 @@ class AlgorithmConfig(Config):
                 f"ratio = 'sequence' with aggregation.kind = {self.aggregation.kind!r} would weigh each sample's ratio "
                 "by its length; set aggregation.kind = 'sequence'"
             )
+        if self.ratio == "sequence" and self.correction.kind != "none" and self.correction.level == "token":
+            raise ValueError(
+                "correction.level = 'token' with ratio = 'sequence' would weigh the tokens of a sample, which share "
+                "one ratio, unequally; set correction.level = 'sequence' or 'geometric'"
+            )
+        if self.ratio == "sequence" and self.rejection.kind == "m2po":
+            raise ValueError(
+                "rejection.kind = 'm2po' with ratio = 'sequence' would leave out single tokens of samples, whose "
+                "tokens share one ratio; set rejection.kind = 'geometric', 'k3' or 'opsm', which leave out samples"
+            )
         if self.kl.kind == "k1_in_reward" and self.advantage.kind != "reinforce_pp":
             raise ValueError(
                 "kl.kind = 'k1_in_reward' gives each token a reward of its own, but advantage.kind = "

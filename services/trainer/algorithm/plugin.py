@@ -1,7 +1,8 @@
 """Loads user-written axes, named as `module:function` in the recipe."""
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -10,15 +11,35 @@ from services.trainer.algorithm.config import AlgorithmConfig
 
 
 def require_functions(config: AlgorithmConfig) -> None:
-    """Import every function that the recipe names, so that a wrong name is found before the run starts.
+    """Import every function that the recipe names, so that a wrong name or option is found before the run starts.
 
     Raises:
-        ConfigError: a module or function does not exist.
+        ConfigError: a module or function does not exist, or the function does not take its arguments and options.
     """
     if config.advantage.kind == "custom":
-        load_function(config.advantage.function, "algorithm.advantage.function")
+        _require(
+            config.advantage.function,
+            "algorithm.advantage",
+            ("rewards_G", "group_G", "num_tokens_G"),
+            config.advantage.options,
+        )
     if config.trust_region.kind == "custom":
-        load_function(config.trust_region.function, "algorithm.trust_region.function")
+        _require(config.trust_region.function, "algorithm.trust_region", ("step",), config.trust_region.options)
+
+
+def _require(name: str, section: str, arguments: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    function = load_function(name, f"{section}.function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C without a signature: the first step shows
+        return
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{section}.function = {name!r} cannot be called with {', '.join(arguments)} and the options "
+            f"{sorted(options)}: {error}; mend {section}.options or the function (examples/own_axes.py)"
+        ) from None
 
 
 @cache
@@ -38,5 +59,7 @@ def load_function(name: str, setting: str) -> Callable[..., Any]:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{setting} = {name!r} cannot be imported: {error}; check PYTHONPATH and the name") from None
     if not callable(function):
-        raise ConfigError(f"{setting} = {name!r} is a {type(function).__name__}, not a function")
+        raise ConfigError(
+            f"{setting} = {name!r} is a {type(function).__name__}, not a function; name one as module:function"
+        )
     return function  # type: ignore[no-any-return]  # it is callable, which is all that can be known

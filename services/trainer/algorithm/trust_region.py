@@ -119,6 +119,16 @@ def _custom(step: Step, config: TrustRegionConfig) -> Surrogate:
             f"algorithm.trust_region.function = {config.function!r} returned a {type(surrogate).__name__}, not a "
             "Surrogate; see examples/own_axes.py"
         )
+    for name, values_N in (
+        ("objective_N", surrogate.objective_N),
+        ("bounded_N", surrogate.bounded_N),
+        ("outside_N", surrogate.outside_N),
+    ):
+        if values_N.shape != step.ratio_N.shape:
+            raise DataError(
+                f"algorithm.trust_region.function = {config.function!r} returned {name} of shape "
+                f"{tuple(values_N.shape)} for {len(step.ratio_N)} tokens; it must return one value a token"
+            )
     return surrogate
 
 

@@ -128,10 +128,17 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     "kl: k3": algorithm(kl={"kind": "k3", "coef": 0.1, "unbiased": True}),
     "kl: k3_plus": algorithm(kl={"kind": "k3_plus", "coef": 0.1}),
     "entropy": algorithm(entropy={"kind": "bonus", "coef": 0.05}),
+    "entropy: target": algorithm(entropy={"kind": "target", "coef": 0.05}),
     "constant": algorithm(advantage={"kind": "dr_grpo"}, aggregation={"kind": "constant", "length": 8}),
     "rloo, norm": algorithm(advantage={"kind": "rloo", "norm": "batch"}),
     "maxrl": algorithm(advantage={"kind": "maxrl"}),
     "length penalty": algorithm(advantage={"kind": "rloo", "length_penalty": {"kind": "linear"}}),
+    "length penalty: soft_overlong": algorithm(
+        advantage={
+            "kind": "dr_grpo",
+            "length_penalty": {"kind": "soft_overlong", "max_tokens": 6, "buffer_tokens": 4},
+        }
+    ),
     "reinforce_pp_baseline": algorithm(advantage={"kind": "reinforce_pp_baseline"}),
 }
-"""Every preset, and every kind of every axis at least once."""
+"""Every preset, and every kind of every axis but a person's own at least once; a test says so."""

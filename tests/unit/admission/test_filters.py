@@ -264,12 +264,29 @@ def test_refuses_an_estimator_that_learns_from_groups_without_spread() -> None:
         ({}, {"trust_region": {"kind": "clip"}}, "'clip' never acts with anchor = 'proximal'"),
         ({}, {"preset": "ppo", "anchor": "proximal"}, "'clip' never acts with anchor = 'proximal'"),
         ({}, {"preset": "rlinf_geo3k", "trust_region": {"kind": "cispo"}}, "'cispo' never acts"),
+        (
+            {},
+            {"ratio": "sequence", "aggregation": {"kind": "sequence"}, "correction": {"level": "sequence"}},
+            "ratio = 'sequence' has no effect with anchor = 'proximal'",
+        ),
     ],
 )
 def test_says_what_may_not_be_meant(filters: dict[str, Any], algorithm: dict[str, Any], doubt: str) -> None:
     """Settings that work together, but not as a person might expect."""
     axes = AlgorithmConfig.model_validate(algorithm)
-    (found,) = doubts(FilterConfig.model_validate(filters), axes)
+    (found,) = doubts(FilterConfig.model_validate(filters), axes, max_staleness=0)
     assert doubt in found
     for preset in PRESETS:
-        assert doubts(FilterConfig(), AlgorithmConfig.model_validate({"preset": preset})) == []
+        assert doubts(FilterConfig(), AlgorithmConfig.model_validate({"preset": preset}), max_staleness=0) == []
+
+
+def test_says_that_stale_tokens_have_no_correction() -> None:
+    """Of the presets, only slime's needs a policy without staleness; another anchor or a correction answers it."""
+    found = {
+        preset: doubts(FilterConfig(), AlgorithmConfig.model_validate({"preset": preset}), max_staleness=2)
+        for preset in PRESETS
+    }
+    assert [preset for preset, each in found.items() if each] == ["slime_geo3k"]
+    assert "trainer.max_staleness = 2 trains tokens of earlier versions" in found["slime_geo3k"][0]
+    corrected = AlgorithmConfig.model_validate({"preset": "slime_geo3k", "correction": {"kind": "truncate"}})
+    assert "max_staleness" not in "".join(doubts(FilterConfig(), corrected, max_staleness=2))

@@ -112,6 +112,17 @@ def test_refuses_what_does_not_exist(override: str, message: str) -> None:
         (["preset=ppo", "trust_region.dual=1.1"], r"dual = 1\.1 must be 0 or above 1 \+ clip_high = 1\.2"),
         (["preset=cispo", "trust_region.ratio_low=6"], r"ratio_low = 6\.0 must be below ratio_high = 5\.0"),
         (["preset=icepop", "correction.low=7"], r"low = 7\.0 must be below high = 5\.0"),
+        (
+            ["preset=icepop", "correction.low=1.5"],
+            r"'mask' with low = 1\.5 and high = 5\.0 leaves out every token .*; set low <= 1 <= high",
+        ),
+        (["correction.veto_low=1.5"], r"veto_low = 1\.5 .* leave out every sample .*; set veto_low < 1 < veto_high"),
+        (["correction.veto_high=0.5"], r"veto_high = 0\.5 leave out every sample"),
+        (
+            ["preset=gspo", "anchor=log_linear", "correction.kind=truncate"],
+            r"level = 'token' with ratio = 'sequence' .* unequally; set correction\.level = 'sequence'",
+        ),
+        (["preset=gspo", "rejection.kind=m2po"], r"'m2po' with ratio = 'sequence' would leave out single tokens"),
         (["aggregation.kind=constant"], r"constant needs a length in tokens"),
         (["trust_region.clip_high=0.3"], r"clip_high = 0\.3 has no effect with kind = 'none'; it is for clip"),
         (["correction.low=0.5"], r"low = 0\.5 has no effect with kind = 'truncate'; it is for mask or clip"),

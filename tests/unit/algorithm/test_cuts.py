@@ -1,8 +1,11 @@
 """Loss, gradient and metrics are those of the batch, however it is cut into micro-batches and in whatever order."""
 
+from collections.abc import Iterator
 from dataclasses import astuple, replace
+from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
+import pydantic
 import pytest
 import torch
 
@@ -39,6 +42,24 @@ def run(
     terms = policy_loss(whole, samples, config, statistics=statistics, entropy_coef=ENTROPY_COEF)
     assert theta.grad is not None
     return loss, theta.grad, token_stats(whole, terms, config, version=VERSION)
+
+
+def choices(section: pydantic.BaseModel, prefix: str = "") -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Each setting that is one of several names: its key, the names and its value."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, pydantic.BaseModel):
+            yield from choices(value, f"{prefix}{name}.")
+        elif get_origin(field.annotation) is Literal:
+            yield f"{prefix}{name}", get_args(field.annotation), value
+
+
+def test_every_kind_of_every_axis_is_cut() -> None:
+    """But a person's own, and how a reference is refreshed, which comes after the step."""
+    names = {(key, name) for key, names, _ in choices(AlgorithmConfig()) for name in names}
+    left_out = {(key, name) for key, name in names if name == "custom" or key == "kl.refresh"}
+    seen = {(key, value) for config in ALGORITHMS.values() for key, _, value in choices(config)}
+    assert names - left_out - seen == set()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -255,6 +255,63 @@ def test_reinforce_pp_pays_its_distance_to_the_reference_token_by_token(seed: in
     check(computed(batch, config), (loss, gradient))
 
 
+def soft_overlong(num_tokens: int) -> float:
+    """DAPO's eq. 13 with a maximum of 6 tokens and a buffer of 4, times 0.7: what is taken from a reward."""
+    if num_tokens <= 2:
+        return 0.0
+    return 0.7 if num_tokens > 6 else 0.7 * (num_tokens - 2) / 4
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", ["dr_grpo", "rloo"])
+@pytest.mark.parametrize("penalty", ["soft_overlong", "linear"])
+def test_length_penalties_of_random_rewards(penalty: str, kind: str, seed: int) -> None:
+    """An estimator with a penalty is the same estimator of rewards from which the penalty was taken before."""
+    batch = random_batch(seed)
+    settings: dict[str, Any] = {"kind": penalty}
+    settings |= {"max_tokens": 6, "buffer_tokens": 4, "overlong_factor": 0.7} if penalty == "soft_overlong" else {}
+    config = AdvantageConfig.model_validate({"kind": kind, "length_penalty": settings})
+    samples = plain(batch)
+    paid = []
+    for sample in samples:
+        peers = [each for each in samples if each.group == sample.group and not math.isnan(each.reward)]
+        longest = max(len(each.tokens) for each in peers)
+        mean = sum(each.reward for each in peers) / len(peers)
+        share = 0.25 * max(mean, 0.0) * len(sample.tokens) / longest
+        taken = soft_overlong(len(sample.tokens)) if penalty == "soft_overlong" else share
+        paid.append(PaperSample(reward=sample.reward - taken, group=sample.group, tokens=sample.tokens))
+    found = sample_advantages(batch.rewards_G, batch.group_G, batch.num_tokens_G, config)
+    assert any(soft_overlong(len(sample.tokens)) for sample in samples)
+    assert found == pytest.approx(getattr(papers, kind)(paid), **TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_constant_divisor_is_dr_grpos(seed: int) -> None:
+    """Liu et al. 2025, "Understanding R1-Zero-Like Training": sums of tokens over a length, the mean over samples."""
+    batch = random_batch(seed)
+    samples = plain(batch)
+    advantages = papers.dr_grpo(samples)
+    loss, gradient = 0.0, []
+    for sample, advantage in zip(samples, advantages, strict=True):
+        terms = [papers.ppo_term(token.th - token.mu, advantage, 0.2, 0.2) for token in sample.tokens]
+        loss -= sum(value for value, _ in terms) / 9 / len(samples)
+        gradient.append([-slope / 9 / len(samples) for _, slope in terms])
+    config = algorithm("ppo", advantage={"kind": "dr_grpo"}, aggregation={"kind": "constant", "length": 9})
+    check(computed(batch, config), (loss, gradient))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_entropy_target_is_skyworks(seed: int) -> None:
+    """Skywork-OR1, section 3.2.5: the coefficient moves by the adjustment, and acts at or below the target only."""
+    config = EntropyConfig(kind="target", coef=0.01, target=0.5, adjustment=0.004)
+    found, coefficient, acts = EntropyCoefficient(config), 0.01, True
+    for entropy in np.random.default_rng(seed).uniform(0.0, 1.0, 50):
+        assert found.value == pytest.approx(coefficient if acts else 0.0, **TOLERANCE)
+        found.observe(float(entropy))
+        acts = bool(entropy <= 0.5)
+        coefficient = max(0.0, coefficient + (0.004 if entropy < 0.5 else -0.004))
+
+
 def test_length_penalties() -> None:
     """DAPO's eq. 13 with 10 tokens and a buffer of 4; prime-rl's share of the group's mean reward."""
     rewards, groups, lengths = np.array([1.0, 1.0, 1.0, 0.0]), np.zeros(4, int), np.array([5, 8, 12, 6])

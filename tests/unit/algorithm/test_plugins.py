@@ -28,6 +28,9 @@ def importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "A_NUMBER = 3\n"
         "def short(rewards_G, group_G, num_tokens_G):\n    return rewards_G[:1]\n"
         "def number(step):\n    return step.ratio_N\n"
+        "def mean(step):\n    from services.trainer.algorithm.trust_region import Surrogate\n"
+        "    none_N = step.ratio_N < 0\n"
+        "    return Surrogate(objective_N=step.ratio_N.mean(), bounded_N=none_N, outside_N=none_N)\n"
     )
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.syspath_prepend(tmp_path)
@@ -91,12 +94,33 @@ def test_opo_weighs_the_baseline_by_length() -> None:
     [
         ("nowhere:gmpo", r"trust_region\.function = 'nowhere:gmpo' cannot be imported: No module .* check PYTHONPATH"),
         ("own_axes:gspo", r"has no attribute 'gspo'"),
-        ("mistakes:A_NUMBER", r"is a int, not a function"),
+        ("mistakes:A_NUMBER", r"is a int, not a function; name one as module:function"),
     ],
 )
 def test_a_function_that_is_not_there_is_said_before_the_run(function: str, message: str) -> None:
     """When the backend is made, not in the first step."""
     config = algorithm("ppo", trust_region={"kind": "custom", "function": function})
+    with pytest.raises(ConfigError, match=message):
+        require_functions(config)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (
+            "own_axes:gmpo",
+            {"low": 0.4, "hihg": 0.4},
+            r"the options \['hihg', 'low'\]: .*mend algorithm\.trust_region\.opt",
+        ),
+        ("mistakes:number", OPTIONS, r"got an unexpected keyword argument 'low'"),
+        ("mistakes:short", {}, r"cannot be called with step and the options \[\]: missing a required argument"),
+    ],
+)
+def test_options_that_a_function_does_not_take_are_said_before_the_run(
+    function: str, options: dict[str, float], message: str
+) -> None:
+    """With the function's own complaint, and which section to mend."""
+    config = algorithm("ppo", trust_region={"kind": "custom", "function": function, "options": options})
     with pytest.raises(ConfigError, match=message):
         require_functions(config)
 
@@ -109,4 +133,7 @@ def test_a_function_that_returns_something_else_is_named() -> None:
         sample_advantages(batch.rewards_G, batch.group_G, batch.num_tokens_G, config)
     region = algorithm("ppo", trust_region={"kind": "custom", "function": "mistakes:number"})
     with pytest.raises(DataError, match=r"trust_region\.function = 'mistakes:number' returned a Tensor, not a Surr"):
+        policy_loss(batch.tokens(batch.theta_HV), batch.samples(region), region)
+    region = algorithm("ppo", trust_region={"kind": "custom", "function": "mistakes:mean"})
+    with pytest.raises(DataError, match=r"returned objective_N of shape \(\) for \d+ tokens; it must return one value"):
         policy_loss(batch.tokens(batch.theta_HV), batch.samples(region), region)

@@ -10,6 +10,7 @@ from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from tests.support.trainer.checkpoints import tensors_of
 from tests.support.trainer.families import MIXTURES, heard, write_model
 from tests.support.trainer.ranks.rank_pool import RankPool
+from tests.unit.algorithm.test_chunks import ALGORITHMS
 from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, trained, weights_of
 from tests.unit.backend.ranks.test_sharded_checkpoints import saved
 
@@ -30,6 +31,15 @@ def test_two_replicas_of_two_shards_take_the_steps_of_one_rank(
     """Loss, gradient norm and weights, up to the order of sums; also where the norm decides how far a step goes."""
     alone = trained(ALONE, tiny_model_path, settings, range(3))
     for together in four.run(trained, tiny_model_path, settings | _REPLICAS, range(3)):
+        assert_same(alone, together)
+
+
+@pytest.mark.parametrize("name", ["m2po", "cispo", "decoupled_ppo", "normalised", "gspo", "kl in reward"])
+def test_four_ranks_compare_samples_over_the_batch_as_one(four: RankPool, tiny_model_path: Path, name: str) -> None:
+    """Whole samples and statistics of the batch, of which each rank computes a part, are the same for any number."""
+    settings = {"micro_batch_tokens": 90, "algorithm": ALGORITHMS[name]}
+    alone = trained(ALONE, tiny_model_path, dict(settings), range(1))
+    for together in four.run(trained, tiny_model_path, settings, range(1)):
         assert_same(alone, together)
 
 
