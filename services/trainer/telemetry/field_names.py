@@ -10,15 +10,23 @@ from typing import Any
 FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         # verl: actor/, critic/, response_length/, rollout_corr/, timing_s/. prime-rl: optim/, mismatch_kl/, entropy/,
-        # time/. slime: train/, rollout/. TRL: clip_ratio/, completions/, sampling/. SkyRL: async/.
+        # time/. slime: train/, rollout/. TRL: clip_ratio/, completions/, sampling/. SkyRL: async/. AReaL: ppo_actor/.
         "loss": ("train/loss",),
         "policy_loss": ("actor/pg_loss", "train/pg_loss"),
-        "grad_norm": ("actor/grad_norm", "optim/grad_norm", "train/grad_norm"),
-        "learning_rate": ("actor/lr", "optim/lr"),
-        "clip_fraction": ("actor/pg_clipfrac", "clip_ratio/region_mean", "train/pg_clipfrac"),
+        "grad_norm": ("actor/grad_norm", "optim/grad_norm", "train/grad_norm", "ppo_actor/update/grad_norm"),
+        "learning_rate": ("actor/lr", "optim/lr", "ppo_actor/update/lr"),
+        "clip_fraction": (
+            "actor/pg_clipfrac",
+            "clip_ratio/region_mean",
+            "train/pg_clipfrac",
+            "ppo_actor/update/clip_ratio/avg",
+        ),
         "clip_fraction_low": ("clip_ratio/low_mean",),
         "clip_fraction_high": ("clip_ratio/high_mean",),
-        "entropy": ("actor/entropy", "entropy/mean"),
+        "entropy": ("actor/entropy", "entropy/mean", "ppo_actor/update/entropy/avg"),
+        "ratio_mean": ("ppo_actor/update/importance_weight/avg",),
+        "ratio_min": ("ppo_actor/update/importance_weight/min",),
+        "ratio_max": ("ppo_actor/update/importance_weight/max",),
         "kl_k1": ("rollout_corr/kl",),
         "kl_k3": ("rollout_corr/k3_kl", "mismatch_kl/mean"),
         "tis_mean": ("rollout_corr/rollout_is_mean", "train/tis"),
