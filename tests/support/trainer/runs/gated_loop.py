@@ -108,9 +108,6 @@ class Loop(TrainingLoop):
     def _describe(self, batch: Sequence[Any]) -> dict[str, Any]:
         return {}
 
-    def _write_samples(self, finished: Any, step: int) -> None:
-        pass
-
 
 @dataclass
 class Rows:
@@ -138,6 +135,22 @@ class PromptPublication:
         return PushReport(version=version, num_replicas=1, num_failed=0, num_bytes=1, push_s=0.0, pause_s=0.0)
 
 
+@dataclass
+class GatedPublication(PromptPublication):
+    """Pushes each version until the test says that it is pushed."""
+
+    begun: list[int] = field(default_factory=list)
+    """The versions whose push has begun."""
+    may_end: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Released once for each push that may end."""
+
+    async def publish(self, version: int, weights: Any) -> PushReport:
+        """Wait for the test."""
+        self.begun.append(version)
+        await promptly(self.may_end.acquire())
+        return await super().publish(version, weights)
+
+
 class PushingLoop(TrainingLoop):
     """With pushes and the metrics that follow from them."""
 
@@ -146,9 +159,6 @@ class PushingLoop(TrainingLoop):
 
     def _describe(self, batch: Sequence[Any]) -> dict[str, Any]:
         return {"num_tokens": 1.0}
-
-    def _write_samples(self, finished: Any, step: int) -> None:
-        pass
 
 
 @dataclass
@@ -235,6 +245,7 @@ async def running(
     evaluator: Any = None,
     checkpoints: GatedCheckpoints | None = None,
     rows: Rows | None = None,
+    publication: Callable[[Position], Any] = PromptPublication,
     **settings: Any,
 ) -> AsyncIterator[Run]:
     """A loop of three steps, with max_staleness 1; it pushes if there are `rows` for the metrics."""
@@ -266,7 +277,7 @@ async def running(
         checkpoints=checkpoints,
         evaluator=evaluator,
         loop_type=Loop if rows is None else PushingLoop,
-        publication=PromptPublication(position),
+        publication=publication(position),
         publisher=SimpleNamespace(num_live_replicas=1),
         metrics=rows,
         trackers=rows,
@@ -279,6 +290,8 @@ async def running(
 
     admit()
     task = asyncio.create_task(train())
-    yield Run(ledger, changes, position, batches, backend, checkpoints, stop, task)
-    backend.go_on(100)
-    await end_task(task)
+    try:
+        yield Run(ledger, changes, position, batches, backend, checkpoints, stop, task)
+    finally:
+        backend.go_on(100)
+        await end_task(task)

@@ -68,9 +68,6 @@ class _Loop(TrainingLoop):
     def _describe(self, batch: Any) -> dict[str, Any]:
         return {}
 
-    def _write_samples(self, finished: Any, step: int) -> None:
-        pass
-
 
 class _Trackers:
     """None."""
