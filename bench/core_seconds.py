@@ -21,7 +21,7 @@ from bench.demo.penstock_run import follow, training
 from bench.demo.processor_time import core_seconds
 from services.launch.metrics import StepRow
 
-_TIMES = ("step_s", "train_s", "wait_s", "push_s", "prefill_ratio")
+_TIMES = ("step_s", "train_s", "wait_s", "push_wait_s", "checkpoint_wait_s", "push_s", "prefill_ratio")
 
 
 def main() -> int:

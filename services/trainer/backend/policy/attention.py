@@ -174,7 +174,10 @@ def packed_attention(
     assert attention_mask is None, "packed rows need no mask"
     wanted = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
     if unknown := [name for name, value in wanted.items() if value is not None]:
-        raise ConfigError(f"the model attends with {', '.join(unknown)}, which the trainer's packed rows do not do")
+        raise ConfigError(
+            f"the model attends with {', '.join(unknown)}, which the trainer's packed rows do not do; "
+            "train a model of a family in docs/training/models.md"
+        )
     if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         return packed_attention_of_gpus(
             module, query, key, value, scaling=scaling, row_layout=row_layout, row_share=row_share
