@@ -98,10 +98,10 @@ test-mooncake: setup ## Test prefill/decode pairs with mooncake, which needs lib
 	$(UV) pip install --quiet --python $(BIN)/python --target .mooncake --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
 	@PYTHONPATH=.mooncake PENSTOCK_TEST_TRANSFER_BACKEND=mooncake $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)
 
-# In an environment of its own: lmms-eval brings torch and much else, and another protobuf.
+# In an environment of its own: lmms-eval brings torch and much else, and another protobuf. It reads filelock._api, which 4.0 renamed.
 test-lmms-eval: setup ## Play a local task of lmms-eval over the OpenAI-compatible API; fetches it into .lmms-eval, several GB.
 	[ -x .lmms-eval/bin/python ] || $(UV) venv --quiet --python $(PYTHON) .lmms-eval
-	$(UV) pip install --quiet --python .lmms-eval/bin/python lmms-eval==0.7.3
+	$(UV) pip install --quiet --python .lmms-eval/bin/python lmms-eval==0.7.3 'filelock<4'
 	@$(BIN)/pytest tests/integration/openai_frontend/run_lmms_eval.py -p no:randomly $(ARGS)
 
 # In a folder of their own: they need older versions of packages that the rest needs newer.

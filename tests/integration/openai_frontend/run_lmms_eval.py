@@ -43,7 +43,9 @@ async def test_a_local_task_is_played_and_scored(harness: Harness, tmp_path: Pat
             command.kill()
             await command.wait()
     assert command.returncode == 0, said.decode()
-    [results] = (tmp_path / "out").rglob("*_results.json")
+    found = [*(tmp_path / "out").rglob("*_results.json")]
+    assert len(found) == 1, said.decode()  # it exits with 0 after an error, too
+    [results] = found
     assert json.loads(results.read_text())["results"]["penstock_local"]["exact_box,none"] == 0.5
     assert sorted(len(request.images) for request in harness.requests) == [0, 1]
     assert {(request.sampling.temperature, request.sampling.max_new_tokens) for request in harness.requests} == {
