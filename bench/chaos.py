@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from penstock.testing.tolerance import MAX_DLOGP
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 
 GROUPS_PER_STEP = 8
@@ -36,7 +37,6 @@ FREEZE_S = (2.0, 20.0)
 """Range of seconds, shorter and longer than leases (5 s) and the time after which prompts are redelivered (10 s)."""
 STALL_S = 240.0
 """A run that trains no step for this many seconds hangs."""
-MAX_SAME_VERSION_DLOGP = 1e-4
 
 
 @dataclass(slots=True)
@@ -206,7 +206,7 @@ def tell(train: TrainProcess, faults: Faults, exit_code: int, *, num_steps: int,
             one["policy_version"] >= next_one["policy_version"] for one, next_one in itertools.pairwise(rows)
         ),
         "max |dlogp| where no version lies between": (
-            bool(same_version) and all(value < MAX_SAME_VERSION_DLOGP for value in same_version),
+            bool(same_version) and all(value < MAX_DLOGP for value in same_version),
             f"{max(same_version):.1e} in {len(same_version)} steps" if same_version else "measured in no step",
         ),
         "processes left": (not train.pids(), str(len(train.pids()))),

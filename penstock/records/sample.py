@@ -149,6 +149,9 @@ class Sample(Record, frozen=True, kw_only=True):
     environment: the environment ended it early, or the turns were used up. error: see `error`."""
     error: str = ""
     """Why the sample could not be judged, if its environment failed or it broke the replicas that played it."""
+    ended_by: str = ""
+    """What ended it as `length` or `deadline`: the limit that an observation exceeded, or what ran out of time. Empty
+    if the last turn itself was cut."""
     verdict: Verdict | None
     """None if the environment gave the reward."""
     turns: tuple[Turn, ...]

@@ -65,7 +65,8 @@ class SessionState(Envelope, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Default arguments of the chat template; those of a call override them."""
     limits: Limits = Limits()
-    """`max_turns`: the most answers; `max_tokens`: the most tokens in a conversation, images expanded."""
+    """`max_turns`: the most answers, counted when a call begins; the others bound each conversation: its tokens, images
+    expanded, those after its first prompt except the policy's answers, its images and their pixels."""
     timeout_s: float = 0.0
     """The most seconds that the session stays open after it was opened; its calls may wait for a replica for as long.
     0: not known."""

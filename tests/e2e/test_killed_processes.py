@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.testing.train_process import RECIPE, started
+from tests.support.engine.agreement import require_agreement
 from tests.support.waiting import HANG_S
 
 pytestmark = [
@@ -105,10 +106,4 @@ def assert_nothing_was_lost(rows: list[dict[str, Any]], num_steps: int) -> None:
     assert rows[-1]["num_failed_groups"] == 0
     versions = [row["policy_version"] for row in rows]
     assert versions == sorted(set(versions)), "a policy version was used twice"
-    assert_engines_served_what_they_said(rows)
-
-
-def assert_engines_served_what_they_said(rows: list[dict[str, Any]]) -> None:
-    """Where no version lies between, engine and trainer have the same logprobs: no number stood for other weights."""
-    assert any("dlogp_max_current" in row for row in rows)
-    assert all(row.get("dlogp_max_current", 0.0) < 1e-4 for row in rows)
+    require_agreement(rows)

@@ -19,8 +19,10 @@ from penstock.bus.connection import connect
 from penstock.clients import RouterClient, TrainerClient
 from penstock.config import SecurityConfig, load
 from penstock.errors import AccessError, UnavailableError
+from penstock.records import Sample
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
+from penstock.testing.tolerance import MAX_DLOGP
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 from services.recipe import Recipe
 from services.trainer.backend.base import take_step
@@ -31,12 +33,15 @@ from services.trainer.replay.recording import read_recording
 from tests.support.certificates import make_certificates, security_of
 from tests.support.strangers import TOKEN, WRONG, assert_rpc_is_closed
 from tests.support.waiting import until
+from tests.support.worker import second_picture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NUM_STEPS, GROUPS_PER_STEP = 4, 4
 AGENT = "retry"
 """Plays half of the rows."""
+SECOND_PICTURE = "second_picture"
+"""An environment that plays a quarter of them; the others have one turn."""
 
 NATS_TOKEN = "5b0e7c1d9a3f48628d1f0c2e4b6a7988"
 
@@ -53,6 +58,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainPr
         "data.path": data,
         "data.environment_column": "environment",
         f"worker.agents.{AGENT}.function": "examples.retry_agent:play",
+        f"worker.environments.{SECOND_PICTURE}.class": f"{second_picture.__name__}:SecondPicture",
         "router.http_port": free_ports(1)[0],
         "trainer.max_staleness": 0,
         "trainer.num_steps": NUM_STEPS,
@@ -123,7 +129,8 @@ def test_no_secret_was_written_down(run: TrainProcess) -> None:
 
 
 def write_rows(path: Path) -> None:
-    """Rows in the schema of hiyouga/geometry3k: drawn problems, and pictures of every size and mode."""
+    """Rows in the schema of hiyouga/geometry3k: drawn problems, and pictures of every size and mode. An environment
+    or an agent plays three of four."""
     rng = np.random.default_rng(0)
     drawn = GeometryDataset(12, seed=5)
     rows = [drawn[index] for index in range(12)]
@@ -141,7 +148,7 @@ def write_rows(path: Path) -> None:
                 "answer": "\\frac { 3 \\sqrt { 2 } } { 2 }",
             }
         )
-    environments = [{"environment": AGENT if index % 2 else None} for index in range(len(rows))]
+    environments = [{"environment": (SECOND_PICTURE, AGENT, None, AGENT)[index % 4]} for index in range(len(rows))]
     pq.write_table(pa.Table.from_pylist([row | named for row, named in zip(rows, environments, strict=True)]), path)
 
 
@@ -158,7 +165,7 @@ def test_engine_and_trainer_agree_on_logprobs(run: TrainProcess) -> None:
     """Real SGLang and the trainer's model give the same logprob for every sampled token, pictures included."""
     for row in run.rows():
         assert row["num_tokens"] > 0
-        assert row["dlogp_max"] < 1e-4, row
+        assert row["dlogp_max"] < MAX_DLOGP, row
 
 
 def test_kept_episodes_have_the_numbers_of_every_token(run: TrainProcess) -> None:
@@ -172,13 +179,30 @@ def test_kept_episodes_have_the_numbers_of_every_token(run: TrainProcess) -> Non
         assert {entry["index"] for entry in of_step} <= set(row["groups"])
 
 
+def played_by(run: TrainProcess, environment: str) -> list[list[tuple[Sample, ...]]]:
+    """The samples of each group of each step that an environment or an agent played."""
+    recorded = [read_recording(run.folder / "groups", step).groups for step in range(1, NUM_STEPS + 1)]
+    return [[group.samples for group in groups if group.environment == environment] for groups in recorded]
+
+
+def test_a_picture_of_a_later_turn_is_trained(run: TrainProcess) -> None:
+    """A quarter of the groups: in one sequence, the prompt's picture, a turn, the environment's picture, a turn.
+
+    They are in the comparison of log-probabilities above.
+    """
+    samples = [sample for groups in played_by(run, SECOND_PICTURE) for group in groups for sample in group]
+    assert len(samples) == 4 * NUM_STEPS * GROUPS_PER_STEP / 4
+    shown = [sample for sample in samples if len(sample.turns) == 2]
+    assert shown, "every sample ended with its first turn: the test proves nothing"
+    assert {(len(sample.sequences), len(sample.sequences[0].images)) for sample in shown} == {(1, 2)}
+
+
 def test_an_agent_s_conversations_are_trained(run: TrainProcess) -> None:
     """Half of the groups: each sample is one sequence, in which both tries are the policy's own tokens, and is trained.
 
     Row by row they are in the accounting and in the comparison of log-probabilities above.
     """
-    recorded = [read_recording(run.folder / "groups", step).groups for step in range(1, NUM_STEPS + 1)]
-    played = [[group.samples for group in groups if group.environment == AGENT] for groups in recorded]
+    played = played_by(run, AGENT)
     samples = [sample for groups in played for group in groups for sample in group]
     assert len(samples) == 4 * NUM_STEPS * GROUPS_PER_STEP / 2
     assert {(len(sample.sequences), sample.error, sample.verdict) for sample in samples} == {(1, "", None)}

@@ -35,6 +35,7 @@ from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.episode import EpisodePlayer
 from services.rollout.worker.episodes.turn import WAIT_TIMEOUT_S
 from services.rollout.worker.group_rollout import GroupRollout
+from services.rollout.worker.loop_watchdog import LIMIT_S, LoopWatchdog
 from services.rollout.worker.players import Players
 from services.rollout.worker.prompt_handler import PromptHandler
 
@@ -55,12 +56,13 @@ async def serve(
     security: Security | None = None,
     max_deliveries: int = MAX_DELIVERIES,
     wait_timeout_s: float = WAIT_TIMEOUT_S,
+    loop_limit_s: float = LIMIT_S,
 ) -> None:
     """Play prompt groups until `stop`, then put back those that do not finish within the grace period.
 
     Needs its own process, because it keeps transformers from importing torch. A group that has failed `max_deliveries`
     times is given up and reported to the trainer as failed. A turn may wait `wait_timeout_s` for a replica, and a group
-    for its verdicts.
+    for its verdicts. A loop that stands still for `loop_limit_s` is logged with what holds it.
 
     Raises:
         ConfigError: an environment or agent cannot be loaded, or the model has no tokenizer.
@@ -123,6 +125,7 @@ async def serve(
         stack.push_async_callback(health.drain, 0.0)
         metrics.SLOTS.set(config.concurrency)
         await stack.enter_async_context(serving_metrics(settings.metrics, settings.run, settings.network, security))
+        stack.enter_context(LoopWatchdog(environments.in_loop, limit_s=loop_limit_s))
         log.info("worker.started", worker=worker_id, router=settings.router_address, reward=settings.reward_address)
         await work(
             consumer,

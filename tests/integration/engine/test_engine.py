@@ -50,7 +50,7 @@ IMAGES = {
 async def test_logprobs_are_those_of_transformers(
     engine: EngineProcess, current: Reference, temperature: float
 ) -> None:
-    """Text and images of all kinds: the tempered distribution without the forbidden ids, to 1e-4."""
+    """Text and images of all kinds: the tempered distribution without the forbidden ids, to rounding."""
     rng = random.Random(1)
     prompts = {name: prompt(rng, num_images=len(images), image_id=current.image_id) for name, images in IMAGES.items()}
     answers = await asyncio.gather(

@@ -27,8 +27,8 @@ NO_VERDICT = Verdict(score=0.0, status="OK", extracted="", method="EXACT")
 async def test_recorded_calls_have_the_logprobs_of_the_trainers_model(
     engine: EngineProcess, current: Reference, tiny_model_path: Path, nats_url: str
 ) -> None:
-    """Chats with images and without, streamed and whole, cut by a stop string and not, and a plain completion: to 1e-4,
-    by transformers and by the trainer's own path from record to batch. An image that is none is refused by the
+    """Chats with images and without, streamed and whole, cut by a stop string and not, and a plain completion: to
+    rounding by transformers and by the trainer's own path from record to batch. An image that is none is refused by the
     engine, which says so."""
     run = engine.log.parent.name
     version = (await engine.replica()).policy_version

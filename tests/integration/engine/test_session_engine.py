@@ -37,7 +37,7 @@ async def test_a_session_with_images_and_a_tool_call_has_the_logprobs_of_the_tra
     engine: EngineProcess, current: Reference, tiny_model_path: Path, nats_url: str
 ) -> None:
     """Two calls, the first of which begins a tool call, the second of which brings the tool's picture: one sequence, to
-    1e-4 by transformers and by the trainer's own path from record to batch."""
+    rounding by transformers and by the trainer's own path from record to batch."""
     run = engine.log.parent.name
     version = (await engine.replica()).policy_version
     first, second = picture(150, 101, seed=1), picture(96, 96, seed=2)

@@ -7,8 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+from PIL import Image
 
 from penstock.bus.image_store import ImageStore, hash_of
+from penstock.environments.pictures import read_picture
 from penstock.records import Limits, SessionId
 from penstock.testing.answers import Saying, counting
 from services.rollout.worker.agents.linearize import linearize
@@ -286,6 +288,29 @@ async def test_limits_end_a_session_in_words(harness: Harness) -> None:
         assert len(call.input_ids) + len(call.output_ids) == 40
         with pytest.raises(openai.BadRequestError, match="session's max_tokens is 40; shorten it"):
             await agent.ask([*HI, said(answer), user("more")])
+
+
+async def test_images_count_in_a_sessions_limits(harness: Harness) -> None:
+    """By the tokens that the engine will make of them, and by their pixels."""
+    picture = read_picture(Image.new("RGB", (96, 96)), "a picture")
+    seen = {"type": "image_url", "image_url": {"url": data_url(picture)}}
+    messages = [{"role": "user", "content": [seen, seen, {"type": "text", "text": "look"}]}]
+    async with agent_session(harness) as agent:
+        await agent.ask(messages)
+    num_tokens = len(harness.requests[0].input_ids) + 2 * (9 - 1)
+    async with agent_session(harness, limits=Limits(max_tokens=num_tokens + 1, max_images=2)) as agent:
+        await agent.ask(messages)
+    assert sorted(request.sampling.max_new_tokens for request in harness.requests) == [1, 2000]
+    for limits, words in (
+        ({"max_tokens": num_tokens}, f"has {num_tokens} tokens, and the session's max_tokens is {num_tokens}; shorten"),
+        ({"max_images": 1}, "has 2 images, and the session's max_images is 1; shorten it"),
+        ({"max_pixels": 96 * 96}, "has 18432 pixels, and the session's max_pixels is 9216; shorten it"),
+    ):
+        async with agent_session(harness, limits=Limits(**limits)) as agent:
+            with pytest.raises(openai.BadRequestError, match=words) as caught:
+                await agent.ask(messages)
+            assert caught.value.code == "session_limit_reached"
+    assert len(harness.requests) == 2
 
 
 async def test_a_session_lists_the_policy_while_it_is_open(harness: Harness) -> None:

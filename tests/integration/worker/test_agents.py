@@ -154,6 +154,7 @@ async def test_a_runner_that_never_ends_is_ended(
     for group in groups:
         [sample] = group.samples
         assert sample.finish_reason == "deadline"
+        assert "its runner was ended after 10 s, before it gave a reward; see worker.episode_" in sample.ended_by
         if group.id.index == 0:
             assert sample.reward is None
             assert "its runner was ended after 10 s, before it gave a reward" in sample.error

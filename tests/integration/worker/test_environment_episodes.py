@@ -27,8 +27,13 @@ from tests.support.worker.scripted_episodes import END, PICTURE, ScriptedPolicy,
     [
         ("Segfaults", "error", "environment 'Segfaults': its process was ended by SIGSEGV during step"),
         ("NotANumber", "error", "environment 'NotANumber': step raised ValueError: reward = nan"),
-        ("LongWinded", "error", "environment 'LongWinded': step: the text of an observation has 10000000 characters"),
-        ("Sleeps", "deadline", ""),
+        ("LongWinded", "length", "step: the text of an observation has 10000000 characters; at most 2097152"),
+        (
+            "HugePicture",
+            "length",
+            "step: the images of an observation have 209715200 bytes; at most 33554432",
+        ),
+        ("Sleeps", "deadline", "the environment's step took longer than the episode has; see worker.episode_timeout_s"),
     ],
 )
 async def test_a_bad_environment_costs_its_sample_and_keeps_its_tokens(
@@ -46,8 +51,10 @@ async def test_a_bad_environment_costs_its_sample_and_keeps_its_tokens(
 
         bad, good = await asyncio.gather(play_with(kind), play_with("Echo"))
     assert bad.finish_reason == finish_reason
-    assert bad.error.startswith(reason)
-    assert len(bad.to_sample(None).sequences[0].token_ids) > 0
+    sample = bad.to_sample(None)
+    assert (sample.error if finish_reason == "error" else sample.ended_by).startswith(reason)
+    assert (not sample.error, bad.needs_verdict) == (finish_reason != "error",) * 2
+    assert len(sample.sequences[0].token_ids) > 0
     assert (good.finish_reason, good.reward) == ("stop", 1.0)
 
 

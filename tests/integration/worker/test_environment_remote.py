@@ -104,8 +104,9 @@ async def test_what_fails_at_the_server_is_told_to_the_worker(kind: str, reason:
     """As if it ran here."""
     async with serving(kind) as server, episode_of(server.url, kind) as environment:
         await environment.reset(make_task())
-        with pytest.raises(EnvironmentFailedError, match=reason):
+        with pytest.raises(EnvironmentFailedError, match=reason) as failed:
             await environment.step(turn("go"))
+        assert isinstance(failed.value, messages.ObservationTooLargeError) == (kind == "HugePicture")
 
 
 async def test_an_episode_that_its_worker_gives_up_ends_at_the_server() -> None:

@@ -13,10 +13,11 @@ from PIL import Image, ImageDraw
 from penstock.model.images import decode_image
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.testing.engine_process import EngineProcess
+from penstock.testing.tolerance import MAX_DLOGP
 from penstock.v1 import common_pb2, generate_pb2
 from tests.support.waiting import HANG_S, until
 
-TOLERANCE = 1e-4
+TOLERANCE = MAX_DLOGP
 START_ID, END_ID, IMAGE_ID, VIDEO_ID = 363, 364, 366, 367
 """Vision tokens of the tiny model."""
 

@@ -142,6 +142,19 @@ def test_images_are_part_of_what_was_said(renderer: Renderer) -> None:
     assert (other.continues, other.images) == (0, [C, B])
 
 
+def test_what_came_after_the_first_prompt_is_counted(renderer: Renderer) -> None:
+    """With its images as the engine expanded them, without the policy's answers and without what is new."""
+    history = SessionHistory()
+    shown, later = (Message(role="user", parts=(ImagePart(index=index),)) for index in range(2))
+    said, again = message("assistant", "one"), message("assistant", "two")
+    first = history.next_prompt(chat(shown, images=[A]), renderer)
+    answer(history, first, said, [5, END_ID])
+    second = history.next_prompt(chat(shown, said, later, images=[A, B]), renderer)
+    answer(history, second, again, [6, 7, END_ID])
+    third = history.next_prompt(chat(shown, said, later, again, MORE, images=[A, B]), renderer)
+    assert [prompt.num_observed for prompt in (first, second, third)] == [0, 0, len(second.added_ids) + 8]
+
+
 def test_a_call_that_is_known_is_added_once(renderer: Renderer) -> None:
     """Two requests read the bus at the same time."""
     history = SessionHistory()

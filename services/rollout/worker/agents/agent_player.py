@@ -25,7 +25,7 @@ from penstock.runtime.security import Security
 from services.rollout.worker.agents.linearize import linearize, turns_of
 from services.rollout.worker.agents.runners import RunnerCaller, RunnerError
 from services.rollout.worker.answer_verifier import AnswerVerifier
-from services.rollout.worker.episodes.clock import EpisodeClock
+from services.rollout.worker.episodes.clock import TIME_REMEDY, EpisodeClock
 from services.rollout.worker.episodes.grading import Grading
 from services.rollout.worker.episodes.tasks import make_task
 from services.rollout.worker.group_images import GroupImages
@@ -57,6 +57,8 @@ class AgentEpisode:
     started_at: float
     """Seconds since 1970."""
     elapsed_s: float
+    ended_by: str = ""
+    """What ended it early; see `penstock.records.Sample`."""
 
     @property
     def answer(self) -> str:
@@ -83,6 +85,7 @@ class AgentEpisode:
             metrics={name: float(value) for name, value in self.result.metrics.items()},
             finish_reason=self.finish_reason,
             error=self.error,
+            ended_by=self.ended_by,
             verdict=verdict,
             turns=turns_of(self.calls),
             started_at=self.started_at,
@@ -162,6 +165,7 @@ class AgentPlayer:
         clock, item_id = EpisodeClock(timeout_s), f"{prompt.id.message}/{number}"
         grading = Grading(self._answer_verifier, prompt, item_id, clock)
         ending: Ending = "stop"
+        ended_by = ""
         given = AgentSession(
             base_url=f"{self._router_url}/sessions/{session}/v1",
             router_url=self._router_url,
@@ -182,6 +186,7 @@ class AgentPlayer:
         if result is None:
             why = f"agent {prompt.environment!r}: its runner was ended after {timeout_s:g} s, before it gave a reward"
             result, ending = AgentResult(error="" if prompt.golds else why), "deadline"
+            ended_by = f"{why}; {TIME_REMEDY}"
         elapsed_s = time.monotonic() - started
         calls = await self._end(opened)
         grading.require_sound()
@@ -207,6 +212,7 @@ class AgentPlayer:
             finish_reason=ending,
             started_at=started_at,
             elapsed_s=elapsed_s,
+            ended_by=ended_by,
         )
         return episode, ""
 

@@ -8,6 +8,7 @@ process for each episode, and the number of these that live at once is limited.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import entry_points
@@ -65,6 +66,7 @@ class EnvironmentRegistry:
         self._security = security or Security()
         self._max_processes = max_processes
         self._processes = asyncio.Semaphore(max_processes)
+        self._num_in_loop: Counter[str] = Counter()
         for name in (*BUILT_IN, *self._installed, *self._configured):
             config = self._configured.get(name, EnvironmentConfig())
             try:
@@ -121,11 +123,23 @@ class EnvironmentRegistry:
         Waits, first come first served, while all processes are taken. An episode that has room never waits for
         another's room, so each ends in its time, and all get their turn.
         """
-        if isinstance(self._factories.get(name), EnvironmentProcesses):
+        factory = self._factories.get(name)
+        if isinstance(factory, EnvironmentProcesses):
             async with self._processes:
                 yield
-        else:
+        elif isinstance(factory, RemoteEnvironments):
             yield
+        else:
+            self._num_in_loop[name] += 1
+            try:
+                yield
+            finally:
+                self._num_in_loop[name] -= 1
+
+    def in_loop(self) -> list[str]:
+        """Return the names of the environments that have an episode in the event loop, sorted. Any thread may ask while
+        the loop stands still."""
+        return sorted(name for name, number in self._num_in_loop.items() if number)
 
     def require_room(self, name: str) -> None:
         """Refuse to wait for room.

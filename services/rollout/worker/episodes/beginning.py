@@ -26,6 +26,7 @@ from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Prompt
 from penstock.runtime.backoff import Backoff
+from services.rollout.worker.environments.hosting.messages import ObservationTooLargeError
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.budget import Budget, OverBudgetError
 from services.rollout.worker.episodes.clock import EpisodeClock
@@ -123,6 +124,8 @@ class EpisodeStarter:
                     raise PromptTooLongError(
                         f"environment {prompt.environment!r} begins with {error}; see data.limits"
                     ) from None
+                except ObservationTooLargeError as error:
+                    raise PromptTooLongError(f"environment {prompt.environment!r} begins too large: {error}") from None
                 except OverloadedError:
                     if time.monotonic() >= give_up_at:
                         raise

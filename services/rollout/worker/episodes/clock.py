@@ -7,6 +7,9 @@ from contextlib import asynccontextmanager, contextmanager
 
 from penstock.errors import DeadlineError
 
+TIME_REMEDY = "see worker.episode_timeout_s and data.limits.episode_timeout_s"
+"""Ends the message that an episode's time is over."""
+
 
 class EpisodeClock:
     """The time that an episode has left; it is paused while the episode waits for a replica or for a verdict."""
@@ -41,10 +44,7 @@ class EpisodeClock:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise DeadlineError(
-                f"{what} took longer than the episode has; see worker.episode_timeout_s and "
-                "data.limits.episode_timeout_s"
-            ) from None
+            raise DeadlineError(f"{what} took longer than the episode has; {TIME_REMEDY}") from None
         finally:
             self._limit = None
 

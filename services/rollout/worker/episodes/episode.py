@@ -34,10 +34,11 @@ from penstock.telemetry import spans
 from penstock.v1 import generate_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.config import WorkerConfig
+from services.rollout.worker.environments.hosting.messages import ObservationTooLargeError
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.beginning import Beginning, EpisodeStarter, describe_failure
 from services.rollout.worker.episodes.budget import OverBudgetError
-from services.rollout.worker.episodes.clock import EpisodeClock
+from services.rollout.worker.episodes.clock import TIME_REMEDY, EpisodeClock
 from services.rollout.worker.episodes.earlier_thoughts import EarlierThoughts
 from services.rollout.worker.episodes.grading import Grading
 from services.rollout.worker.episodes.rendering import Rendering
@@ -66,6 +67,8 @@ class Episode:
     error: str = ""
     """Why the sample cannot be judged: its environment failed, an image was lost, or it broke the replicas that played
     it."""
+    ended_by: str = ""
+    """What ended it early; see `penstock.records.Sample`."""
     started_at: float = 0.0
     """Seconds since 1970."""
     elapsed_s: float = 0.0
@@ -90,6 +93,7 @@ class Episode:
             metrics={name: value for turn in self.trajectory.turns for name, value in turn.metrics.items()},
             finish_reason=self.finish_reason,
             error=self.error,
+            ended_by=self.ended_by,
             verdict=verdict,
             turns=self.trajectory.turns,
             started_at=self.started_at,
@@ -180,6 +184,7 @@ class EpisodePlayer:
                 answer=episode.texts[-1],
                 finish_reason=ending,
                 error=episode.error,
+                ended_by=episode.ended_by,
                 started_at=started_at,
                 elapsed_s=time.monotonic() - started,
             )
@@ -189,6 +194,7 @@ class EpisodePlayer:
         trajectory, prompt = episode.trajectory, episode.prompt
         budget_s = min(prompt.limits.turn_timeout_s or math.inf, episode.clock.remaining_s)
         if trajectory.turns and budget_s <= 0:
+            episode.ended_by = f"no time was left for another turn; {TIME_REMEDY}"
             return "deadline"
         request = generate_pb2.GenerateRequest(
             request_id=f"{episode.session_id}/{len(trajectory.turns)}/{uuid.uuid4().hex[:8]}",
@@ -287,11 +293,13 @@ class EpisodePlayer:
             if limits.max_turns is not None and len(trajectory.turns) >= limits.max_turns:
                 return "environment"
             kept, ids = await self._render_next(result.observation, episode)
-        except OverBudgetError as error:
-            log.debug("episode.over_budget", sample=episode.session_id, reason=str(error))
-            return "length"
-        except DeadlineError:
+        except (OverBudgetError, ObservationTooLargeError) as error:
             episode.grading.require_sound()
+            episode.ended_by = str(error)
+            return "length"
+        except DeadlineError as error:
+            episode.grading.require_sound()
+            episode.ended_by = str(error)
             return "deadline"
         except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
             episode.grading.require_sound()
@@ -356,17 +364,20 @@ class _Episode:
     grading: Grading
     texts: list[str] = dataclasses.field(default_factory=list)
     error: str = ""
+    ended_by: str = ""
 
 
 def _end_by(error: PenstockError, episode: _Episode) -> Ending:
     """Return how an episode with tokens ends if its next turn fails with `error`."""
     match error:
         case PromptTooLongError():
+            episode.ended_by = str(error)
             return "length"
         # InvalidRequestError blames the environment's addition; with MissingImageError, storing the image again failed.
         case PoisonError() | InvalidRequestError() | MissingImageError():
             episode.error = str(error)
             return "error"
         case DeadlineError() | UnavailableError() | OverloadedError() | NotReadyError():
+            episode.ended_by = str(error)
             return "deadline"
     raise error

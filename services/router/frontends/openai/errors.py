@@ -63,7 +63,7 @@ class UnknownSessionError(InvalidRequestError):
 
 
 class SessionLimitError(InvalidRequestError):
-    """The session has used up its answers or tokens."""
+    """The session has used up its answers, or the conversation is over one of its limits."""
 
 
 def status_for(error: BaseException) -> int:

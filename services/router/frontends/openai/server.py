@@ -15,6 +15,8 @@ from penstock.bus.sessions import Sessions
 from penstock.config import SamplingConfig
 from penstock.http.server import HttpServer
 from penstock.model.chat_template import Renderer
+from penstock.model.families.qwen_vl import ImageGrid
+from penstock.model.tokens import image_token_id
 from penstock.runtime.security import Security
 from services.router.config import RouterConfig
 from services.router.forwarder import RequestForwarder
@@ -36,6 +38,8 @@ class ChatBackend:
     renderer: Renderer
     sampling: SamplingConfig
     """Defaults of requests."""
+    grid: ImageGrid | None = None
+    """How the model cuts images into tokens; None for a model without images."""
 
     @classmethod
     def load(cls, config: RouterConfig, *, run: str, model_path: Path, sampling: SamplingConfig) -> Self:
@@ -44,7 +48,12 @@ class ChatBackend:
         Raises:
             ConfigError: the folder has no usable tokenizer or template.
         """
-        return cls(model=config.openai.model or run, renderer=Renderer.load(model_path), sampling=sampling)
+        return cls(
+            model=config.openai.model or run,
+            renderer=Renderer.load(model_path),
+            sampling=sampling,
+            grid=None if image_token_id(model_path) is None else ImageGrid.of(model_path),
+        )
 
     def renderers(self) -> Sequence[Renderer]:
         """Return one renderer for each parsing thread. Copying takes a second for a large vocabulary."""
@@ -81,7 +90,7 @@ async def serving(
         recordings=recordings,
     )
     server = HttpServer(
-        make_openai_app(api, SessionApi(api, sessions, images)),
+        make_openai_app(api, SessionApi(api, sessions, images, grid=backend.grid)),
         host=host,
         port=config.http_port or 0,
         key="router.http_port",

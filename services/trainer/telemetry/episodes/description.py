@@ -180,6 +180,7 @@ def _describe_sample(
         "verdict": None if sample.verdict is None else msgspec.to_builtins(sample.verdict),
         "finish_reason": sample.finish_reason,
         "error": sample.error,
+        "ended_by": sample.ended_by,
         "started_at": sample.started_at,
         "elapsed_s": sample.elapsed_s,
         "turns": msgspec.to_builtins(sample.turns),

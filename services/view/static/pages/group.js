@@ -81,6 +81,7 @@ function sampleView(context, group, chosen) {
   return [
     h("h2", {}, `Sample ${chosen}, token by token`),
     sample.error ? h("p", { class: "error" }, sample.error) : null,
+    sample.ended_by ? h("p", { class: "faint" }, `${sample.finish_reason}: ${sample.ended_by}`) : null,
     turns,
     choice,
     added.length ? [h("p", { class: "faint" }, "Pictures that the environment added:"), pictures(added)] : null,

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -145,6 +146,17 @@ def test_what_was_left_out_is_kept_with_the_reason(tmp_path: Path) -> None:
         entries = index_of(tmp_path / keep)
         assert [entry["step"] for entry in entries] == [7] * (number + 1)
         assert [entry["reason"] for entry in entries][-2:] == ["2 versions old, 1 allowed", "equal_rewards"]
+
+
+def test_why_a_sample_ended_early_is_kept(tmp_path: Path) -> None:
+    """Beside how."""
+    played, reason = group(0).played, "3 images, but max_images leaves room for 2"
+    cut = msgspec.structs.replace(played.samples[0], finish_reason="length", ended_by=reason)
+    log = open_log(tmp_path, keep="all")
+    log.keep_left_out("stale", "old", msgspec.structs.replace(played, samples=(cut, *played.samples[1:])))
+    log.close()
+    [entry] = index_of(tmp_path)
+    assert [sample["ended_by"] for sample in whole(tmp_path, entry)["samples"]] == [reason, "", "", ""]
 
 
 def test_few_are_chosen_by_what_people_look_for() -> None:

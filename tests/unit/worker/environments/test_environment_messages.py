@@ -56,12 +56,12 @@ def test_an_observations_bounds_hold_on_both_sides() -> None:
     """What the sender did not check is refused by the receiver, with the size found and the bound."""
     picture = Message(role="user", parts=(ImagePart(index=0),))
     large = Observation(messages=(picture,), images=(bytes(messages.MAX_IMAGES_BYTES + 1),))
-    with pytest.raises(EnvironmentFailedError, match="33554433 bytes; at most 33554432"):
+    with pytest.raises(messages.ObservationTooLargeError, match="33554433 bytes; at most 33554432"):
         messages.from_observation(large)
-    with pytest.raises(EnvironmentFailedError, match="33554433 bytes; at most 33554432"):
+    with pytest.raises(messages.ObservationTooLargeError, match="33554433 bytes; at most 33554432"):
         messages.to_observation(messages.ObservationMessage(messages=large.messages, images=large.images))
     text = Message(role="user", parts=(TextPart(text="x" * (messages.MAX_TEXT_CHARS // 2 + 1)),))
-    with pytest.raises(EnvironmentFailedError, match="2097154 characters; at most 2097152"):
+    with pytest.raises(messages.ObservationTooLargeError, match="2097154 characters; at most 2097152"):
         messages.from_observation(Observation(messages=(text, text)))
     messages.from_observation(Observation(messages=(text,)))
 
@@ -82,6 +82,14 @@ def test_a_result_that_contradicts_itself_is_refused() -> None:
         )
     with pytest.raises(EnvironmentFailedError, match="reward = inf must be a finite number"):
         messages.to_result(messages.ResultReply(number=0, observation=None, reward=math.inf))
+
+
+def test_a_failure_says_that_an_observation_was_too_large() -> None:
+    """Other failures are the same bytes as before there was a difference."""
+    assert json.loads(messages.encode(messages.failed(1, "a"))) == {"kind": "failed", "number": 1, "error": "a"}
+    back = messages.decode_reply(messages.encode(messages.failed(1, "a", is_too_large=True)))
+    assert isinstance(back, messages.FailedReply)
+    assert back.is_too_large
 
 
 def test_a_long_error_keeps_its_ends() -> None:

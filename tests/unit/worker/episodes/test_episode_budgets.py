@@ -14,6 +14,7 @@ from penstock.errors import InvalidRequestError, PromptTooLongError
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Limits, Message, TextPart
+from services.rollout.worker.environments.hosting.messages import ObservationTooLargeError
 from services.rollout.worker.episodes.episode import Episode
 from tests.support.worker.scripted_episodes import (
     DONE,
@@ -56,10 +57,13 @@ def num_sent(policy: ScriptedPolicy, number: int) -> int:
     return len(request.input_ids) + 8 * len(request.images)
 
 
-def require_nothing_appended(episode: Episode, policy: ScriptedPolicy) -> None:
-    """The sample ended as truncated, and has its prompt and its only turn, and nothing of what came then."""
+def require_nothing_appended(episode: Episode, policy: ScriptedPolicy, *, ended_by: str) -> None:
+    """The sample ended as truncated by this limit, and has its prompt and its only turn, and nothing of what came
+    then."""
     [request] = policy.requests
-    assert (episode.finish_reason, episode.error) == ("length", "")
+    sample = episode.to_sample(None)
+    assert (sample.finish_reason, sample.error) == ("length", "")
+    assert ended_by in sample.ended_by
     assert episode.trajectory.token_ids == [*request.input_ids, *policy.ids("turn 0" + END)]
     assert episode.trajectory.images == [hash_of(PICTURE)]
 
@@ -74,7 +78,10 @@ async def test_observations_may_have_so_many_tokens(
     num_tokens = num_sent(free, 1) - num_sent(free, 0) - len(free.ids("turn 0" + END))
     episode, policy = await play_within(renderer, grid, shown, DONE, max_observation_tokens=num_tokens)
     assert (episode.finish_reason, len(policy.requests)) == ("stop", 2)
-    require_nothing_appended(*await play_within(renderer, grid, shown, max_observation_tokens=num_tokens - 1))
+    require_nothing_appended(
+        *await play_within(renderer, grid, shown, max_observation_tokens=num_tokens - 1),
+        ended_by=f"{num_tokens} tokens, but max_observation_tokens leaves room for {num_tokens - 1}",
+    )
     episode, policy = await play_within(renderer, grid, shown, shown, max_observation_tokens=2 * num_tokens - 1)
     assert (episode.finish_reason, len(policy.requests)) == ("length", 2)
 
@@ -87,7 +94,10 @@ async def test_a_sequence_may_have_so_many_tokens(renderer: Renderer, grid: Imag
     assert episode.finish_reason == "stop"
     asked_for = [request.sampling.max_new_tokens for request in policy.requests]
     assert asked_for == [min(32, most - num_sent(policy, 0)), 16]
-    require_nothing_appended(*await play_within(renderer, grid, shows("Look.", SECOND_PICTURE), max_tokens=most - 1))
+    require_nothing_appended(
+        *await play_within(renderer, grid, shows("Look.", SECOND_PICTURE), max_tokens=most - 1),
+        ended_by="tokens, but max_tokens leaves room for",
+    )
 
 
 async def test_the_first_turn_is_asked_for_what_is_left(renderer: Renderer, grid: ImageGrid) -> None:
@@ -114,7 +124,11 @@ async def test_an_episode_may_show_so_many_images_and_pixels(
 ) -> None:
     """The prompt's are among them."""
     answers = (shows("Look.", SECOND_PICTURE), shows("Look again.", THIRD_PICTURE))
-    require_nothing_appended(*await play_within(renderer, grid, *answers, **too_few))
+    [(name, most)] = too_few.items()
+    unit = name.removeprefix("max_")
+    require_nothing_appended(
+        *await play_within(renderer, grid, *answers, **too_few), ended_by=f"{unit}, but {name} leaves room for {most}"
+    )
     episode, policy = await play_within(renderer, grid, *answers, **enough)
     assert (episode.finish_reason, len(policy.requests)) == ("length", 2)
     assert episode.trajectory.images == [hash_of(PICTURE), hash_of(SECOND_PICTURE)]
@@ -125,7 +139,9 @@ async def test_an_episode_may_show_so_many_images_and_pixels(
 async def test_an_observation_is_taken_whole_or_not_at_all(renderer: Renderer, grid: ImageGrid) -> None:
     """Not its text without its second picture."""
     shown = shows("Look.", SECOND_PICTURE, THIRD_PICTURE)
-    require_nothing_appended(*await play_within(renderer, grid, shown, max_images=2))
+    require_nothing_appended(
+        *await play_within(renderer, grid, shown, max_images=2), ended_by="3 images, but max_images leaves room for 2"
+    )
 
 
 def png_header(width: int, height: int) -> bytes:
@@ -145,9 +161,13 @@ async def test_a_huge_image_ends_the_episode_undecoded(
         raise AssertionError("nothing is decoded here")
 
     monkeypatch.setattr(Image.Image, "load", decoded)
-    require_nothing_appended(*await play_within(renderer, grid, shows("Look.", png_header(side, side))))
     require_nothing_appended(
-        *await play_within(renderer, grid, shows("Look.", png_header(200, 200)), max_pixels=40_000)
+        *await play_within(renderer, grid, shows("Look.", png_header(side, side))),
+        ended_by="pixels",
+    )
+    require_nothing_appended(
+        *await play_within(renderer, grid, shows("Look.", png_header(200, 200)), max_pixels=40_000),
+        ended_by="max_pixels leaves room for 40000",
     )
 
 
@@ -171,10 +191,16 @@ async def test_ten_megabytes_of_text_are_never_tokenised(
 
     monkeypatch.setattr(Renderer, "render_continuation", watched)
     flood = "10 megabytes. " * (10 * 2**20 // 14)
-    require_nothing_appended(*await play_within(renderer, grid, shows(flood), context_length=4096))
+    require_nothing_appended(
+        *await play_within(renderer, grid, shows(flood), context_length=4096),
+        ended_by="bytes of text, but the context leaves room for",
+    )
     assert rendered == []
     most = renderer.longest_token_bytes * 2000
-    require_nothing_appended(*await play_within(renderer, grid, shows("a" * (most + 1)), max_observation_tokens=2000))
+    require_nothing_appended(
+        *await play_within(renderer, grid, shows("a" * (most + 1)), max_observation_tokens=2000),
+        ended_by=f"{most + 1} bytes of text, but max_observation_tokens leaves room for {most}",
+    )
     assert rendered == []
     await play_within(renderer, grid, shows("a" * most), DONE, max_observation_tokens=2000)
     assert rendered == [most]
@@ -187,6 +213,10 @@ async def test_a_prompt_of_ten_megabytes_is_refused(renderer: Renderer, grid: Im
     player = make_player(renderer, ScriptedPolicy(renderer, []), grid=grid, context_length=4096)
     with pytest.raises(InvalidRequestError, match=r"begins with \d{8} bytes of text, but the context leaves room"):
         await play(player, make_prompt("Scripted", images=(), messages=flood.messages))
+    Scripted.plays(resets=[ObservationTooLargeError("the text of an observation has 10485760 characters")])
+    with pytest.raises(PromptTooLongError, match="'Scripted' begins too large: the text of an observation has"):
+        await play(player, make_prompt("Scripted"))
+    assert Scripted.num_made == 1
 
 
 async def test_so_many_turns_may_be_played(renderer: Renderer, grid: ImageGrid) -> None:
@@ -213,6 +243,7 @@ async def test_an_episode_may_take_so_long(renderer: Renderer, row_s: float, wor
     player = make_player(renderer, policy, episode_timeout_s=worker_s)
     episode = await play(player, make_prompt("Stuck", limits=Limits(episode_timeout_s=row_s)))
     assert (episode.finish_reason, episode.text) == ("deadline", "one")
+    assert episode.ended_by.startswith("the environment's step took longer than the episode has; see worker.episode_")
 
 
 def test_a_limit_of_nothing_is_refused() -> None:

@@ -117,7 +117,8 @@ async def test_a_later_turn_that_fails_ends_the_sample_with_the_turns_before(
     policy = ScriptedPolicy(renderer, [("one" + END, 4), error])
     episode = await play(make_player(renderer, policy), make_prompt("TwoTurns"), 0)
     assert (episode.finish_reason, episode.text) == (ending, "one")
-    assert episode.error == (str(error) if ending == "error" else "")
+    reason = {"error": str(error) if ending == "error" else "", "ended_by": str(error) if ending != "error" else ""}
+    assert {"error": episode.error, "ended_by": episode.ended_by} == reason
 
 
 async def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) -> None:

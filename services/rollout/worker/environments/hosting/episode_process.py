@@ -27,6 +27,7 @@ from services.rollout.worker.environments.hosting.messages import (
     CloseRequest,
     GradeReply,
     ObservationReply,
+    ObservationTooLargeError,
     ResetRequest,
     StepRequest,
     VerdictRequest,
@@ -88,14 +89,14 @@ class _Episode:
         return HEADER.pack(len(data)) + data
 
     def _answer(self, request: AnyRequest) -> AnyReply:
-        what = str(request.__struct_config__.tag)
+        what, is_too_large = str(request.__struct_config__.tag), False
         try:
             return self._perform(request)
         except EnvironmentFailedError as error:
-            reason = f"{what}: {error}"
+            reason, is_too_large = f"{what}: {error}", isinstance(error, ObservationTooLargeError)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a boundary: environments are other people's code
             reason = f"{what} raised {_describe(error)}"
-        return messages.failed(self._current(), reason)
+        return messages.failed(self._current(), reason, is_too_large=is_too_large)
 
     def _perform(self, request: AnyRequest) -> AnyReply:
         match request:

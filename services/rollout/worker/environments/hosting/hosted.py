@@ -17,6 +17,7 @@ from services.rollout.worker.environments.hosting.messages import (
     FailedReply,
     GradeReply,
     ObservationReply,
+    ObservationTooLargeError,
     ResetRequest,
     ResultReply,
     TaskMessage,
@@ -57,6 +58,7 @@ class HostedEnvironment:
 
         Raises:
             EnvironmentFailedError: the environment crashed, or gave a forbidden answer.
+            ObservationTooLargeError: its observation is larger than any message may carry.
             UnavailableError: it cannot be reached; another try may succeed.
         """
         self._task = task
@@ -74,6 +76,7 @@ class HostedEnvironment:
 
         Raises:
             EnvironmentFailedError: the environment crashed, or gave a forbidden answer.
+            ObservationTooLargeError: its observation is larger than any message may carry.
         """
         assert self._task is not None, "reset comes before step"
         number, remaining_s = self._next(self._task)
@@ -109,7 +112,7 @@ class HostedEnvironment:
             request = await self._answer_grade(reply.text, self._task)
         self._is_idle = True
         if isinstance(reply, FailedReply):
-            raise EnvironmentFailedError(reply.error)
+            raise (ObservationTooLargeError if reply.is_too_large else EnvironmentFailedError)(reply.error)
         return reply
 
     async def _answer_grade(self, text: str, task: Task) -> VerdictRequest:

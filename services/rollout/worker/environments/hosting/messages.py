@@ -28,6 +28,10 @@ _MAX_METRICS = 256
 _MAX_ERROR_CHARS = 4000
 
 
+class ObservationTooLargeError(EnvironmentFailedError):
+    """An observation is larger than any message may carry; the text names the size and the bound."""
+
+
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all messages."""
 
@@ -129,10 +133,12 @@ class GradeReply(Reply, frozen=True, kw_only=True, tag="grade"):
     text: str
 
 
-class FailedReply(Reply, frozen=True, kw_only=True, tag="failed"):
+class FailedReply(Reply, frozen=True, kw_only=True, tag="failed", omit_defaults=True):
     """Answers any request: the environment raised an error, and the episode is over."""
 
     error: str
+    is_too_large: bool = False
+    """Whether it is over because an observation is too large. The sample is then cut short, as by a budget."""
 
 
 class ClosedReply(Reply, frozen=True, kw_only=True, tag="closed"):
@@ -182,11 +188,11 @@ def too_large(size_bytes: int) -> str:
     return f"a message of {size_bytes} bytes; at most {MAX_MESSAGE_BYTES} are taken; send smaller images"
 
 
-def failed(number: int, error: str) -> FailedReply:
+def failed(number: int, error: str, *, is_too_large: bool = False) -> FailedReply:
     """Return a reply that reports the error, with the middle of a long text cut out."""
     half = _MAX_ERROR_CHARS // 2
     text = error if len(error) <= _MAX_ERROR_CHARS else f"{error[:half]} ... {error[-half:]}"
-    return FailedReply(number=number, error=text.encode(errors="replace").decode())
+    return FailedReply(number=number, error=text.encode(errors="replace").decode(), is_too_large=is_too_large)
 
 
 def to_step(turn: AssistantTurn, *, number: int, remaining_s: float | None) -> StepRequest:
@@ -207,7 +213,8 @@ def from_observation(observation: Observation) -> ObservationMessage:
     """Encode an observation.
 
     Raises:
-        EnvironmentFailedError: it is not an observation, or too large.
+        EnvironmentFailedError: it is not an observation.
+        ObservationTooLargeError: it is too large.
     """
     if not isinstance(observation, Observation):
         raise EnvironmentFailedError(
@@ -225,7 +232,8 @@ def to_observation(message: ObservationMessage) -> Observation:
     """Decode an observation.
 
     Raises:
-        EnvironmentFailedError: it contradicts itself, or is too large.
+        EnvironmentFailedError: it contradicts itself.
+        ObservationTooLargeError: it is too large.
     """
     try:
         observation = Observation(messages=message.messages, images=message.images, tools=message.tools)
@@ -239,7 +247,8 @@ def from_result(result: StepResult, *, number: int) -> ResultReply:
     """Return the reply for `result`.
 
     Raises:
-        EnvironmentFailedError: it is not a result, or too large.
+        EnvironmentFailedError: it is not a result.
+        ObservationTooLargeError: its observation is too large.
     """
     if not isinstance(result, StepResult):
         raise EnvironmentFailedError(
@@ -259,7 +268,8 @@ def to_result(reply: ResultReply) -> StepResult:
     """Decode a result.
 
     Raises:
-        EnvironmentFailedError: it contradicts itself, or is too large.
+        EnvironmentFailedError: it contradicts itself.
+        ObservationTooLargeError: its observation is too large.
     """
     if len(reply.metrics) > _MAX_METRICS:
         raise EnvironmentFailedError(f"it answered {len(reply.metrics)} metrics; at most {_MAX_METRICS} are taken")
@@ -278,7 +288,7 @@ def to_result(reply: ResultReply) -> StepResult:
 def _check_size(observation: Observation) -> None:
     num_bytes = sum(map(len, observation.images))
     if num_bytes > MAX_IMAGES_BYTES:
-        raise EnvironmentFailedError(
+        raise ObservationTooLargeError(
             f"the images of an observation have {num_bytes} bytes; at most {MAX_IMAGES_BYTES} are taken; send fewer or "
             "smaller ones"
         )
@@ -286,7 +296,7 @@ def _check_size(observation: Observation) -> None:
         len(part.text) for message in observation.messages for part in message.parts if isinstance(part, TextPart)
     )
     if num_chars > MAX_TEXT_CHARS:
-        raise EnvironmentFailedError(
+        raise ObservationTooLargeError(
             f"the text of an observation has {num_chars} characters; at most {MAX_TEXT_CHARS} are taken; shorten it"
         )
 

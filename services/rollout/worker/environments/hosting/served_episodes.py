@@ -23,6 +23,7 @@ from services.rollout.worker.environments.hosting.messages import (
     CloseRequest,
     GradeReply,
     ObservationReply,
+    ObservationTooLargeError,
     ResetRequest,
     StepRequest,
     VerdictRequest,
@@ -108,7 +109,8 @@ class _Episode:
             assert isinstance(request, StepRequest)
             return messages.from_result(await self._environment.step(request.turn), number=request.number)
         except EnvironmentFailedError as error:
-            return messages.failed(request.number, str(error))
+            is_too_large = isinstance(error, ObservationTooLargeError)
+            return messages.failed(request.number, str(error), is_too_large=is_too_large)
         except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
             return messages.failed(request.number, f"{what} raised {type(error).__name__}: {error}")
 

@@ -23,6 +23,7 @@ from services.rollout.worker.environments.config import EnvironmentServerConfig,
 from services.rollout.worker.environments.hosting import messages
 from services.rollout.worker.environments.hosting.served_episodes import ServedEpisodes
 from services.rollout.worker.environments.registry import EnvironmentRegistry
+from services.rollout.worker.loop_watchdog import LoopWatchdog
 
 log = structlog.get_logger()
 
@@ -111,7 +112,8 @@ async def serve(settings: EnvironmentServerSettings, stop: asyncio.Event, *, sec
         serving_metrics(settings.metrics, settings.run, settings.network, security),
     ):
         log.info("environments.served", names=sorted(config.names), address=server.url)
-        await stop.wait()
+        with LoopWatchdog(registry.in_loop):
+            await stop.wait()
 
 
 def _make_app(episodes: ServedEpisodes) -> FastAPI:

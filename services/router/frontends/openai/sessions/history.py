@@ -40,6 +40,8 @@ class NextPrompt:
     added_images: Sequence[str]
     num_expanded: int
     """Tokens that the engine added to the prompt of that call for its images."""
+    num_observed: int
+    """Tokens, images expanded, that conversation got after its first prompt, except the policy's answers."""
     conversation: str
     """Digest of the messages."""
 
@@ -127,6 +129,7 @@ class SessionHistory:
             added_ids=added_ids,
             added_images=added_images,
             num_expanded=self._num_expanded(number),
+            num_observed=self._num_observed(number),
             conversation=digests[-1],
         )
 
@@ -146,6 +149,14 @@ class SessionHistory:
         prompt_and_answer, _ = self._tokens_of(number)
         answer = self._answers[number]
         return answer.num_prompt_tokens + len(answer.output_ids) - len(prompt_and_answer)
+
+    def _num_observed(self, number: int) -> int:
+        num_tokens = 0
+        while number and (before := self._answers[number].continues):
+            known = self._answers[before].num_prompt_tokens + len(self._answers[before].output_ids)
+            num_tokens += self._answers[number].num_prompt_tokens - known
+            number = before
+        return num_tokens
 
     def _render(
         self, chat: Chat, num_known: int, prefix_ids: Sequence[int], num_prefix_images: int, renderer: Renderer

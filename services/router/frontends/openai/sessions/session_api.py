@@ -18,6 +18,7 @@ from penstock.bus.image_store import ImageStore, hash_of
 from penstock.bus.sessions import OpenedSession, Sessions
 from penstock.errors import SessionOverError
 from penstock.model.chat_template import Renderer
+from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Message, SessionCall, SessionId, TextPart
 from penstock.v1 import common_pb2
 from services.router.frontends.openai.chat_api import ChatApi
@@ -32,6 +33,7 @@ from services.router.frontends.openai.schema.requests import ChatRequest
 from services.router.frontends.openai.sessions.digests import digest_next
 from services.router.frontends.openai.sessions.history import Chat, NextPrompt, SessionHistory
 from services.router.frontends.openai.sessions.history_cache import HistoryCache
+from services.router.frontends.openai.sessions.limits import room_for_answer
 
 _MAX_HISTORY_BYTES = 256 * 2**20
 """Memory for the ids of sessions that a router keeps: those of 60 million tokens."""
@@ -40,9 +42,11 @@ _MAX_HISTORY_BYTES = 256 * 2**20
 class SessionApi:
     """The sessions of a run, answered by its policy."""
 
-    def __init__(self, chat: ChatApi, sessions: Sessions, images: ImageStore) -> None:
-        """Answer with `chat`, record in `sessions`, keep images in `images`."""
+    def __init__(self, chat: ChatApi, sessions: Sessions, images: ImageStore, *, grid: ImageGrid | None) -> None:
+        """Answer with `chat`, record in `sessions`, keep images in `images`; `grid` is how the model cuts images into
+        tokens, None for a model without images."""
         self._chat = chat
+        self._grid = grid
         self._sessions = sessions
         self._images = images
         self._histories = HistoryCache(sessions, max_bytes=_MAX_HISTORY_BYTES)
@@ -75,7 +79,7 @@ class SessionApi:
                 f"the session has {len(history)} answers, and {body.n} more are over its max_turns = {max_turns}; end "
                 "the agent's loop earlier, or raise the limit"
             )
-        call = _Call(opened, history)
+        call = _Call(opened, history, self._grid)
         request = await self._chat.parse(lambda parser: call.parse(parser, body), size_bytes=size_of_chat(body))
         await self._store_images(opened, call, stored={*opened.state.images, *call.prompt.prefix_images})
         keep = functools.partial(self._keep, opened, call, request)
@@ -106,8 +110,9 @@ class SessionApi:
 class _Call:
     """One call of a session: its prompt, and the record of its answers."""
 
-    def __init__(self, opened: OpenedSession, history: SessionHistory) -> None:
+    def __init__(self, opened: OpenedSession, history: SessionHistory, grid: ImageGrid | None) -> None:
         self._id = opened.id
+        self._grid = grid
         self._state = opened.state
         self._history = history
         self.images: Sequence[bytes] = ()
@@ -140,7 +145,10 @@ class _Call:
             compose=self._compose,
         )
         wanted = body.max_completion_tokens or body.max_tokens or forced.max_new_tokens
-        parsed.sampling.max_new_tokens = min(wanted, forced.max_new_tokens, self._room())
+        images = dict(zip(self.hashes, self.images, strict=True))
+        room = room_for_answer(self.prompt, state.limits, images, self._grid)
+        bounds = (wanted, forced.max_new_tokens, room)
+        parsed.sampling.max_new_tokens = min(bound for bound in bounds if bound is not None)
         return dataclasses.replace(
             parsed,
             is_recorded=True,
@@ -185,18 +193,6 @@ class _Call:
         )
         stored = [common_pb2.StoredImage(sha256=each, scope=self._state.scope) for each in self._prompt.images]
         return PromptIds(input_ids=self._prompt.input_ids, stored_images=stored)
-
-    def _room(self) -> int:
-        """Return the tokens that the session's limit leaves for the answer."""
-        limit = self._state.limits.max_tokens
-        if limit is None:
-            return self._state.sampling.max_new_tokens
-        if self.prompt.num_tokens >= limit:
-            raise SessionLimitError(
-                f"the conversation has {self.prompt.num_tokens} tokens, and the session's max_tokens is {limit}; "
-                "shorten it, or raise the limit"
-            )
-        return limit - self.prompt.num_tokens
 
 
 def _tools_of(tools: Sequence[dict[str, object]]) -> list[Tool]:
