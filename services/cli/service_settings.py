@@ -16,6 +16,7 @@ from penstock.model.folder import attention_heads, read_json, require_model
 from penstock.model.template_variables import require_free
 from penstock.model.tokens import require_same_tokens
 from services.cli.extras import import_with_extra
+from services.launch.known_names import require_names
 from services.recipe import Recipe
 from services.reward.config import RewardSettings
 from services.rollout.engine import sglang_settings
@@ -187,10 +188,12 @@ def require_inputs(recipe: Recipe) -> None:
     """Check a whole run's inputs before it starts.
 
     Raises:
-        ConfigError: there is no model or no data, or a setting does not fit them; see `for_trainer`.
+        ConfigError: there is no model or no data, a setting does not fit them (see `for_trainer`), or it names an
+            unknown profile or environment.
     """
     for_engine(recipe)
     for_trainer(recipe)
+    require_names(recipe, sets=recipe.evaluation.is_in_training)
     trainer = recipe.trainer
     path = _model(recipe).path
     _require_trained_type(path)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from penstock.errors import DataError, SetupError
-from services.doctor.finding import Finding, blamed, fault, ok, warning
+from services.doctor.finding import Finding, blamed, ok, warning
 from services.recipe import Recipe
 from services.trainer.data.config import SourceConfig
 from services.trainer.data.sources import hub
@@ -33,11 +33,9 @@ def check_hub(recipe: Recipe) -> Finding:
         except DataError as error:
             return blamed("Hub", error)
         except SetupError as error:
-            seen = str(error).rpartition("; ")[0]
+            found = blamed("Hub", error)
             if hub.is_cached(repo, revision=revision):
-                return warning(
-                    "Hub", f"{seen}; the cache has files of it", "set HF_HUB_OFFLINE=1 if they are all of them"
-                )
-            remedy = f"look at the network, HF_ENDPOINT and proxies, or bring the cache: `hf download {repo}"
-            return fault("Hub", seen, f"{remedy} --repo-type dataset` where the Hub can be reached")
+                seen = f"{found.seen}; the cache has files of it"
+                return warning("Hub", seen, "set HF_HUB_OFFLINE=1 if they are all of them")
+            return found
     return ok("Hub", f"{', '.join(repo for repo, _ in sources)} can be read" if sources else "not needed")

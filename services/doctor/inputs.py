@@ -7,6 +7,7 @@ from penstock.model.folder import read_json, require_model
 from penstock.runtime.security import Security
 from services.doctor.finding import Finding, blamed, fault, ok, warning
 from services.doctor.memory import ModelSize
+from services.launch.known_names import require_names
 from services.recipe import Recipe
 from services.rollout.engine import sglang_settings
 from services.rollout.engine.settings import num_parameters
@@ -67,13 +68,14 @@ def check_data(recipe: Recipe, *, is_sft: bool = False) -> Finding:
 
 
 def check_settings(recipe: Recipe, *, is_sft: bool = False) -> Finding:
-    """Check what depends on the machine or the command: packages of trackers, SGLang's names, certificates, sampling;
-    for `penstock sft`, that every setting applies to it."""
+    """Check what depends on the machine or the command: packages of trackers, SGLang's names, certificates, sampling,
+    names of profiles and environments; for `penstock sft`, that every setting applies to it."""
     checks: tuple[Callable[[], object], ...] = (
         lambda: Security.load(recipe.security),
         recipe.sampling.require_trainable,
         lambda: require_packages(recipe.trackers),
         lambda: sglang_settings.require_known(recipe.rollout.sglang),
+        lambda: require_names(recipe, sets=recipe.evaluation.is_in_training),
     )
     if is_sft:
         checks = (

@@ -8,33 +8,33 @@ and their selection are the same; `data.lengths` keeps which ones they are.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from penstock.errors import DataError
+from services.launch.known_names import KnownNames
+from services.launch.row_progress import RowProgress, open_row_progress
 from services.recipe import Recipe
 from services.trainer.data.dataset import MAX_CHECKED_ROWS
 from services.trainer.data.lengths import UNKNOWN, Lengths, model_digest
 from services.trainer.data.named_section import named_section
 from services.trainer.data.rows.example import Example
 from services.trainer.data.sources.opening import cache_folder, open_sources
-from services.trainer.data.sources.source import DEMONSTRATIONS, Source
-from services.trainer.evaluation.sets import open_sets
+from services.trainer.data.sources.source import DEMONSTRATIONS, Rows, Source
+from services.trainer.evaluation.set_files import named_set
+from services.trainer.evaluation.sets import EvaluationSet, open_sets
 
 MAX_S: Final = 60.0
 """Seconds that the rows of all sources and sets are read for. The trainer reads the others at its start."""
-SAY_EVERY_S: Final = 5.0
 _MODEL_WITHOUT_TOKENS: Final = ""
 """In place of a model's digest: these rows were read, and their prompts were not measured."""
 
 
-class _Rows(Protocol):
-    """Rows of a source, or of the part of it that an evaluation set plays."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, row: int, /) -> Example: ...
+_Require: TypeAlias = Callable[[int, Example], None]
+"""Refuses a row, by its number, that does not fit the run's other settings."""
 
 
 def check_rows(
@@ -56,11 +56,9 @@ def check_rows(
 
     Raises:
         ConfigError: an evaluation set has too few rows.
-        DataError: a file cannot be read, has no rows, lacks a column, or has a row that the trainer would refuse.
+        DataError: a file cannot be read, has no rows, lacks a column, or has a row that the run would refuse.
         SetupError: the Hub cannot be reached and its cache has no copy.
     """
-    model = "" if recipe.model is None else model_digest(recipe.model.path)
-    reader = _Reader(model, say=say, max_rows=max_rows, ends_at=time.monotonic() + max_s)
     prompts = open_sources(recipe.data)  # everything is opened first, because that takes no time
     demonstrations = {}
     if recipe.demonstrations is not None:
@@ -70,38 +68,54 @@ def check_rows(
 
     for each in sets.values():
         each.check(max_rows=1)
+    known = KnownNames.of(recipe)
+
+    def fits_run(source: Source, number: int, example: Example) -> None:
+        _require_new_tokens(source, number, example, recipe.sampling.max_new_tokens)
+        _require_known(source, number, example, known)
+
+    def fits_set(each: EvaluationSet, number: int, example: Example) -> None:
+        with named_set(each.name):
+            _require_known(each.source, number, example, known)
+
+    model = "" if recipe.model is None else model_digest(recipe.model.path)
     folder, drops_wrong = cache_folder(recipe.data), recipe.data.wrong_rows == "drop"
-    for source in prompts.values():
-        most = recipe.sampling.max_new_tokens
-        reader.read(source, source, source.name, folder, drops_wrong=drops_wrong, most_new_tokens=most)
-    if recipe.demonstrations is not None:
-        own_folder, drops_wrong = cache_folder(recipe.demonstrations), recipe.demonstrations.wrong_rows == "drop"
-        for source in demonstrations.values():
-            with named_section("demonstrations"):
-                reader.read(source, source, f"demonstrations: {source.name}", own_folder, drops_wrong=drops_wrong)
-    for each in sets.values():  # their own errors name them
-        reader.read(each, each.source, f"evaluation.sets.{each.name}: {each.source.name}", folder)
+    with open_row_progress(say) as progress:
+        reader = _Reader(model, say=say, progress=progress, max_rows=max_rows, ends_at=time.monotonic() + max_s)
+        for source in prompts.values():
+            require = partial(fits_run, source)
+            reader.read(source, source, source.name, folder, drops_wrong=drops_wrong, require=require)
+        if recipe.demonstrations is not None:
+            own_folder, drops_wrong = cache_folder(recipe.demonstrations), recipe.demonstrations.wrong_rows == "drop"
+            for source in demonstrations.values():
+                with named_section("demonstrations"):
+                    reader.read(source, source, f"demonstrations: {source.name}", own_folder, drops_wrong=drops_wrong)
+        for each in sets.values():  # their own errors name them
+            name = f"evaluation.sets.{each.name}: {each.source.name}"
+            reader.read(each, each.source, name, folder, require=partial(fits_set, each))
 
 
 class _Reader:
     """Reads rows that no start has read, until the time is over."""
 
-    def __init__(self, model: str, *, say: Callable[[str], object], max_rows: int, ends_at: float) -> None:
+    def __init__(
+        self, model: str, *, say: Callable[[str], object], progress: RowProgress, max_rows: int, ends_at: float
+    ) -> None:
         self._model = model
         self._say = say
+        self._progress = progress
         self._max_rows = max_rows
         self._ends_at = ends_at
-        self._said_at = time.monotonic()
 
     def read(
         self,
-        rows: _Rows,
+        rows: Rows,
         source: Source,
         name: str,
         folder: Path,
         *,
         drops_wrong: bool = False,
-        most_new_tokens: int | None = None,
+        require: _Require | None = None,
     ) -> None:
         """Read the first rows, and keep which ones were read.
 
@@ -111,10 +125,10 @@ class _Reader:
             name: What they are called in lines for a person.
             folder: Keeps which ones were read.
             drops_wrong: Whether wrong rows are passed over.
-            most_new_tokens: Largest `max_new_tokens` of a row; None: rows are not checked for it.
+            require: Refuses a row, whether wrong rows are passed over or not; None: all that can be read are fine.
 
         Raises:
-            DataError: a row is wrong and not passed over, or all are.
+            DataError: a row is wrong and not passed over, all are, or `require` refuses one.
         """
         if not source.config.paths:
             return  # the built-in problems
@@ -131,11 +145,12 @@ class _Reader:
                 if not drops_wrong or num_wrong == len(source):
                     raise
             else:
-                _require_new_tokens(source, number, example, most_new_tokens)
+                if require is not None:
+                    require(number, example)
                 known.num_tokens[number] = 0
                 known.images_put_first[number] = example.images_put_first
             num_read += 1
-            self._report(name, num_read, len(unread))
+            self._progress.show(name, num_read, len(unread))
         if num_read:
             known.save()
         if num_left := len(rows) - num_checked + len(unread) - num_read:
@@ -147,21 +162,24 @@ class _Reader:
     def _unread(self, source: Source, folder: Path, num_checked: int) -> tuple[Lengths, Sequence[int]]:
         """Return what is known of a source, and which of its first rows have not been read."""
         known = Lengths.open(source, folder, _MODEL_WITHOUT_TOKENS)
-        if source.config.sampling_column:  # whether such a row is right depends on settings outside of [data]
-            return known, range(num_checked)
+        config = source.config
+        if config.sampling_column or config.profile_column or config.environment_column:
+            return known, range(num_checked)  # whether such a row is right depends on settings outside of [data]
         measured = Lengths.open(source, folder, self._model)
         is_unread = (known.num_tokens == UNKNOWN) & (measured.num_tokens == UNKNOWN)
         return known, [int(number) for number in np.flatnonzero(is_unread[:num_checked])]
 
-    def _report(self, name: str, num_read: int, num_rows: int) -> None:
-        if time.monotonic() - self._said_at > SAY_EVERY_S:
-            self._said_at = time.monotonic()
-            self._say(f"{name}: {num_read} of {num_rows} rows read")
+
+def _require_known(source: Source, number: int, example: Example, known: KnownNames) -> None:
+    try:
+        known.require(example)
+    except ValueError as error:
+        raise source.wrong(number, error) from None
 
 
-def _require_new_tokens(source: Source, number: int, example: Example, most: int | None) -> None:
+def _require_new_tokens(source: Source, number: int, example: Example, most: int) -> None:
     wanted = example.max_new_tokens
-    if most is not None and wanted is not None and wanted > most:
+    if wanted is not None and wanted > most:
         raise source.wrong(
             number,
             ValueError(f"its max_new_tokens = {wanted} is above sampling.max_new_tokens = {most}; raise the setting"),

@@ -8,6 +8,7 @@ from penstock import config as configuration
 from penstock.runtime.security import Security
 from services.launch.bounded_log import BoundedLog
 from services.launch.gpu_plan import find_gpus
+from services.launch.known_names import require_names
 from services.launch.launcher import (
     KILL_MARGIN_S,
     REFRESH_S,
@@ -27,8 +28,9 @@ def plan_serving(recipe: Recipe) -> RunPlan:
     """Return the processes that `serving` would start on this machine.
 
     Raises:
-        ConfigError: there are too few GPUs.
+        ConfigError: there are too few GPUs, or an evaluation set names a profile or environment that they do not know.
     """
+    require_names(recipe, data=False, sets=True)
     return make_plan(recipe, find_gpus(), own_bus=not recipe.bus.url, trains=False)
 
 

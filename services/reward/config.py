@@ -3,12 +3,14 @@
 import dataclasses
 import re
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import pydantic
 
 from penstock.config import Config, MetricsConfig, NetworkConfig, RunConfig
 
+ATTEMPTS: Final = 3
+"""Maximum attempts of the profile `remote` if the service fails: two more bridge a restart of seconds."""
 _WITH_USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 
 

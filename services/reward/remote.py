@@ -19,15 +19,13 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from penstock.runtime.security import REMOTE_TOKEN, Tls, read_secret
 from penstock.verdict_status import Status
-from services.reward.config import RemoteConfig
+from services.reward.config import ATTEMPTS, RemoteConfig
 from services.reward.isolation.tasks import sendable
 from services.reward.item import Item
 from services.reward.verdict import Finding, Method
 
 log = structlog.get_logger()
 
-ATTEMPTS = 3
-"""Maximum attempts if the connection or the service fails: two more bridge a restart of seconds."""
 _BACKOFF = wait_random_exponential(multiplier=0.2, max=5.0)
 _WORTH_ANOTHER_TRY = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
 

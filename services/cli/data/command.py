@@ -15,7 +15,7 @@ def data(
     context: typer.Context,
     recipe: RecipeArgument = None,
     rows: Annotated[
-        int | None, typer.Option("--rows", help="Read this many rows of each source; default: all.", min=1)
+        int | None, typer.Option("--rows", help="Read this many rows of each source and set; default: all.", min=1)
     ] = None,
     sheet: Annotated[
         Path | None,
@@ -26,7 +26,8 @@ def data(
 ) -> int:
     """Read the data of a recipe as training would: rows, columns, images, prompt lengths, dropped rows and why.
 
-    The lengths are cached, so that training need not measure them again. Exits with 1 if training would refuse a row.
+    Demonstrations and evaluation sets are read too. The lengths are cached, so that training need not measure them
+    again. Exits with 1 if training would refuse a row.
     """
     recipes, overrides = sort_arguments(recipe, context.args)
     settings = load_recipes(recipes, overrides)

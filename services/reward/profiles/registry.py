@@ -6,9 +6,9 @@ from fractions import Fraction
 from functools import partial
 
 from penstock.errors import ConfigError, InvalidRequestError
-from services.reward.config import ProfileConfig, RewardConfig
+from services.reward.config import ATTEMPTS, ProfileConfig, RewardConfig
 from services.reward.exact.extraction import Forms
-from services.reward.profiles.custom import CustomProfile
+from services.reward.profiles.custom import CustomProfile, find_verifiers
 from services.reward.profiles.dapo import DapoProfile
 from services.reward.profiles.f1 import F1Profile
 from services.reward.profiles.format import Format
@@ -19,7 +19,6 @@ from services.reward.profiles.prm800k import DEEPSCALER, SLIME_MATH, VERL_GEO3K,
 from services.reward.profiles.profile import MAX_RESPONSE_CHARS, Profile, Scoring
 from services.reward.profiles.remote import RemoteProfile
 from services.reward.profiles.value import ValueProfile
-from services.reward.remote import ATTEMPTS
 
 _VERL_GEO3K_FORMAT = r"<think>.*</think>.*\\boxed\{.*\}.*"
 
@@ -66,6 +65,11 @@ def make_profiles(config: RewardConfig, verifiers: Mapping[str, str] | None = No
         )
         for name, kind in kinds.items()
     }
+
+
+def profile_names(config: RewardConfig) -> list[str]:
+    """Return the names of the profiles that a service with these settings has; installed verifiers are among them."""
+    return [*_kinds(config), *find_verifiers(config.verifiers)]
 
 
 def find_profile(profiles: dict[str, Profile], name: str) -> Profile:

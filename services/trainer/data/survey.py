@@ -11,7 +11,7 @@ from penstock.model.images import read_sizes
 from services.trainer.data.lengths import UNKNOWN, Lengths
 from services.trainer.data.prompt_length import PromptLimit
 from services.trainer.data.rows.example import Example
-from services.trainer.data.sources.source import Source
+from services.trainer.data.sources.source import Rows, Source
 
 MAX_SHOWN = 8
 """Number of invalid rows whose reason is kept."""
@@ -26,6 +26,8 @@ class Survey:
     num_read: int = 0
     num_wrong: int = 0
     """Rows that training would reject."""
+    num_unfit: int = 0
+    """Those of them that do not fit other settings; training rejects them even where it drops wrong rows."""
     reasons: list[str] = field(default_factory=list)
     """Why the first `MAX_SHOWN` of them would be rejected."""
     num_overlong: int = 0
@@ -48,33 +50,41 @@ class Survey:
 
 
 def survey(
+    rows: Rows,
     source: Source,
     lengths: Lengths,
     limit: PromptLimit | None,
     *,
+    require: Callable[[Example], None] | None = None,
     max_rows: int | None = None,
     on_row: Callable[[], object] = lambda: None,
 ) -> Survey:
-    """Read a source's rows, and keep the lengths of their prompts.
+    """Read rows, and keep the lengths of their prompts.
 
     Args:
-        source: The rows.
+        rows: The rows of `source` that are used.
+        source: Where they are from.
         lengths: Receives the measured lengths.
         limit: Decides which prompts are too long; None measures none.
+        require: Raises ValueError for a row that does not fit other settings; None: all fit.
         max_rows: Read this many from the start; None reads all.
         on_row: Called after each row.
     """
-    found = Survey(num_rows=len(source))
-    for number in range(len(source) if max_rows is None else min(max_rows, len(source))):
+    found = Survey(num_rows=len(rows))
+    for number in range(len(rows) if max_rows is None else min(max_rows, len(rows))):
         try:
-            example = source[number]
+            example = rows[number]
             num_tokens = _measure(source, number, example, lengths, limit)
             num_learned = 0 if limit is None else limit.num_learned(example)
         except DataError as error:
-            found.num_wrong += 1
-            if len(found.reasons) < MAX_SHOWN:
-                found.reasons.append(str(error))
+            _reject(found, error)
         else:
+            try:
+                if require is not None:
+                    require(example)
+            except ValueError as error:
+                _reject(found, source.wrong(number, error))
+                found.num_unfit += 1
             _count(found, example)
             if limit is not None:
                 found.num_tokens.append(num_tokens)
@@ -90,6 +100,12 @@ def survey(
 def choose_rows(source: Sized, num_rows: int) -> Sequence[int]:
     """Return `num_rows` row numbers, evenly spread over a source, or fewer if it has no more."""
     return [int(number) for number in np.linspace(0, len(source) - 1, min(num_rows, len(source))).round()]
+
+
+def _reject(found: Survey, error: DataError) -> None:
+    found.num_wrong += 1
+    if len(found.reasons) < MAX_SHOWN:
+        found.reasons.append(str(error))
 
 
 def _measure(source: Source, number: int, example: Example, lengths: Lengths, limit: PromptLimit | None) -> int:

@@ -29,6 +29,7 @@ from tests.support.trainer.data.hub_server import COMMIT, HubServer, Repo, hub_s
 REPOS = {
     "owner/plain": Repo(commits={COMMIT: {"train.jsonl": b'{"problem": "1+1", "answer": "2"}\n'}}),
     "owner/gated": Repo(commits={}, refusal="GatedRepo"),
+    "owner/expired": Repo(commits={}, status=401, message="Invalid credentials in Authorization header"),
 }
 
 
@@ -203,6 +204,9 @@ def test_the_hub_is_asked_for_each_data_set(hub: HubServer) -> None:
     assert checked("owner/plain").seen == "owner/plain can be read"
     assert "no revision 'v9'" in checked("owner/plain", revision="v9").seen
     assert "neither a file or folder here nor a data set" in checked("owner/nothing").seen
+    expired = checked("owner/expired")
+    assert (expired.status, "did not accept HF_TOKEN" in expired.seen) == (Status.FAULT, True)
+    assert "hf auth login" in expired.remedy
     assert hub_check.check_hub(load(Recipe, [], [])).seen == "not needed"
     assert not [path for path in hub.requests if "/resolve/" in path]
 

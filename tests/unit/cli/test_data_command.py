@@ -92,6 +92,55 @@ def test_wrong_rows_are_listed_and_fail(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["data", str(tmp_path / "r.toml"), "--data.wrong_rows=drop"]) == 0
 
 
+def test_only_the_first_of_many_wrong_rows_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the report says so."""
+    assert main(["data", recipe(tmp_path, [{**SOUND, "answer": ""}] * 9)]) == 1
+    out = capsys.readouterr().out
+    assert "wrong      9 rows, refused or dropped as data.wrong_rows says; the first 8 of 9:" in out
+    assert out.count("column 'answer' holds empty text") == 8
+
+
+def test_names_that_no_process_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a row it is a wrong one, which training does not drop; in a setting, no row is read."""
+    rows = [{**SOUND, "own": "math"}, {**SOUND, "own": "mth"}]
+    named = ["--data.profile_column=own", "--data.wrong_rows=drop"]
+    assert main(["data", recipe(tmp_path, rows), *named]) == 1
+    assert "a.parquet', row 1: its profile = 'mth' is unknown; did you mean 'math'?" in capsys.readouterr().out
+    assert main(["data", str(tmp_path / "r.toml"), *named, "--reward.verifiers.mth=a.py:verify"]) == 0
+    assert main(["data", str(tmp_path / "r.toml"), "--data.environment=zoom"]) == 2
+    assert "error: data.environment = 'zoom' is unknown; " in capsys.readouterr().err
+
+
+def test_demonstrations_and_evaluation_sets_are_read(
+    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has its counts and its wrong rows; the rows that a set does not play are not looked at."""
+    pq.write_table(pa.Table.from_pylist([SOUND, *[{**SOUND, "answer": ""}] * 2]), tmp_path / "s.parquet")
+    pq.write_table(pa.table({"prompt": ["?"] * 3, "completion": ["1", "2", ""]}), tmp_path / "d.parquet")
+    more = (
+        f'[model]\npath = "{tiny_model_path}"\n[sampling]\nmax_new_tokens = 8\n'
+        f'[evaluation.sets.s]\npath = "{tmp_path}/s.parquet"\nnum_prompts = 2\n'
+        f'[demonstrations]\npath = "{tmp_path}/d.parquet"\nwrong_rows = "drop"\n'
+    )
+    assert main(["data", recipe(tmp_path, [SOUND], more=more)]) == 1
+    data, learned, played = capsys.readouterr().out.strip().split("\n\n")
+    assert data.startswith("data.path '")
+    for words in ("demonstrations: data.path '", "rows       3, in 1 file", "learned    median 2, most 2, 4 tokens"):
+        assert words in learned, learned
+    assert "wrong      1 row, refused or dropped as demonstrations.wrong_rows says:" in learned
+    for words in ("evaluation.sets.s: data.path '", "rows       2 of 3, in 1 file", "wrong      1 row, refused:"):
+        assert words in played, played
+    assert "s.parquet', row 1: column 'answer' holds empty text" in played
+    enough = ["--evaluation.sets.s.num_prompts=1"]
+    assert main(["data", str(tmp_path / "r.toml"), *enough]) == 0
+    assert main(["data", str(tmp_path / "r.toml"), *enough, "--demonstrations.wrong_rows=refuse"]) == 1
+    capsys.readouterr()
+    assert main(["data", str(tmp_path / "r.toml"), "--evaluation.sets.s.num_prompts=4"]) == 1
+    out = capsys.readouterr().out
+    assert "rows       1, in 1 file" in out  # the others are shown
+    assert "evaluation.sets.s.num_prompts = 4, but data.path '" in out
+
+
 def test_a_first_row_that_cannot_be_read_is_a_wrong_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The report tells the columns by the first row that can be read."""
     (tmp_path / "a.jsonl").write_text('{"problem": "What is\n{"problem": "What is 2 + 3?", "answer": "5"}\n')

@@ -393,3 +393,5 @@ def test_data_and_settings() -> None:
     unknown = recipe("--rollout.sglang.chunked_prefil_size=1")
     assert_found(check_settings(unknown), Status.FAULT, "chunked_prefil_size", "did you mean chunked_prefill_size?")
     assert_found(check_settings(recipe("--security.tls_ca=/no/ca.pem")), Status.FAULT, "/no/ca.pem")
+    assert_found(check_settings(recipe("--data.profile=mth")), Status.FAULT, "data.profile = 'mth'", "mean 'math'?")
+    assert_found(check_settings(recipe("--data.profile=mth"), is_sft=True), Status.OK)

@@ -1,6 +1,10 @@
 """Rows are read before a run starts: once, within a bound, and without what counts tokens."""
 
+import contextlib
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import DataError
+from services.launch import row_progress
 from services.launch.row_check import check_rows
 from services.recipe import Recipe
 from services.trainer.data.lengths import MIN_KEPT_ROWS
@@ -112,6 +117,46 @@ def test_the_built_in_problems_are_not_read(read: list[int]) -> None:
     values = {"evaluation": {"at_end": True, "sets": sets}}
     check_rows(Recipe.model_validate(values), with_sets=True, say=print)
     assert read == [0, 0]
+
+
+def test_rows_that_name_a_profile_are_read_each_time(tmp_path: Path) -> None:
+    """Whether they are right depends on the verifiers."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text((json.dumps({"problem": "?", "answer": "2", "own": "mine"}) + "\n") * NUM_ROWS)
+    values: dict[str, Any] = {"data": {"path": str(file), "profile_column": "own", "cache_dir": tmp_path}}
+    known = {"reward": {"verifiers": {"mine": "mine.py:verify"}}}
+    check_rows(Recipe.model_validate({**values, **known}), with_sets=False, say=print)
+    with pytest.raises(DataError, match=r"row 0: its profile = 'mine' is unknown; known: dapo, .*; repair the row or"):
+        check_rows(Recipe.model_validate(values), with_sets=False, say=print)
+
+
+def test_reading_shows_its_progress_in_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where standard output is no terminal."""
+    monkeypatch.setattr(row_progress, "SAY_EVERY_S", -1.0)
+    said = list[str]()
+    check_rows(run_of(tmp_path, written(tmp_path / "rows.jsonl", 2)), with_sets=False, say=said.append)
+    assert [line.rpartition(": ")[2] for line in said] == ["1 of 2 rows read", "2 of 2 rows read"]
+
+
+def test_reading_shows_a_bar_on_a_terminal(tmp_path: Path, tiny_model_path: Path) -> None:
+    """Of `penstock train`: rows read, of all, up to the wrong one."""
+    path = written(tmp_path / "rows.jsonl", 3, wrong=[2])
+    (tmp_path / "r.toml").write_text(
+        f'[run]\ndir = "{tmp_path}/runs"\n[model]\npath = "{tiny_model_path}"\n[data]\npath = "{path}"\n'
+    )
+    command = [sys.executable, "-m", "services.cli", "train", str(tmp_path / "r.toml")]
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stdout=end, stderr=subprocess.PIPE, env=environment) as process:
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError), os.fdopen(terminal, "rb", buffering=0) as opened:  # EIO ends a terminal
+            while piece := opened.read(65536):
+                shown += piece
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert re.search(r"rows\.jsonl' .* 2/3", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()))
+    assert b"rows.jsonl', row 2: column 'answer' holds empty text" in error
 
 
 def test_no_tokenizer_is_loaded(tmp_path: Path) -> None:

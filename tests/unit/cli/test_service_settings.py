@@ -10,6 +10,7 @@ import pytest
 from penstock.config import ModelConfig, NetworkConfig, SamplingConfig, SecurityConfig
 from penstock.errors import ConfigError
 from services.cli import service_settings
+from services.launch.known_names import require_names
 from services.recipe import Recipe
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import RolloutConfig
@@ -83,6 +84,25 @@ def test_variables_that_the_template_does_not_read_are_refused_before_anything_s
         with pytest.raises(ConfigError, match=f"^{refusal}"):
             service_settings.require_inputs(Recipe.model_validate(settings))
     service_settings.require_inputs(Recipe.model_validate({**settings, "data": OWN, "evaluation": {}}))
+
+
+@pytest.mark.parametrize(
+    ("data", "known"),
+    [
+        ({"profile": "mine"}, {"reward": {"verifiers": {"mine": "mine.py:verify"}}}),
+        ({"profile": "remote"}, {"reward": {"remote": {"url": "http://judge:8000"}}}),
+        ({"profile": "mine"}, {"worker": {"reward_address": "judge:7002"}}),
+        ({"environment": "mine"}, {"worker": {"environments": {"mine": "mine:Environment"}}}),
+        ({"environment": "mine"}, {"worker": {"agents": {"mine": {"function": "mine:run"}}}}),
+        ({"profile": "math", "sources": {"a": {"profile": "mine"}}}, {"reward": {"verifiers": {"mine": "mine.py:v"}}}),
+    ],
+)
+def test_names_that_a_run_adds_are_known(data: dict[str, Any], known: dict[str, Any]) -> None:
+    """Verifiers, the remote profile, environments and agents; any profile of a reward service elsewhere."""
+    key = "environment" if "environment" in data else "profile"
+    with pytest.raises(ConfigError, match=rf"^data\.(sources\.a\.)?{key} = '\w+' is unknown; "):
+        require_names(Recipe.model_validate({"data": data}), sets=False)
+    require_names(Recipe.model_validate({"data": data, **known}), sets=False)
 
 
 def test_experts_that_ranks_cannot_divide_are_refused_before_anything_starts(tiny_model_path: Path) -> None:

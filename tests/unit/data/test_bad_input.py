@@ -1,4 +1,4 @@
-"""Data that a run or an evaluation cannot use: each is one line with its remedy, before any process is started."""
+"""Data that a run, an evaluation or supervised training cannot use: each is one line with its remedy, at once."""
 
 import json
 import socket
@@ -14,6 +14,7 @@ from penstock.telemetry import log
 from services.cli import main
 from services.cli.evaluation import run as evaluating
 from services.launch import launcher
+from services.trainer.sft import assembly
 from tests.support.trainer.data.hub_server import COMMIT, HubServer, Repo, used_hub
 from tests.support.trainer.data.pictures import png
 
@@ -40,31 +41,33 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 @pytest.fixture(autouse=True)
 def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would start processes fails."""
+    """What would start processes or load weights fails."""
 
     def start(*_: Any, **__: Any) -> None:
-        raise AssertionError("processes were started")
+        raise AssertionError("something was started")
 
     monkeypatch.setattr(launcher, "launch", start)
     monkeypatch.setattr(evaluating, "serving", start)
+    monkeypatch.setattr(assembly, "open_supervised_ranks", start)
     monkeypatch.setattr(log, "configure", lambda *_, **__: None)
 
 
 def refusal(command: str, model: Path, data: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `penstock train` or `penstock eval` ends with, besides bars of downloads; nothing is left of it."""
+    """What `penstock train`, `eval` or `sft` ends with, besides bars of downloads; nothing is left of it."""
+    evaluates = "[sft]\nvalidate_every = 1" if command == "sft" else "[evaluation]\nat_start = true"
     Path("r.toml").write_text(
         f'[run]\ndir = "runs"\n[model]\npath = "{model}"\n[data]\n{data}\nprofile = "math"\n'
-        "[evaluation]\nat_start = true\n[evaluation.sets.s]\n"
+        f"{evaluates}\n[evaluation.sets.s]\n"
     )
     assert main([command, "r.toml", *arguments]) == 2
     *bars, line = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert [bar for bar in bars if bar.strip() and "%|" not in bar and "it/s]" not in bar] == []
-    assert not Path("runs").exists()
+    assert not list(Path().glob("runs/*"))
     return line
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -72,7 +75,7 @@ def refusal(command: str, model: Path, data: str, capsys: pytest.CaptureFixture[
         ('path = "owner/gated"', ["is gated; accept its terms", "hf auth login"]),
         ('path = "owner/plain"\nsplit = "val"', ["has no split 'val'; it has test, train"]),
         ('path = "owner/plain"\nsplit = "test"', ["test.jsonl", "problem_column"]),
-        ('path = "owner/plain"\nanswer_column = "solution"', ["has no column 'solution'; it has problem, answer"]),
+        ('path = "owner/plain"\nanswer_column = "gold"', ["has no column 'gold'; it has problem, answer"]),
         ('path = "rows.parqet"', ["there is no such file; give a file"]),
         ('path = "rows.parquet"\nimages_column = "picture"', ["has no column 'picture'; it has problem, answer"]),
         ('path = "rows.parquet@[9:]"', ["holds no rows"]),
@@ -94,7 +97,7 @@ def test_data_that_cannot_be_used(
     assert [each for each in words if each not in line] == [], line
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
 def test_a_hub_that_cannot_be_reached(
     command: str,
     hub: HubServer,
@@ -111,7 +114,7 @@ def test_a_hub_that_cannot_be_reached(
     assert "hf download" in line
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
 @pytest.mark.parametrize(
     ("data", "has"),
     [('path = "rows.parquet"', "data.path 'rows.parquet' has 4 rows"), ("", "the built-in data set has 10000 rows")],
@@ -129,17 +132,17 @@ def test_an_evaluation_larger_than_its_data(
     assert f"evaluation.sets.s.num_prompts = 10001, but {has}; lower it, or set 0 for all" in line
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
 def test_a_line_that_is_cut_in_the_middle_of_a_file(
     command: str, hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run and an evaluation read their first 5000 rows before they start."""
+    """All read their first 5000 rows before they start."""
     line = refusal(command, tiny_model_path, 'path = "middle.jsonl"', capsys)
     assert "middle.jsonl', row 2: it is not a JSON object" in line
     assert line.endswith("repair the line")
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
 def test_an_image_bomb(command: str, hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is measured by its header, and never decoded."""
     Path("bomb.jsonl").write_text(json.dumps({"problem": "<image>?", "answer": "2", "images": ["bomb.png"]}))
@@ -174,3 +177,51 @@ def test_a_row_that_wants_more_tokens_than_the_run_allows(
     data = 'path = "own.jsonl"\nsampling_column = "own"'
     line = refusal("train", tiny_model_path, data, capsys, "--evaluation.at_start=false")
     assert "own.jsonl', row 1: its max_new_tokens = 600 is above sampling.max_new_tokens = 512; raise" in line
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--data.profile=mth", "data.profile = 'mth' is unknown; did you mean 'math'? known: dapo, "),
+        ("--data.environment=calcul", "data.environment = 'calcul' is unknown; did you mean 'calculator'? known: calc"),
+        ("--evaluation.sets.s.profile=x", "evaluation.sets.s.profile = 'x' is unknown; known: dapo, "),
+        ("--evaluation.sets.s.environment=zoom", "evaluation.sets.s.environment = 'zoom' is unknown; "),
+    ],
+)
+def test_a_name_that_no_process_knows(
+    command: str,
+    argument: str,
+    words: str,
+    hub: HubServer,
+    tiny_model_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a profile or an environment, in [data] or in a set: with the similar one, and all."""
+    line = refusal(command, tiny_model_path, 'path = "rows.parquet"', capsys, argument)
+    assert line.startswith(f"error: {words}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data.path=named.jsonl", "--data.profile_column=own"], "data.path "),
+        (["--data.path=named.jsonl", "--data.profile_column=own", "--data.wrong_rows=drop"], "data.path "),
+        (
+            ["--evaluation.sets.s.path=named.jsonl", "--evaluation.sets.s.environment_column=own"],
+            "evaluation.sets.s: data.path ",
+        ),
+    ],
+    ids=["prompts", "dropped", "evaluation set"],
+)
+def test_a_row_with_a_name_that_no_process_knows(
+    arguments: list[str], words: str, hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer does not drop it: it knows neither profiles nor environments."""
+    rows = [{"problem": "?", "answer": "2", "own": name} for name in (None, "mth")]
+    Path("named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = refusal("train", tiny_model_path, 'path = "rows.parquet"', capsys, *arguments)
+    assert line.startswith(f"error: {words}")
+    assert "named.jsonl', row 1: its " in line
+    assert "= 'mth' is unknown; " in line
+    assert line.endswith("; repair the row or remove it")

@@ -1,12 +1,17 @@
 """Which columns are read without settings, and when a person has to say it."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from penstock.errors import DataError
 from services.trainer.data.config import DataConfig
+from services.trainer.data.dataset import open_dataset
 from services.trainer.data.rows.columns import Columns, cell, find_columns
 from tests.support.trainer.data.pictures import png
 
@@ -33,6 +38,19 @@ PICTURE = {"bytes": png(), "path": None}
         ({"input": "?", "label": "1", "metadata": {}}, Columns(text="input", gold="label", images=())),
         ({"conversations": [], "label": "1"}, Columns(text="conversations", gold="label", images=())),
         ({"question": "?", "answer": 1, "image": None}, Columns(text="question", gold="answer", images=("image",))),
+        (
+            {"problem": "?", "solution": "<answer>1</answer>", "image": PICTURE},
+            Columns(text="problem", gold="solution", images=("image",)),
+        ),
+        ({"problem": "?", "answer": "1", "solution": "It is 1."}, Columns(text="problem", gold="answer", images=())),
+        (
+            {"question": "?", "image": "images/1.jpg", "decoded_image": PICTURE, "answer": "1"},
+            Columns(text="question", gold="answer", images=("decoded_image",)),
+        ),
+        (
+            {"problem": "a.png", "answer": "b.png", "note": "a.png is\nnot b.png", "page": "http://x.org/png"},
+            Columns(text="problem", gold="answer", images=()),
+        ),
     ],
 )
 def test_published_names_are_found(row: dict[str, Any], found: Columns) -> None:
@@ -53,12 +71,32 @@ def test_published_names_are_found(row: dict[str, Any], found: Columns) -> None:
         ({"problem": "?", "answer": "1", "decoded_image": PICTURE}, "'decoded_image' holds images.*=decoded_image, or"),
         ({"problem": "?", "answer": "1", "pic": "data:image/png;base64,xx"}, "'pic' holds images that would not be"),
         ({"problem": "?", "answer": "1", "pics": [png()]}, "'pics' holds images that would not be read"),
+        ({"problem": "?", "answer": "1", "image_path": "a.PNG"}, "'image_path' holds images that would not be read"),
+        ({"problem": "?", "answer": "1", "link": "https://x.org/a.webp?size=9"}, "'link' holds images that would"),
+        ({"problem": "?", "answer": "1", "pic": {"bytes": None, "path": "a.gif"}}, "'pic' holds images that would"),
+        ({"problem": "?", "answer": "1", "pic": {"url": "http://x.org/a.jpeg"}}, "'pic' holds images that would not"),
+        ({"problem": "?", "answer": "1", "pics": [None, {"image": PICTURE}]}, "'pics' holds images that would not be"),
     ],
 )
 def test_what_could_mean_two_things_is_asked(row: dict[str, Any], words: str) -> None:
     """With the settings that answer it; images are never left unread in silence."""
     with pytest.raises(DataError, match=words):
         find_columns(row, DataConfig(), name="x")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_column_of_images_may_begin_without_one(tmp_path: Path, suffix: str) -> None:
+    """The first rows decide, not the first one: a whole file would be read as text."""
+    picture = {"bytes": png(), "path": None} if suffix == "parquet" else {"url": "http://x.org/a.png"}
+    rows = [{"problem": "?", "answer": "1", "shown": None}] * 2 + [{"problem": "?", "answer": "1", "shown": picture}]
+    file = tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="column 'shown' holds images that would not be read"):
+        open_dataset(DataConfig(path=str(file)))
+    assert open_dataset(DataConfig(path=f"{file}@[:2]"))[0].images == ()
 
 
 def test_settings_name_columns_and_paths_into_structs() -> None:

@@ -1,5 +1,7 @@
 """Data that is larger than memory, and lengths that are measured once."""
 
+import gzip
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +63,37 @@ def test_a_row_group_that_does_not_fit_is_refused_with_the_remedy(tmp_path: Path
     file = write(tmp_path / "a.parquet", 100, row_group_size=100, filler=1000)
     with pytest.raises(DataError, match=r"a row group of \d+ bytes, more than data\.memory_gib .*row_group_size=1000"):
         open_dataset(DataConfig(path=str(file), memory_gib=1e-7))
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "jsonl.gz"])
+def test_files_that_are_held_as_a_whole_share_the_memory(tmp_path: Path, suffix: str) -> None:
+    """Each fits, and all together do not; lines that are read one by one do."""
+    rows = [{"problem": "x" * 1000, "answer": str(number)} for number in range(100)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    content = {
+        "json": json.dumps(rows).encode(),
+        "csv": ("problem,answer\n" + "".join(f"{row['problem']},{row['answer']}\n" for row in rows)).encode(),
+        "jsonl.gz": gzip.compress(lines.encode()),
+    }[suffix]
+    paths = tuple(str(tmp_path / f"{name}.{suffix}") for name in "abc")
+    for path in paths:
+        Path(path).write_bytes(content)
+    memory_gib = 250_000 / 2**30  # two of them
+    assert open_dataset(DataConfig(path=paths[:2], memory_gib=memory_gib)).num_rows == 200
+    words = rf"c\.{suffix}' has .* as a whole, beside 2\d{{5}} bytes of other files; .*, or raise data\.memory_gib"
+    with pytest.raises(DataError, match=words):
+        open_dataset(DataConfig(path=paths, memory_gib=memory_gib))
+    (tmp_path / "c.jsonl").write_text(lines)
+    assert open_dataset(DataConfig(path=(*paths[:2], f"{tmp_path}/c.jsonl"), memory_gib=memory_gib)).num_rows == 300
+
+
+def test_row_groups_have_the_memory_that_held_files_leave() -> None:
+    """Those that were read before make room."""
+    blocks = BlockCache(30)
+    for key in ("a", "b", "c"):
+        blocks.get(key, lambda: pa.table({"a": pa.array([0], pa.int64())}), num_bytes=8)
+    blocks.hold(10)
+    assert (blocks.num_bytes, blocks.num_free_bytes) == (16, 20)
 
 
 def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import DataError
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import open_dataset
-from services.trainer.data.rows.golds import read_golds
+from services.trainer.data.rows.golds import read_golds, read_solution
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,7 @@ from services.trainer.data.rows.golds import read_golds
         (r"The final answer is $\boxed{\{1, 2\}}$.", (r"\{1, 2\}",)),
         ("Answer: 5", ("5",)),
         ("<answer> 5 </answer>", ("5",)),
+        ("2 and 3 are <SOLUTION>5</SOLUTION>", ("5",)),
         ("<think>1, then 2\n</think>\n<answer>$\\boxed{5}$</answer>", ("5",)),
         ("Final answer: $x = 5$", ("x = 5",)),
         ("yes", ("yes",)),
@@ -64,6 +65,7 @@ def test_an_answer_is_the_plain_text_that_is_graded(cell: Any, golds: tuple[str,
         ({"style": "rule"}, "nothing"),
         (r"\boxed{5} or \boxed{6}", "2 boxes; want one answer, or a list"),
         ("<answer>5</answer> or <answer>6</answer>", "2 <answer>; want one answer, or a list"),
+        ("<SOLUTION>5</SOLUTION> or <answer>6</answer>", "2 <SOLUTION>; want one answer, or a list"),
         ("<answer></answer>", "empty text"),
         (b"5", "bytes; want the correct answer as text"),
     ],
@@ -72,6 +74,43 @@ def test_what_does_not_say_the_answer_is_refused(cell: Any, reason: str) -> None
     """No guess is graded."""
     with pytest.raises(ValueError, match=reason):
         read_golds(cell)
+
+
+@pytest.mark.parametrize(
+    ("cell", "golds"),
+    [
+        ("<think>2, 3</think> <answer> 5 </answer>", ("5",)),
+        ("2 and 3 are <SOLUTION>5</SOLUTION>", ("5",)),
+        (r"They are $\boxed{5}$.", ("5",)),
+    ],
+)
+def test_a_solution_marks_its_answer(cell: str, golds: tuple[str, ...]) -> None:
+    """With a tag or a box."""
+    assert read_solution(cell) == golds
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("2 and 3 are 5.", "^text in which no <answer>, <SOLUTION> or .* marks the correct answer; mark it, or name"),
+        (r"\boxed{5", "^text in which no"),
+        (None, "^nothing in which no"),
+        (r"\boxed{5} or \boxed{6}", "2 boxes"),
+    ],
+)
+def test_a_solution_that_does_not_mark_one_answer_is_refused(cell: Any, reason: str) -> None:
+    """Its whole text would be graded as the answer."""
+    with pytest.raises(ValueError, match=reason):
+        read_solution(cell)
+
+
+def test_a_column_of_solutions_is_read_as_answers_only_where_it_is_named(tmp_path: Any) -> None:
+    """Otherwise it has to mark them."""
+    pq.write_table(pa.table({"problem": ["a", "b"], "solution": ["<answer>5</answer>", "six"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet', row 1: column 'solution' holds text in which no <answer>"):
+        open_dataset(DataConfig(path=str(tmp_path / "a.parquet")))
+    named = open_dataset(DataConfig(path=str(tmp_path / "a.parquet"), answer_column="solution", shuffle=False))
+    assert [named[position].golds for position in range(2)] == [("5",), ("six",)]
 
 
 @pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])

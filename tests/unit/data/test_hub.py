@@ -66,6 +66,10 @@ REPOS = {
         }
     ),
     "owner/gated": Repo(commits={}, refusal="GatedRepo"),
+    "owner/expired": Repo(commits={}, status=401, message="Invalid credentials in Authorization header"),
+    "owner/forbidden": Repo(commits={}, status=403, message="The token lacks a scope"),
+    "owner/busy": Repo(commits={}, status=429),
+    "owner/down": Repo(commits={}, status=503, message="Service Unavailable"),
 }
 
 
@@ -158,6 +162,10 @@ def test_without_a_network_the_cache_serves(hub: HubServer, monkeypatch: pytest.
         ),
         ("owner/a--b..c", {}, r"neither a file or folder here nor a data set on the"),
         ("owner/gated", {}, r"is gated; accept its terms on its page, then run `hf auth login`"),
+        ("owner/expired", {}, r"did not accept HF_TOKEN .*\(401: Invalid credentials in .*\); .*`hf auth login`"),
+        ("owner/forbidden", {}, r"did not accept HF_TOKEN .*\(403: The token lacks a scope\); .*`hf auth login`"),
+        ("owner/busy", {}, r"refuses further requests for now \(429\); wait some minutes"),
+        ("owner/down", {}, r"has a fault of its own \(503: Service Unavailable\); try again later"),
         ("owner/plain", {"revision": "v9"}, r"has no revision 'v9'; give a branch, a tag or a commit"),
         ("owner/plain", {"split": "val"}, r"has no split 'val'; it has test, train"),
         ("owner/plain", {"hub_config": "c"}, r"has no configuration 'c'; its folders are data"),
@@ -168,9 +176,18 @@ def test_what_cannot_be_fetched_is_said_in_a_line(
     hub: HubServer, path: str, settings: dict[str, str], words: str
 ) -> None:
     """With what to do about it."""
-    with pytest.raises(DataError, match=words) as caught:
+    with pytest.raises((DataError, SetupError), match=words) as caught:
         answers(path, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written_is_named(hub: HubServer, tmp_path: Path) -> None:
+    """As on a full disk: trying again does not help."""
+    (tmp_path / "cache").write_text("a file, where a folder is needed")
+    with pytest.raises(
+        SetupError, match=rf"cannot be kept in the cache: .*; make room in {tmp_path}/cache, or set HF_"
+    ):
+        answers("owner/plain")
 
 
 def test_train_keeps_the_commit_and_starts_nothing_without_data(
@@ -190,9 +207,15 @@ def test_train_keeps_the_commit_and_starts_nothing_without_data(
     ]
     assert main(["train", *recipe, "--data.path=owner/nothing"]) == 2
     assert not (tmp_path / "runs").exists()
-    assert main(["train", *recipe, "--data.path=owner/plain"]) == 0
+    demonstrations = ["--demonstrations.path=owner/with-card", "--demonstrations.hub_config=easy"]
+    sets = ["--evaluation.at_end=true", "--evaluation.sets.geometry.pictures=held_out"]
+    sets += [f"--evaluation.sets.out.{value}" for value in ("path=owner/with-card", "hub_config=hard", "split=test")]
+    assert main(["train", *recipe, "--data.path=owner/plain", *demonstrations, *sets]) == 0
     (folder,) = (tmp_path / "runs").iterdir()
-    assert tomllib.loads((folder / "config.toml").read_text())["data"]["revision"] == COMMIT
+    kept = tomllib.loads((folder / "config.toml").read_text())
+    for read in (kept["data"], kept["demonstrations"], kept["evaluation"]["sets"]["out"]):
+        assert read["revision"] == COMMIT
+    hub.repos.clear()
     hub.requests.clear()
     assert main(["train", "--resume", str(folder)]) == 0
     assert hub.requests == []

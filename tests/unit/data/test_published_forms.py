@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.errors import DataError
 from penstock.model.images import decode_image
 from penstock.records import ImagePart, TextPart
 from services.trainer.data.config import DataConfig
@@ -65,6 +66,23 @@ SINGULAR = {"image": CELL, "problem": f"<image>{QUESTION}", "answer": "90"}
 
 SHAREGPT = {"conversations": [{"from": "human", "value": f"<image>{QUESTION}"}], "images": [CELL], "answer": "90"}
 
+GEOQA = {"image": CELL, "problem": QUESTION, "solution": "<answer> 90 </answer>"}
+OPEN_R1 = {
+    "image": CELL,
+    "problem": QUESTION,
+    "solution": "<think>\nIt is a right angle.\n</think>\n\n<answer>90</answer>",
+    "original_question": QUESTION,
+    "original_answer": "90",
+}
+MATHVISTA = {
+    "pid": "1",
+    "question": QUESTION,
+    "image": "images/1.jpg",
+    "decoded_image": CELL,
+    "choices": None,
+    "answer": "90",
+}
+
 IMAGE, TEXT = ImagePart(index=0), TextPart(text=QUESTION)
 
 
@@ -108,6 +126,26 @@ def test_a_published_form_needs_no_setting(
     (message,) = example.messages
     assert (message.role, message.parts) == ("user", parts)
     assert example.images == (picture,)
+    assert example.golds == ("90",)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(GEOQA, id="GEOQA_R1V, clevr"),
+        pytest.param(OPEN_R1, id="multimodal-open-r1"),
+        pytest.param(MATHVISTA, id="MathVista, MathVision"),
+    ],
+)
+def test_a_published_form_without_marks_needs_only_images_first(row: dict[str, Any], tmp_path: Path) -> None:
+    """Answers that a solution marks, and pictures beside the names of their files."""
+    path = str(parquet(row, tmp_path))
+    with pytest.raises(DataError, match=r"0 <image>, but there are 1 images; .*--data\.images_first=true"):
+        open_dataset(DataConfig(path=path))
+    example = open_dataset(DataConfig(path=path, images_first=True))[0]
+    (message,) = example.messages
+    assert message.parts == (IMAGE, TEXT)
+    assert example.images == (PNG,)
     assert example.golds == ("90",)
 
 

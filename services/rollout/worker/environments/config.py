@@ -1,8 +1,9 @@
 """Where environments come from and where they run: the tables of `[worker.environments]`, and their server."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, Any, Self, TypeAlias
+from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
+from typing import Annotated, Any, Final, Self, TypeAlias
 from urllib.parse import urlsplit
 
 import pydantic
@@ -11,6 +12,15 @@ from penstock.config import Config, MetricsConfig, NetworkConfig, RunConfig
 
 MAX_PROCESSES = 128
 """Maximum processes of episodes at once: as many as `worker.concurrency` groups of eight have by default."""
+ENTRY_POINT_GROUP: Final = "penstock.environments"
+BUILT_IN: Final[Mapping[str, str]] = {
+    "geo3k_tools": "services.rollout.worker.environments.geo3k_tools:Geo3kTools",
+    "calculator": "services.rollout.worker.environments.calculator:Calculator",
+    "geo3k_zoom": "services.rollout.worker.environments.geo3k_zoom:Geo3kZoom",
+    "python": "services.rollout.worker.environments.python:Python",
+    "single_turn": "services.rollout.worker.environments.single_turn:SingleTurn",
+}
+"""Classes that come with Penstock, by name."""
 
 
 class EnvironmentConfig(Config):
@@ -42,6 +52,16 @@ class EnvironmentConfig(Config):
         elif self.name:
             raise ValueError(f"name = {self.name!r} is what a server calls the environment, and needs its url; add it")
         return self
+
+
+def installed_environments() -> dict[str, str]:
+    """Return the classes of installed packages, by name. Nothing is imported."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def environment_names(configured: Iterable[str]) -> list[str]:
+    """Return the names of all environments: built in, installed, and those of `[worker.environments]`."""
+    return list(dict.fromkeys((*BUILT_IN, *installed_environments(), *configured)))
 
 
 def _check_url(url: str) -> None:

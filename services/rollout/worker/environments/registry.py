@@ -9,35 +9,24 @@ process for each episode, and the number of these that live at once is limited.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from importlib.metadata import entry_points
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from penstock.environments import EnvironmentFactory
 from penstock.errors import ConfigError, InvalidRequestError, OverloadedError
 from penstock.runtime.security import Security
-from services.rollout.worker.environments.calculator import Calculator
-from services.rollout.worker.environments.config import MAX_PROCESSES, EnvironmentConfig
-from services.rollout.worker.environments.geo3k_tools import Geo3kTools
-from services.rollout.worker.environments.geo3k_zoom import Geo3kZoom
+from services.rollout.worker.environments.config import (
+    BUILT_IN,
+    MAX_PROCESSES,
+    EnvironmentConfig,
+    environment_names,
+    installed_environments,
+)
 from services.rollout.worker.environments.hosting.processes import EnvironmentProcesses
 from services.rollout.worker.environments.hosting.remote import RemoteEnvironments
 from services.rollout.worker.environments.loading import is_blocking, load_class, prepare
-from services.rollout.worker.environments.python import Python
-from services.rollout.worker.environments.single_turn import SingleTurn
-
-ENTRY_POINT_GROUP = "penstock.environments"
-
-BUILT_IN: Mapping[str, Callable[..., Any]] = {
-    "geo3k_tools": Geo3kTools,
-    "calculator": Calculator,
-    "geo3k_zoom": Geo3kZoom,
-    "python": Python,
-    "single_turn": SingleTurn,
-}
-"""Classes that come with Penstock, by name."""
 
 
 class EnvironmentRegistry:
@@ -61,13 +50,13 @@ class EnvironmentRegistry:
             ConfigError: a class cannot be imported, is not an environment, or does not take its arguments.
         """
         self._factories: dict[str, EnvironmentFactory] = {}
-        self._installed = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+        self._installed = installed_environments()
         self._configured = dict(configured or {})
         self._security = security or Security()
         self._max_processes = max_processes
         self._processes = asyncio.Semaphore(max_processes)
         self._num_in_loop: Counter[str] = Counter()
-        for name in (*BUILT_IN, *self._installed, *self._configured):
+        for name in environment_names(self._configured):
             config = self._configured.get(name, EnvironmentConfig())
             try:
                 self._factories[name] = self._make_factory(name, config)
@@ -156,15 +145,12 @@ class EnvironmentRegistry:
     def _make_factory(self, name: str, config: EnvironmentConfig) -> EnvironmentFactory:
         if config.url:
             return RemoteEnvironments(name, config.url, remote_name=config.name or name, security=self._security)
-        path = config.class_ or self._installed.get(name, "")
-        if not path:
-            kind = BUILT_IN.get(name)
-            if kind is None:
-                raise ConfigError(
-                    f"there is no built-in environment of this name ({', '.join(sorted(BUILT_IN))}); give its class or "
-                    "its url"
-                )
-            path = f"{kind.__module__}:{kind.__qualname__}"
+        path = config.class_ or self._installed.get(name) or BUILT_IN.get(name)
+        if path is None:
+            raise ConfigError(
+                f"there is no built-in environment of this name ({', '.join(sorted(BUILT_IN))}); give its class or "
+                "its url"
+            )
         if config.isolated:  # not imported here, because it may crash the process that imports it
             return EnvironmentProcesses(name, path, config.args)
         factory = load_class(path, config.args)

@@ -8,9 +8,11 @@
     SkyRL, prepared                  prompt of messages with parts, reward_spec.ground_truth
     slime                            problem or prompt or input, answer or label, images
     ShareGPT                         conversations list<struct<from, value>>, images
+    GEOQA_R1V, multimodal-open-r1    problem, image, solution with <answer>x</answer>
+    MathVista, MathVision            question, answer, image string (the name of a file), decoded_image struct
 
 Invariant: without settings, a column is chosen only if no other one could be meant. A column that looks like images is
-never silently left unread.
+never silently left unread, but for the names of files beside a column with these images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +21,12 @@ from typing import Any
 
 from penstock.errors import DataError
 from services.trainer.data.config import SourceConfig
-from services.trainer.data.rows.images import looks_like_image
+from services.trainer.data.rows.images import has_image, looks_like_image, names_image
 from services.trainer.data.rows.messages import is_answered
 
 _TEXT = (("problem", "prompt"), ("question", "query", "input", "messages", "conversations"))
+SOLUTION = "solution"
+"""Column with a worked solution, which marks the correct answer."""
 _GOLD = (("answer", "reward_model", "reward_spec"), ("label", "ground_truth", "target"))
 _IMAGES = (("images", "image"),)
 _CONVERSATION = (("messages", "conversations"), ("problem", "prompt"), ("question", "query", "input"))
@@ -46,7 +50,7 @@ def find_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> 
     """Choose the columns of a table: those that the settings name, else the only ones with a published name.
 
     Args:
-        row: The table's first row, with a value or None in each column.
+        row: A value of each column, from one or several of the table's first rows; None if they have none.
         config: The settings.
         name: Name of the table in error messages.
 
@@ -57,7 +61,9 @@ def find_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> 
         row,
         config,
         text=_one(row, config.problem_column, _TEXT, "problem_column", name=name, what="the prompt's text"),
-        gold=_one(row, config.answer_column, _GOLD, "answer_column", name=name, what="the correct answer"),
+        gold=_one(
+            row, config.answer_column, (*_GOLD, (SOLUTION,)), "answer_column", name=name, what="the correct answer"
+        ),
         name=name,
     )
 
@@ -66,7 +72,7 @@ def find_demonstration_columns(row: Mapping[str, Any], config: SourceConfig, *, 
     """Choose the columns of a table for supervised training: a conversation, or a prompt and its completion.
 
     Args:
-        row: The table's first row, with a value or None in each column.
+        row: As for `find_columns`.
         config: The settings.
         name: Name of the table in error messages.
 
@@ -106,7 +112,8 @@ def _with_the_rest(row: Mapping[str, Any], config: SourceConfig, *, text: str, g
         if wanted := getattr(config, key):
             _one(row, wanted, (), key, name=name, what="")
     if not columns.images and config.images_column == "":
-        unread = [column for column, value in row.items() if looks_like_image(value)]
+        read = (columns.text, columns.gold)
+        unread = [column for column, value in row.items() if column not in read and looks_like_image(value)]
         if unread:
             raise DataError(
                 f"{name}: column {unread[0]!r} holds images that would not be read; name it with "
@@ -118,9 +125,17 @@ def _with_the_rest(row: Mapping[str, Any], config: SourceConfig, *, text: str, g
 def _image_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> tuple[str, ...]:
     if config.images_column == "":
         found = _find(row, _IMAGES, "images_column", name=name, what="images")
-        return () if found is None else (found,)
+        return () if found is None else (_with_images(row, found),)
     wanted = (config.images_column,) if isinstance(config.images_column, str) else config.images_column
     return tuple(_one(row, column, (), "images_column", name=name, what="images") for column in wanted)
+
+
+def _with_images(row: Mapping[str, Any], found: str) -> str:
+    """Return the only column with images themselves if `found` has names of files, which may not be beside the data."""
+    if isinstance(row[found], str) and names_image(row[found]):
+        images = [column for column, value in row.items() if has_image(value)]
+        return images[0] if len(images) == 1 else found
+    return found
 
 
 def _extra(row: Mapping[str, Any], columns: Columns, config: SourceConfig, *, name: str) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from penstock.records import Limits, Message
 from services.trainer.data.config import ANSWER, SourceConfig
 from services.trainer.data.json_values import as_json, without_nulls
 from services.trainer.data.limits import LimitsConfig
-from services.trainer.data.rows.columns import Columns, cell
-from services.trainer.data.rows.golds import read_golds
+from services.trainer.data.rows.columns import SOLUTION, Columns, cell
+from services.trainer.data.rows.golds import read_golds, read_solution
 from services.trainer.data.rows.images import ImageReader
 from services.trainer.data.rows.messages import (
     Turn,
@@ -83,7 +83,8 @@ def make_example(
         turns, answer = _read(lambda _: split_answer(turns), row, columns.text)
         golds = _read(lambda _: read_golds(answer), row, columns.gold)
     else:
-        golds = _read(read_golds, row, columns.gold)
+        is_solution = columns.gold == SOLUTION and not config.answer_column
+        golds = _read(read_solution if is_solution else read_golds, row, columns.gold)
     return _example(row, columns, config, reader, turns, golds=golds, is_evaluated=is_evaluated)
 
 

@@ -1,6 +1,7 @@
 r"""Converts correct answers from the forms that data sets publish to the plain text that verifiers compare with.
 
     "5"  5  5.0  [5, "5.0"]  {"ground_truth": "5"}  "$5$"  "\\boxed{5}"  "Answer: \\boxed{5}"  "...<answer>5</answer>"
+    "...<SOLUTION>5</SOLUTION>"
 
 Invariant: an ambiguous value is rejected, never graded as something else.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 _MATH = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer\s*(?:is\s*:?|[:=])\s*", re.IGNORECASE)
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_TAG = re.compile(r"<(?P<tag>answer|SOLUTION)>(?P<inside>.*?)</(?P=tag)>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{")
 
 
@@ -24,13 +25,31 @@ def read_golds(cell: Any) -> tuple[str, ...]:
         cell: Text, a number, a struct with `ground_truth`, or a list of texts and numbers.
 
     Raises:
-        ValueError: it is none of these, is empty, or holds several boxes or `<answer>`.
+        ValueError: it is none of these, is empty, or holds several boxes or tags such as `<answer>`.
     """
     value = cell.get("ground_truth") if isinstance(cell, Mapping) else cell
     values = value if isinstance(value, list) else [value]
     if not values:
         raise ValueError("an empty list; want the correct answer as text")
     return tuple(_gold(each) for each in values)
+
+
+def read_solution(cell: Any) -> tuple[str, ...]:
+    """Return the correct answer that a worked solution marks with a tag or a box.
+
+    Raises:
+        ValueError: it is no text, or has no mark or several.
+    """
+    is_marked = isinstance(cell, str) and (
+        _TAG.search(cell) or any(_inside(cell, match.end()) is not None for match in _BOX.finditer(cell))
+    )
+    if not is_marked:
+        found = "text" if isinstance(cell, str) and cell else _kind(cell)
+        raise ValueError(
+            f"{found} in which no <answer>, <SOLUTION> or \\boxed{{}} marks the correct answer; mark it, or name the "
+            "column of answers with --data.answer_column=..."
+        )
+    return read_golds(cell)
 
 
 def _gold(value: Any) -> str:
@@ -57,10 +76,10 @@ def _plain(number: Decimal) -> str:
 def _bare(text: str) -> str:
     """Strip label, box and math delimiters from an answer."""
     text = text.strip()
-    if tagged := _TAG.findall(text):
+    if tagged := list(_TAG.finditer(text)):
         if len(tagged) > 1:
-            raise ValueError(f"{len(tagged)} <answer>; want one answer, or a list of those that count")
-        return _bare(tagged[0])
+            raise ValueError(f"{len(tagged)} <{tagged[0]['tag']}>; want one answer, or a list of those that count")
+        return _bare(tagged[0]["inside"])
     boxes = [_inside(text, match.end()) for match in _BOX.finditer(text)]
     if len(boxes) > 1:
         raise ValueError(f"{len(boxes)} boxes; want one answer, or a list of those that count")

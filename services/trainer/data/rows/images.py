@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from services.trainer.data.rows.resizing import fit_pixels
 from services.trainer.data.sources.downloads import MAX_FILE_BYTES, download
@@ -22,6 +23,7 @@ from services.trainer.data.sources.downloads import MAX_FILE_BYTES, download
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 _KEYS = ("image", "image_url", "url")
 """Keys of structs that hold an image in another form."""
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 _MAX_PATH = 4096
 
 
@@ -106,16 +108,35 @@ class ImageReader:
 
 
 def looks_like_image(cell: Any) -> bool:
-    """Return whether a cell certainly holds an image or a list of images."""
+    """Return whether a cell holds an image or a list of images, or names the files of some."""
     match cell:
-        case bytes(data):
-            return data.startswith(_MAGIC)
-        case {"bytes": bytes(data)}:
-            return data.startswith(_MAGIC)
+        case bytes() | {"bytes": bytes()}:
+            return has_image(cell)
+        case {"path": str(path)} if path:
+            return names_image(path)
         case str(text):
-            return text.startswith("data:image/")
-        case [first, *_]:
-            return looks_like_image(first)
+            return text.startswith("data:image/") or names_image(text)
+        case [*cells]:
+            return looks_like_image(next((each for each in cells if each is not None), None))
+        case Mapping():
+            return any(looks_like_image(cell.get(key)) for key in _KEYS)
+    return False
+
+
+def names_image(text: str) -> bool:
+    """Return whether a text is the path or the address of a file with an image's suffix."""
+    if len(text) >= _MAX_PATH or "\n" in text:
+        return False
+    if text.startswith(("http://", "https://")):
+        text = urlsplit(text).path
+    return text.lower().endswith(_SUFFIXES)
+
+
+def has_image(cell: Any) -> bool:
+    """Return whether a cell holds the bytes of an image."""
+    match cell:
+        case bytes(data) | {"bytes": bytes(data)}:
+            return data.startswith(_MAGIC)
     return False
 
 

@@ -49,7 +49,7 @@ def fetch(repo: str, *, config: str, split: str, revision: str) -> HubFiles:
 
     Raises:
         DataError: the data set, revision, configuration or split does not exist or is not open to this account.
-        SetupError: the Hub cannot be reached, and the cache has no complete copy.
+        SetupError: the Hub cannot be reached or refuses, and the cache has no complete copy; or it cannot be written.
     """
     name = f"data.path {repo!r} on the Hugging Face Hub"
     with _explained(repo, revision, name):
@@ -66,7 +66,7 @@ def look_up(repo: str, *, revision: str, timeout_s: float) -> None:
 
     Raises:
         DataError: the data set or revision does not exist or is not open to this account.
-        SetupError: the Hub cannot be reached, or HF_HUB_OFFLINE forbids it.
+        SetupError: the Hub cannot be reached or refuses, or HF_HUB_OFFLINE forbids it.
     """
     import huggingface_hub
 
@@ -106,14 +106,61 @@ def _explained(repo: str, revision: str, name: str) -> Iterator[None]:
         ) from None
     except errors.RevisionNotFoundError:
         raise DataError(f"{name} has no revision {revision!r}; give a branch, a tag or a commit") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+    except (httpx.HTTPError, OSError) as error:  # all others of huggingface_hub are one of these
+        fetch = f"`hf download {repo} --repo-type dataset{f' --revision {revision}' if revision else ''}`"
+        raise SetupError(f"{name}{_failure(error, fetch)}") from None
+
+
+def _failure(error: Exception, fetch: str) -> str:
+    """Return why a data set cannot be had, and what to do about it.
+
+    Args:
+        error: As huggingface_hub raised it.
+        fetch: The command that downloads the data set.
+    """
+    import httpx
+    from huggingface_hub import constants, errors
+
+    is_missing = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
+    cause = error.__cause__ if is_missing else error  # a refused look-up also goes to the cache, and is its cause
+    if isinstance(cause, errors.HfHubHTTPError):
+        return _refusal(cause.response.status_code, cause.server_message or "", _first_line(cause))
+    if is_missing:
         offline = "HF_HUB_OFFLINE is set" if _is_offline() else "it cannot be reached"
-        raise SetupError(
-            f"{name}: {offline}, and the cache has no complete copy; fetch it once with "
-            f"`hf download {repo} --repo-type dataset{f' --revision {revision}' if revision else ''}`"
-        ) from None
-    except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        raise SetupError(f"{name} could not be fetched: {_first_line(error)}; try again") from None
+        return f": {offline}, and the cache has no complete copy; fetch it once with {fetch}"
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
+        return (
+            f" cannot be kept in the cache: {error}; make room in {constants.HF_HUB_CACHE}, or set HF_HUB_CACHE to "
+            "another folder"
+        )
+    remedy = "try again"
+    if isinstance(error, httpx.TransportError):
+        remedy = f"look at the network, HF_ENDPOINT and proxies, or run {fetch} where the Hub can be reached"
+    return f" could not be fetched: {_first_line(error)}; {remedy}"
+
+
+def _refusal(status: int, said: str, message: str) -> str:
+    """Return what the Hub's answer means.
+
+    Args:
+        status: Its HTTP status.
+        said: Its own words; may be empty.
+        message: The first line of huggingface_hub's error.
+    """
+    shown = f"{status}: {' '.join(said.split())}" if said else str(status)
+    if status in (401, 403):
+        return (
+            f": the Hub did not accept HF_TOKEN or the token of `hf auth login` ({shown}); log in again with "
+            "`hf auth login`, or set HF_TOKEN to a token that may read it"
+        )
+    if status == 429:
+        return (
+            f": the Hub refuses further requests for now ({shown}); wait some minutes, and set HF_TOKEN, with which "
+            "more are allowed"
+        )
+    if status >= 500:
+        return f": the Hub has a fault of its own ({shown}); try again later"
+    return f" could not be fetched: {message or shown}; try again"
 
 
 def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> HubFiles:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from penstock.errors import DataError, InvalidRequestError
 from services.trainer.data.config import SourceConfig
@@ -13,6 +13,9 @@ from services.trainer.data.rows.columns import Columns, find_columns, find_demon
 from services.trainer.data.rows.example import Example, make_demonstration, make_example
 from services.trainer.data.rows.images import ImageReader
 from services.trainer.data.sources.table import NUM_SHOWN_ROWS, Table
+
+_EMPTY: Final[tuple[Any, ...]] = (None, "", [])
+"""Values that do not show what a column holds."""
 
 
 class _FindColumns(Protocol):
@@ -23,6 +26,22 @@ class _ReadRow(Protocol):
     def __call__(
         self, row: Mapping[str, Any], columns: Columns, config: SourceConfig, reader: ImageReader, /
     ) -> Example: ...
+
+
+class Rows(Protocol):
+    """Rows of a source, or of the part of it that an evaluation set plays."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def __getitem__(self, number: int, /) -> Example:
+        """Read a row.
+
+        Raises:
+            DataError: it is invalid.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +94,7 @@ class Source:
     """Examples by row number, from 0."""
 
     def __init__(self, name: str, tables: Sequence[NamedTable], config: SourceConfig) -> None:
-        """Find the columns of each table by its first readable row.
+        """Find the columns of each table by its first rows.
 
         Raises:
             DataError: there are no rows, or a table lacks a column.
@@ -85,9 +104,9 @@ class Source:
             raise DataError(f"{name} holds no rows")
         self.name = name
         self.config = config
-        found = [each.columns(_readable(each), config) for each in self.tables]
+        found = [each.columns(_first_values(each), config) for each in self.tables]
         self.first_columns = found[0]
-        """Columns of the first table's first readable row."""
+        """Columns of the first table's first rows."""
         self._ends = list(accumulate(len(each.table) for each in self.tables))
 
     def __len__(self) -> int:
@@ -116,16 +135,27 @@ class Source:
         return self.tables[at], number - self._ends[at] + len(self.tables[at].table)
 
 
-def _readable(table: NamedTable) -> Mapping[str, Any]:
-    """Return the first readable row among the first `NUM_SHOWN_ROWS` rows.
+def _first_values(table: NamedTable) -> Mapping[str, Any]:
+    """Return the first value of each column that is not empty among the first `NUM_SHOWN_ROWS` rows.
+
+    A column of images may begin with rows that have none.
 
     Raises:
-        DataError: none of them can be read.
+        DataError: none of the rows can be read.
     """
     first_error: Exception | None = None
+    values: dict[str, Any] = dict.fromkeys(table.table.columns)
+    is_read = False
     for number in range(min(len(table.table), NUM_SHOWN_ROWS)):
         try:
-            return table.table[number]
+            row = table.table[number]
         except (ValueError, OverflowError, DataError) as error:
             first_error = first_error or error
+            continue
+        is_read = True
+        values |= {key: value for key, value in row.items() if values.get(key) in _EMPTY}
+        if not any(value in _EMPTY for value in values.values()):
+            break
+    if is_read:
+        return values
     raise DataError(f"{table.name}: none of its first {NUM_SHOWN_ROWS} rows can be read; the first: {first_error}")

@@ -26,6 +26,10 @@ class Repo:
     branches: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
     refusal: str = ""
     """The Hub's error code, for one that is gated."""
+    status: int = 0
+    """Status of every answer, if it is refused."""
+    message: str = ""
+    """What the Hub says with it."""
 
 
 @dataclass(slots=True)
@@ -76,8 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
         repo = hub.repos.get(name)
         if repo is None:
             return self._refuse(401, "RepoNotFound")
-        if repo.refusal:
-            return self._refuse(403, repo.refusal)
+        if repo.refusal or repo.status:
+            return self._refuse(repo.status or 403, repo.refusal, repo.message)
         place = parts[4:] if is_api else parts[3:]
         verb, revision, *rest = place or ("revision", "main")
         commit = repo.branches.get(revision, revision)
@@ -110,9 +114,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(body)
 
-    def _refuse(self, status: int, code: str) -> None:
+    def _refuse(self, status: int, code: str, message: str = "") -> None:
         self.send_response(status)
-        self.send_header("X-Error-Code", code)
+        for key, value in (("X-Error-Code", code), ("X-Error-Message", message)):
+            if value:
+                self.send_header(key, value)
         self.send_header("Content-Length", "0")
         self.end_headers()
 

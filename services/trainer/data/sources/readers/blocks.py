@@ -1,4 +1,4 @@
-"""Blocks of decoded rows, kept in memory up to a bound."""
+"""What is kept of files in memory, up to a bound: blocks of decoded rows, and files that must be held as a whole."""
 
 import threading
 from collections import OrderedDict
@@ -14,6 +14,8 @@ class BlockCache:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         """Bytes of the cached blocks."""
+        self.num_held_bytes = 0
+        """Bytes of the files that are held as a whole. Blocks have the rest."""
         self._blocks: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -36,6 +38,17 @@ class BlockCache:
             self.num_bytes += block.nbytes
             return block
 
+    @property
+    def num_free_bytes(self) -> int:
+        """Bytes that another file may have that is held as a whole."""
+        return self.max_bytes - self.num_held_bytes
+
+    def hold(self, num_bytes: int) -> None:
+        """Count a file that is held as a whole; blocks make room for it."""
+        with self._lock:
+            self.num_held_bytes += num_bytes
+            self._make_room(0)
+
     def _make_room(self, num_bytes: int) -> None:
-        while self._blocks and self.num_bytes + num_bytes > self.max_bytes:
+        while self._blocks and self.num_bytes + num_bytes > self.num_free_bytes:
             self.num_bytes -= self._blocks.popitem(last=False)[1][1]

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import DataError
-from services.trainer.data.sources.readers.jsonl import require_size
+from services.trainer.data.sources.readers.blocks import BlockCache
+from services.trainer.data.sources.readers.jsonl import hold_whole
 from services.trainer.data.sources.table import require_unique
 
 _MAX_FIELD = 2**31 - 1
@@ -15,13 +16,13 @@ _MAX_FIELD = 2**31 - 1
 class CsvTable:
     """The rows of a CSV file, held in memory. All values are text; an empty one is None."""
 
-    def __init__(self, file: Path, *, max_bytes: int) -> None:
-        """Read the file.
+    def __init__(self, file: Path, blocks: BlockCache) -> None:
+        """Read the file; `blocks` has the rest of the memory.
 
         Raises:
             DataError: it is too large, its header names a column twice, or a row has other fields than the header.
         """
-        require_size(file, max_bytes)
+        hold_whole(file, blocks)
         csv.field_size_limit(_MAX_FIELD)
         try:
             with file.open(newline="", encoding="utf-8-sig") as opened:

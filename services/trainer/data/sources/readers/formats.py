@@ -20,13 +20,13 @@ def open_table(file: Path, blocks: BlockCache) -> Table:
 
     Args:
         file: The file; its suffix gives the format.
-        blocks: Cache of the decoded rows of all files.
+        blocks: Counts what of all files is kept in memory.
 
     Raises:
-        DataError: the suffix is unknown, or the file is not in the format of its suffix.
+        DataError: the suffix is unknown, the file is not in the format of its suffix, or there is no room for it.
     """
     if file.name.lower().endswith((".jsonl.gz", ".json.gz")):
-        return open_zipped_json(file, max_bytes=blocks.max_bytes)
+        return open_zipped_json(file, blocks)
     match file.suffix.lower():
         case ".parquet":
             return ParquetTable(file, blocks)
@@ -35,7 +35,7 @@ def open_table(file: Path, blocks: BlockCache) -> Table:
         case ".jsonl":
             return LinesTable(file)
         case ".json":
-            return open_json(file, max_bytes=blocks.max_bytes)
+            return open_json(file, blocks)
         case ".csv":
-            return CsvTable(file, max_bytes=blocks.max_bytes)
+            return CsvTable(file, blocks)
     raise DataError(f"data.path {str(file)!r}: its format is not known by its name; use {', '.join(SUFFIXES)}")

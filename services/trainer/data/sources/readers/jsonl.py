@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.errors import DataError
+from services.trainer.data.sources.readers.blocks import BlockCache
 from services.trainer.data.sources.table import NUM_SHOWN_ROWS
 
 
@@ -125,8 +126,8 @@ class ListTable:
         return self._rows[number]
 
 
-def open_json(file: Path, *, max_bytes: int) -> LinesTable | ListTable:
-    """Open a `.json` file: a list if it begins as one, else lines.
+def open_json(file: Path, blocks: BlockCache) -> LinesTable | ListTable:
+    """Open a `.json` file: a list, which is held in memory, if it begins as one, else lines.
 
     Raises:
         DataError: as for the two tables.
@@ -138,19 +139,20 @@ def open_json(file: Path, *, max_bytes: int) -> LinesTable | ListTable:
         raise DataError(f"data.path {str(file)!r} cannot be read: {error.strerror}") from None
     if not is_list:
         return LinesTable(file)
-    require_size(file, max_bytes)
+    hold_whole(file, blocks)
     try:
         return ListTable(file, json.loads(file.read_bytes()))
     except (ValueError, RecursionError, OSError) as error:
         raise DataError(f"data.path {str(file)!r} is not a JSON list of objects: {error}") from None
 
 
-def open_zipped_json(file: Path, *, max_bytes: int) -> HeldLinesTable | ListTable:
+def open_zipped_json(file: Path, blocks: BlockCache) -> HeldLinesTable | ListTable:
     """Open a `.json.gz` or `.jsonl.gz` file: a list if it begins as one, else lines. It is held in memory.
 
     Raises:
         DataError: it is not a gzip file, is too large when unzipped, or holds no objects.
     """
+    max_bytes = blocks.num_free_bytes
     try:
         with gzip.open(file) as opened:
             content = opened.read(max_bytes + 1)
@@ -158,9 +160,10 @@ def open_zipped_json(file: Path, *, max_bytes: int) -> HeldLinesTable | ListTabl
         raise DataError(f"data.path {str(file)!r} cannot be unzipped: {error}") from None
     if len(content) > max_bytes:
         raise DataError(
-            f"data.path {str(file)!r} has more than {max_bytes} bytes when unzipped, and is read as a whole; unzip it "
-            "to .jsonl, which is read row by row, or raise data.memory_gib"
+            f"data.path {str(file)!r} has more than {max_bytes} bytes when unzipped, and is read as a whole"
+            f"{_beside(blocks)}; unzip it to .jsonl, which is read row by row, or raise data.memory_gib"
         )
+    blocks.hold(len(content))
     text = content.removeprefix(b"\xef\xbb\xbf").lstrip()
     if not text.startswith(b"["):
         return HeldLinesTable(file, text)
@@ -170,17 +173,23 @@ def open_zipped_json(file: Path, *, max_bytes: int) -> HeldLinesTable | ListTabl
         raise DataError(f"data.path {str(file)!r} is not JSON: {error}") from None
 
 
-def require_size(file: Path, max_bytes: int) -> None:
-    """Reject a file larger than `max_bytes` that must be read as a whole.
+def hold_whole(file: Path, blocks: BlockCache) -> None:
+    """Count a file that must be read as a whole in `blocks`, with which it shares the memory.
 
     Raises:
-        DataError: it is too large.
+        DataError: it is too large, by itself or beside others.
     """
-    if file.stat().st_size > max_bytes:
+    num_bytes = file.stat().st_size
+    if num_bytes > blocks.num_free_bytes:
         raise DataError(
-            f"data.path {str(file)!r} has {file.stat().st_size} bytes and must be read as a whole; convert it to "
-            ".jsonl or .parquet, which are read row by row, or raise data.memory_gib"
+            f"data.path {str(file)!r} has {num_bytes} bytes and must be read as a whole{_beside(blocks)}; convert it "
+            "to .jsonl or .parquet, which are read row by row, or raise data.memory_gib"
         )
+    blocks.hold(num_bytes)
+
+
+def _beside(blocks: BlockCache) -> str:
+    return f", beside {blocks.num_held_bytes} bytes of other files" if blocks.num_held_bytes else ""
 
 
 def _object(row: Any) -> dict[str, Any]:
