@@ -29,7 +29,7 @@ def test_an_installed_package_adds_an_environment(monkeypatch: pytest.MonkeyPatc
     """Through the entry-point group penstock.environments."""
     point = importlib.metadata.EntryPoint(name="theirs", value=HERE, group="penstock.environments")
     monkeypatch.setattr(
-        "services.rollout.worker.environments.registry.entry_points",
+        "services.rollout.worker.environments.config.entry_points",
         lambda *, group: [point] if group == point.group else [],
     )
     assert EnvironmentRegistry().find("theirs") is SingleTurn
