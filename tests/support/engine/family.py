@@ -45,16 +45,17 @@ async def difference(engine: EngineProcess, policy: Reference) -> float:
     return max(found)
 
 
-async def require_same_through_pushes(engine: EngineProcess, policy: Reference) -> Reference:
-    """The engine has the model, and each of two that are pushed: through SGLang's loader, and into its parameters.
+async def require_same_through_pushes(engine: EngineProcess, policy: Reference, *, version: int = 0) -> Reference:
+    """The engine has the model as `version`, and each of two that are pushed: through SGLang's loader, and into its
+    parameters.
 
-    Returns the last that was pushed, as version 2.
+    Returns the last that was pushed, as `version` + 2.
     """
     assert await difference(engine, policy) <= MOST
     newer = policy
-    for version in (1, 2):
-        newer = policy.perturbed(seed=version)
-        await Push(engine, newer.weights, version).complete()
+    for number in (1, 2):
+        newer = policy.perturbed(seed=number)
+        await Push(engine, newer.weights, version + number).complete()
         assert await difference(engine, newer) <= MOST
         assert await difference(engine, policy) > FELT
     return newer

@@ -1,8 +1,9 @@
 """Mixtures of experts on real SGLang: what it loads, and what a push makes of it, is the trainer's model; and the
 trainer replays its routing."""
 
+import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +56,22 @@ async def test_a_mixture_is_the_trainers_model_before_and_after_pushes(
     mixture_engine: EngineProcess, policy: Reference
 ) -> None:
     """Exchanged experts would be noticed."""
-    newer = await require_same_through_pushes(mixture_engine, policy)
+    version = await restore(mixture_engine, policy)
+    newer = await require_same_through_pushes(mixture_engine, policy, version=version)
     exchanged = {
         name: weight.flip(0) if name.endswith("experts.down_proj") else weight for name, weight in newer.weights.items()
     }
-    await Push(mixture_engine, exchanged, 3).complete()
+    await Push(mixture_engine, exchanged, version + 3).complete()
     assert await difference(mixture_engine, newer) > FELT
+
+
+async def restore(engine: EngineProcess, policy: Reference) -> int:
+    """Give the engine the weights that it began with, if another test has pushed; return its version."""
+    version = (await engine.replica()).policy_version
+    if version:
+        version += 1
+        await Push(engine, policy.weights, version).complete()
+    return version
 
 
 async def said(engine: EngineProcess, trajectory: Trajectory, images: Sequence[bytes], *, breaks_off: bool) -> None:
@@ -81,6 +92,12 @@ async def said(engine: EngineProcess, trajectory: Trajectory, images: Sequence[b
     trajectory.add_turn(turn.response())
 
 
+def sample_of(trajectory: Trajectory) -> Sample:
+    """The finished sample."""
+    turns, sequences = trajectory.turns, trajectory.to_sequences()
+    return Sample(sequences=sequences, reward=0.0, finish_reason="stop", verdict=None, turns=turns, text="")
+
+
 async def played(engine: EngineProcess, model: Path, image_id: int | None) -> list[TrainSequence]:
     """Samples of two turns as the trainer reads them: texts and pictures, from prefix caches, in several attempts."""
     samples, shown = [], {}
@@ -93,22 +110,23 @@ async def played(engine: EngineProcess, model: Path, image_id: int | None) -> li
         await said(engine, trajectory, images, breaks_off=seed % 2 == 1)
         trajectory.add_observation([rng.randrange(300) for _ in range(7)])
         await said(engine, trajectory, images, breaks_off=False)
-        sequences = trajectory.to_sequences()
-        samples.append(
-            Sample(sequences=sequences, reward=0.0, finish_reason="stop", verdict=None, turns=trajectory.turns, text="")
-        )
+        samples.append(sample_of(trajectory))
         assert trajectory.turns[1].num_cached_tokens > 0
+    return read(samples, shown, model)
+
+
+def read(samples: Sequence[Sample], images: Mapping[str, bytes], model: Path) -> list[TrainSequence]:
+    """The sequences of a group's samples, as the trainer reads them."""
     group_id = GroupId(run_id="r", index=0, attempt=0, trainer_epoch="a")
     group = Group(id=group_id, num_samples=len(samples), samples=tuple(samples), worker_id="w")
-    return [*open_reader(model).read(group, shown).sequences]
+    return [*open_reader(model).read(group, images).sequences]
 
 
 async def test_the_trainer_takes_the_experts_that_the_engine_chose(
     mixture_engine: EngineProcess, policy: Reference, mixture: Path
 ) -> None:
     """Of all tokens it computed. Equal routers choose the same; others jump without the replay, and not with it."""
-    if version := (await mixture_engine.replica()).policy_version:  # another test has pushed
-        await Push(mixture_engine, policy.weights, version + 1).complete()
+    await restore(mixture_engine, policy)
     sequences = await played(mixture_engine, mixture, policy.image_id)
     assert [each.num_routed for each in sequences] == [each.num_inputs for each in sequences]
     trainer = load_policy(mixture, temperature=1.0, forbidden_ids=forbidden_token_ids(mixture))
@@ -131,3 +149,37 @@ async def test_the_trainer_takes_the_experts_that_the_engine_chose(
     off, on = (dlogp(sequences, replayed=replayed) for replayed in (False, True))
     assert off > FELT / 10
     assert on < off / 4, (on, off)
+
+
+async def test_a_turn_that_spans_a_push_has_the_experts_of_the_weights_that_ended_it(
+    mixture_engine: EngineProcess, policy: Reference, mixture: Path
+) -> None:
+    """Its first tokens were computed again; so the trainer, which has these weights, computes what the engine did."""
+    version = await restore(mixture_engine, policy) + 1
+    newer = policy.perturbed(seed=9)
+    trajectory = Trajectory(min_version=0)
+    trajectory.add_observation(prompt(random.Random(7), num_images=0, image_id=None))
+    asked = request(trajectory.token_ids, max_new_tokens=400)
+    asked.sampling.ignore_end = True
+    asked.routed_experts_from = 0
+    turn = ResumableTurn(asked)
+    async for chunk in mixture_engine.generation.GenerateStream(turn.remaining(), timeout=60):
+        if not turn.num_tokens:
+            pushing = asyncio.create_task(Push(mixture_engine, newer.weights, version).complete())
+        turn.add(chunk)
+    await pushing
+    trajectory.add_turn(turn.response())
+    [sequence] = read([sample_of(trajectory)], {}, mixture)
+    is_new = sequence.versions_X == version
+    assert sequence.num_own_tokens > is_new.sum() > 0
+    trainer = load_policy(mixture, temperature=1.0, forbidden_ids=forbidden_token_ids(mixture))
+    trainer.model.load_state_dict(newer.model.state_dict())
+    row = build_row([sequence], [Block(sequences=(0,), prefix_length=0)], with_experts=True)
+    assert sequence.routed_experts_RLK is not None
+    assert sequence.num_routed == sequence.num_inputs
+    own = chosen_experts(trainer, build_row([sequence], [Block(sequences=(0,), prefix_length=0)]))
+    assert (np.sort(own) == np.sort(sequence.routed_experts_RLK)).mean() > 0.999
+    with torch.no_grad():
+        dlogp = (trainer(row).logprobs_N - row.engine_logprobs_N).abs()
+    assert dlogp[row.versions_N == version].max() <= MOST
+    assert dlogp[row.versions_N != version].max() > FELT
