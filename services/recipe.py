@@ -27,6 +27,7 @@ from services.router.config import RouterConfig
 from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.checks.answer_length import ONE_TURN, most_own_tokens, penalty_contradiction
+from services.trainer.checks.router_replay import pairs_contradiction
 from services.trainer.config import TrackersConfig, TrainerConfig
 from services.trainer.data.config import DataConfig
 from services.trainer.demonstrations.config import DemonstrationsConfig
@@ -78,6 +79,14 @@ class Recipe(Config):
                 f"{weight_sync.stage_timeout_s:g} let a push take {push_s:g} s, more than the {MAX_PUSH_S:g} s that "
                 "engines accept; lower them"
             )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _engines_can_report_experts(self) -> Self:
+        rollout = self.rollout
+        has_pairs = rollout.prefill > 0 or rollout.decode > 0 or rollout.role != "unified"
+        if reason := pairs_contradiction(self.trainer.router_replay, has_pairs=has_pairs):
+            raise ValueError(reason)
         return self
 
     @pydantic.model_validator(mode="after")

@@ -91,6 +91,8 @@ class ResumableTurn:
         response.top_logprobs.extend(chunk.top_logprobs)
         if chunk.HasField("prompt_logprobs"):
             response.prompt_logprobs.CopyFrom(chunk.prompt_logprobs)
+        if chunk.HasField("routed_experts"):  # in the last chunk, for the whole turn
+            response.routed_experts.CopyFrom(chunk.routed_experts)
         for span in chunk.version_spans:
             self._add_span(span)
         response.finish_reason = chunk.finish_reason

@@ -1,5 +1,7 @@
 """Groups: all samples of one prompt, as a worker publishes them."""
 
+import msgspec
+
 from penstock.records.prompt import TRAIN, GroupId
 from penstock.records.record import Envelope
 from penstock.records.sample import Sample
@@ -47,6 +49,20 @@ class Group(Envelope, frozen=True, kw_only=True):
     def num_own_tokens(self) -> int:
         """Tokens that the policy itself produced, over all samples."""
         return sum(sample.num_own_tokens for sample in self.samples)
+
+    @property
+    def has_routed_experts(self) -> bool:
+        """Whether it is known of any token which experts computed it."""
+        return any(sequence.routed_experts is not None for sample in self.samples for sequence in sample.sequences)
+
+    def without_routed_experts(self) -> "Group":
+        """Return a copy without the experts that computed its tokens, which are most of its bytes."""
+        replace = msgspec.structs.replace
+        samples = (
+            replace(sample, sequences=tuple(replace(sequence, routed_experts=None) for sequence in sample.sequences))
+            for sample in self.samples
+        )
+        return replace(self, samples=tuple(samples))
 
     @property
     def images(self) -> frozenset[str]:

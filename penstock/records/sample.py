@@ -108,7 +108,8 @@ class TokenSequence(Record, frozen=True, kw_only=True):
     num_last_turn_tokens: int
     """The policy's own tokens in the last turn."""
     routed_experts: np.ndarray | None = None
-    """int32[T, layers, experts per token] of a mixture of experts, if the engine reports them."""
+    """uint8 or int32[R, layers, experts per token]: the experts of a mixture that computed the first R tokens in the
+    engine, image placeholders expanded. None, or fewer tokens than there are: the others' are not known."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -124,9 +125,14 @@ class TokenSequence(Record, frozen=True, kw_only=True):
             raise ValueError("a sequence holds no token of the policy's own")
         if not np.isfinite(self.logprobs).all():
             raise ValueError("logprobs hold a value that is not finite")
-        experts = self.routed_experts
-        if experts is not None and (experts.dtype.str != "<i4" or experts.ndim != 3 or len(experts) != length):
-            raise ValueError(f"routed_experts must be <i4[{length}, layers, experts], not {list(experts.shape)}")
+        experts, most = self.routed_experts, self.num_prompt_tokens + self.num_last_turn_tokens
+        if experts is not None and (
+            experts.dtype.str not in ("|u1", "<i4") or experts.ndim != 3 or len(experts) > most
+        ):
+            raise ValueError(
+                f"routed_experts must be |u1 or <i4 of [at most {most}, layers, experts], not "
+                f"{experts.dtype.str}{list(experts.shape)}"
+            )
         check_hashes(self.images)
 
     @property

@@ -47,6 +47,7 @@ async def engine_process(
     environment: Mapping[str, str] = MappingProxyType({}),
     run: str = "",
     grace_s: float = 5.0,
+    trainer: Mapping[str, object] = MappingProxyType({}),
     **rollout: object,
 ) -> AsyncIterator[EngineProcess]:
     """Run an engine during the context.
@@ -58,10 +59,11 @@ async def engine_process(
         environment: Additional variables.
         run: Name of its run; by default the folder's.
         grace_s: `run.grace_s`, in seconds.
+        trainer: Settings of the section `trainer` that engines follow.
         rollout: Settings of the section `rollout`.
     """
     recipe, log = folder / "recipe.toml", folder / "engine.log"
-    settings = tomli_w.dumps({"rollout": rollout})
+    settings = tomli_w.dumps({"rollout": rollout, "trainer": dict(trainer)})
     recipe.write_text(
         f'[run]\nname = "{run or folder.name}"\ngrace_s = {grace_s}\n'
         f'[bus]\nurl = "{nats_url}"\n[model]\npath = "{model_path}"\n'

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import common_pb2 as penstock_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/generate.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\"\xb4\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x12\n\nignore_end\x18\x06 \x01(\x08\x12+\n\nconstraint\x18\x07 \x01(\x0b\x32\x17.penstock.v1.Constraint\"L\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x42\x06\n\x04\x66orm\"M\n\tBootstrap\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\x12\x0c\n\x04room\x18\x03 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\"\xdf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x11\n\tinput_ids\x18\x03 \x03(\x05\x12\"\n\x06images\x18\x04 \x03(\x0b\x32\x12.penstock.v1.Image\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x1a\n\x12min_policy_version\x18\x06 \x01(\x03\x12\x14\n\x0c\x63hunk_tokens\x18\x07 \x01(\x05\x12)\n\tbootstrap\x18\x08 \x01(\x0b\x32\x16.penstock.v1.Bootstrap\x12\x10\n\x08group_id\x18\t \x01(\t\x12\x1c\n\x14\x65xact_policy_version\x18\n \x01(\x03\x12\x18\n\x10num_top_logprobs\x18\x0b \x01(\x05\x12\x17\n\x0fprompt_logprobs\x18\x0c \x01(\x08\",\n\x0bTopLogprobs\x12\x0b\n\x03ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"R\n\x0ePromptLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12.\n\x0ctop_logprobs\x18\x02 \x03(\x0b\x32\x18.penstock.v1.TopLogprobs\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\x05\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\x05\"\xb8\x02\n\x10GenerateResponse\x12\x12\n\noutput_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12/\n\rversion_spans\x18\x03 \x03(\x0b\x32\x18.penstock.v1.VersionSpan\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.penstock.v1.Usage\x12\x12\n\nreplica_id\x18\x06 \x01(\t\x12.\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x18.penstock.v1.TopLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.penstock.v1.PromptLogprobs\"\xb5\x02\n\rGenerateChunk\x12\x12\n\noutput_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12/\n\rversion_spans\x18\x03 \x03(\x0b\x32\x18.penstock.v1.VersionSpan\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.penstock.v1.Usage\x12\x12\n\nreplica_id\x18\x06 \x01(\t\x12.\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x18.penstock.v1.TopLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.penstock.v1.PromptLogprobs*{\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x03\x32\xa8\x01\n\x0fGenerateService\x12G\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.penstock.v1.GenerateRequest\x1a\x1a.penstock.v1.GenerateChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/generate.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\"\xb4\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x12\n\nignore_end\x18\x06 \x01(\x08\x12+\n\nconstraint\x18\x07 \x01(\x0b\x32\x17.penstock.v1.Constraint\"L\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x42\x06\n\x04\x66orm\"M\n\tBootstrap\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\x12\x0c\n\x04room\x18\x03 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\"\x99\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x11\n\tinput_ids\x18\x03 \x03(\x05\x12\"\n\x06images\x18\x04 \x03(\x0b\x32\x12.penstock.v1.Image\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x1a\n\x12min_policy_version\x18\x06 \x01(\x03\x12\x14\n\x0c\x63hunk_tokens\x18\x07 \x01(\x05\x12)\n\tbootstrap\x18\x08 \x01(\x0b\x32\x16.penstock.v1.Bootstrap\x12\x10\n\x08group_id\x18\t \x01(\t\x12\x1c\n\x14\x65xact_policy_version\x18\n \x01(\x03\x12\x18\n\x10num_top_logprobs\x18\x0b \x01(\x05\x12\x17\n\x0fprompt_logprobs\x18\x0c \x01(\x08\x12 \n\x13routed_experts_from\x18\r \x01(\x05H\x00\x88\x01\x01\x42\x16\n\x14_routed_experts_from\"\x82\x01\n\rRoutedExperts\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\x05\x12\x12\n\nnum_layers\x18\x02 \x01(\x05\x12\x1d\n\x15num_experts_per_token\x18\x03 \x01(\x05\x12\x15\n\rid_size_bytes\x18\x04 \x01(\x05\x12\x12\n\nexpert_ids\x18\x05 \x01(\x0c\",\n\x0bTopLogprobs\x12\x0b\n\x03ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"R\n\x0ePromptLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12.\n\x0ctop_logprobs\x18\x02 \x03(\x0b\x32\x18.penstock.v1.TopLogprobs\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\x05\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\x05\"\xec\x02\n\x10GenerateResponse\x12\x12\n\noutput_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12/\n\rversion_spans\x18\x03 \x03(\x0b\x32\x18.penstock.v1.VersionSpan\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.penstock.v1.Usage\x12\x12\n\nreplica_id\x18\x06 \x01(\t\x12.\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x18.penstock.v1.TopLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\x32\n\x0erouted_experts\x18\t \x01(\x0b\x32\x1a.penstock.v1.RoutedExperts\"\xe9\x02\n\rGenerateChunk\x12\x12\n\noutput_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12/\n\rversion_spans\x18\x03 \x03(\x0b\x32\x18.penstock.v1.VersionSpan\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.penstock.v1.Usage\x12\x12\n\nreplica_id\x18\x06 \x01(\t\x12.\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x18.penstock.v1.TopLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\x32\n\x0erouted_experts\x18\t \x01(\x0b\x32\x1a.penstock.v1.RoutedExperts*{\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x03\x32\xa8\x01\n\x0fGenerateService\x12G\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.penstock.v1.GenerateRequest\x1a\x1a.penstock.v1.GenerateChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.generate_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1610
-  _globals['_FINISHREASON']._serialized_end=1733
+  _globals['_FINISHREASON']._serialized_start=1905
+  _globals['_FINISHREASON']._serialized_end=2028
   _globals['_SAMPLINGPARAMS']._serialized_start=70
   _globals['_SAMPLINGPARAMS']._serialized_end=250
   _globals['_CONSTRAINT']._serialized_start=252
@@ -41,17 +41,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BOOTSTRAP']._serialized_start=330
   _globals['_BOOTSTRAP']._serialized_end=407
   _globals['_GENERATEREQUEST']._serialized_start=410
-  _globals['_GENERATEREQUEST']._serialized_end=761
-  _globals['_TOPLOGPROBS']._serialized_start=763
-  _globals['_TOPLOGPROBS']._serialized_end=807
-  _globals['_PROMPTLOGPROBS']._serialized_start=809
-  _globals['_PROMPTLOGPROBS']._serialized_end=891
-  _globals['_USAGE']._serialized_start=893
-  _globals['_USAGE']._serialized_end=981
-  _globals['_GENERATERESPONSE']._serialized_start=984
-  _globals['_GENERATERESPONSE']._serialized_end=1296
-  _globals['_GENERATECHUNK']._serialized_start=1299
-  _globals['_GENERATECHUNK']._serialized_end=1608
-  _globals['_GENERATESERVICE']._serialized_start=1736
-  _globals['_GENERATESERVICE']._serialized_end=1904
+  _globals['_GENERATEREQUEST']._serialized_end=819
+  _globals['_ROUTEDEXPERTS']._serialized_start=822
+  _globals['_ROUTEDEXPERTS']._serialized_end=952
+  _globals['_TOPLOGPROBS']._serialized_start=954
+  _globals['_TOPLOGPROBS']._serialized_end=998
+  _globals['_PROMPTLOGPROBS']._serialized_start=1000
+  _globals['_PROMPTLOGPROBS']._serialized_end=1082
+  _globals['_USAGE']._serialized_start=1084
+  _globals['_USAGE']._serialized_end=1172
+  _globals['_GENERATERESPONSE']._serialized_start=1175
+  _globals['_GENERATERESPONSE']._serialized_end=1539
+  _globals['_GENERATECHUNK']._serialized_start=1542
+  _globals['_GENERATECHUNK']._serialized_end=1903
+  _globals['_GENERATESERVICE']._serialized_start=2031
+  _globals['_GENERATESERVICE']._serialized_end=2199
 # @@protoc_insertion_point(module_scope)

@@ -189,6 +189,7 @@ class GenerateRequest(_message.Message):
     EXACT_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FROM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique name of the call, for logs and aborts."""
     session_id: _builtins.str
@@ -213,6 +214,11 @@ class GenerateRequest(_message.Message):
     prompt_logprobs: _builtins.bool
     """Report the logprob of each prompt token. The prefix cache is not used for the call. Not with images, and not on a PD
     pair.
+    """
+    routed_experts_from: _builtins.int
+    """Report the experts of a mixture that computed each token from this one on, 0 being the prompt's first; image
+    placeholders count expanded. At most the number of prompt tokens. Unset: report none. The engine must record them
+    (trainer.router_replay), and cannot on a PD pair.
     """
     @_builtins.property
     def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -247,14 +253,60 @@ class GenerateRequest(_message.Message):
         exact_policy_version: _builtins.int = ...,
         num_top_logprobs: _builtins.int = ...,
         prompt_logprobs: _builtins.bool = ...,
+        routed_experts_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_routed_experts_from", b"_routed_experts_from", "bootstrap", b"bootstrap", "routed_experts_from", b"routed_experts_from", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "chunk_tokens", b"chunk_tokens", "exact_policy_version", b"exact_policy_version", "group_id", b"group_id", "images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "num_top_logprobs", b"num_top_logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_routed_experts_from", b"_routed_experts_from", "bootstrap", b"bootstrap", "chunk_tokens", b"chunk_tokens", "exact_policy_version", b"exact_policy_version", "group_id", b"group_id", "images", b"images", "input_ids", b"input_ids", "min_policy_version", b"min_policy_version", "num_top_logprobs", b"num_top_logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "routed_experts_from", b"routed_experts_from", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__routed_experts_from: _TypeAlias = _typing.Literal["routed_experts_from"]  # noqa: Y015
+    _WhichOneofArgType__routed_experts_from: _TypeAlias = _typing.Literal["_routed_experts_from", b"_routed_experts_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__routed_experts_from) -> _WhichOneofReturnType__routed_experts_from | None: ...
+
+Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class RoutedExperts(_message.Message):
+    """The experts of a mixture that computed a run of tokens, as the engine last computed them: tokens found in the prefix
+    cache have those of the call that computed them, and tokens that were computed again, after a push or on another
+    replica, those of the second time.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_EXPERTS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    ID_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    EXPERT_IDS_FIELD_NUMBER: _builtins.int
+    first_token: _builtins.int
+    """Place of the run's first token: the request's routed_experts_from. The last token is the one before the turn's last,
+    which is sampled but not computed.
+    """
+    num_layers: _builtins.int
+    """Layers of the model, those without experts included; their ids are meaningless."""
+    num_experts_per_token: _builtins.int
+    """Experts of each token in a layer."""
+    id_size_bytes: _builtins.int
+    """Bytes of an id: 1 if a layer has at most 256 experts, else 4."""
+    expert_ids: _builtins.bytes
+    """Ids, token by token, layer by layer, unsigned and little-endian; the order within a layer has no meaning."""
+    def __init__(
+        self,
+        *,
+        first_token: _builtins.int = ...,
+        num_layers: _builtins.int = ...,
+        num_experts_per_token: _builtins.int = ...,
+        id_size_bytes: _builtins.int = ...,
+        expert_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_ids", b"expert_ids", "first_token", b"first_token", "id_size_bytes", b"id_size_bytes", "num_experts_per_token", b"num_experts_per_token", "num_layers", b"num_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+Global___RoutedExperts: _TypeAlias = RoutedExperts  # noqa: Y015
 
 @_typing.final
 class TopLogprobs(_message.Message):
@@ -360,6 +412,7 @@ class GenerateResponse(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Why generation ended."""
     replica_id: _builtins.str
@@ -388,6 +441,10 @@ class GenerateResponse(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """Set if the request asked for prompt_logprobs."""
 
+    @_builtins.property
+    def routed_experts(self) -> Global___RoutedExperts:
+        """Set if the request has routed_experts_from."""
+
     def __init__(
         self,
         *,
@@ -399,10 +456,11 @@ class GenerateResponse(_message.Message):
         replica_id: _builtins.str = ...,
         top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        routed_experts: Global___RoutedExperts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "routed_experts", b"routed_experts", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_logprobs", b"prompt_logprobs", "replica_id", b"replica_id", "top_logprobs", b"top_logprobs", "usage", b"usage", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_logprobs", b"prompt_logprobs", "replica_id", b"replica_id", "routed_experts", b"routed_experts", "top_logprobs", b"top_logprobs", "usage", b"usage", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,6 +480,7 @@ class GenerateChunk(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """Why generation ended; set only in the last chunk, which has the last token."""
     replica_id: _builtins.str
@@ -450,6 +509,10 @@ class GenerateChunk(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """Set in the first chunk only, if the request asked for prompt_logprobs."""
 
+    @_builtins.property
+    def routed_experts(self) -> Global___RoutedExperts:
+        """Set in the last chunk only, for the whole turn, if the request has routed_experts_from."""
+
     def __init__(
         self,
         *,
@@ -461,10 +524,11 @@ class GenerateChunk(_message.Message):
         replica_id: _builtins.str = ...,
         top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        routed_experts: Global___RoutedExperts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "routed_experts", b"routed_experts", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_logprobs", b"prompt_logprobs", "replica_id", b"replica_id", "top_logprobs", b"top_logprobs", "usage", b"usage", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_logprobs", b"prompt_logprobs", "replica_id", b"replica_id", "routed_experts", b"routed_experts", "top_logprobs", b"top_logprobs", "usage", b"usage", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,6 +25,7 @@ from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.config import EnvironmentServerSettings
 from services.router.config import RouterSettings
 from services.trainer.checks.expert_parallel import require_divisible
+from services.trainer.checks.router_replay import require_mixture
 from services.trainer.checks.sequence_parallel import require_shareable
 from services.trainer.config import TRAINED_MODEL_TYPES, TrainerSettings
 from services.trainer.data.config import DataConfig
@@ -64,9 +65,11 @@ def for_engine(recipe: Recipe) -> EngineSettings:
     """Return the settings of `penstock serve rollout`.
 
     Raises:
-        ConfigError: there is no model, or SGLang lacks a setting named in rollout.sglang.
+        ConfigError: there is no model, it is dense and its routing is to be replayed, or SGLang lacks a setting named
+            in rollout.sglang.
     """
     sglang_settings.require_known(recipe.rollout.sglang)
+    require_mixture(recipe.trainer.router_replay, num_experts=num_experts(_model(recipe).path))
     return EngineSettings(
         rollout=recipe.rollout,
         run=recipe.run,
@@ -74,6 +77,7 @@ def for_engine(recipe: Recipe) -> EngineSettings:
         bus=recipe.bus,
         model=_model(recipe),
         float32_head=recipe.trainer.float32_head,
+        router_replay=recipe.trainer.router_replay,
         group_timeout_s=recipe.trainer.weight_sync.stage_timeout_s,
         metrics=recipe.metrics,
     )
@@ -94,6 +98,7 @@ def for_worker(recipe: Recipe) -> WorkerSettings:
         model=_model(recipe),
         sampling=recipe.sampling,
         context_length=recipe.rollout.context_length,
+        router_replay=recipe.trainer.router_replay,
         router_address=_address(recipe, worker.router_address, recipe.router.port, "router"),
         reward_address=_address(recipe, worker.reward_address, recipe.reward.port, "reward"),
         router_url=_router_url(recipe) if worker.agents else "",
@@ -134,12 +139,14 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     """Return the settings of `penstock serve trainer`.
 
     Raises:
-        ConfigError: there is no model or no data, the sampling cannot be trained on, the reference is no model with
-            the same tokens, the chat template does not read a variable, or a tracker is not installed.
+        ConfigError: there is no model or no data, the sampling cannot be trained on, the model is dense and its routing
+            is to be replayed, the reference is no model with the same tokens, the chat template does not read a
+            variable, or a tracker is not installed.
     """
     _require_data(recipe, with_sets=recipe.evaluation.is_in_training, with_demonstrations=True)
     require_packages(recipe.trackers)
     recipe.sampling.require_trainable()
+    require_mixture(recipe.trainer.router_replay, num_experts=num_experts(_model(recipe).path))
     _require_reference(recipe)
     return TrainerSettings(
         trainer=recipe.trainer,

@@ -157,6 +157,11 @@ class BackendConfig(Config):
     float32_head: bool = False
     """Multiply the last hidden states with the output head in float32, in the trainer and in all engines: the products
     that differ most between them. Costs time where trainer.dtype and rollout.dtype are less than float32."""
+    router_replay: bool = False
+    """Have every token go through the experts that the engine chose for it (R3), in place of those that the trainer's
+    routers choose; weights of experts are the trainer's. For mixtures of experts whose engines compute in less than
+    float32, where the two choose differently and log-probabilities jump. Engines record the experts, one byte for each
+    layer and expert of a token. Not for prefill/decode pairs."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     @pydantic.model_validator(mode="after")

@@ -3,6 +3,8 @@
 Two ranks train, with a mixture's experts divided among them, and a real SGLang engine takes five pushes.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,10 @@ from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import open_reader
 from services.trainer.data.geometry import GeometryDataset
 from services.trainer.replay.recording import read_recording
+from tests.conftest import ROOT
 from tests.support.engine.family import FELT, MOST, difference, engine_of
 from tests.support.engine.reference import Reference
-from tests.support.trainer.families import FAMILIES, heard, write_model
+from tests.support.trainer.families import FAMILIES, MIXTURES, heard, write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -110,6 +113,40 @@ async def test_five_steps_of_a_family(kind: str, nats_url: str, tmp_path: Path) 
         trained = Reference(saved)
         assert await difference(engine, trained) <= MOST
         assert await difference(engine, Reference(model)) > FELT / 100
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_run_replays_the_routing_of_its_engine(kind: str, tmp_path: Path) -> None:
+    """Of every token that it computes; and `penstock replay` computes the step again, bit for bit.
+
+    The entropy bonus teaches all samples: a random model's answers are all wrong.
+    """
+    model = write_model(heard(FAMILIES[kind](), std_of_embedding=0.1), tmp_path / kind)
+    write_rows(tmp_path / "rows.parquet", with_images=image_token_id(model) is not None)
+    overrides = {
+        "model.path": model,
+        "run.dir": tmp_path / "runs",
+        "data.path": tmp_path / "rows.parquet",
+        "algorithm.entropy.kind": "bonus",
+        "rollout.replicas": 1,
+        "trainer.router_replay": "true",
+        "trainer.max_staleness": 0,
+        "trainer.num_steps": 2,
+        "trainer.groups_per_step": 4,
+        "trainer.optimizer.warmup_steps": 0,
+        "trainer.record_groups": "true",
+    }
+    with started(tmp_path, str(RECIPE), *(f"--{key}={value}" for key, value in overrides.items())) as train:
+        assert train.wait(600) == 0, train.tail()
+        rows = train.rows()
+        assert [row["step"] for row in rows] == [1, 2]
+        for row in rows:
+            assert row["grad_norm"] > 0, f"nothing was trained, so the test proves nothing: {row}"
+            assert row["replayed_token_fraction"] == 1, row
+            assert row["dlogp_max"] <= LARGEST, row
+        replay = [sys.executable, "-m", "services.cli", "replay", str(train.folder), "--step", "1"]
+        shown = subprocess.run(replay, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+        assert shown.returncode == 0, shown.stdout + shown.stderr
 
 
 def seen_by(train: TrainProcess, model: Path) -> float:

@@ -10,6 +10,7 @@ reads both forms, but writes the first as it lies in memory, so Penstock writes 
 Sources: transformers 5.19 (conversion_mapping.py) and sglang 0.5.23 (models/qwen3_vl_moe.py).
 """
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,18 @@ _APART: Final = frozenset({"qwen3_moe", "Qwen3MoeForCausalLM"})
 """Model types and architectures whose checkpoints have a matrix for each expert and projection."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureShape:
+    """How many experts a token of a mixture has to choose from."""
+
+    num_layers: int
+    """Layers of the language model, those without experts included."""
+    num_experts: int
+    """Experts of a layer."""
+    num_experts_per_token: int
+    """Experts that a token chooses in a layer."""
+
+
 def has_experts(model: str) -> bool:
     """Return whether models of this type or architecture are mixtures."""
     return model in _TRANSPOSED | _APART
@@ -35,10 +48,36 @@ def num_experts(folder: Path) -> int:
     Raises:
         ConfigError: its config.json is not JSON.
     """
+    text = _mixture(folder)
+    return 0 if text is None else _num_experts(text)
+
+
+def mixture_shape(folder: Path) -> MixtureShape | None:
+    """Return the shape of a model folder's mixture; None for a dense model.
+
+    Raises:
+        ConfigError: its config.json is not JSON.
+    """
+    text = _mixture(folder)
+    if text is None:
+        return None
+    return MixtureShape(
+        num_layers=int(text["num_hidden_layers"]),
+        num_experts=_num_experts(text),
+        num_experts_per_token=int(text["num_experts_per_tok"]),
+    )
+
+
+def _mixture(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of a mixture's language model; None for a dense model."""
     config = read_json(folder / "config.json")
     if not has_experts(config.get("model_type", "")):
-        return 0
-    text = config.get("text_config", config)
+        return None
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
+
+
+def _num_experts(text: dict[str, Any]) -> int:
     return int(text.get("num_experts", text.get("num_local_experts", 0)))  # as published, as transformers writes it
 
 

@@ -81,6 +81,8 @@ class EngineSettings:
     model: ModelConfig
     float32_head: bool
     """trainer.float32_head: engines and trainer must compute the same logits, or their log-probabilities disagree."""
+    router_replay: bool
+    """trainer.router_replay: whether engines record which experts compute each token."""
     group_timeout_s: float
     """Maximum seconds to form the process group of a broadcast: trainer.weight_sync.stage_timeout_s, so that engines
     wait as long as the trainer does."""

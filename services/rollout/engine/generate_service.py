@@ -17,6 +17,7 @@ from services.rollout.engine.generation import Generation, TopIds
 from services.rollout.engine.image_source import ImageSource
 from services.rollout.engine.prompt import CheckedRequest
 from services.rollout.engine.replica_view import ReplicaView
+from services.rollout.engine.routed_experts import message_of
 from services.rollout.engine.sglang_engine import SglangEngine
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 
@@ -62,7 +63,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                 generation = await self._engine.generate(await self._check(request))
             span.add(generation)
         self._crashes.note_answer()
-        return self._respond(generation)
+        return self._respond(generation, request)
 
     async def GenerateStream(  # noqa: N802 - the contract's name
         self, request: generate_pb2.GenerateRequest, context: Context
@@ -84,7 +85,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
                         return
                     self._crashes.note_answer()
                     span.add(part)
-                    yield self._chunk(part)
+                    yield self._chunk(part, request)
 
     @contextmanager
     def _admitted(self, request: generate_pb2.GenerateRequest) -> Iterator[CallSpan]:
@@ -130,7 +131,7 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
         self._require_serving(request)  # again: the state may have changed
         return checked
 
-    def _respond(self, generation: Generation) -> generate_pb2.GenerateResponse:
+    def _respond(self, generation: Generation, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateResponse:
         return generate_pb2.GenerateResponse(
             output_ids=generation.output_ids,
             logprobs=generation.logprobs,
@@ -140,9 +141,10 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             replica_id=self._view.replica_id,
             top_logprobs=_top(generation.top),
             prompt_logprobs=_prompt(generation),
+            routed_experts=self._experts(generation, request),
         )
 
-    def _chunk(self, part: Generation) -> generate_pb2.GenerateChunk:
+    def _chunk(self, part: Generation, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateChunk:
         is_first, is_last = part.num_tokens_so_far == len(part.output_ids), part.stopped is not None
         return generate_pb2.GenerateChunk(
             output_ids=part.output_ids,
@@ -153,6 +155,19 @@ class GenerateServicer(generate_pb2_grpc.GenerateServiceServicer):
             replica_id=self._view.replica_id,
             top_logprobs=_top(part.top),
             prompt_logprobs=_prompt(part),
+            routed_experts=self._experts(part, request),
+        )
+
+    def _experts(
+        self, generation: Generation, request: generate_pb2.GenerateRequest
+    ) -> generate_pb2.RoutedExperts | None:
+        if generation.routed_experts is None or self._engine.mixture is None:
+            return None
+        return message_of(
+            generation.routed_experts,
+            self._engine.mixture,
+            first_token=request.routed_experts_from,
+            num_tokens=generation.num_prompt_tokens + generation.num_tokens_so_far,
         )
 
 

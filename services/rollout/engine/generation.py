@@ -4,7 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from penstock.errors import InvalidRequestError, UnavailableError
+from services.rollout.engine.routed_experts import read_ids
 
 _BAD_REQUEST = 400
 _FINISHED_BY = {"stop": True, "length": False}
@@ -47,6 +50,8 @@ class Generation:
     """Most likely ids at each token; empty unless the request asked for them."""
     prompt: PromptScores | None = None
     """Only in the first part, and only if the request asked for it."""
+    routed_experts: np.ndarray | None = None
+    """int32 ids of the experts of the whole turn; only in the last part, and only if the request asked for them."""
     queued_s: float | None = None
     """Seconds that SGLang's scheduler let the turn wait; None if it does not say."""
     prefill_s: float | None = None
@@ -106,6 +111,7 @@ def read_generation(response: dict[str, Any], *, first: int = 0) -> Generation:
         num_tokens_so_far=end,
         top=top,
         prompt=_prompt_scores(meta) if first == 0 else None,
+        routed_experts=None if (experts := meta.get("routed_experts")) is None else read_ids(experts),
         queued_s=meta.get("queue_time"),
         prefill_s=_prefill_s(meta),
     )

@@ -42,6 +42,8 @@ class CheckedRequest:
     """SGLang's sampling parameter for the required form of the output; empty if there is none."""
     num_top_logprobs: int = 0
     prompt_logprobs: bool = False
+    routed_experts_from: int | None = None
+    """Place of the first token whose experts are reported; None: none are."""
     bootstrap: generate_pb2.Bootstrap | None = None
     """How the peers of the PD pair find each other; None on a unified engine."""
 
@@ -49,12 +51,20 @@ class CheckedRequest:
 class PromptChecker:
     """Checks requests against one model."""
 
-    def __init__(self, model_path: Path, *, max_tokens: int, disaggregated: bool = False) -> None:
-        """Check against the model at `model_path`. `max_tokens`: maximum tokens of prompt (images expanded) and
-        response together. `disaggregated`: each request must name a PD pair.
+    def __init__(
+        self, model_path: Path, *, max_tokens: int, disaggregated: bool = False, records_experts: bool = False
+    ) -> None:
+        """Check against the model at `model_path`.
+
+        Args:
+            model_path: The model's folder.
+            max_tokens: Maximum tokens of prompt (images expanded) and response together.
+            disaggregated: Each request must name a PD pair.
+            records_experts: Whether the engine records which experts compute each token.
         """
         self.max_tokens = max_tokens
         self._disaggregated = disaggregated
+        self._records_experts = records_experts
         self._vocab_size = tokens.vocab_size(model_path)
         self._image_id = tokens.image_token_id(model_path)
         self._end_ids = tokens.end_token_ids(model_path)
@@ -88,6 +98,7 @@ class PromptChecker:
                 f"input_ids: the prompt has {num_tokens} tokens with its images expanded; prompt and response together "
                 f"may have {self.max_tokens}; shorten it, or raise rollout.context_length or rollout.max_total_tokens"
             )
+        routed_experts_from = self._check_experts(request, num_tokens)
         return CheckedRequest(
             input_ids=input_ids,
             # Last, because decoding costs the most memory and time.
@@ -101,6 +112,7 @@ class PromptChecker:
             constraint=_sglang_constraint(sampling.constraint),
             num_top_logprobs=request.num_top_logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            routed_experts_from=routed_experts_from,
             bootstrap=bootstrap,
         )
 
@@ -126,6 +138,22 @@ class PromptChecker:
         if request.prompt_logprobs and (num_images or self._disaggregated):
             reason = f"there are {num_images} images" if num_images else "this engine is a peer of a PD pair"
             raise InvalidRequestError(f"prompt_logprobs is set, but {reason}; leave it out")
+
+    def _check_experts(self, request: generate_pb2.GenerateRequest, num_tokens: int) -> int | None:
+        """Return from which token on experts are to be reported; `num_tokens` are those of the prompt."""
+        if not request.HasField("routed_experts_from"):
+            return None
+        first = request.routed_experts_from
+        if not self._records_experts:
+            raise InvalidRequestError(
+                f"routed_experts_from = {first}, but this engine records no experts; leave it out, or start the engine "
+                "with trainer.router_replay = true, a mixture of experts and role unified"
+            )
+        if not 0 <= first <= num_tokens:
+            raise InvalidRequestError(
+                f"routed_experts_from = {first} must be from 0 to the prompt's {num_tokens} tokens"
+            )
+        return first
 
     def _check_range(self, ids: Sequence[int], field: str) -> None:
         if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):

@@ -85,6 +85,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
             network=settings.network,
             grace_s=settings.run.grace_s,
             float32_head=settings.float32_head,
+            router_replay=settings.router_replay,
             group_timeout_s=settings.group_timeout_s,
             security=security,
             enable_metrics=sglang_metrics is not None,
@@ -136,6 +137,7 @@ async def running(
     grace_s: float,
     group_timeout_s: float,
     float32_head: bool = False,
+    router_replay: bool = False,
     security: Security | None = None,
     enable_metrics: bool = False,
 ) -> AsyncIterator[EngineServer]:
@@ -149,6 +151,7 @@ async def running(
         model_path,
         network=network,
         float32_head=float32_head,
+        router_replay=router_replay,
         group_timeout_s=group_timeout_s,
         enable_metrics=enable_metrics,
     )

@@ -111,6 +111,7 @@ def server_args(
     float32_head: bool,
     bootstrap_port: int,
     cuda: bool,
+    router_replay: bool = False,
     enable_metrics: bool = False,
 ) -> dict[str, Any]:
     """Return `sglang.Engine`'s arguments: the recipe's override our defaults, Penstock's requirements override both.
@@ -124,6 +125,7 @@ def server_args(
         "model_path": str(model_path),
         "dtype": config.dtype,
         "enable_fp32_lm_head": float32_head,
+        "enable_return_routed_experts": router_replay,
         "max_running_requests": config.max_running,
         "skip_tokenizer_init": True,  # token in, token out
         "weight_version": "0",

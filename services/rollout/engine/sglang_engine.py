@@ -22,6 +22,7 @@ from fastapi import HTTPException
 
 from penstock.config import NetworkConfig
 from penstock.errors import InvalidRequestError, SetupError, UnavailableError
+from penstock.model.families.experts import mixture_shape
 from penstock.model.tokens import forbidden_token_ids
 from penstock.runtime.imports import kept_for_ever
 from penstock.runtime.ports import held_ports
@@ -100,7 +101,14 @@ class SglangEngine:
         context = settings.context_length(config, model_path)
         # SGLang reserves a few tokens of the context.
         max_tokens = min(context - 1, int(scheduler["max_total_num_tokens"]) - 1, int(scheduler["max_req_input_len"]))
-        self.checker = PromptChecker(model_path, max_tokens=max_tokens, disaggregated=self.is_disaggregated)
+        self.mixture = mixture_shape(model_path)
+        """Shape of the model's mixture of experts; None for a dense model."""
+        self.checker = PromptChecker(
+            model_path,
+            max_tokens=max_tokens,
+            disaggregated=self.is_disaggregated,
+            records_experts=engine.server_args.enable_return_routed_experts and not self.is_disaggregated,
+        )
 
     @classmethod
     async def start(
@@ -111,6 +119,7 @@ class SglangEngine:
         network: NetworkConfig,
         float32_head: bool,
         group_timeout_s: float,
+        router_replay: bool = False,
         enable_metrics: bool = False,
     ) -> "SglangEngine":
         """Load the model and answer a first request. Blocks the event loop while it loads, 10 to 60 s.
@@ -138,6 +147,7 @@ class SglangEngine:
                     network,
                     model_path,
                     float32_head=float32_head,
+                    router_replay=router_replay,
                     bootstrap_port=bootstrap_port,
                     cuda=cuda,
                     enable_metrics=enable_metrics,
@@ -300,6 +310,8 @@ class SglangEngine:
             return_logprob=True,
             logprob_start_len=0 if checked.prompt_logprobs else -1,
             top_logprobs_num=checked.num_top_logprobs,
+            return_routed_experts=checked.routed_experts_from is not None,
+            routed_experts_start_len=checked.routed_experts_from or 0,
             stream=stream_interval > 0,
             **disaggregation.request_args(checked.bootstrap),
         )

@@ -33,6 +33,7 @@ OWN_NAMES: Mapping[str, str] = {
     "enable_deterministic_inference": "it gives all samples of a group one seed, so that they are equal; leave it out",
     "enable_metrics": "use metrics.port",
     "enable_fp32_lm_head": "use trainer.float32_head, which holds for trainer and engines",
+    "enable_return_routed_experts": "use trainer.router_replay, which holds for trainer and engines",
     "enable_multimodal": "it follows from the model",
     "gpu_id_step": _OWN_DEVICE,
     "host": "use network.host",

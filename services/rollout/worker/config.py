@@ -68,4 +68,6 @@ class WorkerSettings:
     """host:port of the reward service."""
     router_url: str = ""
     """http(s)://host:port of the router's OpenAI-compatible API; empty if there are no agents."""
+    router_replay: bool = False
+    """trainer.router_replay: whether engines are asked which experts computed each token that is trained."""
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)

@@ -97,6 +97,7 @@ async def serve(
             context_length=settings.context_length or context_length(settings.model.path),
             grid=None if image_token_id(settings.model.path) is None else ImageGrid.of(settings.model.path),
             wait_timeout_s=wait_timeout_s,
+            router_replay=settings.router_replay,
         )
         await bus.ensure_streams()
         images = ImageStore(bus)

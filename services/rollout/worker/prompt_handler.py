@@ -64,6 +64,17 @@ class PromptHandler:
         message_id = group.id.message
         with spans.recorded("group.published", group=message_id) as about:
             payload = encode(group)
+            if len(payload) > self._bus.max_payload_bytes(message_id) and group.has_routed_experts:
+                smaller = encode(group.without_routed_experts())
+                log.warning(
+                    "group.experts_left_out",
+                    group=message_id,
+                    size_bytes=len(payload),
+                    size_without_bytes=len(smaller),
+                    remedy="a group is one message of at most 32 MiB; lower trainer.samples_per_group or the tokens of "
+                    "a sample, or leave trainer.router_replay out",
+                )
+                payload = smaller
             about["size_bytes"] = len(payload)
             about["is_new"] = await self._bus.publish(self._bus.groups, payload, message_id=message_id)
         if group.error:

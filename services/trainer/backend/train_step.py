@@ -56,6 +56,7 @@ from services.trainer.backend.policy.reference import ReferencePolicy
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.batching.rows import PackedRow
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
+from services.trainer.batching.shared_experts import with_shared_experts
 from services.trainer.config import BackendConfig
 
 log = structlog.get_logger()
@@ -197,6 +198,8 @@ class TrainStep:
         """Add groups to the batch, and their gradient to the sum; see `TrainBackend.accumulate`."""
         started = time.perf_counter()
         first = len(self._groups)
+        if self._config.router_replay:
+            groups = [with_shared_experts(group) for group in groups]
         self._skipped |= {first + number for number, group in enumerate(groups) if not is_finite(group)}
         self._chunks.append(groups)
         if not self._waits_for_batch:
@@ -245,6 +248,8 @@ class TrainStep:
                 metrics |= expert_stats(passed.expert_counts_LE)
         if self._algorithm.entropy.kind != "none":
             metrics["entropy_coef"] = entropy_coef
+        if self._config.router_replay:
+            metrics["replayed_token_fraction"] = self._sums.counts.replayed_fraction
         if learned is not None:
             metrics |= learned.metrics
         return metrics | {

@@ -2,7 +2,7 @@
 
 Legend: T = tokens of a row, A = the four axes of positions, N = the policy's own tokens of its samples, I = images in
 order of their placeholders, U = different images among them, P = patches of the different images, D = values of a
-patch.
+patch, R = tokens of a sample whose experts are known, L = layers, K = experts of a token.
 
 A row is a list of segments. A segment's tokens attend to the tokens before them in the segment, and to the whole prefix
 segment if there is one: a row holds a group's prompt once, and each response is a segment with the prompt as its
@@ -60,6 +60,9 @@ class PackedRow:
     """Index into the different images, for each occurrence of an image."""
     num_padded: int
     """Padding tokens at the row's end; they are a segment of their own."""
+    routed_experts_TLK: torch.Tensor | None = None
+    """int16: experts that the engine chose for each token, which routers are to take; -1 where they are not known, so
+    that routers choose. None: routers choose for all tokens."""
 
     @property
     def num_own_tokens(self) -> int:
@@ -78,7 +81,12 @@ class PackedRow:
 
 
 def build_row(
-    sequences: Sequence[TrainSequence], row: Row, *, length: int = 0, samples: Sequence[int] | None = None
+    sequences: Sequence[TrainSequence],
+    row: Row,
+    *,
+    length: int = 0,
+    samples: Sequence[int] | None = None,
+    with_experts: bool = False,
 ) -> PackedRow:
     """Build a row of the plan.
 
@@ -87,13 +95,15 @@ def build_row(
         row: From `plan_rows`.
         length: Pad the row to this length, and then to a multiple of `ROW_MULTIPLE`; 0 pads nothing.
         samples: Sample of each sequence; None: each sequence is a sample.
+        with_experts: Give the row the experts that the engine recorded; sequences that share a prefix have the same
+            there (`shared_experts`).
     """
     builder = _RowBuilder(range(len(sequences)) if samples is None else samples)
     for block in row:
         builder.add(sequences, block)
     if length:
         builder.pad(length)
-    return builder.build()
+    return builder.build(with_experts=with_experts)
 
 
 def fixed_length(num_tokens: int, longest: int, num_lengths: int) -> int:
@@ -120,6 +130,8 @@ class _RowBuilder:
             name: [] for name in ("predict", "targets", "sample", "engine_logprobs", "versions")
         }
         self._images: list[ImagePatches] = []
+        self._experts: list[tuple[int, np.ndarray]] = []
+        """The first token of a run in the row, and the experts of its tokens."""
         self._num_padded = 0
 
     def add(self, sequences: Sequence[TrainSequence], block: Block) -> None:
@@ -128,9 +140,11 @@ class _RowBuilder:
         positions = {number: _positions(sequences[number]) for number in block.sequences}
         first = block.sequences[0]
         prefix_start, prefix_stop = self._append(sequences[first], positions[first], 0, prefix, 0, 0)
+        self._add_experts(sequences[first], 0, prefix, prefix_start)
         for number in block.sequences:
             sequence = sequences[number]
             start, _ = self._append(sequence, positions[number], prefix, sequence.num_inputs, prefix_start, prefix_stop)
+            self._add_experts(sequence, prefix, sequence.num_inputs, start)
             own = np.flatnonzero(sequence.loss_mask_X)
             read = own - 1
             self._own["predict"].append(np.where(read < prefix, prefix_start + read, start + read - prefix))
@@ -148,7 +162,7 @@ class _RowBuilder:
             self._ids.append(np.repeat(self._ids[0][:1], self._num_padded))
             self._positions.append(np.tile(np.arange(self._num_padded), (NUM_AXES, 1)))
 
-    def build(self) -> PackedRow:
+    def build(self, *, with_experts: bool) -> PackedRow:
         """Return the row."""
         numbers: dict[int, int] = {}
         image_numbers = tuple(numbers.setdefault(id(image), len(numbers)) for image in self._images)
@@ -162,7 +176,22 @@ class _RowBuilder:
             grid_thw_U3=torch.tensor([image.grid_thw for image in different]) if different else None,
             image_numbers_I=image_numbers,
             num_padded=self._num_padded,
+            routed_experts_TLK=self._experts_of_row() if with_experts and self._experts else None,
         )
+
+    def _experts_of_row(self) -> torch.Tensor:
+        """Return int16[T, L, K] of all tokens."""
+        _, of_first = self._experts[0]
+        num_tokens = self._length + self._num_padded
+        experts_TLK = np.full((num_tokens, *of_first.shape[1:]), -1, dtype=np.int16)
+        for start, experts_RLK in self._experts:
+            experts_TLK[start : start + len(experts_RLK)] = experts_RLK
+        return torch.from_numpy(experts_TLK)
+
+    def _add_experts(self, sequence: TrainSequence, begin: int, end: int, start: int) -> None:
+        """Note which experts are known of a sequence's tokens [begin, end), the first of which is the row's `start`."""
+        if sequence.routed_experts_RLK is not None and begin < min(end, sequence.num_routed):
+            self._experts.append((start, sequence.routed_experts_RLK[begin:end]))
 
     def _append(
         self,

@@ -1,6 +1,7 @@
 """Turns groups from the workers into sequences for the model.
 
-Legend: T = tokens of a sample with one placeholder per image, X = the same with placeholders expanded.
+Legend: T = tokens of a sample with one placeholder per image, X = the same with placeholders expanded, R = those of X
+whose experts the engine recorded, L = layers, K = experts of a token.
 
 Invariant: a sequence has exactly the tokens of the engine's forward pass. Each image's single placeholder is expanded
 to the number that the image processor's grid gives, and the total is checked against the engine's count.
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import InvalidRequestError
+from penstock.model.families.experts import MixtureShape, mixture_shape
 from penstock.model.tokens import forbidden_token_ids, image_token_id, vocab_size
 from penstock.records import Group, TokenSequence
 from services.trainer.admission.filters import Screening
@@ -36,6 +38,8 @@ class TrainSequence:
     """bool[X]: placeholders."""
     images: tuple[ImagePatches, ...]
     """Images in the order of their placeholders. Equal images of a group share one object."""
+    routed_experts_RLK: np.ndarray | None = None
+    """uint8 or int32[R, L, K]: experts that computed the first R tokens in the engine; None: of no token."""
 
     def __len__(self) -> int:
         """Return X."""
@@ -50,6 +54,11 @@ class TrainSequence:
     def num_inputs(self) -> int:
         """Tokens that the model must read: those before the last own token, which itself is only predicted."""
         return int(np.flatnonzero(self.loss_mask_X)[-1])
+
+    @property
+    def num_routed(self) -> int:
+        """R, of the tokens that the model must read."""
+        return 0 if self.routed_experts_RLK is None else min(len(self.routed_experts_RLK), self.num_inputs)
 
     @property
     def image_starts(self) -> list[int]:
@@ -100,6 +109,8 @@ class ModelTokens:
     """The image placeholder; None for a text-only model."""
     forbidden_ids: frozenset[int]
     """Ids that the policy can never sample (penstock.model.tokens)."""
+    mixture: MixtureShape | None = None
+    """Shape of a mixture of experts; None for a dense model."""
 
 
 class GroupReader:
@@ -182,7 +193,26 @@ class GroupReader:
             versions_X=np.repeat(versions_T, repeats_T),
             image_mask_X=np.repeat(is_image_T, repeats_T),
             images=images,
+            routed_experts_RLK=self._experts(sequence),
         )
+
+    def _experts(self, sequence: TokenSequence) -> np.ndarray | None:
+        experts_RLK, mixture = sequence.routed_experts, self._tokens.mixture
+        if experts_RLK is None:
+            return None
+        shape = list(experts_RLK.shape[1:])
+        expected = [] if mixture is None else [mixture.num_layers, mixture.num_experts_per_token]
+        if mixture is None or shape != expected:
+            raise InvalidRequestError(
+                f"the engine recorded experts of shape {shape}, and the model has {expected} (layers, experts of a "
+                "token): both must use the same model folder"
+            )
+        if experts_RLK.size and not 0 <= experts_RLK.min() <= experts_RLK.max() < mixture.num_experts:
+            raise InvalidRequestError(
+                f"the engine recorded experts {experts_RLK.min()} to {experts_RLK.max()}, and the model has "
+                f"{mixture.num_experts}: both must use the same model folder"
+            )
+        return experts_RLK
 
     @staticmethod
     def _check_prompt_length(sequence: TokenSequence, own_X: np.ndarray) -> None:
@@ -237,5 +267,6 @@ def open_reader(model_path: Path) -> GroupReader:
         vocab_size=vocab_size(model_path),
         image_id=image_id,
         forbidden_ids=frozenset(forbidden_token_ids(model_path)),
+        mixture=mixture_shape(model_path),
     )
     return GroupReader(tokens, None if image_id is None else ImagePatcher(model_path))

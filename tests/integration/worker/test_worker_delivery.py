@@ -1,9 +1,11 @@
 """A prompt becomes a group, whoever is away for a while: once, and with what was said."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from structlog.typing import EventDict
 
 from penstock.bus.connection import Bus
@@ -11,7 +13,7 @@ from penstock.bus.consumer import consuming
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.clients import GenerateClient, RewardClient
 from penstock.model.chat_template import Renderer
-from penstock.records import VersionSpan
+from penstock.records import Prompt, Sample, TokenSequence, Verdict, VersionSpan
 from penstock.runtime.ports import free_ports
 from penstock.testing.answers import SpanningAPush
 from penstock.testing.simulated_engine import SimulatedEngine
@@ -22,8 +24,10 @@ from services.reward.config import RewardConfig
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.episode import EpisodePlayer
+from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.prompt_handler import PromptHandler
+from services.rollout.worker.shared_rendering import SharedRendering
 from services.router import server as router_server
 from services.router.config import RouterConfig
 from tests.support.waiting import promptly, until
@@ -33,6 +37,7 @@ from tests.support.worker.prompts import (
     count,
     make_prompt,
     publish,
+    read_groups,
     until_done,
     working,
 )
@@ -120,6 +125,67 @@ async def test_a_group_says_how_often_its_prompt_was_delivered(
     async with working(recipe):
         [group] = await until_done(bus, 1)
     assert group.num_deliveries > 1
+
+
+class HeavyPlayer:
+    """Plays samples whose recorded experts are this many bytes each."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    async def play(self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering) -> "HeavySample":
+        return HeavySample(self.size_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeavySample:
+    """What it plays; nothing is left to judge."""
+
+    size_bytes: int
+    answer: str = ""
+    error: str = ""
+    finish_reason: str = "stop"
+    needs_verdict: bool = False
+
+    def to_sample(self, verdict: Verdict | None) -> Sample:
+        sequence = TokenSequence(
+            token_ids=np.array([5, 6], "<i4"),
+            loss_mask=np.array([False, True]),
+            logprobs=np.array([0, -1], "<f4"),
+            version_spans=(VersionSpan(num_tokens=1, policy_version=4),),
+            images=(),
+            num_prompt_tokens=1,
+            num_last_turn_tokens=1,
+            routed_experts=np.zeros((1, self.size_bytes // 8, 8), "|u1"),
+        )
+        return Sample(sequences=(sequence,), reward=1.0, finish_reason="stop", verdict=None, turns=(), text="")
+
+
+async def test_a_group_is_not_lost_for_the_size_of_its_experts(
+    bus: Bus, run_name: str, logged: list[EventDict]
+) -> None:
+    """It is published without them, and said so, where the server would not take it with them."""
+    verifier = RewardClient("127.0.0.1:1")
+    async with (
+        verifier,
+        consuming(bus, bus.prompts, "workers", ack_wait_s=5.0, max_ack_pending=10_000) as consumer,
+    ):
+        for index, size_bytes in enumerate((1 << 20, 20 << 20)):
+            player = GroupRollout(
+                episodes=HeavyPlayer(size_bytes),
+                images=ImageStore(bus),
+                answer_verifier=AnswerVerifier(verifier),
+                worker_id="w",
+            )
+            await publish(bus, make_prompt(run_name, index))
+            [delivery] = await consumer.fetch(1)
+            await PromptHandler(bus, player, worker_id="w").handle(delivery)
+    found = await read_groups(bus)
+    assert [group.has_routed_experts for group in found] == [True, False]
+    assert [len(group.samples) for group in found] == [2, 2]
+    [event] = [event for event in logged if event["event"] == "group.experts_left_out"]
+    assert event["size_bytes"] > 40 << 20 > event["size_without_bytes"]
+    assert "lower trainer.samples_per_group" in event["remedy"]
 
 
 def num_logged(events: list[EventDict], name: str) -> int:

@@ -21,11 +21,12 @@ PICTURES = ((96, 80), (300, 200))
 
 @asynccontextmanager
 async def engine_of(
-    model: Path, nats_url: str, folder: Path, *, tensor_parallel: int = 1
+    model: Path, nats_url: str, folder: Path, *, tensor_parallel: int = 1, router_replay: bool = False
 ) -> AsyncIterator[EngineProcess]:
     """Run an engine with the model during the context."""
     sizes = {"max_running": 8, "context_length": 512, "tensor_parallel": tensor_parallel}
-    async with engine_process(model, nats_url, folder, grace_s=2.0, **sizes) as engine:
+    trainer = {"router_replay": router_replay}
+    async with engine_process(model, nats_url, folder, grace_s=2.0, trainer=trainer, **sizes) as engine:
         await engine.replica()  # the connection lasts as long as the engine
         yield engine
 
@@ -44,16 +45,17 @@ async def difference(engine: EngineProcess, policy: Reference) -> float:
     return max(found)
 
 
-async def require_same_through_pushes(engine: EngineProcess, policy: Reference) -> Reference:
-    """The engine has the model, and each of two that are pushed: through SGLang's loader, and into its parameters.
+async def require_same_through_pushes(engine: EngineProcess, policy: Reference, *, version: int = 0) -> Reference:
+    """The engine has the model as `version`, and each of two that are pushed: through SGLang's loader, and into its
+    parameters.
 
-    Returns the last that was pushed, as version 2.
+    Returns the last that was pushed, as `version` + 2.
     """
     assert await difference(engine, policy) <= MOST
     newer = policy
-    for version in (1, 2):
-        newer = policy.perturbed(seed=version)
-        await Push(engine, newer.weights, version).complete()
+    for number in (1, 2):
+        newer = policy.perturbed(seed=number)
+        await Push(engine, newer.weights, version + number).complete()
         assert await difference(engine, newer) <= MOST
         assert await difference(engine, policy) > FELT
     return newer

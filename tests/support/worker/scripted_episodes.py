@@ -61,14 +61,20 @@ class ScriptedPolicy:
             raise turn
         text, version = turn
         ids = self.ids(text)
+        num_prompt_tokens = len(request.input_ids) + 8 * len(request.images)
+        experts = None
+        if request.HasField("routed_experts_from"):
+            first = request.routed_experts_from
+            num_computed = num_prompt_tokens + len(ids) - 1 - first
+            sizes = {"num_layers": 1, "num_experts_per_token": 2, "id_size_bytes": 1}
+            experts = generate_pb2.RoutedExperts(first_token=first, expert_ids=bytes(2 * num_computed), **sizes)
         yield generate_pb2.GenerateChunk(
             output_ids=ids,
             logprobs=[-0.25 * len(self.requests)] * len(ids),
             version_spans=[common_pb2.VersionSpan(num_tokens=len(ids), policy_version=version)],
             finish_reason=generate_pb2.FINISH_REASON_UNSPECIFIED if self.hang else self.finish,
-            usage=generate_pb2.Usage(
-                num_prompt_tokens=len(request.input_ids) + 8 * len(request.images), num_output_tokens=len(ids)
-            ),
+            usage=generate_pb2.Usage(num_prompt_tokens=num_prompt_tokens, num_output_tokens=len(ids)),
+            routed_experts=experts,
         )
         if self.hang:
             await asyncio.Event().wait()
@@ -232,6 +238,7 @@ def make_player(
     verifier: Verifier | None = None,
     environments: Mapping[str, str] | EnvironmentRegistry = ENVIRONMENTS,
     wait_timeout_s: float = WAIT_TIMEOUT_S,
+    router_replay: bool = False,
     **config: Any,
 ) -> EpisodePlayer:
     """A player whose environments may have `verifier` judge answers."""
@@ -247,4 +254,5 @@ def make_player(
         context_length=context_length,
         grid=grid,
         wait_timeout_s=wait_timeout_s,
+        router_replay=router_replay,
     )

@@ -205,6 +205,46 @@ def test_trainer_and_engines_agree_on_the_head(model: ModelConfig, is_set: bool)
     assert args["enable_fp32_lm_head"] is is_set
 
 
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_trainer_workers_and_engines_agree_on_whose_experts_are_taken(model: ModelConfig, is_set: bool) -> None:
+    """One setting: engines record the experts, workers ask for them, the trainer takes them."""
+    (model.path / "config.json").write_text(json.dumps(MIXTURE))
+    services = {"router": RouterConfig(port=7001), "reward": RewardConfig(port=7002)}
+    rollout = RolloutConfig(context_length=64)
+    recipe = Recipe(model=model, trainer=TrainerConfig(router_replay=is_set), rollout=rollout, **services)
+    received = service_settings.for_engine(recipe)
+    args = server_args(
+        received.rollout,
+        received.network,
+        model.path,
+        float32_head=False,
+        router_replay=received.router_replay,
+        bootstrap_port=0,
+        cuda=True,
+    )
+    assert args["enable_return_routed_experts"] is is_set
+    assert service_settings.for_worker(recipe).router_replay is is_set
+    assert service_settings.for_trainer(recipe).trainer.router_replay is is_set
+
+
+@pytest.mark.parametrize("build", [service_settings.for_engine, service_settings.for_trainer])
+def test_a_dense_model_has_no_routing_to_replay(build: Any, model: ModelConfig) -> None:
+    """Engines and trainer say so before they load it."""
+    recipe = Recipe(model=model, trainer=TrainerConfig(router_replay=True), rollout=RolloutConfig(context_length=64))
+    with pytest.raises(ConfigError, match=r"router_replay = true is for mixtures of experts, .* leave it out"):
+        build(recipe)
+
+
+@pytest.mark.parametrize("rollout", [{"prefill": 1, "decode": 1}, {"role": "decode"}, {"role": "prefill"}])
+def test_pairs_do_not_replay_routing(rollout: dict[str, Any]) -> None:
+    """No engine of a pair knows the experts of a whole sequence."""
+    with pytest.raises(ValueError, match=r"router_replay = true does not go with prefill and decode engines"):
+        Recipe.model_validate({"trainer": {"router_replay": True}, "rollout": rollout})
+
+
 def test_a_server_of_environments_serves_those_of_its_recipe_that_are_not_elsewhere() -> None:
     """Others must be named; one that is at another server cannot be."""
     tables = {"maze": "my.maze:Maze", "robot": {"url": "http://robots:7010"}}

@@ -134,6 +134,22 @@ def test_what_is_not_there_is_not_given() -> None:
         continuation.remaining()
 
 
+def test_experts_are_of_the_attempt_that_ended_the_turn() -> None:
+    """It has computed all tokens, those of earlier attempts as its prompt; so it is asked from the same one on."""
+    asked = request(4)
+    asked.routed_experts_from = 3
+    whole = answer([2] * 4)
+    continuation = ResumableTurn(asked)
+    continuation.remaining()
+    continuation.add(chunk_of(whole, 0, 2))
+    assert continuation.remaining().routed_experts_from == 3
+    last = chunk_of(rest_of(whole, 2, attempt=1), 0, 2)
+    last.routed_experts.first_token = 3
+    last.routed_experts.expert_ids = b"all"
+    continuation.add(last)
+    assert continuation.response().routed_experts == last.routed_experts
+
+
 WHOLE = answer([2, 2, 3])
 
 

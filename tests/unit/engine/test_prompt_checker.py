@@ -104,6 +104,28 @@ def test_prompts_with_images_are_not_scored(tiny_model_path: Path) -> None:
         PromptChecker(tiny_model_path, max_tokens=100).check(made, [_file(Image.new("RGB", (96, 96)))])
 
 
+def test_experts_are_reported_from_a_token_of_the_expanded_prompt_on(tiny_model_path: Path) -> None:
+    """A picture of 96 x 96 pixels is 9 tokens: 11 of prompt, and the output's first."""
+    checker = PromptChecker(tiny_model_path, max_tokens=100, records_experts=True)
+    sampling = generate_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=5)
+    made = generate_pb2.GenerateRequest(input_ids=[363, 366, 1], sampling=sampling)
+    files = [_file(Image.new("RGB", (96, 96)))]
+    assert checker.check(made, files).routed_experts_from is None
+    for first in (0, 11):
+        made.routed_experts_from = first
+        assert checker.check(made, files).routed_experts_from == first
+    for first in (-1, 12):
+        made.routed_experts_from = first
+        with pytest.raises(InvalidRequestError, match=f"routed_experts_from = {first} must be from 0 to .* 11 tokens"):
+            checker.check(made, files)
+
+
+def test_an_engine_that_records_no_experts_says_what_to_set(tiny_model_path: Path) -> None:
+    """A dense model, a peer of a pair, or one that was started without the setting."""
+    with pytest.raises(InvalidRequestError, match=r"= 0, but this engine records no experts; .*router_replay = true"):
+        PromptChecker(tiny_model_path, max_tokens=100).check(plain_request(routed_experts_from=0), ())
+
+
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "I;16", "CMYK"])
 def test_every_mode_decodes_to_rgb(mode: str) -> None:
     """Pixels are Pillow's own conversion to RGB."""

@@ -1,8 +1,10 @@
 """SGLang's cumulative responses come out as parts, each token once."""
 
 import asyncio
+import base64
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.errors import InvalidRequestError, UnavailableError
@@ -221,3 +223,19 @@ async def test_the_schedulers_times_are_read_where_sglang_tells_them() -> None:
     assert told is not None
     assert (silent.queued_s, silent.prefill_s) == (None, None)
     assert (told.queued_s, told.prefill_s) == (0.25, 0.75)
+
+
+async def test_experts_of_the_whole_turn_come_with_its_last_part() -> None:
+    """SGLang reports them once, at the end."""
+    sglang, stream = Sglang(), TokenStream(min_tokens=1)
+    stream.put(sglang.make(2))
+    first = await stream.take()
+    last = sglang.make(3, end={"type": "stop"})
+    last["meta_info"]["routed_experts"] = base64.b64encode(np.arange(5, dtype="<i4").tobytes()).decode()
+    stream.put(last)
+    stream.close()
+    [part] = await drained(stream)
+    assert first is not None
+    assert first.routed_experts is None
+    assert part.routed_experts is not None
+    assert part.routed_experts.tolist() == [0, 1, 2, 3, 4]

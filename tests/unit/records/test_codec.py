@@ -38,9 +38,9 @@ def sequences(draw: st.DrawFn) -> TokenSequence:
         logprobs=draw(hnp.arrays("<f4", length, elements=st.floats(-50, 0, width=32))),
         version_spans=tuple(spans),
         images=tuple(draw(st.lists(st.sampled_from([HASH, HASH[::-1]]), max_size=2))),
-        num_prompt_tokens=3,
+        num_prompt_tokens=13,
         num_last_turn_tokens=own,
-        routed_experts=draw(st.none() | hnp.arrays("<i4", (length, 2, 3))),
+        routed_experts=draw(st.none() | hnp.arrays(st.sampled_from(["<i4", "|u1"]), (length, 2, 3))),
     )
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from services.rollout.engine.sglang_plugin import (
@@ -35,6 +36,7 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Wei
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _PROCESSORS = "sglang.srt.managers.multimodal_processor"
 _LOAD_PROCESSOR = "sglang.srt.utils.hf_transformers.processor.get_processor"
+_REGISTER_HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 _ACCUMULATOR = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
 
 
@@ -52,6 +54,7 @@ def register() -> None:
         HookRegistry.register(_PROCESSORS + ".import_processors", image_processors.import_some, HookType.AROUND)
         HookRegistry.register(_PROCESSORS + ".get_mm_processor_cls", image_processors.import_others, HookType.BEFORE)
         HookRegistry.register(_LOAD_PROCESSOR, image_processors.keep_bounds, HookType.BEFORE)
+        HookRegistry.register(_REGISTER_HOST_MEMORY, _register_host_memory, HookType.AROUND)
         HookRegistry.register(_ACCUMULATOR + ".accept", _add_version_spans, HookType.AFTER)
         HookRegistry.register(_SCHEDULER + "._add_request_to_queue", version_keys.key_by_version, HookType.BEFORE)
         HookRegistry.register(_SCHEDULER + ".record_weight_version_change", version_keys.note_version, HookType.AROUND)
@@ -110,6 +113,12 @@ def _receive_weights(receive: Callable[..., Any], updater: Any, **request: Any) 
     from services.rollout.engine.sglang_plugin.weight_loader import load
 
     return load(receive, updater, **request)
+
+
+def _register_host_memory(register: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Register memory for copies to a GPU, if there is one: SGLang does so for the experts that it records."""
+    if torch.cuda.is_available():
+        register(*args, **kwargs)
 
 
 def _sleep_while_paused(_result: None, scheduler: Any) -> None:

@@ -29,7 +29,7 @@ from penstock.errors import (
 )
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
-from penstock.records import Prompt, Sample, Verdict
+from penstock.records import TRAIN, Prompt, Sample, Verdict
 from penstock.telemetry import spans
 from penstock.v1 import generate_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
@@ -117,6 +117,7 @@ class EpisodePlayer:
         context_length: int | None = None,
         grid: ImageGrid | None = None,
         wait_timeout_s: float = WAIT_TIMEOUT_S,
+        router_replay: bool = False,
     ) -> None:
         """Create a player from these parts.
 
@@ -131,6 +132,7 @@ class EpisodePlayer:
             grid: How the model cuts images into tokens; None for a model without images.
             wait_timeout_s: Maximum seconds that a turn waits while no replica works on it, and an episode for room at a
                 server of environments.
+            router_replay: Ask engines which experts computed the tokens that will be trained.
 
         Raises:
             ConfigError: thoughts must be left out, but the model's chat template never does.
@@ -150,6 +152,7 @@ class EpisodePlayer:
         )
         self._answer_verifier = answer_verifier
         self._forbidden_ids = frozenset(forbidden_ids)
+        self._router_replay = router_replay
 
     async def play(self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering) -> Episode:
         """Play sample `number` of `prompt`; `images` and `shared` are the group's.
@@ -212,6 +215,8 @@ class EpisodePlayer:
             exact_policy_version=prompt.exact_version or 0,
             chunk_tokens=CHUNK_TOKENS,
         )
+        if self._router_replay and prompt.purpose == TRAIN:
+            request.routed_experts_from = trajectory.num_routed_tokens
         started = time.monotonic()
         try:
             turn = await self._turns.play(request, budget_s=budget_s, restore_images=episode.images.store_again)

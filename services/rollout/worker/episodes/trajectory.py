@@ -16,6 +16,7 @@ import numpy as np
 from penstock.errors import PenstockError
 from penstock.records import TokenSequence, Turn, VersionSpan
 from penstock.v1 import generate_pb2
+from services.rollout.worker.episodes.routed_experts import array_of
 
 FinishReasonValue: TypeAlias = generate_pb2.FinishReason.ValueType
 STOP = generate_pb2.FINISH_REASON_STOP
@@ -47,6 +48,8 @@ class Trajectory:
         self._turns: list[Turn] = []
         self._turn_ranges: list[range] = []
         self._complete: list[TokenSequence] = []
+        self._experts: list[np.ndarray] = []
+        """Of the first tokens, images expanded, without a gap."""
         self.last_finish: FinishReasonValue = generate_pb2.FINISH_REASON_UNSPECIFIED
 
     @property
@@ -75,6 +78,11 @@ class Trajectory:
         last = self._turns[-1]
         return last.num_prompt_tokens + last.num_output_tokens
 
+    @property
+    def num_routed_tokens(self) -> int:
+        """Tokens from the beginning on, image placeholders expanded, whose experts are known."""
+        return sum(map(len, self._experts))
+
     def add_observation(self, ids: Collection[int], images: Collection[str] = ()) -> None:
         """Append ids that the policy did not produce, and their images: the prompt, or an environment's answer."""
         self._ids.extend(ids)
@@ -88,7 +96,7 @@ class Trajectory:
             return
         self._complete.append(self._sequence())
         self._ids, self._mask, self._logprobs = list(kept), [False] * len(kept), [0.0] * len(kept)
-        self._spans, self._turn_ranges = [], []
+        self._spans, self._turn_ranges, self._experts = [], [], []
 
     def add_step(self, reward: float | None, metrics: Mapping[str, float]) -> None:
         """Record the environment's reward and metrics for the last turn."""
@@ -107,9 +115,16 @@ class Trajectory:
             VersionSpan(num_tokens=span.num_tokens, policy_version=span.policy_version)
             for span in response.version_spans
         ]
-        problem = self._find_problem(response, ids, spans)
+        experts, problem = None, self._find_problem(response, ids, spans)
+        if not problem and response.HasField("routed_experts"):
+            try:
+                experts = self._read_experts(response, num_output_tokens=len(ids))
+            except ValueError as error:
+                problem = str(error)
         if problem:
             raise PenstockError(f"replica {response.replica_id or '?'} gave an answer that cannot be used: {problem}")
+        if experts is not None:
+            self._experts.append(experts)
         self._turn_ranges.append(range(len(self._ids), len(self._ids) + len(ids)))
         self._ids.extend(ids)
         self._mask.extend([True] * len(ids))
@@ -142,7 +157,28 @@ class Trajectory:
             images=tuple(self._images),
             num_prompt_tokens=last.num_prompt_tokens,
             num_last_turn_tokens=last.num_output_tokens,
+            routed_experts=np.concatenate(self._experts) if self._experts else None,
         )
+
+    def _read_experts(self, response: generate_pb2.GenerateResponse, *, num_output_tokens: int) -> np.ndarray:
+        """Return the experts of the tokens after those that are known.
+
+        Raises:
+            ValueError: they are those of other tokens, or of another model.
+        """
+        message = response.routed_experts
+        experts, first = array_of(message), self.num_routed_tokens
+        num_computed = response.usage.num_prompt_tokens + num_output_tokens - 1  # the last is sampled, not computed
+        if message.first_token != first or len(experts) != num_computed - first:
+            raise ValueError(
+                f"experts of {len(experts)} tokens from {message.first_token} on, where {num_computed - first} were "
+                f"computed from {first} on"
+            )
+        if self._experts and (experts.dtype, experts.shape[1:]) != (self._experts[0].dtype, self._experts[0].shape[1:]):
+            raise ValueError(
+                f"experts of shape {list(experts.shape[1:])}, but {list(self._experts[0].shape[1:])} in earlier turns"
+            )
+        return experts
 
     def _add_span(self, span: VersionSpan) -> None:
         if self._spans and self._spans[-1].policy_version == span.policy_version:

@@ -17,6 +17,7 @@ import torch
 def set_mixture_precision(model: Any) -> None:
     """Make every router and all experts of a transformers model compute this way. Dense models stay unchanged."""
     for router in routers_of(model):
+        router.replayed_TK = None
         router.forward = MethodType(_route, router)
     for experts in experts_of(model):
         experts.forward = MethodType(_compute, experts)
@@ -40,7 +41,7 @@ def _route(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torc
     Returns float32[T, E] scores, [T, K] weights in the precision of the input, and int64[T, K] experts.
 
     Args:
-        router: The module; its weight is [E, H].
+        router: The module; its weight is [E, H], and its `replayed_TK` the experts to take, negative where it chooses.
         hidden_states: [..., H].
     """
     hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -49,7 +50,12 @@ def _route(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torc
         hidden_TH, weight_EH = hidden_TH.to(dtype), weight_EH.to(dtype)
     with torch.autocast(hidden_TH.device.type, enabled=False):
         scores_TE = torch.nn.functional.linear(hidden_TH.float(), weight_EH.float())
-        weights_TK, experts_TK = scores_TE.softmax(dim=-1).topk(router.top_k, dim=-1)
+        probabilities_TE = scores_TE.softmax(dim=-1)
+        weights_TK, experts_TK = probabilities_TE.topk(router.top_k, dim=-1)
+        if router.replayed_TK is not None:
+            replayed_TK = router.replayed_TK.long()
+            experts_TK = replayed_TK.where(replayed_TK >= 0, experts_TK)
+            weights_TK = probabilities_TE.gather(1, experts_TK)
         if getattr(router, "norm_topk_prob", True):  # Qwen3-VL-MoE's always do
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
     return scores_TE, weights_TK.to(hidden_states.dtype), experts_TK

@@ -1,7 +1,7 @@
 """The policy: a transformers model that returns the log-probability of each token that the policy sampled.
 
-Legend: A, T, N, I, U, P, D as in `batching.rows`; H = hidden size, S = tokens of the row that this rank computes: all,
-unless ranks share rows.
+Legend: A, T, N, I, U, P, D, L, K as in `batching.rows`; H = hidden size, S = tokens of the row that this rank computes:
+all, unless ranks share rows.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from services.trainer.backend.policy.attention import RowLayout, use_packed_atte
 from services.trainer.backend.policy.expert_counts import ExpertCounter
 from services.trainer.backend.policy.logprobs import TokenLogprobs, token_logprobs
 from services.trainer.backend.policy.mixture import set_mixture_precision
+from services.trainer.backend.policy.router_replay import KEYWORD, replay_routers
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.batching.rows import PackedRow
 from services.trainer.config import TRAINED_MODEL_TYPES
@@ -49,6 +50,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         set_mixture_precision(model)
         self._expert_counter = ExpertCounter(model)
         self.model = model
+        replay_routers(self.text_layers)
         self._text_model.register_forward_pre_hook(_own_inputs, with_kwargs=True)
         self._divide_row: Callable[[int], RowShare] | None = None
         self.temperature = temperature
@@ -111,6 +113,8 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         # All four axes: with three, transformers would treat the row as one sequence; with one, images as text.
         positions = row.positions_AT[:, None] if self._has_images else row.positions_AT[:1]
         optional: dict[str, Any] = {} if share is None else {"row_share": share}
+        if (experts_TLK := row.routed_experts_TLK) is not None:
+            optional[KEYWORD] = experts_TLK if share is None else experts_TLK[share.tokens]
         if row.pixel_values_PD is not None:
             optional["mm_encoder_outputs"] = {"image": self._image_features(row)}
         output = self.model.base_model(

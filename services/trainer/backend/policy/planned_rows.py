@@ -38,6 +38,8 @@ class PlannedRows:
     """Length that each row of the plan is padded to; 0 pads nothing."""
     device: torch.device
     ranks: Ranks
+    with_experts: bool = False
+    """Whether routers take the experts that the engine chose, where they are known."""
 
     @classmethod
     def of(
@@ -85,7 +87,13 @@ class PlannedRows:
             sizes = [num_row_tokens(row, lengths) for row in widest]
             row_lengths = [fixed_length(size, config.micro_batch_tokens, config.row_lengths) for size in sizes]
         return cls(
-            sequences=sequences, samples=samples, plan=widest, row_lengths=row_lengths, device=device, ranks=ranks
+            sequences=sequences,
+            samples=samples,
+            plan=widest,
+            row_lengths=row_lengths,
+            device=device,
+            ranks=ranks,
+            with_experts=config.router_replay,
         )
 
     def __iter__(self) -> Iterator[RankRow]:
@@ -93,7 +101,13 @@ class PlannedRows:
         num_groups = self.ranks.num_row_groups
         costs = [self._cost(row) if num_groups > 1 else 0 for row in self.plan]
         for number, counts in rounds_of(self.ranks.row_group, costs, num_groups):
-            row = build_row(self.sequences, self.plan[number], length=self.row_lengths[number], samples=self.samples)
+            row = build_row(
+                self.sequences,
+                self.plan[number],
+                length=self.row_lengths[number],
+                samples=self.samples,
+                with_experts=self.with_experts,
+            )
             yield RankRow(number, row.to(self.device), counts)
 
     @property
@@ -120,10 +134,12 @@ class PlannedRows:
         read = [num_row_tokens(row, lengths) for row in self.plan]
         padded = zip(read, self.row_lengths, strict=True)
         computed = [padded_length(tokens, length) if length else tokens for tokens, length in padded]
+        numbers = [number for row in self.plan for block in row for number in block.sequences]
         return TokenCounts(
-            planned=sum(lengths[number] for row in self.plan for block in row for number in block.sequences),
+            planned=sum(lengths[number] for number in numbers),
             read=sum(read),
             computed=sum(computed),
+            replayed=sum(self.sequences[number].num_routed for number in numbers) if self.with_experts else 0,
         )
 
 
@@ -137,11 +153,16 @@ class TokenCounts:
     """Tokens of the sequences in the rows, which hold a group's shared prefix once."""
     computed: int = 0
     """Tokens of the rows, padding included."""
+    replayed: int = 0
+    """Of the tokens planned, those that go through the experts that the engine chose."""
 
     def __add__(self, other: "TokenCounts") -> "TokenCounts":
         """Return the sum of both."""
         return TokenCounts(
-            planned=self.planned + other.planned, read=self.read + other.read, computed=self.computed + other.computed
+            planned=self.planned + other.planned,
+            read=self.read + other.read,
+            computed=self.computed + other.computed,
+            replayed=self.replayed + other.replayed,
         )
 
     @property
@@ -153,3 +174,8 @@ class TokenCounts:
     def shared_fraction(self) -> float:
         """Share of the samples' tokens that are not computed, because another sample begins with the same tokens."""
         return 1 - self.read / max(1, self.planned)
+
+    @property
+    def replayed_fraction(self) -> float:
+        """Share of the samples' tokens that go through the experts that the engine chose."""
+        return self.replayed / max(1, self.planned)

@@ -5,11 +5,13 @@ Legend: N = own tokens of a row.
 Its weights are kept in the host's memory. From a step's first chunk to its last they are on the device beside the
 policy's, and the policy's own module computes with them; no second model exists. So they move to the device once per
 step, however many chunks it has, and are gone when the optimizer needs the room. If many ranks hold shards of the
-policy, each has its shard of the reference, and the two are swapped while the reference computes.
+policy, each has its shard of the reference, and the two are swapped while the reference computes. Its routers choose
+experts themselves: those that the engine recorded are the policy's choice.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,7 @@ class ReferencePolicy:
 
     def _computed(self, compute: Callable[[PackedRow], TokenLogprobs], rows: Iterable[PackedRow]) -> list[torch.Tensor]:
         with torch.no_grad(), self._precision():
-            return [compute(row).logprobs_N.float().cpu() for row in rows]
+            return [compute(replace(row, routed_experts_TLK=None)).logprobs_N.float().cpu() for row in rows]
 
     def release(self) -> None:
         """Free the device's memory, after the last pass of a step."""

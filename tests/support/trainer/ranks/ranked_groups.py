@@ -4,6 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from penstock.model.families.experts import MixtureShape, mixture_shape
 from penstock.model.tokens import image_token_id
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import TrainGroup, open_reader
@@ -15,9 +18,9 @@ VERSION = 3
 def groups_of(path: Path, *, seed: int = 0) -> list[TrainGroup]:
     """Three with a signal and two of equal rewards, of several versions and sizes.
 
-    The first has a picture if the model takes any.
+    The first has a picture if the model takes any. Of a mixture it is known which experts computed some of the tokens.
     """
-    reader = open_reader(path)
+    reader, mixture = open_reader(path), mixture_shape(path)
     patcher = None if image_token_id(path) is None else ImagePatcher(path)
     rewards = [(1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0, 0.5), (0.0, 1.0, 0.0), (0.9,) * 4, (0.3,) * 4]
     made = []
@@ -29,4 +32,20 @@ def groups_of(path: Path, *, seed: int = 0) -> list[TrainGroup]:
         group = make_group(path, index=index, rewards=rewards[index], version=version, seed=seed, **shown)
         made.append(reader.read(group, IMAGES))
     made[1] = replace(made[1], masked=(False, False, False, True))
+    if mixture is not None:
+        rng = np.random.default_rng(seed)
+        made = [with_random_experts(group, mixture, rng) for group in made]
     return made
+
+
+def with_random_experts(group: TrainGroup, mixture: MixtureShape, rng: np.random.Generator) -> TrainGroup:
+    """The group with experts that no router chose: of all tokens, of the first few of them, and of none."""
+    samples = []
+    for number, sample in enumerate(group.samples):
+        sequences = []
+        for sequence in sample:
+            size = (len(sequence) - 1 - 9 * (number % 2), mixture.num_layers, mixture.num_experts)
+            drawn = rng.random(size).argsort(axis=-1)[..., : mixture.num_experts_per_token].astype(np.uint8)
+            sequences.append(sequence if number == 2 else replace(sequence, routed_experts_RLK=drawn))
+        samples.append(tuple(sequences))
+    return replace(group, samples=tuple(samples))

@@ -46,6 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True, "micro_batch_tokens": 90},
     "frozen text": {"micro_batch_tokens": 90, "optimizer": {"learning_rates": {"text": 0.0}}},
     "frozen experts": {"micro_batch_tokens": 90, "optimizer": {"learning_rates": {"*.experts.*": 0.0}}},
+    "router replay": {"micro_batch_tokens": 90, "router_replay": True, "gradient_checkpointing": True},
     "clipped": {"micro_batch_tokens": 90, "optimizer": {"grad_clip": 1e-3, "weight_decay": 0.1}},
     "reference": {"micro_batch_tokens": 90, "algorithm": {"kl": {"kind": "k3", "refresh": "ema", "refresh_every": 1}}},
 }

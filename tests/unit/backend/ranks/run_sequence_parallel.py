@@ -72,13 +72,15 @@ def test_four_ranks_take_the_steps_of_one(four: RankPool, tiny_model_path: Path,
         assert_same(alone, together)
 
 
+@pytest.mark.parametrize("router_replay", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_moe"])
-def test_beside_expert_parallelism(four: RankPool, tmp_path: Path, kind: str, size: int) -> None:
-    """Each rank's tokens travel to the owners of their experts, whichever row they are from."""
+def test_beside_expert_parallelism(four: RankPool, tmp_path: Path, kind: str, size: int, router_replay: bool) -> None:
+    """Each rank's tokens travel to the owners of their experts, whichever row they are from and whoever chose them."""
     path = write_model(heard(FAMILIES[kind](), std_of_embedding=0.3), tmp_path / kind)
-    alone = trained(ALONE, path, dict(SHORT_ROWS), range(3))
-    settings = SHORT_ROWS | {"expert_parallel": 2, "sequence_parallel": size}
+    rows = SHORT_ROWS | {"router_replay": router_replay}
+    alone = trained(ALONE, path, dict(rows), range(3))
+    settings = rows | {"expert_parallel": 2, "sequence_parallel": size}
     for together in four.run(trained, path, settings, range(3)):
         assert_same(alone, together)
 

@@ -108,11 +108,14 @@ def test_two_ranks_take_the_steps_of_one(two: RankPool, tiny_model_path: Path, s
         assert_same(alone, together)
 
 
+@pytest.mark.parametrize("router_replay", [False, True])
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_two_ranks_take_the_steps_of_one_with_a_mixture_of_experts(two: RankPool, tmp_path: Path, kind: str) -> None:
-    """Their experts are shards as other weights are."""
+def test_two_ranks_take_the_steps_of_one_with_a_mixture_of_experts(
+    two: RankPool, tmp_path: Path, kind: str, router_replay: bool
+) -> None:
+    """Their experts are shards as other weights are; routers choose, or take what an engine chose."""
     path = write_model(heard(MIXTURES[kind](), std_of_embedding=0.3), tmp_path / kind)
-    settings = {"micro_batch_tokens": 90}
+    settings = {"micro_batch_tokens": 90, "router_replay": router_replay}
     alone = trained(ALONE, path, settings, range(3))
     for together in two.run(trained, path, settings, range(3)):
         assert_same(alone, together)

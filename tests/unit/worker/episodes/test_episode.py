@@ -191,3 +191,26 @@ async def test_a_group_stores_an_image_once_however_many_samples_show_it(rendere
 
     await asyncio.gather(*map(play_one, range(16)))
     assert shelf.num_stored == 2
+
+
+@pytest.mark.parametrize("router_replay", [False, True])
+async def test_engines_are_asked_for_the_experts_that_are_not_known_yet(
+    renderer: Renderer, router_replay: bool
+) -> None:
+    """Of every token that is trained, from the first turn's prompt on; of an evaluation's none."""
+    turns = [("\\boxed{2}" + END, 4), ("\\boxed{3}" + END, 4)]
+    policy, evaluated = ScriptedPolicy(renderer, turns), ScriptedPolicy(renderer, turns)
+    played = await play(make_player(renderer, policy, router_replay=router_replay), make_prompt("TwoTurns"))
+    [sequence] = played.to_sample(None).sequences
+    first, second = policy.requests
+    if router_replay:
+        computed = len(first.input_ids) + 8 + len(policy.ids(turns[0][0])) - 1
+        assert [each.routed_experts_from for each in policy.requests] == [0, computed]
+        assert sequence.routed_experts is not None
+        assert len(sequence.routed_experts) == len(sequence.token_ids) + 2 * 8 - 1
+    else:
+        assert sequence.routed_experts is None
+    player = make_player(renderer, evaluated, router_replay=router_replay)
+    await play(player, make_prompt("TwoTurns", purpose="test", exact_version=4))
+    asked = [first, second] if not router_replay else []
+    assert not any(each.HasField("routed_experts_from") for each in [*asked, *evaluated.requests])

@@ -75,3 +75,88 @@ def test_an_answer_that_breaks_the_contract_is_refused(changes: dict[str, Any], 
         trajectory.add_turn(response(**changes))
     assert trajectory.token_ids == []
     assert trajectory.turns == ()
+
+
+def experts(first: int, count: int, **changes: Any) -> generate_pb2.RoutedExperts:
+    """Of `count` tokens in 2 layers of 3 experts each, numbered by place."""
+    fields: dict[str, Any] = {
+        "first_token": first,
+        "num_layers": 2,
+        "num_experts_per_token": 3,
+        "id_size_bytes": 1,
+        "expert_ids": bytes(6 * place + offset for place in range(first, first + count) for offset in range(6)),
+    }
+    return generate_pb2.RoutedExperts(**(fields | changes))
+
+
+def test_experts_of_all_turns_are_those_of_the_tokens_that_engines_computed() -> None:
+    """A turn that reports none is made up for by the next, which is asked from where they are known; images count."""
+    trajectory = Trajectory(min_version=4)
+    trajectory.add_observation([1, 2])  # nine tokens in the engine
+    assert trajectory.num_routed_tokens == 0
+    trajectory.add_turn(response(routed_experts=experts(0, 11)))
+    assert trajectory.num_routed_tokens == 11
+    trajectory.add_observation([3])
+    trajectory.add_turn(response(usage=generate_pb2.Usage(num_prompt_tokens=13)))
+    assert trajectory.num_routed_tokens == 11
+    trajectory.add_observation([4])
+    trajectory.add_turn(response(usage=generate_pb2.Usage(num_prompt_tokens=17), routed_experts=experts(11, 8)))
+    [sequence] = trajectory.to_sequences()
+    assert sequence.routed_experts is not None
+    assert sequence.routed_experts.dtype == np.uint8
+    assert sequence.routed_experts.tolist() == np.arange(19 * 6).reshape(19, 2, 3).tolist()
+
+
+def test_experts_of_ids_left_out_stay_with_the_sequence_that_has_them() -> None:
+    """What is copied is computed again, at other places."""
+    trajectory = Trajectory(min_version=4)
+    trajectory.add_observation([1, 2])
+    trajectory.add_turn(response(routed_experts=experts(0, 11)))
+    trajectory.leave_out([1, 2, 12])
+    assert trajectory.num_routed_tokens == 0
+    trajectory.add_observation([3])
+    trajectory.add_turn(
+        response(usage=generate_pb2.Usage(num_prompt_tokens=11), routed_experts=experts(0, 13, id_size_bytes=1))
+    )
+    found = [sequence.routed_experts for sequence in trajectory.to_sequences()]
+    assert [None if each is None else len(each) for each in found] == [11, 13]
+
+
+def test_more_than_256_experts_take_four_bytes_each() -> None:
+    """Little-endian."""
+    trajectory = Trajectory(min_version=4)
+    trajectory.add_observation([1, 2])
+    ids = np.full((11, 2, 3), 300, "<i4")
+    trajectory.add_turn(response(routed_experts=experts(0, 11, id_size_bytes=4, expert_ids=ids.tobytes())))
+    [sequence] = trajectory.to_sequences()
+    assert sequence.routed_experts is not None
+    assert (sequence.routed_experts == 300).all()
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (experts(0, 10), "experts of 10 tokens from 0 on, where 11 were computed from 0 on"),
+        (experts(1, 10), "experts of 10 tokens from 1 on, where 11 were computed from 0 on"),
+        (experts(0, 11, id_size_bytes=2), "66 bytes of experts' ids, of 2 bytes each, for 3 experts in 2 layers"),
+        (experts(0, 11, num_layers=0), "for 3 experts in 0 layers"),
+        (experts(0, 11, num_experts_per_token=4), "66 bytes of experts' ids"),
+    ],
+)
+def test_experts_of_other_tokens_are_refused(found: generate_pb2.RoutedExperts, reason: str) -> None:
+    """And nothing of the answer is kept."""
+    trajectory = Trajectory(min_version=4)
+    trajectory.add_observation([1, 2])
+    with pytest.raises(PenstockError, match=f"replica engine-a .*{reason}"):
+        trajectory.add_turn(response(routed_experts=found))
+    assert (trajectory.token_ids, trajectory.num_routed_tokens) == ([1, 2], 0)
+
+
+def test_experts_of_another_model_in_a_later_turn_are_refused() -> None:
+    """Two replicas with different models behind one router."""
+    trajectory = Trajectory(min_version=4)
+    trajectory.add_observation([1, 2])
+    trajectory.add_turn(response(routed_experts=experts(0, 11)))
+    changed = experts(11, 4, num_layers=3, num_experts_per_token=2)
+    with pytest.raises(PenstockError, match=r"experts of shape \[3, 2\], but \[2, 3\] in earlier turns"):
+        trajectory.add_turn(response(usage=generate_pb2.Usage(num_prompt_tokens=13), routed_experts=changed))
