@@ -38,6 +38,7 @@ def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_exampl
     """
     for config in recipe.data.by_name.values():
         require_files(config)
+    recipe = service_settings.with_model(recipe, with_weights=False)
     model = None if recipe.model is None else recipe.model.path
     service_settings.require_template_variables(recipe, model, with_sets=False)
     limit = _limit(recipe, is_sft=is_sft)
