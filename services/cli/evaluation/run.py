@@ -26,7 +26,7 @@ from services.recipe import Recipe
 from services.trainer.evaluation.bus_player import play_on_bus
 from services.trainer.evaluation.evaluation import OnPlayed
 from services.trainer.evaluation.kept_answers import read_kept_answers, write_set_settings
-from services.trainer.evaluation.openai_player import OpenAiPlayer
+from services.trainer.evaluation.openai_player import OpenAiPlayer, require_single_turn
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.report import RESULTS_FILE, SAMPLES_FILE, SamplesFile, describe, write_results
 from services.trainer.evaluation.samples_page import PAGE_FILE, write_page
@@ -74,6 +74,8 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
         }
     )
     sets = open_sets(recipe.evaluation, recipe.data)
+    if url:
+        require_single_turn(sets)
     folder = folder or RunFolder.create(recipe.run)
     hide_secrets()
     with folder.locked():
