@@ -186,8 +186,12 @@ class _Evaluating:
         summaries = {name: self._summary(name) for name in self._sets}
         write_results(self._folder.path, about=self._about(), summaries=summaries)
         assert self._begun is not None, "something was played"
-        write_page(self._folder.path, f"Evaluation of {self._begun.model}", self._sets, self._outcomes)
-        lines = [f"model   {self._begun.model}", *describe(summaries), f"results {self._folder.path / RESULTS_FILE}"]
+        write_page(self._folder.path, f"Evaluation of {self._begun.model_name}", self._sets, self._outcomes)
+        lines = [
+            f"model   {self._begun.model_name}",
+            *describe(summaries),
+            f"results {self._folder.path / RESULTS_FILE}",
+        ]
         page = f"        {self._folder.path / PAGE_FILE}, some of them with their pictures"
         sys.stdout.write("\n".join(["", *lines, f"samples {samples}", page, ""]))
         sys.stdout.flush()
@@ -239,7 +243,7 @@ class _Evaluating:
     def _about(self) -> dict[str, Any]:
         assert self._begun is not None, "something was played"
         return {
-            "model": self._begun.model,
+            "model": self._begun.model_name,
             "started_at": self._begun.started_at,
             "elapsed_s": round(time.monotonic() - self._began, 1),
             "num_prompts_played_before": len(self._kept),

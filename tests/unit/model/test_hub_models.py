@@ -19,6 +19,7 @@ from penstock.model import hub as model_hub
 from penstock.telemetry import log
 from services.cli import main, service_settings
 from services.cli.evaluation import run as evaluating
+from services.cli.evaluation.begun import Begun
 from services.doctor.finding import Status
 from services.doctor.inputs import check_model
 from services.launch import launcher
@@ -219,7 +220,9 @@ def test_eval_takes_a_model_of_the_hub(hub: HubServer, monkeypatch: pytest.Monke
     assert hub.requests == []
     assert main(["eval", "tiny-cpu", "--model=owner/tiny@v1"]) == 0
     assert main(["eval", "tiny-cpu", "--model.path=owner/tiny"]) == 0
-    assert [each.model.path.name for each in played[1:] if each.model] == [OLDER, COMMIT]
+    models = [each.model for each in played[1:] if each.model]
+    assert [each.path.name for each in models] == [OLDER, COMMIT]
+    assert Begun.with_engines(models[0].path, "now").model_name == f"owner/tiny@{OLDER}"
 
 
 def test_plan_needs_no_weights(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
