@@ -112,13 +112,21 @@ def correction_table(runs: Mapping[str, Run]) -> str:
 
 
 def machine_table(runs: Mapping[str, Run]) -> str:
-    """Return what the runs were made with: one row for each machine, commit, day and set of versions."""
+    """Return what the runs were made with, one row for each machine, commit, day and set of versions, and how many
+    minutes each took, without the pauses between its starts."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, run in runs.items():
         groups.setdefault(tuple(run.made.items()), []).append(name)
     columns = list(next(iter(runs.values())).made)
-    rows = [["all" if len(groups) == 1 else ", ".join(names), *dict(made).values()] for made, names in groups.items()]
-    return markdown(("runs", *columns), rows)
+    rows = [
+        [
+            "all" if len(groups) == 1 else ", ".join(names),
+            *dict(made).values(),
+            ", ".join(f"{name} {_minutes(runs[name])}" for name in names),
+        ]
+        for made, names in groups.items()
+    ]
+    return markdown(("runs", *columns, "minutes"), rows)
 
 
 def ends(run: Run, key: str) -> tuple[float, float]:
@@ -151,6 +159,11 @@ def largest_fall(values: Sequence[float]) -> float:
     width = min(WINDOW, len(values))
     means = [statistics.mean(values[end - width : end]) for end in range(width, len(values) + 1)]
     return max(best - now for best, now in zip(itertools.accumulate(means, max), means, strict=True))
+
+
+def _minutes(run: Run) -> str:
+    elapsed = _values(run, "elapsed_s")
+    return f"{elapsed[-1] / 60:.1f}" if elapsed else "unknown"
 
 
 def _values(run: Run, key: str) -> list[float]:

@@ -9,6 +9,7 @@ import pydantic
 from penstock import shipped
 from penstock.config.base import Config
 from penstock.errors import ConfigError
+from penstock.model import hub
 
 
 class RunConfig(Config):
@@ -111,19 +112,26 @@ def _find_model(given: Any) -> Any:
     return str(shipped.find_model(given)) if isinstance(given, str) else given  # JSON has no paths
 
 
+def _name_model(folder: Path) -> str:
+    return hub.name_snapshot(folder) or shipped.name_model(folder)
+
+
 ModelPath = Annotated[
     Path,
     pydantic.BeforeValidator(_find_model),
-    pydantic.PlainSerializer(shipped.name_model, return_type=str, when_used="json"),
+    pydantic.PlainSerializer(_name_model, return_type=str, when_used="json"),
 ]
-"""Path of a model folder. In a file, Penstock's own models are `builtin:NAME`, which every installation understands."""
+"""Path of a model folder, or `owner/name[@revision]` of a model on the Hugging Face Hub, which `hub.fetch` replaces by
+its folder. In a file, Penstock's own models are `builtin:NAME` and a folder of the Hub's cache is `owner/name@commit`:
+every installation understands them."""
 
 
 class ModelConfig(Config):
     """The model that is trained."""
 
     path: ModelPath
-    """Folder with the checkpoint, tokenizer, processor and chat template, in the layout of transformers; or
+    """Folder with the checkpoint, tokenizer, processor and chat template, in the layout of transformers; or a model on
+    the Hugging Face Hub, `owner/name` or `owner/name@revision`, whose commit a run's config.toml has; or
     `builtin:tiny-qwen3-vl`, the tiny model that comes with Penstock."""
 
 

@@ -15,7 +15,8 @@ def require_model(path: Path) -> None:
     """
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"model.path = {str(path)!r}: this folder has no config.json; give the folder of a transformers checkpoint"
+            f"model.path = {str(path)!r}: this folder has no config.json; give the folder of a transformers checkpoint "
+            "or a model on the Hugging Face Hub (owner/name)"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.errors import ConfigError
+from penstock.model import hub
 from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
 from services.cli.extras import import_with_extra
 
@@ -27,8 +28,8 @@ def plan(
 ) -> int:
     """Calculate the GPU memory that engines and trainer take, and settings with which they would fit.
 
-    Reads only the model's config.json, and uses no GPU. Any --section.key=value overrides the recipe. Exits with 1 if
-    something does not fit.
+    Reads only the model's config.json, and uses no GPU; the weights of a model on the Hugging Face Hub are not
+    downloaded. Any --section.key=value overrides the recipe. Exits with 1 if something does not fit.
     """
     recipes, overrides = sort_arguments(recipe, context.args)
     settings = load_recipes(recipes, overrides)
@@ -38,7 +39,8 @@ def plan(
         raise ConfigError(f"--image-share {image_share} is no share of 0 to {_MOST_IMAGES}; correct it")
     planning: Any = import_with_extra("services.plan.memory_plan", "penstock plan", extra="trainer")
     machine = planning.Gpus.parse(gpus)
-    found = planning.plan_memory(settings.model.path, settings, machine, image_share=image_share)
+    model = hub.fetch(settings.model.path, with_weights=False)
+    found = planning.plan_memory(model, settings, machine, image_share=image_share)
     if as_json:
         sys.stdout.write(json.dumps(_as_json(found), indent=1) + "\n")
     else:

@@ -4,12 +4,13 @@ Only the settings that a service uses are checked here, so that NATS, the reward
 machines without the model and the data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, InvalidRequestError
+from penstock.model import hub
 from penstock.model.chat_template import Renderer
 from penstock.model.families.experts import num_experts
 from penstock.model.folder import attention_heads, read_json, require_model
@@ -46,10 +47,12 @@ def for_router(recipe: Recipe) -> RouterSettings:
     """Return the settings of `penstock serve router`.
 
     Raises:
-        ConfigError: the OpenAI-compatible API is on, but model.path is not a model folder.
+        ConfigError: the OpenAI-compatible API is on, but model.path is no model.
+        SetupError: the model is on the Hub, which cannot be reached.
     """
     if recipe.router.http_port is not None and recipe.model is not None:
-        require_model(recipe.model.path)
+        recipe = with_model(recipe, with_weights=False)
+        _model(recipe)
     return RouterSettings(
         router=recipe.router,
         run=recipe.run,
@@ -67,8 +70,10 @@ def for_engine(recipe: Recipe) -> EngineSettings:
     Raises:
         ConfigError: there is no model, it is dense and its routing is to be replayed, or SGLang lacks a setting named
             in rollout.sglang.
+        SetupError: the model is on the Hub, which cannot be reached.
     """
     sglang_settings.require_known(recipe.rollout.sglang)
+    recipe = with_model(recipe)
     require_mixture(recipe.trainer.router_replay, num_experts=num_experts(_model(recipe).path))
     return EngineSettings(
         rollout=recipe.rollout,
@@ -88,8 +93,10 @@ def for_worker(recipe: Recipe) -> WorkerSettings:
 
     Raises:
         ConfigError: there is no model, or an address is missing.
+        SetupError: the model is on the Hub, which cannot be reached.
     """
     worker = recipe.worker
+    recipe = with_model(recipe, with_weights=False)
     return WorkerSettings(
         worker=worker,
         run=recipe.run,
@@ -142,10 +149,13 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         ConfigError: there is no model or no data, the sampling cannot be trained on, the model is dense and its routing
             is to be replayed, the reference is no model with the same tokens, the chat template does not read a
             variable, or a tracker is not installed.
+        SetupError: a model is on the Hub, which cannot be reached.
     """
-    _require_data(recipe, with_sets=recipe.evaluation.is_in_training, with_demonstrations=True)
-    require_packages(recipe.trackers)
-    recipe.sampling.require_trainable()
+    require_trainable_without_model(recipe)
+    recipe = with_models(recipe)
+    require_template_variables(
+        recipe, _model(recipe).path, with_sets=recipe.evaluation.is_in_training, with_demonstrations=True
+    )
     require_mixture(recipe.trainer.router_replay, num_experts=num_experts(_model(recipe).path))
     _require_reference(recipe)
     return TrainerSettings(
@@ -174,10 +184,14 @@ def for_sft(recipe: Recipe) -> SftSettings:
     Raises:
         ConfigError: there is no model or no data, a setting does not apply, the chat template does not read a
             variable, or a tracker is not installed.
+        SetupError: the model is on the Hub, which cannot be reached.
     """
-    _require_data(recipe, with_sets=recipe.sft.validate_every > 0)
-    _require_trained_type(_model(recipe).path)
+    with_sets = recipe.sft.validate_every > 0
+    _require_files(recipe, with_sets=with_sets)
     require_packages(recipe.trackers)
+    recipe = with_model(recipe)
+    require_template_variables(recipe, _model(recipe).path, with_sets=with_sets)
+    _require_trained_type(_model(recipe).path)
     settings = SftSettings(
         sft=recipe.sft,
         trainer=recipe.trainer,
@@ -191,13 +205,69 @@ def for_sft(recipe: Recipe) -> SftSettings:
     return settings
 
 
+def with_model(recipe: Recipe, find: Callable[..., Path] = hub.fetch, *, with_weights: bool = True) -> Recipe:
+    """Return the recipe with a folder in place of a model on the Hugging Face Hub.
+
+    Written to a file, the folder becomes the model's id and commit; see `penstock.config.ModelPath`.
+
+    Args:
+        recipe: The recipe.
+        find: Returns the folder, as `hub.fetch` does.
+        with_weights: Whether the weights are needed, too.
+
+    Raises:
+        ConfigError: there is no such model or revision.
+        SetupError: the Hub cannot be reached, and its cache has no copy.
+    """
+    if recipe.model is None:
+        return recipe
+    path = find(recipe.model.path, setting="model.path", with_weights=with_weights)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path})})
+
+
+def with_models(recipe: Recipe, find: Callable[..., Path] = hub.fetch) -> Recipe:
+    """Do the same for the trained model and the reference of the KL penalty; see `with_model`."""
+    recipe, kl = with_model(recipe, find), recipe.algorithm.kl
+    if kl.reference is None:
+        return recipe
+    reference = find(kl.reference, setting="algorithm.kl.reference", with_weights=True)
+    kl = kl.model_copy(update={"reference": reference})
+    return recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"kl": kl})})
+
+
+def with_cached_models(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Do the same without asking the Hub; also return a line for each model that the cache lacks."""
+    missing = []
+
+    def find(path: Path, *, setting: str, with_weights: bool) -> Path:
+        folder = hub.find_cached(path)
+        if folder is None:
+            missing.append(f"{setting} {path} would be fetched from the Hugging Face Hub; it was not checked")
+        return folder or path
+
+    return with_models(recipe, find), missing
+
+
+def require_trainable_without_model(recipe: Recipe) -> None:
+    """Check what of a run's inputs can be checked before its model is there.
+
+    Raises:
+        ConfigError: there is no data, the sampling cannot be trained on, or a tracker is not installed.
+    """
+    _require_files(recipe, with_sets=recipe.evaluation.is_in_training, with_demonstrations=True)
+    require_packages(recipe.trackers)
+    recipe.sampling.require_trainable()
+
+
 def require_inputs(recipe: Recipe) -> None:
     """Check a whole run's inputs before it starts.
 
     Raises:
         ConfigError: there is no model or no data, a setting does not fit them (see `for_trainer`), or it names an
             unknown profile or environment.
+        SetupError: a model is on the Hub, which cannot be reached.
     """
+    recipe = with_models(recipe)
     for_engine(recipe)
     for_trainer(recipe)
     require_names(recipe, sets=recipe.evaluation.is_in_training)
@@ -281,16 +351,13 @@ def _template_variables(section: str, data: DataConfig) -> dict[str, Mapping[str
     }
 
 
-def _require_data(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = False) -> None:
+def _require_files(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = False) -> None:
     for source in recipe.data.by_name.values():
         require_files(source)
     if with_sets:
         require_sets(recipe.evaluation)
     if with_demonstrations and recipe.demonstrations is not None:
         require_demonstrations(recipe.demonstrations)
-    require_template_variables(
-        recipe, _model(recipe).path, with_sets=with_sets, with_demonstrations=with_demonstrations
-    )
 
 
 def _require_reference(recipe: Recipe) -> None:
@@ -305,7 +372,7 @@ def _model(recipe: Recipe) -> ModelConfig:
     if recipe.model is None:
         raise ConfigError(
             "section [model] is missing; add it to the recipe that --config names, or give --model.path=, the folder "
-            "of a transformers checkpoint"
+            "of a transformers checkpoint or a model on the Hugging Face Hub"
         )
     require_model(recipe.model.path)
     return recipe.model

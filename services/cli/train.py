@@ -32,13 +32,20 @@ def train(
 
     recipes, overrides = sort_arguments(recipe, context.args)
     settings, folder = load_run(recipes, overrides, resume=resume)
-    service_settings.require_inputs(settings)
+    service_settings.require_trainable_without_model(settings)
+    unfetched: list[str] = []
+    if dry_run:
+        settings, unfetched = service_settings.with_cached_models(settings)
+    else:
+        settings = service_settings.with_models(settings)
+    if not unfetched:
+        service_settings.require_inputs(settings)
     security = Security.load(settings.security)
     plan = launcher.plan_run(settings)
     if dry_run:
         path = RunFolder.pattern(settings.run) if folder is None else str(folder.path)
         learned = [] if settings.demonstrations is None else [settings.demonstrations.describe()]
-        sys.stdout.write("\n".join([*plan.describe(), *learned, *RunFolder.describe(path), ""]))
+        sys.stdout.write("\n".join([*plan.describe(), *learned, *unfetched, *RunFolder.describe(path), ""]))
         return 0
     settings = service_settings.pin_inputs(
         settings, with_sets=settings.evaluation.is_in_training, with_demonstrations=True

@@ -1,8 +1,10 @@
 """Checks the recipe's model, data and settings as far as possible without loading anything."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from penstock.errors import UserError
+from penstock.model import hub
 from penstock.model.folder import read_json, require_model
 from penstock.runtime.security import Security
 from services.doctor.finding import Finding, blamed, fault, ok, warning
@@ -18,14 +20,17 @@ from services.trainer.evaluation.set_files import require_sets
 from services.trainer.sft.config import SftConfig, require_meant
 from services.trainer.telemetry.trackers import require_packages
 
+HUB_TIMEOUT_S = 5.0
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
-    """Check the model's folder; also return the model's size."""
+    """Check the model's folder, or ask the Hub for the model; also return the model's size."""
     if recipe.model is None:
         return fault("model", "section [model] is missing", "give --model.path=, or add it to the recipe"), None
-    path = recipe.model.path
+    path = hub.find_cached(recipe.model.path)
+    if path is None:
+        return _check_on_the_hub(recipe.model.path)
     try:
         require_model(path)
         model_type = read_json(path / "config.json").get("model_type", "")
@@ -43,6 +48,21 @@ def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
     if model_type not in TRAINED_MODEL_TYPES:
         return fault("model", seen, f"the trainer takes {', '.join(TRAINED_MODEL_TYPES)}; choose one of these"), size
     return ok("model", seen), size
+
+
+def _check_on_the_hub(path: Path) -> tuple[Finding, ModelSize | None]:
+    """Ask the Hub for a model that its cache lacks; nothing is downloaded."""
+    model = hub.parse_id(path)
+    assert model is not None, "a path is a model on the Hub, or on this machine"
+    try:
+        facts = hub.look_up(model, timeout_s=HUB_TIMEOUT_S)
+    except UserError as error:
+        return blamed("model", error), None
+    seen = f"{model} on the Hugging Face Hub: {facts.checkpoint_bytes / 1e9:,.1f} GB of weights to download"
+    if not facts.num_parameters:
+        return ok("model", f"{seen}; the Hub does not say how many parameters"), None
+    size = ModelSize(num_parameters=facts.num_parameters, checkpoint_bytes=facts.checkpoint_bytes)
+    return ok("model", f"{seen}, {facts.num_parameters / 1e6:,.1f} million parameters"), size
 
 
 def check_data(recipe: Recipe, *, is_sft: bool = False) -> Finding:

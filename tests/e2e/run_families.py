@@ -143,7 +143,7 @@ def test_a_run_replays_the_routing_of_its_engine(kind: str, tmp_path: Path) -> N
         for row in rows:
             assert row["grad_norm"] > 0, f"nothing was trained, so the test proves nothing: {row}"
             assert row["replayed_token_fraction"] == 1, row
-            assert row["dlogp_max"] <= LARGEST, row
+            assert row["dlogp_max"] <= MAX_DLOGP, row
         replay = [sys.executable, "-m", "services.cli", "replay", str(train.folder), "--step", "1"]
         shown = subprocess.run(replay, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
         assert shown.returncode == 0, shown.stdout + shown.stderr

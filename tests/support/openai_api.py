@@ -17,6 +17,8 @@ class Api:
     models: list[str] = field(default_factory=lambda: ["m"])
     refusals: list[tuple[int, str]] = field(default_factory=list)
     """Given first, one to each request for a completion."""
+    is_reasoning: bool = False
+    """Whether it refuses `max_tokens`, and temperatures other than 1, as OpenAI does for its reasoning models."""
     text: str = "so \\boxed{3}"
     finish_reason: str = "stop"
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -47,6 +49,9 @@ def serving_api() -> Iterator[Api]:
                 status, reason = found.refusals.pop(0)
                 self._send(status, {"error": reason})
                 return
+            if found.is_reasoning and (error := _refusal_of_reasoning(found.requests[-1])):
+                self._send(400, {"error": error})
+                return
             if found.num_answers is not None and len(found.requests) > found.num_answers:
                 found.hangs.set()
                 found.released.wait()
@@ -76,3 +81,24 @@ def serving_api() -> Iterator[Api]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _refusal_of_reasoning(request: dict[str, Any]) -> dict[str, str] | None:
+    """OpenAI's error, word for word."""
+    if "max_tokens" in request:
+        return {
+            "message": "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
+            "'max_completion_tokens' instead.",
+            "type": "invalid_request_error",
+            "param": "max_tokens",
+            "code": "unsupported_parameter",
+        }
+    if request.get("temperature", 1) != 1:
+        return {
+            "message": f"Unsupported value: 'temperature' does not support {request['temperature']} with this model. "
+            "Only the default (1) value is supported.",
+            "type": "invalid_request_error",
+            "param": "temperature",
+            "code": "unsupported_value",
+        }
+    return None

@@ -62,7 +62,7 @@ def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_exampl
     Raises:
         UserError: the data or the model are missing, or the page cannot be written.
     """
-    _require_settings(recipe, is_sft=is_sft)
+    recipe = _checked(recipe, is_sft=is_sft)
     limit = _limit(recipe, is_sft=is_sft)
     require = None if is_sft else KnownNames.of(recipe).require
     form = DEMONSTRATIONS if is_sft else PROMPTS
@@ -80,15 +80,18 @@ def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_exampl
     return 1 if wrong_sets or any(refused) else 0
 
 
-def _require_settings(recipe: Recipe, *, is_sft: bool) -> None:
+def _checked(recipe: Recipe, *, is_sft: bool) -> Recipe:
+    """Check the settings, and return the recipe with the folder of its model, without weights."""
     for config in recipe.data.by_name.values():
         require_files(config)
     if recipe.demonstrations is not None and not is_sft:
         require_demonstrations(recipe.demonstrations)
+    recipe = service_settings.with_model(recipe, with_weights=False)
     model = None if recipe.model is None else recipe.model.path
     service_settings.require_template_variables(recipe, model, with_sets=False, with_demonstrations=not is_sft)
     if not is_sft:
         require_names(recipe, sets=True)
+    return recipe
 
 
 def _limit(recipe: Recipe, *, is_sft: bool) -> PromptLimit | None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.errors import ConfigError
+from penstock.model import hub
 from penstock.runtime.files import write_atomically
 from services.recipe import Recipe
 from services.trainer.evaluation.config import EvaluationSetConfig
@@ -46,7 +47,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
     started_at: str
     """Start time in ISO form."""
     model: str
-    """The model's name in results."""
+    """Folder of the model, or the API's model and where it is."""
     url: str = ""
     """URL of the API; empty: engines play."""
     url_model: str = ""
@@ -59,6 +60,11 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
     def with_engines(cls, model: Path, started_at: str) -> "Begun":
         """Return the state of an evaluation with the model in a folder."""
         return cls(started_at=started_at, model=str(model), files=_files(model))
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in results: of one on the Hugging Face Hub, its id and commit."""
+        return hub.name_snapshot(Path(self.model)) or self.model
 
     def write(self, folder: Path) -> None:
         """Write begun.json; it is complete or absent."""

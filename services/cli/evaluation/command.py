@@ -7,7 +7,9 @@ import typer
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
+from penstock.model import hub
 from penstock.runtime.security import Security
+from services.cli import service_settings
 from services.cli.arguments import RecipeArgument, load_run, sort_arguments
 from services.cli.extras import import_with_extra
 from services.cli.model_folder import find_model
@@ -18,7 +20,11 @@ def eval_(
     recipe: RecipeArgument = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", metavar="FOLDER", help="Model, checkpoint or run; default: the recipe's model."),
+        typer.Option(
+            "--model",
+            metavar="FOLDER|ID",
+            help="Model, checkpoint, run, or model on the Hugging Face Hub; default: the recipe's model.",
+        ),
     ] = None,
     url: Annotated[
         str, typer.Option("--url", metavar="URL", help="OpenAI-compatible API instead, http://host:port/v1.")
@@ -53,7 +59,10 @@ def eval_(
         )
     evaluating = import_with_extra("services.cli.evaluation.run", "penstock eval", extra="trainer")
     if model is not None:
-        settings = settings.model_copy(update={"model": ModelConfig(path=find_model(model))})
+        folder_of_model = find_model(model) if hub.parse_id(model) is None else hub.fetch(model, setting="--model")
+        settings = settings.model_copy(update={"model": ModelConfig(path=folder_of_model)})
+    elif not url:
+        settings = service_settings.with_model(settings)
     security = Security.load(settings.security)
     code: int = evaluating.evaluate(settings, security, url=url, url_model=url_model, folder=folder)
     return code

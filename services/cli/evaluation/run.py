@@ -26,7 +26,7 @@ from services.recipe import Recipe
 from services.trainer.evaluation.bus_player import play_on_bus
 from services.trainer.evaluation.evaluation import OnPlayed
 from services.trainer.evaluation.kept_answers import read_kept_answers, write_set_settings
-from services.trainer.evaluation.openai_player import OpenAiPlayer
+from services.trainer.evaluation.openai_player import OpenAiPlayer, require_single_turn
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.report import RESULTS_FILE, SAMPLES_FILE, SamplesFile, describe, write_results
 from services.trainer.evaluation.samples_page import PAGE_FILE, write_page
@@ -74,6 +74,8 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
         }
     )
     sets = open_sets(recipe.evaluation, recipe.data)
+    if url:
+        require_single_turn(sets)
     folder = folder or RunFolder.create(recipe.run)
     hide_secrets()
     with folder.locked():
@@ -184,8 +186,12 @@ class _Evaluating:
         summaries = {name: self._summary(name) for name in self._sets}
         write_results(self._folder.path, about=self._about(), summaries=summaries)
         assert self._begun is not None, "something was played"
-        write_page(self._folder.path, f"Evaluation of {self._begun.model}", self._sets, self._outcomes)
-        lines = [f"model   {self._begun.model}", *describe(summaries), f"results {self._folder.path / RESULTS_FILE}"]
+        write_page(self._folder.path, f"Evaluation of {self._begun.model_name}", self._sets, self._outcomes)
+        lines = [
+            f"model   {self._begun.model_name}",
+            *describe(summaries),
+            f"results {self._folder.path / RESULTS_FILE}",
+        ]
         page = f"        {self._folder.path / PAGE_FILE}, some of them with their pictures"
         sys.stdout.write("\n".join(["", *lines, f"samples {samples}", page, ""]))
         sys.stdout.flush()
@@ -237,7 +243,7 @@ class _Evaluating:
     def _about(self) -> dict[str, Any]:
         assert self._begun is not None, "something was played"
         return {
-            "model": self._begun.model,
+            "model": self._begun.model_name,
             "started_at": self._begun.started_at,
             "elapsed_s": round(time.monotonic() - self._began, 1),
             "num_prompts_played_before": len(self._kept),

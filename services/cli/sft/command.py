@@ -19,6 +19,7 @@ def sft(
     """
     recipes, overrides = sort_arguments(recipe, context.args)
     settings, folder = load_run(recipes, overrides, resume=resume)
+    settings = service_settings.with_model(settings)
     service_settings.for_sft(settings)
     training = import_with_extra("services.cli.sft.run", "penstock sft", extra="trainer")
     code: int = training.train(settings, folder)

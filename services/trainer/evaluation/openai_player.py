@@ -25,7 +25,7 @@ from penstock.verdict_status import UNJUDGED, Status
 from services.trainer.data.rows.example import Example
 from services.trainer.evaluation.evaluation import FailureCheck, OnPlayed
 from services.trainer.evaluation.outcome import PlayedPrompt, PlayedSample
-from services.trainer.evaluation.sets import EvaluationSet
+from services.trainer.evaluation.sets import MAX_CHECKED_ROWS, EvaluationSet
 
 log = structlog.get_logger()
 
@@ -38,6 +38,9 @@ _TIMEOUT = httpx.Timeout(900.0, connect=10.0)
 _VERIFY_PATIENCE_S = 900.0
 _REFUSED = frozenset({401, 403, 404})
 """Statuses that every other request would also get."""
+_MAX_TOKENS: Final = "max_tokens"
+_NEWER_MAX_TOKENS: Final = "max_completion_tokens"
+"""What OpenAI's reasoning models take in place of `max_tokens`, which servers of other models may not know."""
 
 
 class OpenAiPlayer:
@@ -57,6 +60,7 @@ class OpenAiPlayer:
         self._url = url.rstrip("/")
         self._verifier = verifier
         self._concurrency = concurrency
+        self._max_tokens_name = _MAX_TOKENS
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT, limits=httpx.Limits(max_connections=None))
 
@@ -108,11 +112,7 @@ class OpenAiPlayer:
 
     async def _play(self, played: EvaluationSet, row: int) -> PlayedPrompt:
         example = await asyncio.to_thread(played.__getitem__, row)
-        if example.environment != SINGLE_TURN:
-            raise ConfigError(
-                f"evaluation.sets.{played.name}: environment {example.environment!r} cannot be played by --url, which "
-                f"has no turns; use --model, or environment = {SINGLE_TURN!r}"
-            )
+        _require_single_turn(played, example.environment)
         outcome = played.described(row, example)
         request = self._request(example, played.sampling(example))
         try:
@@ -136,8 +136,8 @@ class OpenAiPlayer:
             "model": self.model,
             "messages": _messages(example),
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": sampling.max_new_tokens,
+            self._max_tokens_name: sampling.max_new_tokens,
+            **({"top_p": sampling.top_p} if sampling.top_p != 1 else {}),
             **({"top_k": sampling.top_k} if sampling.top_k else {}),
             **({"tools": list(example.tools)} if example.tools else {}),
             **({"chat_template_kwargs": dict(example.chat_template_kwargs)} if example.chat_template_kwargs else {}),
@@ -151,7 +151,12 @@ class OpenAiPlayer:
             ConfigError: it rejects every request.
             SetupError: it stops answering.
         """
-        answer = await self._answered("POST", "/chat/completions", request)
+        try:
+            answer = await self._answered("POST", "/chat/completions", request)
+        except _UnsupportedMaxTokensError:
+            self._max_tokens_name = _NEWER_MAX_TOKENS
+            newer = {_NEWER_MAX_TOKENS if name == _MAX_TOKENS else name: value for name, value in request.items()}
+            answer = await self._answered("POST", "/chat/completions", newer)
         match answer:
             case {"choices": [{"message": {**message}, **choice}, *_]}:
                 usage = answer.get("usage") or {}
@@ -214,12 +219,53 @@ class OpenAiPlayer:
                 reason = f"HTTP {response.status_code}: {response.text[:300]}"
                 if response.status_code in _REFUSED:
                     raise ConfigError(f"--url {self._url} refuses {path}: {reason}; check it and OPENAI_API_KEY")
+                if response.status_code == 400 and body is not None:
+                    self._require_supported(body, response.text)
                 if response.status_code != 429 and response.status_code < 500:
                     raise InvalidRequestError(f"{self._url} refuses the prompt: {reason}")
             if attempt < max_attempts:
                 log.warning("evaluation.request_retried", url=self._url, attempt=attempt, reason=reason)
                 await asyncio.sleep(_BACKOFF.after(attempt) * random.uniform(0.5, 1.0))
         raise SetupError(f"--url {self._url} does not answer: {reason}; start it, or check the address")
+
+    def _require_supported(self, body: Mapping[str, Any], refusal: str) -> None:
+        """Raise an error of its own if a refusal with status 400 is of a parameter that every request has."""
+        if "unsupported" not in refusal.lower():
+            return
+        if _MAX_TOKENS in body and _MAX_TOKENS in refusal:
+            raise _UnsupportedMaxTokensError
+        if "temperature" in refusal:
+            raise ConfigError(
+                f"--url {self._url} refuses temperature = {body['temperature']}: {refusal[:300]}; set temperature = 1 "
+                "in the evaluation set"
+            )
+
+
+def require_single_turn(sets: Mapping[str, EvaluationSet]) -> None:
+    """Check, before anything is started, that the first rows of every set can be played over an API.
+
+    Raises:
+        ConfigError: the environment of a set or of a row needs an engine.
+        DataError: a row is invalid.
+    """
+    for each in sets.values():
+        if not each.config.environment_column:
+            _require_single_turn(each, each.config.environment)
+            continue
+        for row in range(min(len(each), MAX_CHECKED_ROWS)):
+            _require_single_turn(each, each[row].environment)
+
+
+def _require_single_turn(played: EvaluationSet, environment: str) -> None:
+    if environment != SINGLE_TURN:
+        raise ConfigError(
+            f"evaluation.sets.{played.name}: environment {environment!r} cannot be played by --url, which has no "
+            f"turns; use --model, or environment = {SINGLE_TURN!r}"
+        )
+
+
+class _UnsupportedMaxTokensError(Exception):
+    """The server's model takes `max_completion_tokens` in place of `max_tokens`."""
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

@@ -16,8 +16,10 @@ import structlog
 import torch
 
 from penstock.errors import InvalidRequestError, SetupError
+from penstock.model import hub
 from services.trainer.admission.filters import FilterReason, screen
 from services.trainer.admission.gate import is_too_old
+from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
 from services.trainer.backend.environment import Environment, computing_threads
 from services.trainer.backend.in_process import InProcessBackend
@@ -60,15 +62,18 @@ def start_of(run: RecordedRun, step: int, *, model_path: Path, scratch: Path) ->
     Args:
         run: The run.
         step: A recorded step of it.
-        model_path: Folder of the model that the run began with; read only if no checkpoint precedes the step.
+        model_path: The model that the run began with, a folder or a model on the Hugging Face Hub; read only if no
+            checkpoint precedes the step.
         scratch: Folder for a checkpoint that the run did not keep.
 
     Raises:
         SetupError: a step on the way is not recorded, or the weights to start from are not the recorded ones.
-        ConfigError: the base model cannot be loaded.
+        ConfigError: the base model cannot be found or loaded.
     """
     run.recording(step)  # raises before anything is computed
     start = run.checkpoint_before(step)
+    if start is None:
+        model_path = hub.fetch(model_path)
     first = run.recording(1 if start is None else start.step + 1)
     trainer = _Trainer(start, first.settings, model_path)
     _require_same_weights(trainer, first, start, model_path)
@@ -98,6 +103,15 @@ def replay_step(start: Checkpoint, recording: Recording, settings: StepSettings)
     return _Trainer(start, settings, start.model_path).compute(recording)
 
 
+def _with_reference(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the settings with a folder in place of a reference on the Hugging Face Hub."""
+    kl = algorithm.kl
+    if kl.reference is None:
+        return algorithm
+    kl = kl.model_copy(update={"reference": hub.fetch(kl.reference, setting="algorithm.kl.reference")})
+    return algorithm.model_copy(update={"kl": kl})
+
+
 class _Trainer:
     """Weights, optimizer and random state between two steps."""
 
@@ -116,7 +130,7 @@ class _Trainer:
         self.backend = InProcessBackend(
             self._base_path,
             config,
-            settings.algorithm,
+            _with_reference(settings.algorithm),
             seed=settings.run.seed,
             temperature=settings.sampling.temperature,
             demonstration_coef=settings.demonstration_coef,

@@ -3,6 +3,9 @@
 import asyncio
 import contextlib
 import json
+import os
+import pty
+import re
 import signal
 import socket
 import subprocess
@@ -91,6 +94,41 @@ async def test_a_whole_evaluation(recipe: Path, engine: SimulatedEngine) -> None
     assert {tuple(line["versions"]) for line in lines} == {(0, 0)}
     assert (folder / "samples.html").read_text().count('class="answer right"') == 6
     assert not psutil.pid_exists(command.pid)
+
+
+@pytest.mark.parametrize("column", ["", "env"])
+def test_turns_over_an_api_are_refused_before_anything_starts(
+    recipe: Path, column: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the set or one of its rows has an environment: no request is paid for, and no folder is left."""
+    rows = [{**row, "env": "geo3k_tools" if row is ROWS[-1] else "single_turn"} for row in ROWS]
+    (recipe.parent / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    key, value = ("environment_column", column) if column else ("environment", "geo3k_tools")
+    with serving_api() as api:
+        assert main(["eval", str(recipe), f"--url={api.url}", f"--evaluation.sets.four.{key}={value}"]) == 2
+        assert api.requests == []
+    assert "evaluation.sets.four: environment 'geo3k_tools' cannot be played by --url" in capsys.readouterr().err
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_an_evaluation_shows_its_progress_on_a_terminal(recipe: Path) -> None:
+    """A bar for each set: prompts played, of all, and the score so far."""
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160"}
+    with serving_api() as api:
+        command = [PENSTOCK, "eval", recipe, f"--url={api.url}"]
+        with subprocess.Popen(command, stdout=end, stderr=subprocess.PIPE, env=environment) as process:
+            os.close(end)
+            shown = b""
+            with contextlib.suppress(OSError), os.fdopen(terminal, "rb", buffering=0) as opened:  # EIO ends a terminal
+                while piece := opened.read(65536):
+                    shown += piece
+            _, err = process.communicate(timeout=START_TIMEOUT_S)
+    assert (process.returncode, err) == (0, b""), shown
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert re.search(r"four .* 0/4", text)
+    assert re.search(r"four .* 4/4 score 0\.750", text)
+    assert re.search(r"^four +4 +2 +0\.750", text, re.MULTILINE), "the table comes after the bar"
 
 
 async def test_ctrl_c_keeps_what_was_played(recipe: Path, engine: SimulatedEngine) -> None:

@@ -1,11 +1,18 @@
 """The wheel, built as it is published and installed into an environment of its own."""
 
+import ast
+import email
+import importlib.metadata
+import sys
 import sysconfig
 import venv
 import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from penstock import shipped
 from tests.support.wheel import ROOT, build_wheel, run_apart
@@ -13,6 +20,19 @@ from tests.support.wheel import ROOT, build_wheel, run_apart
 pytestmark = pytest.mark.slow
 
 TINY = ROOT / "models" / "tiny-qwen3-vl"
+PART_OF = {
+    "annotated-types": "pydantic",
+    "cuda-pathfinder": "cuda-bindings",
+    "pydantic-core": "pydantic",
+    "starlette": "fastapi",
+    "latex2sympy2-extended": "math-verify",
+    "sympy": "math-verify",
+    "mpmath": "math-verify",
+    "pyyaml": "huggingface-hub",
+}
+"""Distributions whose classes are part of another one's interface, which brings them."""
+NAMED_BY_USERS = {"swanlab", "trackio"}
+"""Trackers that no extra has, because they need older versions of other packages; see pyproject.toml."""
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +82,68 @@ def test_the_model_is_the_wheel_s(installed: Path, tmp_path: Path) -> None:
     for line in run_apart(installed / "python", "-c", program, cwd=tmp_path).splitlines():
         assert Path(line).is_relative_to(installed.parent)
         assert Path(line).exists()
+
+
+def imported(source: bytes) -> Iterator[tuple[str, str]]:
+    """Modules that a file imports, at its top and inside functions, each with the extra that it needs; empty: any."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from ((each.name, "") for each in names)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                yield from ((f"{module}.{each.name}", "") for each in names)
+            case ast.Call(
+                func=ast.Name(id="import_with_extra"),
+                args=[ast.Constant(value=str(module)), *_],
+                keywords=[ast.keyword(arg="extra", value=ast.Constant(value=str(extra)))],
+            ):
+                yield module, extra
+
+
+def distributions_of(module: str, by_package: Mapping[str, list[str]]) -> set[str]:
+    """Distributions that may bring a module; of several that share a package such as `google`, those with it."""
+    package, _, rest = module.partition(".")
+    found = set(by_package.get(package, ()))
+    if len(found) > 1:
+        folder, file = f"{package}/{rest.partition('.')[0]}/", f"{package}/{rest.partition('.')[0]}.py"
+        found = {
+            name
+            for name in found
+            if any(str(path) == file or str(path).startswith(folder) for path in importlib.metadata.files(name) or ())
+        } or found
+    return {canonicalize_name(name) for name in found} or {package}
+
+
+def declared_by(lines: list[str], extra: str) -> set[str]:
+    """Distributions that Requires-Dist lines bring with an extra."""
+    found = set()
+    for requirement in map(Requirement, lines):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            found.add(canonicalize_name(requirement.name))
+            if requirement.name == "penstock":
+                found.update(*(declared_by(lines, each) for each in requirement.extras))
+    return found
+
+
+def test_every_package_that_is_imported_is_declared(wheel: Path) -> None:
+    """By the wheel itself or one of its extras: the environment above has them all, declared or not."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
+        about = email.message_from_bytes(archive.read(metadata))
+        imports = {(name, *found) for name in names if name.endswith(".py") for found in imported(archive.read(name))}
+    lines, extras = about.get_all("Requires-Dist", []), {*about.get_all("Provides-Extra", [])} - {"dev"}
+    declared = {extra: declared_by(lines, extra) for extra in extras}
+    anywhere = set().union(*declared.values())
+    by_package = importlib.metadata.packages_distributions()
+    missing, needed = set(), set()
+    for file, module, extra in imports:
+        if module.partition(".")[0] in {"penstock", "services", *sys.stdlib_module_names}:
+            continue
+        brought = distributions_of(module, by_package) - NAMED_BY_USERS
+        needed |= brought
+        if brought and not {PART_OF.get(name, name) for name in brought} & (declared[extra] if extra else anywhere):
+            missing.add((file, module, *brought))
+    assert missing == set()
+    assert {"grpcio", "math-verify", "pillow", "sglang", "torch"} <= needed, "the imports were found"
+    assert set(PART_OF) <= needed, "nothing is excused that is not imported"

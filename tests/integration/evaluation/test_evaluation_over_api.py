@@ -144,6 +144,39 @@ async def test_a_refused_prompt_fails_alone(api: Api, verifier: RewardClient, se
     assert sorted("too long" in each.error for each in outcomes) == [False, True]
 
 
+async def test_a_reasoning_model_is_asked_by_its_own_names(api: Api, verifier: RewardClient, tmp_path: Path) -> None:
+    """Its refusal of `max_tokens` costs one request, and no prompt."""
+    api.is_reasoning = True
+    sets = make_sets(tmp_path, temperature=1.0)
+    async with OpenAiPlayer(api.url, model="m", api_key="", verifier=verifier, concurrency=1) as player:
+        played: list[PlayedPrompt] = []
+        await promptly(player.play(sets, on_played=played.append))
+    assert [(each.error, len(each.samples)) for each in played] == [("", 1), ("", 1)]
+    asked = [(request.get("max_tokens"), request.get("max_completion_tokens")) for request in api.requests]
+    assert asked == [(16, None), (None, 16), (None, 16)]
+    assert not any("top_p" in request for request in api.requests)
+
+
+async def test_a_temperature_that_the_model_does_not_take(api: Api, verifier: RewardClient, tmp_path: Path) -> None:
+    """Every request would be refused: one error with the remedy."""
+    api.is_reasoning = True
+    with pytest.raises(ExceptionGroup) as raised:
+        await play(api, verifier, make_sets(tmp_path, temperature=0.5))
+    assert raised.group_contains(
+        ConfigError, match=r"refuses temperature = 0\.5: .*; set temperature = 1 in the evaluation set"
+    )
+
+
+async def test_a_prompt_that_is_too_long_names_max_tokens(
+    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]
+) -> None:
+    """As vLLM's refusal does; it is of one prompt, and the name stays."""
+    api.refusals = [(400, "'max_tokens' or 'max_completion_tokens' is too large: 16. The maximum is 8.")]
+    outcomes = await play(api, verifier, sets)
+    assert sorted("too large" in each.error for each in outcomes) == [False, True]
+    assert all("max_tokens" in request for request in api.requests)
+
+
 async def test_a_refused_key_ends_the_evaluation(
     api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]
 ) -> None:

@@ -1,5 +1,6 @@
 """Whole runs around simulated engines that hold a replica out for an evaluation: what dies, and what goes on."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,38 @@ async def test_steps_go_on_whichever_replica_plays_an_evaluation(
         await assert_catches_up(run, version)
         await until_steps(run, 1)
         assert not run.events("evaluation.pauses_training")
+
+
+@pytest.mark.parametrize(("replicas", "num_held"), [(3, 2), (2, 0)])
+async def test_as_many_replicas_are_held_out_as_the_recipe_says(
+    steady_bus: Bus, run_name: str, tmp_path: Path, replicas: int, num_held: int
+) -> None:
+    """Two of three keep their version, and the third trains; with none held out, the first update waits, as asked."""
+    pool = dataclasses.replace(POOL, replicas=replicas)
+    async with simulated_run(
+        steady_bus, run_name, tmp_path / "run", pool, num_evaluated=NUM_EVALUATED, held_out_replicas=num_held
+    ) as run:
+        if num_held:
+
+            async def are_held() -> bool:
+                return len((await run.held_out()).replica_ids) == num_held
+
+            await until(are_held, timeout_s=WITHIN_S)
+            held, version = set((await run.held_out()).replica_ids), (await run.held_out()).policy_version
+            await until_steps(run, 2)
+            assert not run.evaluations()
+            newer = {name: each.policy_version > version for name, each in (await run.replicas()).items()}
+            assert newer == {name: name not in held for name in run.engines}
+        row = await until_evaluated(run)
+        assert row["num_held_out_replicas"] == num_held
+        assert_pure(run.samples(), row["policy_version"])
+        await until_steps(run, 1)
+        first = run.lines("metrics.jsonl")[0]
+        if not num_held:
+            assert (first["step"], first["policy_version"]) == (1, row["policy_version"])
+            assert first["evaluation_wait_s"] > 0
+        assert not run.events("evaluation.pauses_training")
+        await assert_catches_up(run, row["policy_version"])
 
 
 async def test_a_killed_trainer_goes_on_with_the_evaluation(steady_bus: Bus, run_name: str, tmp_path: Path) -> None:

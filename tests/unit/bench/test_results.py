@@ -231,11 +231,12 @@ def test_the_largest_fall(rewards: list[float], fall: float) -> None:
 
 
 def test_runs_of_other_commits_are_named() -> None:
-    """One line where all are alike, else one for each tree."""
-    alike = {name: Run(rows=[], made={"commit": "abc"}) for name in ("a", "b")}
-    assert _cells(tables.machine_table(alike)) == [["all", "abc"]]
-    mixed = {**alike, "c": Run(rows=[], made={"commit": "def"})}
-    assert _cells(tables.machine_table(mixed)) == [["a, b", "abc"], ["c", "def"]]
+    """One line where all are alike, else one for each tree; each with its runs' wall times, where rows have them."""
+    rows = [{"step": step, "elapsed_s": 30.0 * step} for step in range(1, 4)]
+    alike = {"a": Run(rows=rows, made={"commit": "abc"}), "b": Run(rows=[{"step": 1}], made={"commit": "abc"})}
+    assert _cells(tables.machine_table(alike)) == [["all", "abc", "a 1.5, b unknown"]]
+    mixed = {**alike, "c": Run(rows=rows[:2], made={"commit": "def"})}
+    assert _cells(tables.machine_table(mixed)) == [["a, b", "abc", "a 1.5, b unknown"], ["c", "def", "c 1.0"]]
 
 
 def test_smoothed_curves() -> None:

@@ -5,7 +5,6 @@ copy in the cache or not at all. HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and HF_HU
 """
 
 import glob
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 import structlog
 
 from penstock.errors import DataError, SetupError
+from penstock.runtime.hub import endpoint, failure, first_line
 from services.trainer.data.sources.readers.formats import SUFFIXES
 from services.trainer.data.sources.splits import choose_files
 
@@ -71,7 +71,7 @@ def look_up(repo: str, *, revision: str, timeout_s: float) -> None:
     import huggingface_hub
 
     with _explained(repo, revision, f"data.path {repo!r} on the Hugging Face Hub"):
-        api = huggingface_hub.HfApi(endpoint=_endpoint())
+        api = huggingface_hub.HfApi(endpoint=endpoint())
         api.dataset_info(repo, revision=revision or None, timeout=timeout_s)
 
 
@@ -108,59 +108,7 @@ def _explained(repo: str, revision: str, name: str) -> Iterator[None]:
         raise DataError(f"{name} has no revision {revision!r}; give a branch, a tag or a commit") from None
     except (httpx.HTTPError, OSError) as error:  # all others of huggingface_hub are one of these
         fetch = f"`hf download {repo} --repo-type dataset{f' --revision {revision}' if revision else ''}`"
-        raise SetupError(f"{name}{_failure(error, fetch)}") from None
-
-
-def _failure(error: Exception, fetch: str) -> str:
-    """Return why a data set cannot be had, and what to do about it.
-
-    Args:
-        error: As huggingface_hub raised it.
-        fetch: The command that downloads the data set.
-    """
-    import httpx
-    from huggingface_hub import constants, errors
-
-    is_missing = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
-    cause = error.__cause__ if is_missing else error  # a refused look-up also goes to the cache, and is its cause
-    if isinstance(cause, errors.HfHubHTTPError):
-        return _refusal(cause.response.status_code, cause.server_message or "", _first_line(cause))
-    if is_missing:
-        offline = "HF_HUB_OFFLINE is set" if _is_offline() else "it cannot be reached"
-        return f": {offline}, and the cache has no complete copy; fetch it once with {fetch}"
-    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
-        return (
-            f" cannot be kept in the cache: {error}; make room in {constants.HF_HUB_CACHE}, or set HF_HUB_CACHE to "
-            "another folder"
-        )
-    remedy = "try again"
-    if isinstance(error, httpx.TransportError):
-        remedy = f"look at the network, HF_ENDPOINT and proxies, or run {fetch} where the Hub can be reached"
-    return f" could not be fetched: {_first_line(error)}; {remedy}"
-
-
-def _refusal(status: int, said: str, message: str) -> str:
-    """Return what the Hub's answer means.
-
-    Args:
-        status: Its HTTP status.
-        said: Its own words; may be empty.
-        message: The first line of huggingface_hub's error.
-    """
-    shown = f"{status}: {' '.join(said.split())}" if said else str(status)
-    if status in (401, 403):
-        return (
-            f": the Hub did not accept HF_TOKEN or the token of `hf auth login` ({shown}); log in again with "
-            "`hf auth login`, or set HF_TOKEN to a token that may read it"
-        )
-    if status == 429:
-        return (
-            f": the Hub refuses further requests for now ({shown}); wait some minutes, and set HF_TOKEN, with which "
-            "more are allowed"
-        )
-    if status >= 500:
-        return f": the Hub has a fault of its own ({shown}); try again later"
-    return f" could not be fetched: {message or shown}; try again"
+        raise SetupError(f"{name}{failure(error, fetch)}") from None
 
 
 def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> HubFiles:
@@ -171,7 +119,7 @@ def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> H
             repo,
             repo_type="dataset",
             revision=revision,
-            endpoint=_endpoint(),
+            endpoint=endpoint(),
             allow_patterns=[*map(glob.escape, wanted)],
         )
         return Path(path)
@@ -199,10 +147,6 @@ def _names(repo: str, folder: Path) -> list[str]:
         return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
-def _endpoint() -> str | None:
-    return os.environ.get("HF_ENDPOINT")
-
-
 def read_card(file: Path) -> dict[str, Any]:
     """Return the front matter of a data set's README.md; empty if there is none."""
     from huggingface_hub import metadata_load
@@ -211,15 +155,5 @@ def read_card(file: Path) -> dict[str, Any]:
     try:
         return (metadata_load(file) or {}) if file.is_file() else {}
     except (ValueError, YAMLError) as error:
-        log.warning("data.card_unreadable", file=str(file), reason=_first_line(error))
+        log.warning("data.card_unreadable", file=str(file), reason=first_line(error))
         return {}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
-
-
-def _is_offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.is_offline_mode())

@@ -20,7 +20,7 @@ OLDER = "b" * 40
 
 @dataclass(slots=True)
 class Repo:
-    """A data set: its files at each commit."""
+    """A data set or a model: its files at each commit."""
 
     commits: dict[str, dict[str, bytes]]
     branches: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
@@ -30,11 +30,13 @@ class Repo:
     """Status of every answer, if it is refused."""
     message: str = ""
     """What the Hub says with it."""
+    num_parameters: int = 0
+    """What the Hub says of a model's weights; 0: nothing."""
 
 
 @dataclass(slots=True)
 class HubServer:
-    """Address, data sets by id, and the paths that were asked for."""
+    """Address, data sets and models by id, and the paths that were asked for."""
 
     url: str
     repos: dict[str, Repo]
@@ -43,7 +45,7 @@ class HubServer:
 
 @contextmanager
 def hub_server(repos: Mapping[str, Repo]) -> Iterator[HubServer]:
-    """Serve data sets on a free port of this machine."""
+    """Serve data sets and models on a free port of this machine."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     hub = HubServer(url=f"http://127.0.0.1:{server.server_port}", repos=dict(repos))
     server.hub = hub  # type: ignore[attr-defined]
@@ -75,14 +77,14 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         hub.requests.append(path)
         parts = path.strip("/").split("/")
-        is_api = parts[0] == "api"
-        name = "/".join(parts[2:4] if is_api else parts[1:3])
+        start = {"api": 2, "datasets": 1}.get(parts[0], 0)  # a model's files are at /owner/name/resolve
+        name = "/".join(parts[start : start + 2])
         repo = hub.repos.get(name)
         if repo is None:
             return self._refuse(401, "RepoNotFound")
         if repo.refusal or repo.status:
             return self._refuse(repo.status or 403, repo.refusal, repo.message)
-        place = parts[4:] if is_api else parts[3:]
+        place = parts[start + 2 :]
         verb, revision, *rest = place or ("revision", "main")
         commit = repo.branches.get(revision, revision)
         files = repo.commits.get(commit)
@@ -90,8 +92,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404, "RevisionNotFound")
         match verb:
             case "revision":
-                siblings = [{"rfilename": file} for file in files]
-                self._send(json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode())
+                siblings = [{"rfilename": file, "size": len(data)} for file, data in files.items()]
+                found = {"id": name, "sha": commit, "siblings": siblings}
+                if repo.num_parameters:
+                    found["safetensors"] = {"parameters": {"F32": repo.num_parameters}, "total": repo.num_parameters}
+                self._send(json.dumps(found).encode())
             case "tree":
                 entries = [
                     {"type": "file", "path": file, "size": len(data), "oid": _etag(data)}

@@ -159,6 +159,7 @@ async def simulated_run(
     pool: Scenario,
     *,
     num_evaluated: int,
+    held_out_replicas: int = 1,
     demonstrations: DemonstrationsConfig | None = None,
     **settings: Any,
 ) -> AsyncIterator[SimulatedRun]:
@@ -169,7 +170,9 @@ async def simulated_run(
     made = recipe_of(
         pool, folder, bus.config, max_staleness=1, run_name=run_name, num_evaluated=num_evaluated, **settings
     )
-    made = made.model_copy(update={"log": LogConfig(level="info", format="json"), "demonstrations": demonstrations})
+    evaluation = made.evaluation.model_copy(update={"held_out_replicas": held_out_replicas})
+    logged = LogConfig(level="info", format="json")
+    made = made.model_copy(update={"log": logged, "demonstrations": demonstrations, "evaluation": evaluation})
     recipe.write_text(configuration.dump(made))
     async with contextlib.AsyncExitStack() as stack:
         for name in ("router", "worker"):

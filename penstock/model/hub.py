@@ -1,0 +1,169 @@
+"""Models on the Hugging Face Hub, through huggingface_hub and its cache.
+
+    Qwen/Qwen3-VL-2B-Instruct    Qwen/Qwen3-VL-2B-Instruct@main    Qwen/Qwen3-VL-2B-Instruct@<commit>
+
+Invariant: a model's files come from one commit. If the Hub cannot be reached, they come from a complete copy in the
+cache or not at all. HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and HF_HUB_CACHE are obeyed.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from penstock.errors import ConfigError, SetupError
+from penstock.runtime.hub import endpoint, failure, is_offline
+
+_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_WEIGHTS: Final = "*.safetensors"
+_OTHER_FILES: Final = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Configuration, tokenizer, processor and chat template."""
+_IN_FOLDERS: Final = "*/*"
+"""Other formats of the same weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelId:
+    """A model on the Hub."""
+
+    repo: str
+    """`owner/name`."""
+    revision: str
+    """Branch, tag or commit; empty for the main branch."""
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.revision}" if self.revision else self.repo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the Hub says about a model."""
+
+    num_parameters: int
+    """0 if it does not say."""
+    checkpoint_bytes: int
+
+
+def parse_id(path: Path) -> ModelId | None:
+    """Return the model that a path names, if it has the form `owner/name[@revision]` and is not on this machine."""
+    match = _ID.fullmatch(str(path))
+    if match is None or path.exists():
+        return None
+    return ModelId(repo=match["repo"], revision=match["revision"] or "")
+
+
+def fetch(path: Path, *, setting: str = "model.path", with_weights: bool = True) -> Path:
+    """Return the folder of the model that a path names, after downloading the files that the cache lacks.
+
+    Args:
+        path: A path is returned as it is; a model on the Hub becomes the folder of its commit in the cache.
+        setting: The setting or option with the path, for errors.
+        with_weights: Whether the weights are needed too.
+
+    Raises:
+        ConfigError: the model or revision does not exist or is not open to this account.
+        SetupError: the Hub cannot be reached, and the cache has no complete copy; or huggingface_hub is not installed.
+    """
+    model = parse_id(path)
+    if model is None:
+        return path
+    with _explained(model, setting):
+        return _snapshot(model, with_weights=with_weights, only_cached=is_offline())
+
+
+def find_cached(path: Path) -> Path | None:
+    """Return the folder of the model that a path names if this machine has all its files, without asking the Hub."""
+    model = parse_id(path)
+    if model is None:
+        return path
+    try:
+        with _explained(model, "model.path"):
+            return _snapshot(model, with_weights=True, only_cached=True)
+    except (ConfigError, SetupError):
+        return None
+
+
+def look_up(model: ModelId, *, setting: str = "model.path", timeout_s: float) -> ModelFacts:
+    """Ask the Hub for a model without downloading it.
+
+    Args:
+        model: The model.
+        setting: The setting that names it, for errors.
+        timeout_s: Timeout of the connection, and of each part of the answer.
+
+    Raises:
+        ConfigError: the model or revision does not exist or is not open to this account.
+        SetupError: the Hub cannot be reached, or HF_HUB_OFFLINE forbids it; or huggingface_hub is not installed.
+    """
+    with _explained(model, setting):
+        import huggingface_hub
+
+        api = huggingface_hub.HfApi(endpoint=endpoint())
+        found = api.model_info(model.repo, revision=model.revision or None, timeout=timeout_s, files_metadata=True)
+    files = {each.rfilename: each.size or 0 for each in found.siblings or ()}
+    return ModelFacts(
+        num_parameters=found.safetensors.total if found.safetensors is not None else 0,
+        checkpoint_bytes=sum(size for name, size in files.items() if "/" not in name and name.endswith(".safetensors")),
+    )
+
+
+def name_snapshot(folder: Path) -> str | None:
+    """Return `owner/name@commit` for a folder that `fetch` returned, which every machine understands; else None."""
+    snapshots, repo = folder.parent, folder.parent.parent
+    kind, *names = repo.name.split("--")
+    if snapshots.name != "snapshots" or kind != "models" or len(names) != 2 or not _COMMIT.fullmatch(folder.name):
+        return None
+    try:
+        from huggingface_hub import constants
+    except ModuleNotFoundError:
+        return None
+    if repo.parent != Path(constants.HF_HUB_CACHE).expanduser().resolve():
+        return None
+    return f"{'/'.join(names)}@{folder.name}"
+
+
+def _snapshot(model: ModelId, *, with_weights: bool, only_cached: bool) -> Path:
+    import huggingface_hub
+
+    folder = huggingface_hub.snapshot_download(
+        model.repo,
+        revision=model.revision or None,
+        endpoint=endpoint(),
+        allow_patterns=[*_OTHER_FILES, *([_WEIGHTS] if with_weights else [])],
+        ignore_patterns=_IN_FOLDERS,
+        local_files_only=only_cached,
+    )
+    return Path(folder)
+
+
+@contextmanager
+def _explained(model: ModelId, setting: str) -> Iterator[None]:
+    """Translate huggingface_hub's errors into errors with a remedy."""
+    name = f"{setting} = {str(model)!r} on the Hugging Face Hub"
+    try:
+        import httpx
+        from huggingface_hub import errors
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"{name} needs the Python package {error.name!r}, which is not installed; "
+            "`pip install 'penstock[trainer]'`, or give a folder"
+        ) from None
+    command = f"`hf download {model.repo}{f' --revision {model.revision}' if model.revision else ''}`"
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"{name} is gated; accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise ConfigError(
+            f"{setting} = {str(model)!r} is neither a folder here nor a model on the Hugging Face Hub that this "
+            "account may read; check the name, and for a private one run `hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ConfigError(f"{name} has no revision {model.revision!r}; give a branch, a tag or a commit") from None
+    except (httpx.HTTPError, OSError) as error:  # all others of huggingface_hub are one of these
+        raise SetupError(f"{name}{failure(error, command)}") from None

@@ -1,0 +1,72 @@
+"""The Hugging Face Hub for models and data sets alike: where it is, and what to do about a request that failed."""
+
+import os
+
+
+def endpoint() -> str | None:
+    """Return HF_ENDPOINT as it is now; None if it is not set."""
+    return os.environ.get("HF_ENDPOINT")
+
+
+def is_offline() -> bool:
+    """Return whether HF_HUB_OFFLINE forbids requests."""
+    from huggingface_hub import constants
+
+    return bool(constants.is_offline_mode())
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its type."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def failure(error: Exception, fetch: str) -> str:
+    """Return why a repository cannot be had, and what to do about it; a name goes before.
+
+    Args:
+        error: As huggingface_hub raised it.
+        fetch: The command that downloads it.
+    """
+    import httpx
+    from huggingface_hub import constants, errors
+
+    is_missing = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
+    cause = error.__cause__ if is_missing else error  # a refused look-up also goes to the cache, and is its cause
+    if isinstance(cause, errors.HfHubHTTPError):
+        return _refusal(cause.response.status_code, cause.server_message or "", first_line(cause))
+    if is_missing:
+        offline = "HF_HUB_OFFLINE is set" if is_offline() else "it cannot be reached"
+        return f": {offline}, and the cache has no complete copy; fetch it once with {fetch}"
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
+        return (
+            f" cannot be kept in the cache: {error}; make room in {constants.HF_HUB_CACHE}, or set HF_HUB_CACHE to "
+            "another folder"
+        )
+    remedy = "try again"
+    if isinstance(error, httpx.TransportError):
+        remedy = f"look at the network, HF_ENDPOINT and proxies, or run {fetch} where the Hub can be reached"
+    return f" could not be fetched: {first_line(error)}; {remedy}"
+
+
+def _refusal(status: int, said: str, message: str) -> str:
+    """Return what the Hub's answer means.
+
+    Args:
+        status: Its HTTP status.
+        said: Its own words; may be empty.
+        message: The first line of huggingface_hub's error.
+    """
+    shown = f"{status}: {' '.join(said.split())}" if said else str(status)
+    if status in (401, 403):
+        return (
+            f": the Hub did not accept HF_TOKEN or the token of `hf auth login` ({shown}); log in again with "
+            "`hf auth login`, or set HF_TOKEN to a token that may read it"
+        )
+    if status == 429:
+        return (
+            f": the Hub refuses further requests for now ({shown}); wait some minutes, and set HF_TOKEN, with which "
+            "more are allowed"
+        )
+    if status >= 500:
+        return f": the Hub has a fault of its own ({shown}); try again later"
+    return f" could not be fetched: {message or shown}; try again"
