@@ -119,6 +119,21 @@ def test_the_routers_own_choice_changes_nothing(path: Path, rows: str) -> None:
         torch.testing.assert_close(of_replayed[name], gradient, rtol=0, atol=2e-4 * size, msg=name)
 
 
+def test_the_weights_are_the_trainers_scores_of_the_replayed_experts(path: Path) -> None:
+    """Their softmax over all experts, normalised over those of the token; the first token's are not known."""
+    generator = torch.Generator().manual_seed(5)
+    router = next(routers_of(policy_of(path).model))
+    hidden = torch.randn(50, router.hidden_dim, generator=generator)
+    scores, _, chosen = router(hidden)
+    router.replayed_TK = torch.rand(50, NUM_EXPERTS, generator=generator).argsort(dim=1)[:, :2].to(torch.int16)
+    router.replayed_TK[0] = -1
+    _, weights, experts = router(hidden)
+    assert torch.equal(experts[0], chosen[0])
+    assert torch.equal(experts[1:], router.replayed_TK[1:].long())
+    shares = scores.exp().gather(1, experts)
+    torch.testing.assert_close(weights, shares / shares.sum(dim=1, keepdim=True))
+
+
 def test_the_gradient_reaches_the_router_through_the_weights_of_the_replayed_experts(path: Path) -> None:
     """It is the slope of the log-probabilities, which do not jump where experts stay the same."""
     policy = policy_of(path, disturbed=ROUNDING)
