@@ -29,13 +29,17 @@ LARGEST = 1e-5
 
 @pytest.mark.leaves_behind("transformers' progress bar keeps a thread", "thread")
 async def test_a_run_of_adapters(nats_url: str, tmp_path: Path) -> None:
-    """Every push has the adapters alone, engines agree with the trainer through kills, and the export is the policy."""
+    """Every push has the adapters alone, and engines agree with the trainer through kills.
+
+    The last step is reproduced from its checkpoint, and an engine loads the export.
+    """
     overrides = {
         "run.dir": tmp_path / "runs",
         "rollout.replicas": 2,
         "trainer.num_steps": NUM_STEPS,
         "trainer.groups_per_step": 8,
         "trainer.checkpoint_every": 2,
+        "trainer.record_groups": "true",
         "trainer.lora.rank": 8,
         "trainer.lora.alpha": 16,
         "trainer.optimizer.learning_rate": 1e-3,
@@ -61,6 +65,7 @@ async def test_a_run_of_adapters(nats_url: str, tmp_path: Path) -> None:
     assert abs(rows[0]["kl_reference"]) < 1e-6, "the reference is the base"
     assert abs(rows[-1]["kl_reference"]) > 1e-5
     assert not (newest / "model").exists()
+    assert main(["replay", str(folder), "--step", str(NUM_STEPS)]) == 0, "the last step is not reproduced"
 
     recipe = load(Recipe, [folder / "config.toml"])
     assert recipe.model is not None

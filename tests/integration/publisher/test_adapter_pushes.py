@@ -1,5 +1,7 @@
 """Pushes of adapters alone: over every transport replicas merge them into the same base, exactly, or do not serve."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -12,7 +14,8 @@ from penstock.weights.named_weights import NamedWeights
 from services.rollout.testing.memory_sink import Action, Fault
 from services.rollout.testing.simulated_replica import SHAPES, SimulatedReplica, simulated_replica, weights_of
 from services.trainer.weight_sync.publisher import WeightPublisher
-from tests.support.waiting import until
+from tests.integration.publisher.test_held_out import hold_out_of, until_known
+from tests.support.waiting import promptly, until
 from tests.support.weights.publishing import kept_current, publishing, replicas_of, snapshot
 
 pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
@@ -73,7 +76,7 @@ async def publish(publisher: WeightPublisher, version: int, pushed: Tensors, bas
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "disk", "shared_memory", "delta"])
-async def test_replicas_merge_what_is_pushed(bus: Bus, transport: str, tmp_path: object) -> None:
+async def test_replicas_merge_what_is_pushed(bus: Bus, transport: str, tmp_path: Path) -> None:
     """Each version replaces the one before, and a replica that joins late gets the newest."""
     async with (
         replicas_of(bus, 2) as replicas,
@@ -127,3 +130,23 @@ async def test_whole_weights_are_a_new_base(bus: Bus) -> None:
         assert await publish(publisher, 3, pushed, weights_of(2)) == (1, 0)
         said = await replica.report()
         assert said.serving_digests[-1] == merged_digests(weights_of(2), pushed)
+
+
+async def test_a_replica_is_held_out_at_a_version_of_adapters(bus: Bus, tmp_path: Path) -> None:
+    """One that takes the place of one that died has newer adapters, and merges the older ones into the same base."""
+    async with (
+        replicas_of(bus, 3) as (first, second, _),
+        publishing(bus, transport="shared_memory") as publisher,
+        kept_current(publisher),
+    ):
+        taken = publisher.take(1, weights(adapters_of(1)))
+        await publisher.publish(taken)
+        await until_known(publisher, 1)
+        assert await promptly(publisher.hold_out(await hold_out_of(bus, tmp_path, taken)))
+        assert await publish(publisher, 2, adapters_of(2)) == (2, 0)
+        first.kill()
+        await until_ready(second, 1)
+        await publisher.release_held_out()
+        await until_ready(second, 2)
+        served = (await second.report()).serving_digests
+        assert served == [merged_digests(START, adapters_of(version)) for version in (1, 2, 1, 2)]

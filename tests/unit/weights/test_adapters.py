@@ -1,5 +1,7 @@
 """Pushes of adapters: what fits an engine's model, and that a merged matrix depends on base and push alone."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -58,11 +60,11 @@ class Engine:
             lambda kind: tensor_digests(((name, each.tensor) for name, each in self.shards.items()), kind),
         )
 
-    def take(self, pushed: Tensors, folder: object) -> None:
+    def take(self, pushed: Tensors, folder: Path) -> None:
         """Receive a whole push, from files."""
         manifest = Manifest.plan(specs_of(pushed), max_bucket_bytes=1 << 20)
         buckets = [pack(bucket, pushed) for bucket in manifest.buckets]
-        written = write_weight_files(folder, 1, manifest, buckets)  # type: ignore[arg-type]
+        written = write_weight_files(folder, 1, manifest, buckets)
         room = self.adapters.make_room(manifest, XXH3)
         take_into(room, manifest, DiskTransport(folder=str(written)), {})
         self.adapters.merge()
@@ -99,7 +101,7 @@ def test_adapters_of_some_matrices_fit() -> None:
     assert adapted_weights(whole) == {}
 
 
-def test_weights_depend_on_base_and_push_alone(tmp_path: object) -> None:
+def test_weights_depend_on_base_and_push_alone(tmp_path: Path) -> None:
     """After pushes of other adapters, of other layers and ranks, and one that ended half-way: to the bit.
 
     The digests are those of the push and of the base, which a merge must not have changed.
@@ -120,7 +122,7 @@ def test_weights_depend_on_base_and_push_alone(tmp_path: object) -> None:
     }
 
 
-def test_digests_of_another_kind_are_those_of_the_base_too(tmp_path: object) -> None:
+def test_digests_of_another_kind_are_those_of_the_base_too(tmp_path: Path) -> None:
     """A trainer on another device asks for another kind, when the weights contain adapters already."""
     engine = Engine({name: Shard(tensor=each) for name, each in base().items()})
     pushed = adapter("q", 1)
@@ -133,7 +135,7 @@ def test_digests_of_another_kind_are_those_of_the_base_too(tmp_path: object) -> 
 
 
 @pytest.mark.parametrize(("layer", "dim", "size"), [("q", 0, 6), ("o", 1, 6)])
-def test_processes_that_share_a_matrix_merge_their_parts(tmp_path: object, layer: str, dim: int, size: int) -> None:
+def test_processes_that_share_a_matrix_merge_their_parts(tmp_path: Path, layer: str, dim: int, size: int) -> None:
     """Two processes with half of the rows, or of the columns: together they hold the merged matrix, to the bit."""
     pushed, whole = adapter(layer, 5), base()[f"{layer}.weight"]
     parts = []
