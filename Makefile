@@ -20,9 +20,9 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Many containers set it; then every process would compile anew what it imports, which takes longer than most of them run.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
-test test-families test-mooncake test-ranks test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
+test test-families test-lora test-mooncake test-ranks test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-ranks-push bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-mooncake test-observability test-ranks test-tensor-parallel test-trackers test-wheel lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-ranks-push bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-lora test-mooncake test-observability test-ranks test-tensor-parallel test-trackers test-wheel lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -87,6 +87,9 @@ test-clients: setup ## Run the ordinary examples of OpenAI's clients with the re
 
 test-families: setup ## Compare every model family, tiny, on real SGLang with transformers, and train each for five steps.
 	@$(BIN)/pytest tests/integration/engine/families/run_families.py tests/e2e/run_families.py $(ARGS)
+
+test-lora: setup ## Train adapters with real SGLang engines, through kills, and load what is exported.
+	@$(BIN)/pytest tests/e2e/run_lora.py $(ARGS)
 
 test-ranks: setup ## Compare expert and sequence parallelism and twenty steps on two ranks and four with one, in a quarter of an hour on two cores.
 	@$(BIN)/pytest tests/unit/backend/ranks/run_expert_parallel.py tests/unit/backend/ranks/run_sequence_parallel.py tests/unit/backend/ranks/run_twenty_steps.py $(ARGS)

@@ -26,6 +26,7 @@ from services.rollout.worker.environments.config import EnvironmentServerConfig
 from services.router.config import RouterConfig
 from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.checks.adapters import adapter_contradiction
 from services.trainer.checks.answer_length import ONE_TURN, most_own_tokens, penalty_contradiction
 from services.trainer.checks.router_replay import pairs_contradiction
 from services.trainer.config import TrackersConfig, TrainerConfig
@@ -92,6 +93,12 @@ class Recipe(Config):
     @pydantic.model_validator(mode="after")
     def _filters_fit_the_algorithm(self) -> Self:
         if reason := contradiction(self.filters, self.algorithm):
+            raise ValueError(reason)
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _adapters_fit_the_reference(self) -> Self:
+        if reason := adapter_contradiction(self.trainer.lora, self.algorithm.kl):
             raise ValueError(reason)
         return self
 

@@ -1,7 +1,7 @@
 """Weights that arrive one tensor at a time, so that they need not all be in memory at once."""
 
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -19,6 +19,9 @@ class NamedWeights:
     """The tensors' device."""
     tensors: Iterable[tuple[str, torch.Tensor]]
     """The tensors; each may be gone when the next arrives, unless its reader keeps it."""
+    base_digests: Mapping[str, int] = field(default_factory=dict)
+    """Digests of further weights, which their receiver must hold already, by checkpoint name: the base of adapters. Of
+    the kind that is fast on `device`."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Self:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from penstock.errors import ConfigError
 from services.cli.extras import import_with_extra
-from services.cli.model_folder import find_model
+from services.cli.model_folder import find_model_or_adapter, is_adapter_folder
 
 
 class Precision(StrEnum):
@@ -29,13 +30,24 @@ def export(
         int | None, typer.Option("--step", help="Optimizer step; default: the newest checkpoint.", min=1)
     ] = None,
     dtype: Annotated[Precision, typer.Option("--dtype", help="Precision of the weights.")] = Precision.BFLOAT16,
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", help="Model that adapters were trained on, if it has moved.", show_default=False),
+    ] = None,
 ) -> int:
     """Write the model of a run as a folder that transformers and SGLang load.
 
-    A checkpoint has its weights in float32; published models have bfloat16, which takes half the space.
+    A checkpoint has its weights in float32; published models have bfloat16, which takes half the space. Adapters of
+    [trainer.lora] are merged into the model that the run began with.
     """
-    model = find_model(source, step=step, name="RUN")
-    casting = import_with_extra("services.trainer.backend.files.cast_model", "penstock export", extra="trainer")
-    size_bytes = casting.cast_model(model, target, dtype=dtype.value)
+    model = find_model_or_adapter(source, step=step, name="RUN")
+    if is_adapter_folder(model):
+        merging = import_with_extra("services.trainer.backend.files.merge_adapter", "penstock export", extra="trainer")
+        size_bytes = merging.merge_adapter(model, target, dtype=dtype.value, base=base)
+    elif base is not None:
+        raise ConfigError(f"--base {base}: {model} holds whole weights, not adapters; leave it out")
+    else:
+        casting = import_with_extra("services.trainer.backend.files.cast_model", "penstock export", extra="trainer")
+        size_bytes = casting.cast_model(model, target, dtype=dtype.value)
     sys.stdout.write(f"{target}: {model}, weights in {dtype.value}, {size_bytes / 2**20:,.1f} MiB\n")
     return 0

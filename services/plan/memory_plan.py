@@ -104,6 +104,11 @@ def _assign_gpus(recipe: Recipe, gpus: Gpus) -> GpuPlan:
             f"trainer.device = {trainer.device!r} and trainer.dtype = {trainer.dtype!r} are not planned, "
             "only bfloat16 on GPUs is; give --trainer.device=auto --trainer.dtype=auto to plan that"
         )
+    if trainer.lora.rank:
+        raise ConfigError(
+            f"trainer.lora.rank = {trainer.lora.rank} is not planned yet; plan the run without it, which needs more "
+            "memory in the trainer"
+        )
     return make_plan(recipe, [str(number) for number in range(gpus.count)], own_bus=not recipe.bus.url).gpus
 
 

@@ -97,6 +97,32 @@ class OptimizerConfig(Config):
         return rates
 
 
+class LoraConfig(Config):
+    """Low-rank adapters (LoRA): a step trains two thin matrices beside each chosen one, and the model itself stays as
+    it is. Checkpoints and pushes hold the adapters alone."""
+
+    rank: int = pydantic.Field(default=0, ge=0, le=1024)
+    """Rank of the adapters; 8 to 64 are usual. 0: there are none, and all weights are trained."""
+    alpha: float = pydantic.Field(default=32.0, gt=0)
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = pydantic.Field(default=("text",), min_length=1)
+    """Linear layers that get an adapter, by pattern: `text` (all of the language model), `tower` or `merger`, or a
+    layer's name or its end, with `*`: `"q_proj"`. The output head gets none."""
+
+    @pydantic.model_validator(mode="after")
+    def _has_a_rank(self) -> Self:
+        if not self.rank:
+            for name in ("alpha", "targets"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} has no effect without adapters; set rank, for example 16")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """Factor on the product of the two matrices."""
+        return self.alpha / self.rank
+
+
 class WeightSyncConfig(Config):
     """How weights travel to the replicas, and how long each stage may take."""
 
@@ -163,6 +189,16 @@ class BackendConfig(Config):
     float32, where the two choose differently and log-probabilities jump. Engines record the experts, one byte for each
     layer and expert of a token. Not for prefill/decode pairs."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _adapters_fit(self) -> Self:
+        if self.lora.rank and self.optimizer.offload:
+            raise ValueError(
+                "optimizer.offload = true moves the weights that AdamW updates to the host, and adapters "
+                f"(lora.rank = {self.lora.rank}) are small; leave it out"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _rows_are_padded(self) -> Self:
@@ -226,6 +262,10 @@ class TrainerConfig(BackendConfig):
 
     @pydantic.model_validator(mode="after")
     def _ranks_can_be_divided(self) -> Self:
+        if self.lora.rank and self.ranks > 1:
+            raise ValueError(
+                f"lora.rank = {self.lora.rank} does not go with ranks = {self.ranks} yet; train adapters on one rank"
+            )
         for name in ("hsdp_replicas", "expert_parallel", "sequence_parallel"):
             number = getattr(self, name)
             if self.ranks > 1 and self.ranks % number:  # with 1, torchrun may start more

@@ -37,8 +37,9 @@ def replay(source: Path, *, step: int | None, overrides: Sequence[str], export: 
         step = run.only_step() if step is None else step
         recording, wanted = run.recording(step), run.recording(step, overrides).settings
         start = start_of(run, step, model_path=wanted.model.path, scratch=Path(scratch))
-        replayed = replay_step(start, recording, recording.settings)
-        changed = replay_step(start, recording, wanted) if other_settings else None
+        base = wanted.model.path
+        replayed = replay_step(start, recording, recording.settings, model_path=base)
+        changed = replay_step(start, recording, wanted, model_path=base) if other_settings else None
         lines = compare(recording.inputs, run.metrics(step), replayed, changed)
         if export is not None:
             export_step(run, step, start, export)

@@ -16,8 +16,10 @@ from torch.distributed import distributed_c10d
 
 from penstock.errors import NotReadyError, UnavailableError
 from penstock.v1 import rollout_pb2
+from penstock.weights.adapters import adapted_weights
 from penstock.weights.digest import tensor_digests
 from penstock.weights.manifest import Manifest
+from services.rollout.engine.sglang_plugin.merged_adapters import MergedAdapters
 from services.rollout.engine.sglang_plugin.shards import Shard
 from services.rollout.engine.sglang_plugin.transports import BroadcastTransport, DeltaTransport, Transport
 from services.rollout.engine.sglang_plugin.variables import HeldParameter
@@ -88,6 +90,8 @@ class MemorySink:
         self._audits = audits
         self._thread = ThreadPoolExecutor(1)
         self._group: Any = None
+        self._adapters: MergedAdapters | None = None
+        self._targets: dict[str, Shard] = self._shards()
 
     async def join_group(self, source: rollout_pb2.BroadcastSource) -> None:
         self.groups.append(source.group_name)
@@ -118,24 +122,38 @@ class MemorySink:
     async def set_version(self, version: int) -> None: ...
     def fail_running(self, reason: str) -> None: ...
 
-    async def load(self, manifest: Manifest, transport: Transport) -> None:
+    async def load(self, manifest: Manifest, transport: Transport, digest: str) -> None:
         self.loads.append(
             "whole" if isinstance(transport, DeltaTransport) and not transport.base_version else transport.name
         )
         # Load in two parts if possible, so that something can happen between them.
         cut = 1 if isinstance(transport, BroadcastTransport) else len(manifest.buckets)
+        if adapted_weights(manifest):
+            self._adapters = self._adapters or MergedAdapters(
+                self._shards, lambda kind: tensor_digests(self.tensors.items(), kind)
+            )
+            self._targets = self._adapters.make_room(manifest, digest)
+        else:
+            self._adapters, self._targets = None, self._shards()
         for buckets in (manifest.buckets[:cut], manifest.buckets[cut:]):
             if buckets:
                 await self._run(lambda: self._load(Manifest(buckets), transport))  # noqa: B023
                 await self._faults.strike("bucket", self.corrupt)
+        if self._adapters is not None:
+            self._adapters.merge()
 
     def _load(self, manifest: Manifest, transport: Transport) -> None:
-        shards = {name: Shard(tensor=tensor) for name, tensor in self.tensors.items()}
-        take_into(shards, manifest, transport, dict.fromkeys(self.groups, self._group))
+        take_into(self._targets, manifest, transport, dict.fromkeys(self.groups, self._group))
+
+    def _shards(self) -> dict[str, Shard]:
+        return {name: Shard(tensor=tensor) for name, tensor in self.tensors.items()}
 
     def corrupt(self) -> None:
-        """Change the last bit of one value."""
-        self.tensors["norm.weight"].view(torch.int16)[3] ^= 1
+        """Change the last bit of one value: of an adapter, if the push carries any."""
+        if self._adapters is None:
+            self.tensors["norm.weight"].view(torch.int16)[3] ^= 1
+        else:
+            next(iter(self._targets.values())).tensor.view(torch.int32)[0, 0] ^= 1
 
     async def parameters(self) -> dict[str, HeldParameter]:
         return {
@@ -144,8 +162,10 @@ class MemorySink:
         }
 
     async def digests(self, kind: str) -> dict[str, int]:
-        tensors = self.tensors.items()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, tensor_digests, tensors, kind)
+        loop = asyncio.get_running_loop()
+        if self._adapters is not None:
+            return await loop.run_in_executor(self._thread, self._adapters.digests, kind)
+        return await loop.run_in_executor(self._thread, tensor_digests, self.tensors.items(), kind)
 
     async def _run(self, work: Callable[[], None]) -> None:
         if message := await asyncio.get_running_loop().run_in_executor(self._thread, _message_of, work):

@@ -121,7 +121,8 @@ class TrainBackend(Protocol):
         """Leave out a step that was begun; weights and optimizer are as before it."""
 
     def export(self) -> NamedWeights:
-        """Return what an engine loads: every parameter under transformers' name, tied ones once, in the push dtype.
+        """Return what an engine loads: every parameter under transformers' name, tied ones once, in the push dtype; or
+        adapters alone, where only these are trained (`penstock.weights.adapters`).
 
         Read it before the next `finish_step`: each tensor is made when it is asked for, or is the backend's own.
         """

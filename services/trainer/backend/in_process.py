@@ -16,16 +16,19 @@ from services.trainer.backend.base import StateDigests, StepTokens
 from services.trainer.backend.demonstrations import DemonstrationTerm
 from services.trainer.backend.device import DTYPES
 from services.trainer.backend.environment import Environment, current_environment
+from services.trainer.backend.files.adapter_state import AdapterState
 from services.trainer.backend.files.checkpoint_share import Collected
 from services.trainer.backend.files.export import named_weights
 from services.trainer.backend.files.model_state import ModelState
 from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS
+from services.trainer.backend.policy.adapters import pushed_adapters
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.policy.reference import ReferencePolicy
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.train_step import StepParts, TrainStep
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
+from services.trainer.checks.adapters import adapter_contradiction
 from services.trainer.config import BackendConfig
 
 _REFERENCE = "reference"
@@ -71,9 +74,12 @@ class InProcessBackend:
             ranks: All that compute.
 
         Raises:
-            ConfigError: the device is not there, or a function of the algorithm cannot be imported.
+            ConfigError: the device is not there, a function of the algorithm cannot be imported, or settings exclude
+                each other.
         """
         require_functions(algorithm)
+        if reason := adapter_contradiction(config.lora, algorithm.kl):
+            raise ConfigError(reason)
         self._algorithm = algorithm
         self._demonstration_coef = demonstration_coef
         learned = {} if demonstration_coef is None else {"demonstrations.coef": demonstration_coef}
@@ -200,6 +206,8 @@ class InProcessBackend:
 
     def export(self) -> NamedWeights:
         """Return what an engine loads; see `TrainBackend.export`."""
+        if self._model.adapters is not None:
+            return self._export_adapters(self._model.adapters)
         dtype, masters = DTYPES[self.config.dtype], self._model.weights
         return NamedWeights(
             specs=tuple(
@@ -208,6 +216,15 @@ class InProcessBackend:
             ),
             device=self._model.device,
             tensors=((name, masters.full_tensor(weight.to(dtype))) for name, weight in named_weights(self.policy)),
+        )
+
+    def _export_adapters(self, state: AdapterState) -> NamedWeights:
+        adapters = list(pushed_adapters(self.policy.model))
+        return NamedWeights(
+            specs=tuple(spec for spec, _ in adapters),
+            device=self._model.device,
+            tensors=((spec.name, tensor) for spec, tensor in adapters),
+            base_digests=state.pushed_digests(self._model.device),
         )
 
     def save(self, folder: Path, *, on_copied: Callable[[], object] = lambda: None) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
     checkpoints/
       step-000010/
         model/           weights, configuration, tokenizer, processor: a model folder for transformers and SGLang
+        adapter/         in its place where only adapters are trained: a folder of the PEFT library
         optimizer/       AdamW's averages
         reference/       the reference policy, where algorithm.kl is on
         trainer.pt       number of updates, random state, settings
@@ -58,7 +59,7 @@ class Checkpoint:
 
     @property
     def model_path(self) -> Path:
-        """The model folder."""
+        """The model folder. A run that trains adapters alone has none."""
         return self.path / "model"
 
 

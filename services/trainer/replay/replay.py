@@ -89,18 +89,22 @@ def start_of(run: RecordedRun, step: int, *, model_path: Path, scratch: Path) ->
     return trainer.save(store, step - 1)
 
 
-def replay_step(start: Checkpoint, recording: Recording, settings: StepSettings) -> ReplayedStep:
+def replay_step(
+    start: Checkpoint, recording: Recording, settings: StepSettings, *, model_path: Path | None = None
+) -> ReplayedStep:
     """Compute a recorded step.
 
     Args:
         start: From `start_of`.
         recording: The step.
         settings: The recording's, or other ones to see their effect.
+        model_path: Folder of the model that the run began with, which the adapters of a checkpoint belong to; None:
+            where the settings say.
 
     Raises:
         SetupError: the groups do not fit the model, or the settings leave none of them.
     """
-    return _Trainer(start, settings, start.model_path).compute(recording)
+    return _Trainer(start, settings, model_path or settings.model.path).compute(recording)
 
 
 def _with_reference(algorithm: AlgorithmConfig) -> AlgorithmConfig:
@@ -116,17 +120,19 @@ class _Trainer:
     """Weights, optimizer and random state between two steps."""
 
     def __init__(self, start: Checkpoint | None, settings: StepSettings, model_path: Path) -> None:
-        if start is None and not (model_path / "config.json").is_file():
-            raise SetupError(
-                f"no checkpoint precedes the step, and model.path = {str(model_path)!r} has no model; give the folder "
-                "of the model that the run began with by --model.path=FOLDER"
-            )
         config = settings.trainer
+        if (start is None or config.lora.rank) and not (model_path / "config.json").is_file():
+            why = "no checkpoint precedes the step" if start is None else "checkpoints of the run hold adapters alone"
+            raise SetupError(
+                f"{why}, and model.path = {str(model_path)!r} has no model; give the folder of the model that the run "
+                "began with by --model.path=FOLDER"
+            )
         if not torch.cuda.is_available():
             # A step from a GPU can be examined without one; its environment differs visibly
             config = config.model_copy(update={"device": "cpu"})
         self.settings = settings
-        self._base_path = model_path if start is None else start.model_path
+        # A checkpoint of adapters has no model of its own
+        self._base_path = model_path if start is None or config.lora.rank else start.model_path
         self.backend = InProcessBackend(
             self._base_path,
             config,

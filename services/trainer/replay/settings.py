@@ -8,6 +8,7 @@ import pydantic
 from penstock.config import Config, ModelPath
 from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.checks.adapters import adapter_contradiction
 from services.trainer.config import BackendConfig, TrainerConfig
 from services.trainer.demonstrations.config import DemonstrationsConfig
 
@@ -67,6 +68,8 @@ class StepSettings(Config):
     def _filters_fit_the_algorithm(self) -> Self:
         if reason := contradiction(self.filters, self.algorithm):
             raise ValueError(reason)
+        if problem := adapter_contradiction(self.trainer.lora, self.algorithm.kl):
+            raise ValueError(problem)
         return self
 
     @classmethod

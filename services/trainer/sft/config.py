@@ -89,6 +89,10 @@ def require_meant(*, sft: SftConfig, trainer: TrainerConfig, data: DataConfig, e
             "trainer.record_groups = true keeps groups for `penstock replay`, and supervised training has none; "
             "leave it out"
         )
+    if trainer.lora.rank:
+        raise ConfigError(
+            f"trainer.lora.rank = {trainer.lora.rank}: supervised training has no adapters yet; leave trainer.lora out"
+        )
     if sft.epochs and sft.batch_unit == "tokens":
         raise ConfigError(
             f"sft.epochs = {sft.epochs:g} with batch_unit = 'tokens': how many steps that is, which the learning "

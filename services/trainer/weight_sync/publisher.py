@@ -9,8 +9,9 @@ holds out keep its version instead, and catch up like late joiners when it has e
 """
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -19,6 +20,7 @@ import torch
 from penstock.bus.buckets.watch import Watch
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2
+from penstock.weights.adapters import adapted_weights
 from penstock.weights.named_weights import NamedWeights
 from penstock.weights.shared_memory import SharedMemoryPool
 from services.trainer.config import WeightSyncConfig
@@ -70,6 +72,8 @@ class WeightPublisher:
     security: Security | None = None
     """Tokens and TLS of the calls to replicas; None uses the tokens from the environment."""
     _current: WeightSnapshot | None = None
+    _base_digests: Mapping[str, int] = field(default_factory=dict)
+    """Those of the last snapshot; the base of adapters stays the same."""
     _hold_out: HoldOut | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _retry: _Retry | None = None
@@ -96,6 +100,7 @@ class WeightPublisher:
         Raises:
             ValueError: a name occurs twice, or the weights differ from their announced specs.
         """
+        self._base_digests = weights.base_digests
         return WeightSnapshot.take(
             version,
             weights,
@@ -249,8 +254,11 @@ class WeightPublisher:
         weights, selector = await hold_out.open_weights(
             self.config, host=self.host, backend=self.backend, keeps_on_host=self.keeps_on_host
         )
-        await self._selector.leave_group()  # a member that joins another group leaves this one
         try:
+            if adapted_weights(weights.manifest) and not self._base_digests:
+                return  # the trainer's base is known once the first version is taken, within seconds of the start
+            weights = dataclasses.replace(weights, base_digests=self._base_digests)
+            await self._selector.leave_group()  # a member that joins another group leaves this one
             await selector.make_ready(weights)
             await self._new_push(weights, selector, only_lagging=True, replaces_newer=True).run(lagging)
         finally:

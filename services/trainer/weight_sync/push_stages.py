@@ -111,7 +111,13 @@ class PushStages:
         answer = await stub.VerifyWeights(request, timeout=self.deadlines.verify_s)
         if differing := await asyncio.to_thread(self.weights.differing_names, answer.digests):
             names = f"{len(differing)} parameters: {differing[:4]}"
-            raise ChecksumError(f"{member.replica_id}: weights differ after the push in {names}")
+            message = f"{member.replica_id}: weights differ after the push in {names}"
+            if any(name in self.weights.base_digests for name in differing):
+                message += (
+                    "; only adapters are pushed, so the engine must have been started from the trainer's model.path, "
+                    "in its precision: start it again"
+                )
+            raise ChecksumError(message)
 
     def commit(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.CommitWeightsResponse]:
         """Make the member adopt the version."""

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -29,6 +29,8 @@ class WeightSnapshot:
     """See `penstock.weights.digest`."""
     pending_digests: Mapping[str, Future[int]]
     """Digests by checkpoint name, computed in the background."""
+    base_digests: Mapping[str, int] = field(default_factory=dict)
+    """Digests of weights that a replica must hold already, because only their adapters are pushed."""
 
     @classmethod
     def take(
@@ -102,6 +104,7 @@ class WeightSnapshot:
             shared_memory=memory,
             digest_kind=kind,
             pending_digests=pending,
+            base_digests=weights.base_digests,
         )
 
     @property
@@ -116,7 +119,7 @@ class WeightSnapshot:
 
     def differing_names(self, held: Mapping[str, int]) -> list[str]:
         """Return the parameters whose digest in `held` differs, or that only one side has. Blocking."""
-        digests = self.digests
+        digests = {**self.base_digests, **self.digests}
         return sorted(name for name in digests.keys() | held.keys() if digests.get(name) != held.get(name))
 
 

@@ -51,7 +51,7 @@ class RecordedSink:
     async def begin(self) -> None:
         await self._note("begin")
 
-    async def load(self, manifest: Manifest, transport: Transport) -> None:
+    async def load(self, manifest: Manifest, transport: Transport, digest: str) -> None:
         self.transports.append(transport)
         for spec in manifest.tensors:
             await self._note(f"load {spec.name}")

@@ -96,17 +96,26 @@ def _bound_group(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, 
 def _check_weights(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
     if action != PARAMETERS_ACTION and not action.startswith(DIGEST_ACTION):
         return handle(checker, action, *args, **kwargs)
-    from services.rollout.engine.sglang_plugin.digests import digests_of
     from services.rollout.engine.sglang_plugin.parameters import described_parameters
 
     model = checker._get_model()
     return {
         "checksums": described_parameters(model)
         if action == PARAMETERS_ACTION
-        else digests_of(model, action.removeprefix(DIGEST_ACTION)),
+        else _digests(model, action.removeprefix(DIGEST_ACTION)),
         "per_gpu_checksum": "",
         "parallelism_info": checker._parallelism_info(role=kwargs["role"]).model_dump(),
     }
+
+
+def _digests(model: Any, kind: str) -> dict[str, str]:
+    from services.rollout.engine.sglang_plugin.digests import digests_of
+    from services.rollout.engine.sglang_plugin.merged_adapters import adapters_in
+
+    adapters = adapters_in(model)
+    if adapters is None:
+        return digests_of(model, kind)
+    return {name: str(digest) for name, digest in adapters.digests(kind).items()}
 
 
 def _receive_weights(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:

@@ -3,7 +3,7 @@
 Several buckets are in flight while one is loaded. A bucket with one tensor is received directly in its parameter's
 memory. Buckets of several small tensors go through a buffer, and so do parameters that several processes share: each
 process receives the whole parameter and keeps its shard. Until the places of the parameters are proven, SGLang's own
-loader takes the tensors one by one.
+loader takes the tensors one by one. Adapters are received beside the parameters, and merged into them.
 """
 
 import contextlib
@@ -16,7 +16,9 @@ import torch
 
 from penstock.model.families.experts import published_experts
 from penstock.model.families.qwen_vl import published_name
+from penstock.weights.adapters import adapted_weights
 from penstock.weights.manifest import Manifest, TensorSpec
+from services.rollout.engine.sglang_plugin.merged_adapters import adapters_for, forget_adapters
 from services.rollout.engine.sglang_plugin.parameters import trainer_parameters
 from services.rollout.engine.sglang_plugin.shards import Shard
 from services.rollout.engine.sglang_plugin.transports import Transport
@@ -33,6 +35,8 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     transport: Transport
     is_direct: bool
     """Write into the parameters, instead of using SGLang's loader."""
+    digest: str
+    """The kind of digest by which the push is verified."""
 
     def to_load_format(self) -> str:
         """Encode as text."""
@@ -61,6 +65,12 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
     manifest = order.manifest(
         [TensorSpec(name=name, dtype=dtype, shape=tuple(shape)) for name, dtype, shape in described]
     )
+    if adapted_weights(manifest):
+        adapters = adapters_for(model)
+        take_into(adapters.make_room(manifest, order.digest), manifest, order.transport, groups)
+        adapters.merge()
+        return []
+    forget_adapters(model)
     if order.is_direct:
         take_into(dict(trainer_parameters(model)), manifest, order.transport, groups)
         return []

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from penstock.errors import InvalidRequestError
 from penstock.v1 import rollout_pb2
+from penstock.weights.adapters import AdapterSpecs, adapted_weights
 from penstock.weights.manifest import Manifest
 from services.rollout.engine.sglang_plugin.transports import (
     BroadcastTransport,
@@ -93,7 +94,7 @@ async def accept(
 
 
 def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter], *, is_shared: bool) -> None:
-    """Check that the manifest has exactly the engine's parameters.
+    """Check that the manifest has exactly the engine's parameters, or adapters of some of them.
 
     Args:
         manifest: The tensors.
@@ -103,6 +104,9 @@ def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter], *, is
     Raises:
         InvalidRequestError: the two differ.
     """
+    if changed := adapted_weights(manifest):
+        _require_adapters_fit(changed, expected)
+        return
     pushed = {spec.name: spec for spec in manifest.tensors}
     missing, unknown = expected.keys() - pushed.keys(), pushed.keys() - expected.keys()
     if missing or unknown:
@@ -122,4 +126,19 @@ def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter], *, is
             raise InvalidRequestError(
                 f"manifest: {name} is {spec.dtype}{list(spec.shape)}, the engine holds {held.dtype}"
                 f"{list(held.shape)}; {remedy}"
+            )
+
+
+def _require_adapters_fit(changed: Mapping[str, AdapterSpecs], expected: Mapping[str, HeldParameter]) -> None:
+    for name, adapter in changed.items():
+        held = expected.get(name)
+        if held is None:
+            raise InvalidRequestError(
+                f"manifest: an adapter changes {name}, which this engine's model does not have; give engine and "
+                "trainer the same model.path"
+            )
+        if held.shape != adapter.changed_shape:
+            raise InvalidRequestError(
+                f"manifest: an adapter changes {name} as {list(adapter.changed_shape)}, the engine holds "
+                f"{list(held.shape)}; give engine and trainer the same model.path"
             )

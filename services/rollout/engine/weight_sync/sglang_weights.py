@@ -128,11 +128,11 @@ class SglangWeights:
             "begin the update", lambda: self._tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput())
         )
 
-    async def load(self, manifest: Manifest, transport: Transport) -> None:
-        """Receive all buckets and load them.
+    async def load(self, manifest: Manifest, transport: Transport, digest: str) -> None:
+        """Receive all buckets and load them; `digest` is the kind that will be asked for.
 
         SGLang's own loader loads the first push, whose digests prove where each parameter is. Later pushes write into
-        the parameters directly.
+        the parameters directly. Adapters are always merged directly; the digests of their base prove the places.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
@@ -141,6 +141,7 @@ class SglangWeights:
             bucket_lengths=tuple(len(bucket) for bucket in manifest.buckets),
             transport=transport,
             is_direct=self._is_proven,
+            digest=digest,
         )
         request = UpdateWeightsFromDistributedReqInput(
             names=[spec.name for spec in specs],

@@ -203,7 +203,7 @@ class WeightReceiver:
             await self._sink.begin()
             push.stage = Stage.RECEIVING
             self._sound = False
-            await self._sink.load(push.manifest, push.transport)
+            await self._sink.load(push.manifest, push.transport, push.digest)
             await self._sink.end()
 
     async def verify(self, push_id: str) -> dict[str, int]:

@@ -7,7 +7,7 @@ another precision. It is written under another name, flushed and renamed, so it 
 import json
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,13 @@ _INDEX = ".safetensors.index.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def cast_model(model: Path, target: Path, *, dtype: str) -> int:
+def _unchanged(_: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def cast_model(
+    model: Path, target: Path, *, dtype: str, change: Callable[[str, torch.Tensor], torch.Tensor] = _unchanged
+) -> int:
     """Write a model folder with weights in another precision; return their size in bytes.
 
     One weight file is in memory at a time. Tensors that are not floating-point stay unchanged.
@@ -34,6 +40,7 @@ def cast_model(model: Path, target: Path, *, dtype: str) -> int:
         model: A model folder with safetensors files, such as `model/` of a checkpoint.
         target: The folder to create. Its parents are created too.
         dtype: A floating-point type of torch: "bfloat16".
+        change: Returns what to cast and write, given a tensor's name and the tensor.
 
     Raises:
         ConfigError: `target` already exists, or `model` has no safetensors files.
@@ -49,7 +56,7 @@ def cast_model(model: Path, target: Path, *, dtype: str) -> int:
     partial.mkdir()
     try:
         with disk_full_reported(target.parent, "make room there, or name a folder on another disk"):
-            sizes = [_write(path, partial / path.name, dtype) for path in files if path.name.endswith(_WEIGHTS)]
+            sizes = [_write(path, partial / path.name, dtype, change) for path in files if path.name.endswith(_WEIGHTS)]
             for path in files:
                 if not path.name.endswith(_WEIGHTS):
                     _copy(path, partial / path.name, dtype, num_bytes=sum(sizes))
@@ -62,10 +69,13 @@ def cast_model(model: Path, target: Path, *, dtype: str) -> int:
     return sum(sizes)
 
 
-def _write(source: Path, target: Path, dtype: str) -> int:
+def _write(source: Path, target: Path, dtype: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> int:
     """Cast the tensors of a file; return their size in bytes."""
     with safe_open(source, framework="pt") as file:
-        tensors = {name: _cast(file.get_tensor(name), dtype_of(dtype)) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        tensors = {
+            name: _cast(change(name, file.get_tensor(name)), dtype_of(dtype))
+            for name in file.keys()  # noqa: SIM118 - it is no mapping
+        }
         with writing_safetensors():
             save_file(tensors, target, metadata=file.metadata())
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,6 +1,7 @@
 """A rank's share of a checkpoint: what it owns of every set of tensors, in its host's memory, and as files.
 
-    model/           the weights, as a model folder
+    model/           the weights, as a model folder; or, where only adapters are trained:
+    adapter/         the adapters, as a folder of the PEFT library
     optimizer/       AdamW's averages
     reference/       the reference policy, where there is one
     trainer.pt       all else: counters, random state, settings
@@ -19,6 +20,7 @@ import torch
 
 from penstock.runtime.disk_space import flush
 from penstock.runtime.file_digest import file_digest
+from services.trainer.backend.files.adapter_folder import ADAPTER, stored_adapter, write_adapter_config
 from services.trainer.backend.files.export import write_model, write_model_settings
 from services.trainer.backend.files.file_plan import PlannedFile, owners_of, plan_files
 from services.trainer.backend.files.tensor_files import save_state, write_share
@@ -51,6 +53,8 @@ class Collected:
     """By the name of their folder."""
     state: dict[str, Any]
     """Contents of `trainer.pt`."""
+    adapter_config: dict[str, Any] | None = None
+    """Contents of `adapter/adapter_config.json`; None: the checkpoint has a model folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,11 +110,16 @@ def write_collected(
     for name, share in collected.tensors.items():
         if name == MODEL:
             written += write_model(share.files, share.owned, folder / name, rank=rank, model_type=model_type)
+        elif name == ADAPTER:
+            written += write_share(share.files, share.owned, folder / name, rank=rank, stored=stored_adapter)
         else:
             written += write_share(share.files, share.owned, folder / name, rank=rank)
     if rank == 0:
-        model = collected.tensors[MODEL]
-        written += write_model_settings(model.files, model.shapes, base_path, folder / MODEL, model_type=model_type)
+        if collected.adapter_config is not None:
+            written.append(write_adapter_config(collected.adapter_config, folder / ADAPTER))
+        else:
+            model = collected.tensors[MODEL]
+            written += write_model_settings(model.files, model.shapes, base_path, folder / MODEL, model_type=model_type)
         save_state(collected.state, folder / STATE_FILE)
         written.append(folder / STATE_FILE)
     for path in (*written, *{path.parent for path in written}):

@@ -10,11 +10,9 @@ import xxhash
 
 from penstock.model.families.experts import published_experts
 from penstock.model.families.qwen_vl import published_name
-from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.backend.files.cast_model import with_dtype
 from services.trainer.backend.files.file_plan import PlannedFile
 from services.trainer.backend.files.tensor_files import write_share
-from services.trainer.backend.optimizer.master_weights import MasterWeights
 from services.trainer.backend.policy.model import PolicyModel
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
@@ -26,10 +24,14 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, parameter.detach()
 
 
-def weights_digest(weights: MasterWeights) -> str:
-    """Return one digest over the names and values of all master weights; equal digests mean equal bits."""
-    digests = tensor_digests(weights.named(), XXH3)
-    text = "".join(f"{name}={digest:016x}\n" for name, digest in sorted(digests.items()))
+def combined_digest(digests: Mapping[str, int], *, base: str = "") -> str:
+    """Return one digest of digests by name; equal digests mean equal names and bits.
+
+    Args:
+        digests: Digests of tensors, by name.
+        base: The combined digest of further tensors.
+    """
+    text = base + "".join(f"{name}={digest:016x}\n" for name, digest in sorted(digests.items()))
     digest: str = xxhash.xxh3_64_hexdigest(text.encode())
     return digest
 

@@ -12,11 +12,15 @@ import structlog
 import torch
 
 from penstock.config.base import leaves
-from penstock.errors import SetupError
+from penstock.errors import ConfigError, SetupError
+from penstock.weights.adapters import is_adapter
+from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
+from services.trainer.backend.files.adapter_folder import ADAPTER, STEM
+from services.trainer.backend.files.adapter_state import AdapterState, require_kind
 from services.trainer.backend.files.checkpoint_share import MODEL, STATE_FILE, Collected, Owning, write_collected
-from services.trainer.backend.files.export import weights_digest
+from services.trainer.backend.files.export import combined_digest
 from services.trainer.backend.files.random_state import capture_random_state, random_state_digest, restore_random_state
 from services.trainer.backend.files.tensor_files import StoredTensors
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
@@ -43,6 +47,8 @@ class ModelState:
     policy: PolicyModel
     weights: MasterWeights
     optimizer: Optimizer
+    adapters: AdapterState | None
+    """None: all weights are trained."""
 
     def __init__(
         self,
@@ -77,8 +83,12 @@ class ModelState:
             ranks: The ranks that hold a share of the model.
 
         Raises:
-            ConfigError: the device does not exist.
+            ConfigError: the device does not exist, or there are several ranks and adapters.
         """
+        if config.lora.rank and ranks.size > 1:  # torchrun may have started more than trainer.ranks
+            raise ConfigError(
+                f"trainer.lora.rank = {config.lora.rank} does not go with {ranks.size} ranks yet; train adapters on one"
+            )
         self.ranks = ranks.replicated(hsdp_replicas).sharing_rows(sequence_parallel)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
@@ -98,22 +108,29 @@ class ModelState:
         """Load a checkpoint, or with None the model folder; return the checkpoint's state, with `collect`'s `further`.
 
         Raises:
-            ConfigError: the folder holds no loadable model.
-            SetupError: an earlier version of Penstock wrote the checkpoint.
+            ConfigError: the folder holds no loadable model, or the checkpoint has adapters and the recipe has none, or
+                other ones, or none and the recipe has some.
+            SetupError: an earlier version of Penstock wrote the checkpoint, or the base of its adapters has changed.
         """
         if checkpoint is not None and not (checkpoint / STATE_FILE).is_file():
             raise SetupError(
                 f"{checkpoint} has no {STATE_FILE}: an earlier version of Penstock wrote it, and it cannot be resumed; "
                 f"begin a new run with --model.path={checkpoint / MODEL}"
             )
+        lora = self.config.lora
+        if checkpoint is not None:
+            require_kind(checkpoint, lora)
         torch.manual_seed(self._seed)
         self.policy = load_policy(
-            self._model_path if checkpoint is None else checkpoint / MODEL,
+            self._model_path if checkpoint is None or lora.rank else checkpoint / MODEL,
             temperature=self._temperature,
             forbidden_ids=self._forbidden_ids,
             float32_head=self.config.float32_head,
             gradient_checkpointing=self.config.gradient_checkpointing,
         )
+        self.adapters = None
+        if lora.rank:
+            self.adapters = AdapterState.add(self.policy, self.config, seed=self._seed, base_path=self._model_path)
         rates = self._choose_trained()
         self.weights = self._place_weights()
         self.optimizer = Optimizer(
@@ -130,6 +147,8 @@ class ModelState:
         if checkpoint is not None:
             state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
             self._log_changes(state["settings"])
+            if self.adapters is not None:
+                self.adapters.load(state, checkpoint)
             self._load_optimizer(state["optimizer"], checkpoint)
             restore_random_state(state["random"])
         self.finish_step()
@@ -178,7 +197,8 @@ class ModelState:
                 else:
                     counters.setdefault(name, {})[kind] = value.clone()
         owning = Owning.of(self.weights, self.ranks)
-        tensors = {MODEL: owning.share("model", {"": self.weights.shards})}
+        folder, stem = (MODEL, "model") if self.adapters is None else (ADAPTER, STEM)
+        tensors = {folder: owning.share(stem, {"": self.weights.shards})}
         if averages:
             tensors[_OPTIMIZER] = owning.share("averages", averages)
         tensors |= {folder: owning.share(folder, {"": each}) for folder, each in shards.items()}
@@ -189,7 +209,9 @@ class ModelState:
                 "optimizer": state | {"averages": counters},
                 "random": self._random_state,
                 "settings": self._settings,
+                "base": self._base_digest,
             },
+            adapter_config=None if self.adapters is None else self.adapters.described(),
         )
 
     def write(self, collected: Collected, folder: Path) -> dict[str, str]:
@@ -227,22 +249,32 @@ class ModelState:
 
     def digests(self) -> StateDigests:
         """Return digests of the current weights and random state."""
-        return StateDigests(weights=weights_digest(self.weights), random_state=random_state_digest())
+        digests = tensor_digests(self.weights.named(), XXH3)
+        return StateDigests(
+            weights=combined_digest(digests, base=self._base_digest), random_state=random_state_digest()
+        )
+
+    @property
+    def _base_digest(self) -> str:
+        return "" if self.adapters is None else self.adapters.base_digest
 
     def _choose_trained(self) -> dict[str, float]:
         """Freeze parameters with a learning rate of 0; return the rates by name."""
-        parameters = dict(self.policy.model.named_parameters())
         optimizer = self.config.optimizer
+        parameters = dict(self.policy.model.named_parameters())
+        if self.adapters is not None:
+            parameters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
         rates = rates_of(list(parameters), optimizer.learning_rates, default=optimizer.learning_rate)
         for name, parameter in parameters.items():
             parameter.requires_grad_(rates[name] > 0)
         if num_frozen := sum(p.numel() for name, p in parameters.items() if not rates[name]):
-            log.info(
-                "weights.frozen", num_frozen=num_frozen, num_trained=self.policy.model.num_parameters() - num_frozen
-            )
+            num_in_all = sum(parameter.numel() for parameter in parameters.values())
+            log.info("weights.frozen", num_frozen=num_frozen, num_trained=num_in_all - num_frozen)
         return rates
 
     def _place_weights(self) -> MasterWeights:
+        if self.adapters is not None:
+            return self.adapters.place(self.device)
         if self.ranks.size > 1:
             if (sequence := self.ranks.sequence_group).size > 1:
                 self.policy.share_rows(

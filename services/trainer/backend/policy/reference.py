@@ -7,6 +7,9 @@ policy's, and the policy's own module computes with them; no second model exists
 step, however many chunks it has, and are gone when the optimizer needs the room. If many ranks hold shards of the
 policy, each has its shard of the reference, and the two are swapped while the reference computes. Its routers choose
 experts themselves: those that the engine recorded are the policy's choice.
+
+Of a policy with adapters the reference has adapters alone, over the same base. Those that it begins with change
+nothing, so a reference that is never refreshed is the policy with its adapters off.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -65,9 +68,10 @@ class ReferencePolicy:
                 forget_gathered(self._policy)
             return logprobs
         if self._on_device is None:
+            parameters = dict(self._policy.named_parameters())
             self._on_device = {
-                name: self._weights[name].to(parameter.device, parameter.dtype, non_blocking=True)
-                for name, parameter in self._policy.named_parameters()
+                name: weight.to(parameters[name].device, parameters[name].dtype, non_blocking=True)
+                for name, weight in self._weights.items()
             }
         compute = partial(torch.func.functional_call, self._policy, self._on_device)
         return self._computed(lambda row: compute((row,)), rows)

@@ -17,6 +17,7 @@ from penstock.weights.named_weights import NamedWeights
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
+from tests.support.engine.adapters import with_adapters
 from tests.support.engine.reference import TOLERANCE, Reference, picture, prompt, request, until_replica
 
 pytestmark = [
@@ -47,7 +48,8 @@ async def test_engines_that_join_late(
     """They load the version that was published before they were there from the snapshot, the next ones all other ways.
 
     A group, this machine's memory, a stream of all and one of what changed; real SGLang has the policy's logprobs each
-    time. One engine is a process, the other's layers are shared by two; what changed is sent to the first alone.
+    time. One engine is a process, the other's layers are shared by two; what changed is sent to the first alone. The
+    last versions are adapters, which both merge into what they hold.
     """
     config = WeightSyncConfig(mode="in_place", bucket_bytes=1 << 16)
 
@@ -98,7 +100,15 @@ async def test_engines_that_join_late(
                 assert (report.num_replicas, report.num_failed) == (2, 0)
                 for engine in engines:
                     await assert_serves(engine, policies[version], version)
+            base = policies[11]
+            for version, publisher in ((12, memory), (13, broadcast), (14, delta), (15, delta)):
+                pushed, policy = with_adapters(base, seed=version)
+                report = await publisher.publish(publisher.take(version, pushed))
+                assert (report.num_replicas, report.num_failed) == (2, 0)
+                for engine in engines:
+                    await assert_serves(engine, policy, version)
         assert "push.fell_back" not in {event["event"] for event in events}  # what changed goes to the first alone
         for engine in engines:
             received = [event["transport"] for event in log_events(engine.log) if event["event"] == "weights.received"]
-            assert received == ["disk", "broadcast", "shared_memory", "delta", "delta"]
+            whole = ["disk", "broadcast", "shared_memory", "delta", "delta"]
+            assert received == [*whole, "shared_memory", "broadcast", "delta", "delta"]

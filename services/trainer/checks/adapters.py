@@ -1,0 +1,14 @@
+"""Checks that other settings go with adapters (`[trainer.lora]`)."""
+
+from services.trainer.algorithm.axes import KlConfig
+from services.trainer.config import LoraConfig
+
+
+def adapter_contradiction(lora: LoraConfig, kl: KlConfig) -> str | None:
+    """Return why a reference policy does not go with adapters; None if it does."""
+    if lora.rank and kl.reference is not None:
+        return (
+            f"algorithm.kl.reference = {str(kl.reference)!r} does not go with trainer.lora.rank = {lora.rank}: the "
+            "reference is the base with the adapters of an earlier step, or none; leave reference out"
+        )
+    return None
