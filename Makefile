@@ -7,6 +7,7 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 UV_VERSION := 0.13.8
+SLIME_COMMIT := 2a60f00dd27f716f8761464086f02b02061adff1
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV ?= .uv/bin/uv
 BIN := .venv/bin
@@ -70,13 +71,18 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out what takes long.
 	@$(BIN)/pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
-test-adapters: setup ## Play environments of verifiers, skyrl-gym, reasoning-gym and TRL, the real packages; fetches them into .clients.
+test-adapters: setup ## Play environments of verifiers, skyrl-gym, reasoning-gym, TRL and slime, the real packages; fetches them into .clients.
 	[ -x .clients/verifiers/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/verifiers
 	$(UV) pip install --quiet --python .clients/verifiers/bin/python --requirement tests/adapters/verifiers.txt
 	$(UV) pip install --quiet --python $(BIN)/python --target .clients/gyms --requirement tests/adapters/gyms.txt
 	[ -x .clients/trl/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/trl
 	$(UV) pip install --quiet --python .clients/trl/bin/python --constraints requirements.lock --requirement tests/adapters/trl.txt
-	@$(BIN)/pytest tests/adapters/run_gyms.py tests/adapters/run_trl.py tests/adapters/run_verifiers.py $(ARGS)
+	[ -d .clients/slime-$(SLIME_COMMIT) ] || { mkdir -p .clients/slime.part && \
+		curl --fail --silent --show-error --location https://github.com/THUDM/slime/archive/$(SLIME_COMMIT).tar.gz \
+			| tar --extract --gzip --strip-components=1 --directory .clients/slime.part && \
+		mv .clients/slime.part .clients/slime-$(SLIME_COMMIT); }
+	@PENSTOCK_TEST_SLIME=.clients/slime-$(SLIME_COMMIT) $(BIN)/pytest tests/adapters/run_gyms.py tests/adapters/run_slime.py \
+		tests/adapters/run_trl.py tests/adapters/run_verifiers.py $(ARGS)
 
 test-clients: setup ## Run the ordinary examples of OpenAI's clients with the real packages; fetches them into .clients.
 	for name in common inspect; do \

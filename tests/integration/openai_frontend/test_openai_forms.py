@@ -75,7 +75,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "sets 2 forms",
     ),
     "none of vLLM's": ({"extra_body": {"structured_outputs": {}}}, "structured_outputs", "sets 0 forms"),
-    "two of SGLang's": ({"extra_body": {"regex": "a", "ebnf": "b"}}, None, "several forms"),
+    "two of SGLang's": ({"extra_body": {"regex": "a", "ebnf": "b"}}, "regex", "several forms"),
+    "two of one kind": ({"extra_body": {"ebnf": "a", "guided_grammar": "b"}}, "ebnf", "several forms"),
     "recorded": (
         {"response_format": {"type": "json_object"}, "user": "u", "extra_body": {"record": True}},
         "response_format",

@@ -120,7 +120,7 @@ async def test_an_engine_that_does_not_score_the_prompt_is_reported(harness: Har
 
 TOO_MANY = {
     "chat": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
-    "without logprobs": ({"top_logprobs": 2}, None, "top_logprobs needs logprobs"),
+    "without logprobs": ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs"),
     "prompt": ({"extra_body": {"prompt_logprobs": 21}}, "prompt_logprobs", "less than or equal to 20"),
     "negative": ({"extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs", "greater than or equal to 0"),
 }

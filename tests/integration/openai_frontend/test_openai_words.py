@@ -117,8 +117,8 @@ async def test_tokens_of_texts_and_conversations(harness: Harness) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "min_tokens": ({"max_tokens": 9, "extra_body": {"min_tokens": 3}}, "min_tokens", "make them equal"),
-    "ends": ({"extra_body": {"ignore_eos": True, "stop_token_ids": [5]}}, None, "both set; leave one out"),
-    "whole answer": ({"extra_body": {"stream_options": USAGE}}, None, "for streams only"),
+    "ends": ({"extra_body": {"ignore_eos": True, "stop_token_ids": [5]}}, "ignore_eos", "both set; leave one out"),
+    "whole answer": ({"extra_body": {"stream_options": USAGE}}, "stream_options", "for streams only"),
     "template": ({"extra_body": {"chat_template": "x"}}, "chat_template", "chat_template_kwargs"),
     "nothing begun": ({"extra_body": {"continue_final_message": True}}, "continue_final_message", "of the assistant"),
 }

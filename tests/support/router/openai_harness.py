@@ -22,6 +22,8 @@ from tests.support.waiting import HANG_S, until
 MODEL_PATH = Path(__file__).parents[3] / "models/tiny-qwen3-vl"
 END_ID = 356
 """<|im_end|>"""
+IMAGE_ID = 366
+"""The placeholder of an image."""
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 """As good as an image for engines that do not look."""

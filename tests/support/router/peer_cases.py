@@ -6,13 +6,19 @@ A case is one request and what its answer must have. Left out is what needs anot
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.support.router.openai_harness import HI, PNG, data_url
+from penstock.v1 import generate_pb2
+from tests.support.router.openai_harness import HI, IMAGE_ID, PNG, data_url
 from tests.support.router.openai_tools import ADD, MULTIPLY
 
 Check = Callable[[list[dict[str, Any]]], bool]
+"""Of an answer: one object, or all events of a stream."""
+AskedCheck = Callable[[list[generate_pb2.GenerateRequest]], bool]
+"""Of what the engines were asked."""
+SAYS = "It is 5"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +28,13 @@ class Case:
     name: str
     path: str
     body: dict[str, Any] = dataclasses.field(default_factory=dict)
-    says: str = "It is 5"
+    says: str = SAYS
     """What the policy answers."""
     status: int = 200
     holds: Check = lambda _: True
-    """Whether the answer is right: a list of one object, or of all events of a stream."""
+    """Whether the answer is right. An error names a parameter of the request in any case."""
+    asks: AskedCheck = lambda _: True
+    """Whether the engines were asked for the right thing."""
 
 
 def cases() -> dict[str, list[Case]]:
@@ -43,20 +51,50 @@ def cases() -> dict[str, list[Case]]:
     }
 
 
-def chat(name: str, says: str = "It is 5", status: int = 200, holds: Check = lambda _: True, **body: Any) -> Case:
-    """A case of /v1/chat/completions."""
+def chat(
+    name: str,
+    says: str = SAYS,
+    status: int = 200,
+    holds: Check | None = None,
+    asks: AskedCheck = lambda _: True,
+    **body: Any,
+) -> Case:
+    """A case of /v1/chat/completions; without `holds`, the answer is what the policy says."""
     body.setdefault("messages", HI)
-    return Case(name=f"chat: {name}", path="/v1/chat/completions", body=body, says=says, status=status, holds=holds)
+    path, holds = "/v1/chat/completions", holds or _is_said(says)
+    return Case(name=f"chat: {name}", path=path, body=body, says=says, status=status, holds=holds, asks=asks)
 
 
-def completion(name: str, says: str = "It is 5", status: int = 200, holds: Check = lambda _: True, **body: Any) -> Case:
-    """A case of /v1/completions."""
+def completion(
+    name: str,
+    says: str = SAYS,
+    status: int = 200,
+    holds: Check | None = None,
+    asks: AskedCheck = lambda _: True,
+    **body: Any,
+) -> Case:
+    """A case of /v1/completions; without `holds`, the answer is what the policy says, or its beginning."""
     body.setdefault("prompt", "Hello")
-    return Case(name=f"completion: {name}", path="/v1/completions", body=body, says=says, status=status, holds=holds)
+    path, holds = "/v1/completions", holds or _is_said(says)
+    return Case(name=f"completion: {name}", path=path, body=body, says=says, status=status, holds=holds, asks=asks)
 
 
 def _text(parts: list[dict[str, Any]]) -> str:
     return "".join(choice.get("text", "") for part in parts for choice in part["choices"])
+
+
+def _is_said(says: str) -> Check:
+    def holds(parts: list[dict[str, Any]]) -> bool:
+        choices = [choice for part in parts for choice in part["choices"]]
+        messages = [
+            choice.get("message") or choice.get("delta") or {"content": choice.get("text")} for choice in choices
+        ]
+        texts = {choice["index"]: "" for choice in choices}
+        for choice, message in zip(choices, messages, strict=True):
+            texts[choice["index"]] += message.get("content") or ""
+        return all(text and says.startswith(text) for text in texts.values())
+
+    return holds
 
 
 def _top_counts(parts: list[dict[str, Any]]) -> list[int]:
@@ -120,8 +158,9 @@ def _completions() -> Iterator[Case]:
         for count in (0, 1, 3, None):
             for n in (0, 1, None):
                 yield completion(
-                    f"echo={echo} logprobs={count} max_tokens={n}", echo=echo, logprobs=count, max_tokens=n
-                )
+                    f"echo={echo} logprobs={count} max_tokens={n}", echo=echo, logprobs=count, max_tokens=n,
+                    holds=_echoes("Hello" if echo else "", count, n),
+                )  # fmt: skip
     for count in (0, 1, 5):
         yield completion(
             f"prompt_logprobs={count}", prompt_logprobs=count, max_tokens=3,
@@ -153,6 +192,33 @@ def _completions() -> Iterator[Case]:
     yield completion("fewer min_tokens", min_tokens=2, max_tokens=5)
     yield completion("return_token_ids", return_token_ids=True, holds=lambda p: bool(p[0]["choices"][0]["token_ids"]))
     yield completion("skip_special_tokens", skip_special_tokens=False)
+
+
+def _echoes(echoed: str, count: int | None, num_tokens: int | None) -> Check:
+    """The prompt, if it is echoed, before what the policy says; each token with its likeliest, the first without."""
+
+    def holds(parts: list[dict[str, Any]]) -> bool:
+        choice, usage = parts[0]["choices"][0], parts[0]["usage"]
+        said = choice["text"].removeprefix(echoed)
+        is_text_right = choice["text"] == echoed + said and SAYS.startswith(said) and bool(said) == (num_tokens != 0)
+        if num_tokens is not None and usage["completion_tokens"] != num_tokens:
+            return False
+        logprobs = choice["logprobs"]
+        if count is None:
+            return is_text_right and logprobs is None
+        num_shown = usage["total_tokens"] if echoed else usage["completion_tokens"]
+        own, likeliest = logprobs["token_logprobs"], logprobs["top_logprobs"]
+        num_unknown = 1 if echoed else 0
+        return (
+            is_text_right
+            and {len(logprobs[each]) for each in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+            == {num_shown}
+            and (own[:num_unknown], likeliest[:num_unknown]) == ([None] * num_unknown, [None] * num_unknown)
+            and all(isinstance(each, float) for each in own[num_unknown:])
+            and {len(top) for top in likeliest[num_unknown:]} <= {max(1, count)}
+        )
+
+    return holds
 
 
 def _has_top(count: int) -> Check:
@@ -210,7 +276,7 @@ def _chats() -> Iterator[Case]:
     yield chat("penalty", frequency_penalty=0.5, presence_penalty=0.5)
     yield chat("seed", seed=7)
     yield chat("continue", messages=[*HI, {"role": "assistant", "content": "It"}], continue_final_message=True,
-               add_generation_prompt=False)  # fmt: skip
+               add_generation_prompt=False, holds=_is_said(SAYS.removeprefix("It")))  # fmt: skip
     yield chat("template variables", chat_template_kwargs={"enable_thinking": False})
     yield chat("reasoning", says="<think>a</think>b", separate_reasoning=True,
                holds=lambda parts: parts[0]["choices"][0]["message"]["reasoning_content"] == "a")  # fmt: skip
@@ -256,38 +322,66 @@ def _calls(parts: list[dict[str, Any]]) -> bool:
 def _forms() -> Iterator[Case]:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     json_schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    for name, form in {
-        "text": {"response_format": {"type": "text"}},
-        "object": {"response_format": {"type": "json_object"}},
-        "schema": {"response_format": json_schema},
-        "structured json": {"structured_outputs": {"json": schema}},
-        "structured regex": {"structured_outputs": {"regex": "a+"}},
-        "structured choice": {"structured_outputs": {"choice": ["a", "b"]}},
-        "structured grammar": {"structured_outputs": {"grammar": 'root ::= "a"'}},
-        "regex": {"regex": "a+"},
-        "ebnf": {"ebnf": 'root ::= "a"'},
-    }.items():
-        yield chat(f"form {name}", **form)
-    yield completion("form schema", response_format=json_schema)
-    yield completion("form regex", regex="a+")
+    of_json, of_regex, of_grammar = _form(json_schema=schema), _form(regex="a+"), _form(ebnf='root ::= "a"')
+    forms: list[tuple[str, dict[str, Any], AskedCheck]] = [
+        ("text", {"response_format": {"type": "text"}}, _form()),
+        ("object", {"response_format": {"type": "json_object"}}, _form(json_schema={"type": "object"})),
+        ("schema", {"response_format": json_schema}, of_json),
+        ("structured json", {"structured_outputs": {"json": schema}}, of_json),
+        ("structured regex", {"structured_outputs": {"regex": "a+"}}, of_regex),
+        ("structured choice", {"structured_outputs": {"choice": ["a", "b"]}}, _form(ebnf='root ::= "a" | "b"')),
+        ("structured grammar", {"structured_outputs": {"grammar": 'root ::= "a"'}}, of_grammar),
+        ("regex", {"regex": "a+"}, of_regex),
+        ("ebnf", {"ebnf": 'root ::= "a"'}, of_grammar),
+    ]
+    for name, form, asks in forms:
+        yield chat(f"form {name}", asks=asks, **form)
+    yield completion("form schema", response_format=json_schema, asks=of_json)
+    yield completion("form regex", regex="a+", asks=of_regex)
     yield chat("no such form", response_format={"type": "other"}, status=400)
     yield chat("form without its schema", response_format={"type": "json_schema"}, status=400)
     yield chat("structural tag", response_format={"type": "structural_tag", "structures": [], "triggers": []})
+
+
+def _form(**wanted: Any) -> AskedCheck:
+    """The engine got this constraint and no other; none without one."""
+
+    def asks(requests: list[generate_pb2.GenerateRequest]) -> bool:
+        [request] = requests
+        found = {field.name: value for field, value in request.sampling.constraint.ListFields()}
+        if "json_schema" in found:
+            found["json_schema"] = json.loads(found["json_schema"])
+        return bool(found == wanted)
+
+    return asks
+
+
+def _shows(count: int) -> AskedCheck:
+    """The engine got the image so many times, each at its placeholder."""
+
+    def asks(requests: list[generate_pb2.GenerateRequest]) -> bool:
+        [request] = requests
+        num_placeholders = list(request.input_ids).count(IMAGE_ID)
+        return [image.data for image in request.images] == [PNG] * count and num_placeholders == count
+
+    return asks
 
 
 def _images() -> Iterator[Case]:
     url = data_url(PNG)
     image = {"type": "image_url", "image_url": {"url": url}}
     text = {"type": "text", "text": "Find x."}
-    yield chat("image", messages=[{"role": "user", "content": [image, text]}])
-    yield chat("images", messages=[{"role": "user", "content": [image, image, text]}])
-    yield chat("image stream", messages=[{"role": "user", "content": [image, text]}], stream=True)
+    yield chat("image", messages=[{"role": "user", "content": [image, text]}], asks=_shows(1))
+    yield chat("images", messages=[{"role": "user", "content": [image, image, text]}], asks=_shows(2))
+    yield chat("image stream", messages=[{"role": "user", "content": [image, text]}], stream=True, asks=_shows(1))
     yield chat(
-        "image turns", messages=[{"role": "user", "content": [image]}, {"role": "assistant", "content": "a"}, *HI]
+        "image turns",
+        messages=[{"role": "user", "content": [image]}, {"role": "assistant", "content": "a"}, *HI],
+        asks=_shows(1),
     )
-    yield chat("image by uuid", messages=[{"role": "user", "content": [{**image, "uuid": "u"}, text]}])
+    yield chat("image by uuid", messages=[{"role": "user", "content": [{**image, "uuid": "u"}, text]}], asks=_shows(1))
     yield chat("low detail", messages=[{"role": "user", "content": [
-        {"type": "image_url", "image_url": {"url": url, "detail": "low"}}, text]}])  # fmt: skip
+        {"type": "image_url", "image_url": {"url": url, "detail": "low"}}, text]}], asks=_shows(1))  # fmt: skip
     web = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     yield chat("image by http", messages=[{"role": "user", "content": [web, text]}])
     yield chat("too many images", messages=[{"role": "user", "content": [image] * 33}], status=400)
@@ -297,12 +391,16 @@ def _prompts() -> Iterator[Case]:
     yield completion("empty prompt", prompt="", status=400)
     yield completion("no prompts", prompt=[], status=400)
     yield completion("empty ids", prompt=[[]], status=400)
-    yield completion("ids", prompt=[1, 2, 3])
-    yield completion("lists of ids", prompt=[[1, 2], [3]])
+    yield completion("ids", prompt=[1, 2, 3], asks=_prompts_are([1, 2, 3]))
+    yield completion("lists of ids", prompt=[[1, 2], [3]], asks=_prompts_are([1, 2], [3]))
     yield completion("negative id", prompt=[-1], status=400)
     yield completion("large id", prompt=[2**40], status=400)
     yield completion("truncated", prompt="abcdef", truncate_prompt_tokens=2, holds=_prompt_tokens(2))
     yield completion("no truncation", prompt="abc", truncate_prompt_tokens=0, status=400)
+
+
+def _prompts_are(*prompts: list[int]) -> AskedCheck:
+    return lambda requests: sorted(list(request.input_ids) for request in requests) == sorted(prompts)
 
 
 def _prompt_tokens(count: int) -> Check:

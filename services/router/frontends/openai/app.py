@@ -15,6 +15,7 @@ from penstock.errors import PenstockError, SessionOverError
 from penstock.http.app import describe, make_app
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.errors import body_of, error_body, error_response, status_for
+from services.router.frontends.openai.schema.base import PARAMETER_FAULT
 from services.router.frontends.openai.schema.constraint import FORMAT_TYPES
 from services.router.frontends.openai.schema.messages import PART_TYPES, TOOL_CHOICE_TAGS
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest
@@ -136,7 +137,7 @@ async def _answer_validation_error(_: Request, error: Exception) -> JSONResponse
     first = dict(error.errors()[0])
     first["loc"] = _location(first["loc"])
     param = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "unsupported":
+    if first["type"] == PARAMETER_FAULT:
         param = ".".join(filter(None, (param, first["ctx"]["name"])))
         message = f"{param} {first['msg']}"
     else:

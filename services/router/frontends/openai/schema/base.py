@@ -6,11 +6,13 @@ collect them from other servers' answers. A null is the same as an absent key.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, LiteralString
 
 import pydantic
 from pydantic_core import PydanticCustomError
 
+PARAMETER_FAULT: Final = "parameter_fault"
+"""The type of pydantic's errors that name the parameter at fault in their context."""
 _NO_PENALTY = "the policy's distribution is not changed, so that logprobs stay its own"
 _ROUTED = "the router chooses the replica and the order"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -65,8 +67,7 @@ class RequestModel(pydantic.BaseModel):
         for name in [name for name in given if name in REFUSED and name not in cls.model_fields]:
             neutral, why = REFUSED[name]
             if not any(type(given[name]) is type(each) and given[name] == each for each in _spellings(neutral)):
-                message = "is not supported ({why}); leave it out"
-                raise PydanticCustomError("unsupported", message, {"name": name, "why": why})
+                raise parameter_fault(name, "is not supported ({why}); leave it out", why=why)
             del given[name]
         return given
 
@@ -75,6 +76,12 @@ class MessageModel(RequestModel):
     """A part of a message: unknown keys are ignored."""
 
     model_config = pydantic.ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+
+def parameter_fault(name: str, message: LiteralString, **values: str) -> PydanticCustomError:
+    """Return the error of a model's validator that blames the parameter `name`. `message` follows that name, and has
+    its `values` in braces."""
+    return PydanticCustomError(PARAMETER_FAULT, message, {"name": name, **values})
 
 
 def _spellings(neutral: tuple[Any, ...]) -> list[Any]:

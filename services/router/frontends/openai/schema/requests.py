@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self, TypeAlias
 
 import pydantic
 
-from services.router.frontends.openai.schema.base import HINTS, RequestModel
+from services.router.frontends.openai.schema.base import HINTS, RequestModel, parameter_fault
 from services.router.frontends.openai.schema.constraint import ResponseFormat, StructuredOutputs
 from services.router.frontends.openai.schema.messages import ChatMessage, Tool, ToolChoice
 
@@ -99,19 +99,19 @@ class GenerationRequest(RequestModel):
             given.pop("add_generation_prompt", None)  # means the same as continue_final_message
         if "no_stop_trim" in given:
             given.setdefault("include_stop_str_in_output", given.pop("no_stop_trim"))
-        forms = {_FORMS[name]: given.pop(name) for name in list(given) if name in _FORMS}
+        forms = [name for name in given if name in _FORMS]
         if forms:
             if "structured_outputs" in given or len(forms) > 1:
-                raise ValueError("several forms are set for the answer; send only one")
-            given["structured_outputs"] = forms
+                raise parameter_fault(forms[0], "is one of several forms for the answer; send only one")
+            given["structured_outputs"] = {_FORMS[forms[0]]: given.pop(forms[0])}
         return given
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.ignore_eos and self.stop_token_ids:
-            raise ValueError("ignore_eos and stop_token_ids are both set; leave one out")
+            raise parameter_fault("ignore_eos", "and stop_token_ids are both set; leave one out")
         if not self.stream and "stream_options" in self.model_fields_set:
-            raise ValueError("stream_options is for streams only; set stream, or leave it out")
+            raise parameter_fault("stream_options", "is for streams only; set stream, or leave it out")
         return self
 
     @property
@@ -162,7 +162,7 @@ class ChatRequest(GenerationRequest):
     @pydantic.model_validator(mode="after")
     def _counts_what_it_shows(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs; set it to true")
+            raise parameter_fault("top_logprobs", "needs logprobs; set it to true")
         return self
 
 
