@@ -12,7 +12,7 @@ from typing import Any, Final
 from services.view.trace_reader import Span
 
 WINDOW_S: Final = 60.0
-"""Seconds over which loads and rates are measured."""
+"""Seconds over which loads and rates are measured, once the run is so old."""
 MEMORY_S: Final = 180.0
 """Seconds for which a process is remembered after its last span; more would take long to read in a large run."""
 _MOST_PUSHES: Final = 20
@@ -31,12 +31,13 @@ def fleet_of(
         now: Seconds since 1970; of a run that has ended, its end.
     """
     last = rows[-1] if rows else {}
+    began = max(now - WINDOW_S, min((span.start for span in spans), default=now))
     return {
         "now": now,
-        "window_s": WINDOW_S,
+        "window_s": now - began,
         "num_replicas": last.get("num_replicas"),
         "published_version": last["policy_version"] + 1 if "policy_version" in last else None,
-        "replicas": [_describe_replica(name, each, now) for name, each in sorted(_engines(spans).items())],
+        "replicas": [_describe_replica(name, each, began, now) for name, each in sorted(_engines(spans).items())],
         "processes": _processes(spans, starts, now),
         "pushes": _pushes(rows),
     }
@@ -82,8 +83,9 @@ def _is_served(span: Span) -> bool:
     return span.name == "call"
 
 
-def _describe_replica(name: str, engine: _Engine, now: float) -> dict[str, Any]:
-    began = now - WINDOW_S
+def _describe_replica(name: str, engine: _Engine, began: float, now: float) -> dict[str, Any]:
+    """Describe an engine between `began` and `now`."""
+    window_s = max(now - began, 1e-9)
     calls = [span for span in engine.calls if span.start + span.seconds > began]
     waits = [span.attributes["first_token_s"] for span in calls if "first_token_s" in span.attributes]
     return {
@@ -92,8 +94,8 @@ def _describe_replica(name: str, engine: _Engine, now: float) -> dict[str, Any]:
         "version": engine.version,
         "num_calls": len(calls),
         "num_failed_calls": sum("error" in span.attributes for span in calls),
-        "mean_running": sum(_overlap(span, began, now) for span in calls) / WINDOW_S,
-        "output_tokens_per_s": sum(_tokens_in(span, began, now) for span in calls) / WINDOW_S,
+        "mean_running": sum(_overlap(span, began, now) for span in calls) / window_s,
+        "output_tokens_per_s": sum(_tokens_in(span, began, now) for span in calls) / window_s,
         "first_token_s": median(waits) if waits else None,
         "paused_s": sum(_overlap(span, began, now) for span in engine.pauses),
         "silent_s": max(0.0, now - engine.last),

@@ -118,11 +118,11 @@ class LiveDisplay:
 
 
 def _processes(children: Sequence[Child]) -> Text:
-    """Return the processes in one line; of many, those that are not simply up."""
+    """Return the processes in one line, those that are not up first; of many, those that are up are counted."""
     text = Text(no_wrap=True, overflow="ellipsis")
     is_few = len(children) <= _MOST_NAMED
     num_up = 0
-    for child in children:
+    for child in sorted(children, key=lambda child: child.state is State.UP):
         if not is_few and child.state is State.UP and child.num_starts <= 1:
             num_up += 1
             continue

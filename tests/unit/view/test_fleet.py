@@ -43,6 +43,17 @@ def test_loads_and_rates_are_means_over_the_last_minute() -> None:
     }
 
 
+def test_a_run_that_has_just_begun_is_measured_since_then() -> None:
+    """A minute of which most lies before the run would make its engines look idle."""
+    spans = [
+        _span("worker-0", "group.queued", 980.0, 1.0),
+        _span("rollout-0", "call", 990.0, 10.0, num_tokens=100),
+    ]
+    fleet = fleet_of(spans, [], starts=[], now=_NOW)
+    assert fleet["window_s"] == 20.0
+    assert (fleet["replicas"][0]["mean_running"], fleet["replicas"][0]["output_tokens_per_s"]) == (0.5, 5.0)
+
+
 def test_a_version_is_served_when_the_engine_is_ready_with_it() -> None:
     """Not as soon as its bytes arrive, nor if the push failed."""
     spans = [

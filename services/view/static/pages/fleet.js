@@ -27,7 +27,7 @@ function overview(fleet) {
   const parts = [];
   if (fleet.num_replicas !== null) parts.push(`${fleet.num_replicas} ${fleet.num_replicas === 1 ? "replica" : "replicas"} at the last step`);
   if (fleet.published_version !== null) parts.push(`version ${fleet.published_version} was pushed last`);
-  return `${parts.join(", ") || "No step has been trained yet"}. Loads and rates are means over the last ${fleet.window_s} s.`;
+  return `${parts.join(", ") || "No step has been trained yet"}. Loads and rates are means over the last ${seconds(fleet.window_s)}.`;
 }
 
 function engines(fleet) {
