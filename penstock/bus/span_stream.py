@@ -155,13 +155,15 @@ class SpanReader:
                 self._consumer = await self._open()
             messages = await self._consumer.fetch(_FETCH, timeout=_FETCH_WAIT_S)
         except TimeoutError:
+            messages = []
+        except BUS_ERRORS:
+            await self.close()
+            raise
+        if not messages:  # nats-py returns none, too, if the server says so just before the time is over
             self._num_empty += 1
             if self._num_empty % _LOOK_EVERY == 0:
                 await self._look()
             return ()
-        except BUS_ERRORS:
-            await self.close()
-            raise
         self._num_empty = 0
         batches = [
             StoredBatch(
@@ -171,7 +173,7 @@ class SpanReader:
             )
             for message in messages
         ]
-        self._after = max(self._after, *(batch.sequence for batch in batches))
+        self._after = max(self._after, batches[-1].sequence)
         return [batch for batch in batches if _is_line(batch.payload)]
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from penstock.config import LogConfig
-from penstock.errors import SetupError
+from penstock.errors import ConfigError, SetupError
 from penstock.runtime import process
 from penstock.runtime.security import TOKEN, Security
 from penstock.telemetry import log
@@ -36,17 +36,30 @@ def view(
             show_default=False,
         ),
     ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export",
+            metavar="FILE.html",
+            help="Write the pages and the runs' data into one file that needs no server, and end.",
+            show_default=False,
+        ),
+    ] = None,
     port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes any free one.", min=0)] = 7090,
 ) -> int:
-    """Show runs in a browser: curves, samples token by token, timeline, staleness, evaluation, settings, alarms.
+    """Show runs in a browser: curves, samples token by token, timeline, staleness, fleet, evaluation, settings, alarms.
 
     Works while a run goes on, and writes nothing. Prints the address to open. Whoever opens it needs the token in it:
     PENSTOCK_TOKEN if that is set, otherwise a new one.
     """
     log.configure(LogConfig(level="warning"), service="view")
-    if trace is not None:
-        return _write_trace(find_runs(folders), trace)
+    if trace is not None and export is not None:
+        raise ConfigError(f"--trace={trace} and --export={export} each write one file and end; give one of them")
     runs = find_runs(folders)
+    if trace is not None:
+        return _write_trace(runs, trace)
+    if export is not None:
+        return _write_page(runs, export)
     showing = prepare(runs, command="penstock view", host=host, port=port)
 
     async def serve(stop: asyncio.Event) -> None:
@@ -112,6 +125,26 @@ def _write_trace(folders: list[Path], file: Path) -> int:
     lost = f"; {trace.num_dropped} spans were dropped" if trace.num_dropped else ""
     lost += f"; {trace.num_lost_batches} batches of spans are missing" if trace.num_lost_batches else ""
     sys.stdout.write(f"{num_events} events in {file}{lost}; open it in ui.perfetto.dev\n")
+    return 0
+
+
+def _write_page(folders: list[Path], file: Path) -> int:
+    """Write runs to `file`, as one HTML page.
+
+    Raises:
+        SetupError: the file cannot be written.
+    """
+    from services.view.export.page import export_runs
+    from services.view.run_reader import RunReader
+
+    found = export_runs([RunReader(folder) for folder in folders])
+    try:
+        file.write_bytes(found.page)
+    except OSError as error:
+        raise SetupError(f"--export={file}: {error.strerror}; give a file that can be written") from None
+    number = f"{len(folders)} {'run' if len(folders) == 1 else 'runs'}"
+    sys.stdout.write(f"{number} in {file}, {len(found.page) / 2**20:.1f} MiB\n")
+    sys.stdout.writelines(f"left out of {each}\n" for each in found.left_out)
     return 0
 
 

@@ -20,15 +20,16 @@ from penstock.runtime.ports import held_port, held_ports
 from penstock.runtime.security import Security
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import ProcessSpec, StopPhase
-from services.launch.display import Display, open_display
 from services.launch.gpu_plan import find_gpus
-from services.launch.metrics import MetricsFollower, describe_evaluation, describe_run
+from services.launch.metrics import MetricsFollower, describe_run
 from services.launch.process_trace import ProcessTrace
 from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.run_folder import RunFolder
+from services.launch.run_follower import RunFollower
 from services.launch.run_plan import LOCAL, PORTS, PlannedProcess, RunPlan, make_plan
 from services.launch.run_status import describe_phase, fetch_run
 from services.launch.supervisor import Supervisor, supervised
+from services.launch.terminal.display import Display, open_display
 from services.recipe import Recipe
 
 log = structlog.get_logger()
@@ -89,6 +90,7 @@ async def run_processes(
     metrics.poll()
     evaluations = MetricsFollower(folder.evaluations_file)
     evaluations.poll()
+    follower = RunFollower(metrics, evaluations)
     display = open_display(str(folder.path))
     try:
         async with (
@@ -99,7 +101,7 @@ async def run_processes(
                 kill_after_s=grace_s + KILL_MARGIN_S,
                 trace=trace,
             ) as supervisor,
-            _watched(supervisor, metrics, evaluations, display, BoundedLog(folder.launcher_log)),
+            _watched(supervisor, follower, display, BoundedLog(folder.launcher_log)),
         ):
             try:
                 await start_processes(supervisor, specs, display.write, stop)
@@ -109,10 +111,8 @@ async def run_processes(
                     display.write("stopping; Ctrl-C again kills all processes at once")
                 async with _trainer_reported(specs, display, security):
                     await supervisor.stop()
-        new_rows = metrics.poll()  # the trainer may have finished a step after it was asked to stop
-        for row in evaluations.poll():
-            display.write(describe_evaluation(row))
-        display.show(supervisor.children, metrics.rows, new_rows)
+        new_rows = follower.poll(display.write)  # the trainer may have finished a step after it was asked to stop
+        display.show(supervisor.children, metrics.rows, new_rows, follower.standing(is_running=False))
     finally:
         display.close()
         folder.forget_targets()
@@ -219,23 +219,17 @@ async def _until_it_listens(address: str, stop: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def _watched(
-    supervisor: Supervisor,
-    metrics: MetricsFollower,
-    evaluations: MetricsFollower,
-    display: Display,
-    own_log: BoundedLog,
+    supervisor: Supervisor, follower: RunFollower, display: Display, own_log: BoundedLog
 ) -> AsyncIterator[None]:
     """Show the state of the run twice a second, and keep the logs within their bound."""
 
     async def watch() -> None:
         while True:
             await look_after(supervisor, display.write, own_log)
-            new_rows = metrics.poll()
+            new_rows = follower.poll(display.write)
             if new_rows:
                 supervisor.note_progress()
-            for row in evaluations.poll():
-                display.write(describe_evaluation(row))
-            display.show(supervisor.children, metrics.rows, new_rows)
+            display.show(supervisor.children, follower.rows, new_rows, follower.standing(is_running=True))
             await asyncio.sleep(REFRESH_S)
 
     async with background(watch()):

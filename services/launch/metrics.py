@@ -2,11 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.telemetry.json_lines import JsonLinesFollower
+from services.view.summary import reward_of
 
 StepRow = dict[str, Any]
 """One optimizer step; keys are the trainer's metric names."""
@@ -63,12 +64,6 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-def reward_of(row: StepRow) -> float:
-    """Return the reward of a step: the mean over all played groups, if a filter drops some from the batch."""
-    key = "reward_mean_played" if row.get("num_filtered_groups") and "reward_mean_played" in row else "reward_mean"
-    return float(row[key])
-
-
 def describe_step(row: StepRow) -> str:
     """Describe one step in one line."""
     parts = [f"step {row.get('step', '?')}/{row.get('num_steps', '?')}"]
@@ -83,6 +78,7 @@ def describe_step(row: StepRow) -> str:
     parts += [f"{row['output_tokens_per_s']:,.0f} tokens/s"] if "output_tokens_per_s" in row else []
     parts += [f"push {row['push_s']:.2f} s"] if "push_s" in row else []
     parts += [f"replicas {row['num_replicas']}"] if "num_replicas" in row else []
+    parts += [f"idle {row['trainer_idle_fraction']:.0%}"] if "trainer_idle_fraction" in row else []
     parts += [f"|dlogp| {row['dlogp_mean']:.1e} (max {row.get('dlogp_max', 0):.1e})"] if "dlogp_mean" in row else []
     parts += [f"{row['step_s']:.1f} s"] if "step_s" in row else []
     return "  ".join(parts)
@@ -99,21 +95,23 @@ def describe_evaluation(row: StepRow) -> str:
     """Describe one evaluation in one line: each set's score and its standard error."""
     parts = [f"evaluation of step {row['step']}"]
     for name, found in row["sets"].items():
-        score = found["score"]
-        if score is None:
-            parts.append(f"{name} not played")
-            continue
-        error = "" if score["standard_error"] is None else f" ± {score['standard_error']:.3f}"
-        parts.append(f"{name} {score['value']:.3f}{error}")
+        parts.append(f"{name} {describe_score(found['score'])}")
     return "  ".join([*parts, f"{row['elapsed_s']:.1f} s"])
 
 
+def describe_score(score: Mapping[str, Any] | None) -> str:
+    """Describe the score of an evaluation set with its standard error."""
+    if score is None:
+        return "not played"
+    error = "" if score["standard_error"] is None else f" ± {score['standard_error']:.3f}"
+    return f"{score['value']:.3f}{error}"
+
+
 def describe_waits(row: StepRow) -> str:
-    """Describe how long the trainer computed in a step, and what it otherwise waited for."""
+    """Describe how long the trainer computed in a step, and what it otherwise waited for, as far as it took time."""
     training = f"{row.get('train_s', 0):.1f} s training"
     waits = [f"{row[key]:.1f} s for {what}" for key, what in _WAITS if row.get(key, 0) >= _SHORTEST_WAIT_S]
-    idle = f"; idle {row['trainer_idle_fraction']:.0%}" if "trainer_idle_fraction" in row else ""
-    return (f"{training}, waiting {', '.join(waits)}" if waits else training) + idle
+    return f"{training}, waiting {', '.join(waits)}" if waits else training
 
 
 def describe_run(rows: Sequence[StepRow]) -> list[str]:

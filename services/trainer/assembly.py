@@ -187,6 +187,7 @@ async def assemble(
             step=start.step,
             num_steps=config.num_steps,
             is_resumed=start.checkpoint is not None,
+            episodes=episodes,
             holding=ReplicaHolding(
                 publisher, record, run_folder=start.folder, num=settings.evaluation.held_out_replicas
             ),
@@ -354,6 +355,7 @@ async def _open_episodes(
         position,
         dataset=dataset,
         names=lambda ids: read_texts().names_of(ids),
+        is_resumed=start.checkpoint is not None,
     )
     stack.push_async_callback(asyncio.to_thread, episodes.close)
     return episodes

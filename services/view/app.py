@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from penstock.http.app import make_app
 from services.view.episode_query import EpisodeQuery
-from services.view.run_reader import NotThereError, RunReader
-from services.view.summary import alarms_of, summarise
+from services.view.run_reader import NotThereError, RunReader, without_groups
+from services.view.summary import alarms_of, describe_run, fleet_now
 from services.view.timeline import timeline_of
 
 _STATIC: Final = Path(__file__).with_name("static")
@@ -54,7 +54,7 @@ def view_app(runs: Sequence[RunReader]) -> FastAPI:
     def steps(number: int, after: int = 0, generation: int = -1) -> Response:
         now, rows = run_of(number).steps()
         start = after if generation == now else 0
-        return _json({"generation": now, "start": start, "rows": [_without_groups(row) for row in rows[start:]]})
+        return _json({"generation": now, "start": start, "rows": [without_groups(row) for row in rows[start:]]})
 
     @app.get("/api/runs/{number}/evaluations")
     def evaluations(number: int) -> Response:
@@ -67,6 +67,10 @@ def view_app(runs: Sequence[RunReader]) -> FastAPI:
     @app.get("/api/runs/{number}/alarms")
     def alarms(number: int) -> Response:
         return _json(alarms_of(run_of(number)))
+
+    @app.get("/api/runs/{number}/fleet")
+    def fleet(number: int) -> Response:
+        return _json(fleet_now(run_of(number)))
 
     @app.get("/api/runs/{number}/episodes")
     def episodes(
@@ -130,21 +134,6 @@ def view_app(runs: Sequence[RunReader]) -> FastAPI:
         return Response(file.read_bytes(), media_type=_type_of(file.name), headers=_HEADERS)
 
     return app
-
-
-def describe_run(number: int, run: RunReader) -> dict[str, Any]:
-    """Describe a run for the list of runs."""
-    found = summarise(run)
-    return {
-        "number": number,
-        **{key: found[key] for key in ("name", "folder", "is_running", "step", "num_steps")},
-        "num_alarms": len(found["alarms"]),
-    }
-
-
-def _without_groups(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a step without the list of its groups, which no page shows and which would be half of it."""
-    return {key: value for key, value in row.items() if key != "groups"}
 
 
 def _type_of(name: str) -> str:

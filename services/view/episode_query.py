@@ -37,7 +37,7 @@ class EpisodeQuery:
     """What to list."""
 
     outcome: str = ""
-    """trained, stale, filtered or failed; empty: all."""
+    """trained, stale, filtered, failed or evaluated; empty: all."""
     step: int | None = None
     """Only this step's groups."""
     row: str = ""

@@ -80,6 +80,11 @@ class RunReader:
         with self._lock:
             return self._trace.read(first, last).spans
 
+    def starts(self) -> list[Span]:
+        """Return when the launcher started processes of the run, and when they ended."""
+        with self._lock:
+            return self._trace.starts()
+
     def episodes(self) -> list[dict[str, Any]]:
         """Return the index of kept groups, in the order in which they were kept."""
         with self._lock:
@@ -128,6 +133,11 @@ class RunReader:
         except (OSError, ValueError):
             return {}
         return dict(_leaves("", recipe))
+
+
+def without_groups(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a step without the list of its groups, which no page shows and which would be half of it."""
+    return {key: value for key, value in row.items() if key != "groups"}
 
 
 def _leaves(prefix: str, value: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Where a run stands, in a few numbers."""
+"""Where a run stands: a few numbers, what is wrong, and what its processes do."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from services.view.alarms import find_alarms
+from services.view.fleet import MEMORY_S, fleet_of
 from services.view.run_reader import RunReader
 
 _RECENT: Final = 20
@@ -22,20 +23,61 @@ def alarms_of(run: RunReader) -> list[dict[str, Any]]:
     return [msgspec.to_builtins(alarm) for alarm in found]
 
 
+def describe_run(number: int, run: RunReader) -> dict[str, Any]:
+    """Describe a run for the list of runs, in which it has `number`."""
+    found = summarise(run)
+    return {
+        "number": number,
+        **{key: found[key] for key in ("name", "folder", "is_running", "step", "num_steps", "left_s")},
+        "num_alarms": len(found["alarms"]),
+    }
+
+
+def fleet_now(run: RunReader) -> dict[str, Any]:
+    """Describe what the processes of a run do; of a run that has ended, what they did at its end."""
+    _, rows = run.steps()
+    now = time.time()
+    if not run.is_running:
+        steps = run.trace()
+        now = max((start + length for _, start, length in steps[-1]["spans"]), default=now) if steps else now
+    return fleet_of(run.spans(now - MEMORY_S, now), rows, starts=run.starts(), now=now)
+
+
 def summarise(run: RunReader) -> dict[str, Any]:
     """Describe a run: its last step, how long it will take, the last evaluation, and what is wrong."""
     _, rows = run.steps()
-    evaluations = run.evaluations()
-    last = rows[-1] if rows else {}
+    is_running = run.is_running
     return {
         "name": run.name,
         "folder": str(run.folder),
-        "is_running": run.is_running,
+        **standing(rows, run.evaluations(), is_running=is_running, silent_s=time.time() - run.last_change),
+    }
+
+
+def standing(
+    rows: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    *,
+    is_running: bool,
+    silent_s: float,
+) -> dict[str, Any]:
+    """Return where a run stands; `penstock train` and `penstock status` print these numbers.
+
+    Args:
+        rows: The steps so far.
+        evaluations: The evaluations so far.
+        is_running: Whether the run goes on.
+        silent_s: Seconds since the last step.
+    """
+    last = rows[-1] if rows else {}
+    alarms = find_alarms(rows, is_running=is_running, silent_s=silent_s)
+    return {
+        "is_running": is_running,
         "step": last.get("step", 0),
         "num_steps": last.get("num_steps", 0),
         "elapsed_s": last.get("elapsed_s"),
-        "left_s": _left_s(rows) if run.is_running else None,
-        "reward": last.get(reward_name(rows)),
+        "left_s": _left_s(rows) if is_running else None,
+        "reward": reward_of(last) if "reward_mean" in last else None,
         **{
             name: last.get(name)
             for name in (
@@ -50,13 +92,14 @@ def summarise(run: RunReader) -> dict[str, Any]:
         },
         "groups": {kind: last.get(f"num_{kind}_groups") for kind in _GROUPS},
         "evaluation": evaluations[-1] if evaluations else None,
-        "alarms": alarms_of(run),
+        "alarms": [msgspec.to_builtins(alarm) for alarm in alarms],
     }
 
 
-def reward_name(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the metric of the policy's reward: filters keep the batch's own mean away from 0 and 1."""
-    return "reward_mean_played" if any(row.get("num_filtered_groups") for row in rows) else "reward_mean"
+def reward_of(row: Mapping[str, Any]) -> float:
+    """Return the policy's reward at a step: the mean over all played groups, if a filter drops some from the batch."""
+    key = "reward_mean_played" if row.get("num_filtered_groups") and "reward_mean_played" in row else "reward_mean"
+    return float(row[key])
 
 
 def _left_s(rows: Sequence[Mapping[str, Any]]) -> float | None:

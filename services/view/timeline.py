@@ -9,7 +9,7 @@ _DRAWN: Final = (
     "call", "paused", "episode", "tool", "route.queued", "judged", "verify", "group.queued", "group.held",
     "checkpoint", "evaluation", "process.starting",
 )  # fmt: skip
-_MOST: Final = 20_000
+MOST_DRAWN: Final = 20_000
 """Spans drawn at once; of more, the longest."""
 _SHORTEST_S: Final = 0.001
 _KEPT: Final = (
@@ -18,37 +18,38 @@ _KEPT: Final = (
 )  # fmt: skip
 
 
-def timeline_of(spans: Sequence[Span], index: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def timeline_of(spans: Sequence[Span], index: Sequence[Mapping[str, Any]], *, most: int = MOST_DRAWN) -> dict[str, Any]:
     """Return the spans for the timeline, and how many were left out for their number.
 
     Args:
         spans: All spans of a time.
         index: The index of kept groups.
+        most: Spans to return at most; of more, the longest.
     """
     drawn = [span for span in spans if span.name in _DRAWN and span.seconds >= _SHORTEST_S]
     num_all = len(drawn)
-    if num_all > _MOST:
-        drawn = sorted(sorted(drawn, key=lambda span: -span.seconds)[:_MOST], key=lambda span: span.start)
-    places = {(entry["index"], entry["attempt"]): place for place, entry in enumerate(index)}
+    if num_all > most:
+        drawn = sorted(sorted(drawn, key=lambda span: -span.seconds)[:most], key=lambda span: span.start)
+    places = {(entry["group"], entry["attempt"]): place for place, entry in enumerate(index)}
     return {"num_left_out": num_all - len(drawn), "spans": [_describe(span, places) for span in drawn]}
 
 
-def _describe(span: Span, places: Mapping[tuple[int, int], int]) -> dict[str, Any]:
+def _describe(span: Span, places: Mapping[tuple[str, int], int]) -> dict[str, Any]:
     group, sample = sample_of(span)
     return {
         "process": span.process,
         "name": span.name,
         "start": span.start,
         "length": span.seconds,
-        "group": None if group is None else group[0],
+        "group": None if group is None else int(group[0].rpartition("/")[2]),
         "sample": sample,
         "number": None if group is None else places.get(group),
         **{key: span.attributes[key] for key in _KEPT if key in span.attributes},
     }
 
 
-def sample_of(span: Span) -> tuple[tuple[int, int] | None, int | None]:
-    """Return index and attempt of the span's group, and the number of its sample; None where it has none.
+def sample_of(span: Span) -> tuple[tuple[str, int] | None, int | None]:
+    """Return the span's group and its attempt, and the number of its sample; None where it has none.
 
     A call's request is the group, sample, turn and a random end; see docs/operation/tracing.md.
     """
@@ -61,4 +62,4 @@ def sample_of(span: Span) -> tuple[tuple[int, int] | None, int | None]:
     if sample is None and request.startswith(f"{group}/"):
         number = request[len(group) + 1 :].partition("/")[0]
         sample = int(number) if number.isdecimal() else None
-    return (int(words[1]), int(words[2])), sample if isinstance(sample, int) else None
+    return (f"{words[0]}/{words[1]}", int(words[2])), sample if isinstance(sample, int) else None

@@ -97,16 +97,15 @@ class TraceReader:
         self._steps.poll()
         return self._steps.rows
 
+    def starts(self) -> list[Span]:
+        """Return when the launcher started processes of the run, and when they ended, in the order of these moments."""
+        spans = _spans(_rows(self._launcher_paths()), {})
+        return sorted(spans, key=lambda span: span.start + span.seconds)
+
     def read(self, first: float = 0.0, last: float = float("inf")) -> Trace:
         """Return the spans that overlap the time from `first` to `last`, in seconds since 1970."""
         sources: dict[tuple[str, str, str], _Source] = {}
-        batches = list(_noted(self._rows(first, last), sources))
-        spans = [
-            Span(process=name, name=each, start=start + skew_s, seconds=seconds, attributes=attributes)
-            for batch, name in _named(batches)
-            for skew_s in (sources[batch.source].skew_s,)
-            for each, start, seconds, attributes in batch.spans
-        ]
+        spans = _spans(_rows(self._paths(first, last)), sources)
         spans += [
             Span(process="trainer", name=name, start=start, seconds=seconds, attributes={"step": step["step"]})
             for step in self.steps()
@@ -121,26 +120,41 @@ class TraceReader:
             num_lost_batches=sum(source.num_lost_batches for source in sources.values()),
         )
 
-    def _rows(self, first: float, last: float) -> Iterator[_Row]:
-        for path in self._paths(first, last):
-            try:
-                lines = path.read_bytes().split(b"\n")[:-1]  # the last one may be half written
-            except FileNotFoundError:  # the trainer has made room meanwhile
-                continue
-            for line in lines:
-                try:
-                    yield _decoder.decode(line)
-                except msgspec.DecodeError:  # whoever has the run's token may send anything
-                    continue
+    def _launcher_paths(self) -> list[Path]:
+        return sorted(self._folder.glob("launcher-*.jsonl"))
 
     def _paths(self, first: float, last: float) -> Iterator[Path]:
         """Yield the files that may have spans of this time; their names are the times at which they begin."""
-        yield from sorted(self._folder.glob("launcher-*.jsonl"))
+        yield from self._launcher_paths()
         paths = sorted(self._folder.glob("spans-*.jsonl"))
         ends = [*(_begin_of(path) for path in paths[1:]), float("inf")]
         for path, end in zip(paths, ends, strict=False):
             if _begin_of(path) <= last + _LATE_S and end >= first:
                 yield path
+
+
+def _rows(paths: Iterable[Path]) -> Iterator[_Row]:
+    for path in paths:
+        try:
+            lines = path.read_bytes().split(b"\n")[:-1]  # the last one may be half written
+        except FileNotFoundError:  # the trainer has made room meanwhile
+            continue
+        for line in lines:
+            try:
+                yield _decoder.decode(line)
+            except msgspec.DecodeError:  # whoever has the run's token may send anything
+                continue
+
+
+def _spans(rows: Iterable[_Row], sources: dict[tuple[str, str, str], _Source]) -> list[Span]:
+    """Return the spans of the rows on the server's clock, and note in `sources` what the rows say of theirs."""
+    batches = list(_noted(rows, sources))
+    return [
+        Span(process=name, name=each, start=start + skew_s, seconds=seconds, attributes=attributes)
+        for batch, name in _named(batches)
+        for skew_s in (sources[batch.source].skew_s,)
+        for each, start, seconds, attributes in batch.spans
+    ]
 
 
 def _begin_of(path: Path) -> float:

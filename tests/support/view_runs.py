@@ -45,6 +45,12 @@ def step_row(step: int, **changes: Any) -> dict[str, Any]:
         "wait_s": 0.6,
         "trainer_idle_fraction": 0.4,
         "num_samples": 16,
+        "push_s": 0.2,
+        "push_pause_s": 0.1,
+        "push_bytes": 2**20,
+        "push_replicas": 2,
+        "push_failed_replicas": 0,
+        "num_replicas": 2,
         "trainer_start": 1,
         "elapsed_s": 2.0 * step,
         "time": "2026-01-01T00:00:00.000+00:00",
@@ -71,8 +77,11 @@ def add_group(
     prompt: str = "How many corners has the figure?",
     num_tokens: int = 6,
     dlogp: float = 1e-6,
+    source: str = "",
+    num_answered: int = 0,
 ) -> None:
-    """Add a group of single-turn samples whose tokens are the words of a text, again and again."""
+    """Add a group of samples whose tokens are the words of a text, again and again; the environment answers
+    `num_answered` of them in the middle."""
     images = files.add_images({SHA: png()})
     words = [f" {word}" for word in text.split()]
     texts = [words[place % len(words)] for place in range(num_tokens)]
@@ -80,8 +89,11 @@ def add_group(
     def column(values: Any, dtype: str) -> str:
         return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode()
 
-    differences = np.full(num_tokens, dlogp / 2)
-    differences[num_tokens // 2] = dlogp
+    own = np.ones(num_tokens, dtype=bool)
+    own[num_tokens // 3 : num_tokens // 3 + num_answered] = False
+    num_own = num_tokens - num_answered
+    differences = np.full(num_own, dlogp / 2)
+    differences[num_own // 2] = dlogp
     started = 1_700_000_000.0 + 2 * step
     samples = [
         {
@@ -110,15 +122,21 @@ def add_group(
                 {
                     "token_ids": column(range(num_tokens), "<i4"),
                     "texts": texts,
-                    "own": column(np.ones(num_tokens), "u1"),
-                    "versions": [[num_tokens, step]],
-                    "engine_logprobs": column(np.full(num_tokens, -0.5), "<f4"),
+                    "own": column(own, "u1"),
+                    "versions": [[num_own, step]],
+                    "engine_logprobs": column(np.full(num_own, -0.5), "<f4"),
                     "images": [images[SHA]],
-                    "logprobs": column(-0.5 + differences, "<f4"),
-                    "ratio": column(np.ones(num_tokens), "<f4"),
-                    "correction": column(np.ones(num_tokens), "<f4"),
-                    "advantages": column(np.full(num_tokens, 0.5 - number), "<f4"),
-                    "trained": column(np.ones(num_tokens), "u1"),
+                    **(
+                        {
+                            "logprobs": column(-0.5 + differences, "<f4"),
+                            "ratio": column(np.ones(num_own), "<f4"),
+                            "correction": column(np.ones(num_own), "<f4"),
+                            "advantages": column(np.full(num_own, 0.5 - number), "<f4"),
+                            "trained": column(np.ones(num_own), "u1"),
+                        }
+                        if outcome == "trained"
+                        else {}
+                    ),
                 }
             ],
         }
@@ -134,7 +152,7 @@ def add_group(
         "step": step,
         "version": step + 1,
         "time": "2026-01-01T00:00:00.000+00:00",
-        "source": "",
+        "source": source,
         "row": index % 7,
         "environment": "single_turn",
         "worker": "w",
@@ -158,7 +176,7 @@ def add_group(
         "num_tokens": [num_tokens for _ in rewards],
         "num_turns": [1 for _ in rewards],
         "versions": [step, step],
-        "dlogp_max": dlogp,
+        "dlogp_max": dlogp if outcome == "trained" else None,
         "spans": [[sample["started_at"], sample["elapsed_s"], [f"engine-{n % 2}"]] for n, sample in enumerate(samples)],
     }
     files.add(step, whole, short)
@@ -180,19 +198,33 @@ def make_run(folder: Path, *, num_steps: int = 30, **recipe: Any) -> Path:
             spans = [["wait_s", began, 0.6], ["train_s", began + 0.6, 1.2], ["push", began + 1.8, 0.2]]
             file.write(json.dumps({"step": step, "spans": spans}) + "\n")
     score = {"value": 0.5, "standard_error": 0.02}
-    found = {"score": score, "pass_at_n": score, "maj_at_n": score, "num_prompts": 100, "truncated_fraction": 0.0}
+    estimates = {"score": score, "pass_at": {"1": score, "4": score | {"value": 0.7}}, "majority_at": {"4": score}}
+    found = {**estimates, "num_prompts": 100, "truncated_fraction": 0.0}
     row = {"step": num_steps // 2, "policy_version": num_steps // 2, "elapsed_s": 3.0, "sets": {"held_out": found}}
     (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
     return folder
 
 
 def add_spans(folder: Path, *, num_steps: int = 30) -> None:
-    """Add a call of an engine for the first sample of each step's group of `make_run`."""
+    """Add what an engine and the router did for the first sample of each step's group of `make_run`, and a pause."""
     spans: list[Any] = []
+    routed: list[Any] = []
     for step in range(1, num_steps + 1):
         group, began = f"run/{4 * step}/0/abc", 1_700_000_000.0 + 2 * step
         call = {"group": group, "request": f"{group}/0/0/ffff", "first_token_s": 0.3, "num_tokens": 6, "version": step}
-        spans += [["call", began + 0.2, 1.2, call]]
-    batch = {"process": "rollout-0", "host": "a", "pid": 1, "start": "s", "number": 1, "dropped": 0, "sent": began}
-    row = {"sequence": 1, "stored": began, "batch": batch | {"spans": spans}}
-    (folder / "trace" / "spans-1700000000000.jsonl").write_text(json.dumps(row) + "\n")
+        spans += [
+            ["call", began + 0.2, 1.2, call],
+            ["paused", began + 1.8, 0.1, {"version": step + 1, "then": "READY"}],
+        ]
+        about = {key: call[key] for key in ("group", "request")}
+        routed += [["route.attempt", began + 0.2, 1.2, about | {"replica": "engine-5", "outcome": "complete"}]]
+    batch = {"host": "a", "pid": 1, "start": "s", "number": 1, "dropped": 0, "sent": began}
+    rows = [
+        {"sequence": 1, "stored": began, "batch": batch | {"process": "rollout-0", "spans": spans}},
+        {"sequence": 2, "stored": began, "batch": batch | {"process": "router", "spans": routed}},
+    ]
+    (folder / "trace" / "spans-1700000000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    started = [["process.starting", 1_700_000_000.0, 1.0, {"service": name, "start": 1}] for name in ("rollout-0", "x")]
+    ended = ["process", 1_700_000_000.0, 9.0, {"service": "x", "start": 1, "exit_code": 1, "was_stopped": False}]
+    row = {"sequence": 0, "stored": None, "batch": batch | {"process": "launcher", "spans": [*started, ended]}}
+    (folder / "trace" / "launcher-1700000000000.jsonl").write_text(json.dumps(row) + "\n")

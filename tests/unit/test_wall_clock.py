@@ -26,6 +26,7 @@ _READERS = {
     "services/trainer/telemetry/episodes/log.py",
     "services/trainer/telemetry/metrics_log.py",
     "services/trainer/telemetry/trace.py",
+    "services/view/export/page.py",
     "services/view/summary.py",
 }
 _WALL_CLOCK = {

@@ -10,12 +10,13 @@ from penstock.runtime import process
 from penstock.runtime.security import hide_secrets
 from penstock.telemetry import log
 from services.cli import service_settings
-from services.launch.display import Display, open_display
 from services.launch.metrics import describe_validation
 from services.launch.run_folder import RunFolder
+from services.launch.terminal.display import Display, open_display
 from services.recipe import Recipe
 from services.trainer.sft.loop import Observer
 from services.trainer.sft.main import train as train_supervised
+from services.view.summary import standing
 
 
 class _Shown(Observer):
@@ -32,7 +33,7 @@ class _Shown(Observer):
 
     def trained(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
-        self._display.show([], self._rows, [row])
+        self._display.show([], self._rows, [row], standing(self._rows, [], is_running=True, silent_s=0.0))
 
     def validated(self, row: dict[str, Any]) -> None:
         self._display.write(describe_validation(row))

@@ -38,6 +38,8 @@ SILENCE_S: Final = 30.0
 
 OnPlayed = Callable[[PlayedPrompt], None]
 """Callback that takes a row's outcome."""
+OnGroup = Callable[[str, int, Group], Awaitable[None]]
+"""Callback that takes a row, by set and number, and its group while the bus still has the group's images."""
 
 
 class FailureCheck:
@@ -82,6 +84,7 @@ class Evaluation:
         silence_s: float = SILENCE_S,
         played: Collection[tuple[str, int]] = (),
         num_slots: int | None = None,
+        on_group: OnGroup | None = None,
     ) -> None:
         """Evaluate on these parts.
 
@@ -97,6 +100,7 @@ class Evaluation:
             silence_s: Seconds without a group after which to look for lost prompts.
             played: Rows, by set and number, that the version has already played.
             num_slots: Samples that the evaluation's replicas generate at once; None: it has all replicas.
+            on_group: Awaited with each group that becomes a row's outcome, before its images are removed.
         """
         self._has_received_all = has_received_all
         self._silence_s = silence_s
@@ -111,6 +115,7 @@ class Evaluation:
         self._epoch = epoch
         self._version = version
         self._on_played = on_played
+        self._on_group = on_group
         rows = ((name, row) for name, each in sets.items() for row in range(len(each)))
         self._rows = [each for each in rows if each not in played]
         self._in_play: dict[int, PlayedPrompt] = {}
@@ -159,11 +164,13 @@ class Evaluation:
             await self._images.remove(group.id.scope)
             await self._publish(index, attempt=group.id.attempt + 1)
         elif group.error:
+            await self._show(group)
             await self.fail(group.id, group.error)
         elif {group.oldest_version, group.newest_version} != {self._version}:
             versions = f"{group.oldest_version} to {group.newest_version}"
             await self.fail(group.id, f"it has tokens of policy versions {versions}, not only {self._version}")
         else:
+            await self._show(group)
             played = msgspec.structs.replace(
                 self._in_play.pop(index),
                 samples=samples_of(group),
@@ -181,6 +188,10 @@ class Evaluation:
             log.warning("evaluation.prompt_failed", group=group_id.message, reason=reason)
             failed = msgspec.structs.replace(self._in_play.pop(group_id.index), error=reason)
             await self._finish(group_id, failed)
+
+    async def _show(self, group: Group) -> None:
+        if self._on_group is not None:
+            await self._on_group(*self._rows[group.id.index], group)
 
     async def _finish(self, group_id: GroupId, outcome: PlayedPrompt) -> None:
         await self._images.remove(group_id.scope)

@@ -14,7 +14,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,10 +22,11 @@ import structlog
 
 from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore
+from penstock.errors import MissingImageError, UnavailableError
 from penstock.records import Group, GroupId
 from penstock.runtime.files import write_atomically
 from services.trainer.evaluation.config import EvaluationConfig
-from services.trainer.evaluation.evaluation import Evaluation
+from services.trainer.evaluation.evaluation import Evaluation, OnGroup
 from services.trainer.evaluation.holding import Interrupted, ReplicaHolding, find_interrupted, folder_of
 from services.trainer.evaluation.kept_answers import read_kept_answers, write_set_settings
 from services.trainer.evaluation.outcome import PlayedPrompt
@@ -33,6 +34,7 @@ from services.trainer.evaluation.report import SAMPLES_FILE, SamplesFile
 from services.trainer.evaluation.samples_page import write_page
 from services.trainer.evaluation.sets import EvaluationSet
 from services.trainer.evaluation.summary import Summary, summarize
+from services.trainer.telemetry.episodes.log import EpisodeLog, EvaluatedRow
 from services.trainer.telemetry.prometheus import EVALUATION_SCORE
 from services.trainer.telemetry.trackers import Trackers
 from services.trainer.weight_sync.held_out.hold_out import HoldOut
@@ -61,6 +63,7 @@ class Evaluator:
         num_steps: int,
         holding: ReplicaHolding | None = None,
         is_resumed: bool = True,
+        episodes: EpisodeLog | None = None,
     ) -> None:
         """Continue after the checkpoint of `step`; call `open` before any other method.
 
@@ -78,6 +81,7 @@ class Evaluator:
             holding: Holds replicas out of pushes; None never does.
             is_resumed: Whether there is a checkpoint. Without one the run starts over, perhaps with another model, and
                 so do its evaluations.
+            episodes: Keeps groups for people to read.
         """
         self._config = config
         self._sets = sets
@@ -89,6 +93,7 @@ class Evaluator:
         self._epoch = epoch
         self._num_steps = num_steps
         self._holding = holding
+        self._episodes = episodes
         self._last_step = step if is_resumed else -1
         """The last step whose weights the surviving history has."""
         self._done: set[int] = set()
@@ -226,6 +231,7 @@ class Evaluator:
                     has_received_all=has_received_all,
                     played={(each.set_name, each.row) for each in played},
                     num_slots=None if hold_out is None else hold_out.num_slots,
+                    on_group=self._keeping(self._episodes, step, version) if self._episodes is not None else None,
                 )
                 try:
                     await self._current.run()
@@ -240,6 +246,28 @@ class Evaluator:
         if hold_out is not None:
             assert self._holding is not None
             await self._holding.end(step)
+
+    def _keeping(self, episodes: EpisodeLog, step: int, version: int) -> OnGroup:
+        """Return what keeps groups of the evaluation of `step` in `episodes`."""
+
+        async def keep(set_name: str, number: int, group: Group) -> None:
+            each = self._sets[set_name]
+            row = EvaluatedRow(set_name=set_name, row=number, num_rows=len(each), read=each.__getitem__)
+            reason = episodes.why_keep_evaluated(step, row, group, pass_score=each.config.pass_score)
+            if reason is not None:
+                images = await self._fetch_images(group)
+                episodes.keep_evaluated(reason, step, version, row, group, images)
+
+        return keep
+
+    async def _fetch_images(self, group: Group) -> dict[str, bytes]:
+        """Return the images of a group's samples that can be fetched now; the evaluation waits for none."""
+        images: dict[str, bytes] = {}
+        with suppress(UnavailableError):
+            for sha256 in sorted(group.images):
+                with suppress(MissingImageError):
+                    images[sha256] = await self._images.get(group.id.scope, sha256)
+        return images
 
     async def receive(self, group: Group) -> None:
         """Take a group of an evaluation; ignore one that is no longer awaited.

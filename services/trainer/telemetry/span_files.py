@@ -86,12 +86,18 @@ async def collecting_spans(bus: Bus, folder: Path, *, max_bytes: int) -> AsyncIt
     """Write the spans of the run's processes to its folder during the context."""
     ending = asyncio.Event()
     task = asyncio.create_task(_collect(bus, folder, max_bytes, ending))
+    task.add_done_callback(_log_failure)
     try:
         yield
     finally:
         ending.set()
         await asyncio.wait({task}, timeout=_LAST_S)
         await end_task(task)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("spans.collecting_failed", exc_info=error)
 
 
 async def _collect(bus: Bus, folder: Path, max_bytes: int, ending: asyncio.Event) -> None:

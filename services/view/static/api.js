@@ -1,6 +1,9 @@
-// Reads the server. Steps are kept and only new ones asked for.
+// Reads the server, or the data in an exported page. Steps are kept and only new ones asked for.
+
+import { exported } from "./exported.js";
 
 export async function get(path, parameters = {}) {
+  if (exported) return exported.get(path, parameters);
   const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== "" && value !== undefined));
   const response = await fetch(`${path}${query.size ? `?${query}` : ""}`);
   if (response.status === 401) throw new Error("this page needs the token: open the address that `penstock view` printed");
@@ -28,7 +31,7 @@ export class Steps {
   }
 }
 
-export const image = (run, name) => name && `api/runs/${run}/images/${name}`;
+export const image = (run, name) => name && (exported ? exported.image(run, name) : `api/runs/${run}/images/${name}`);
 
 const KINDS = { f4: Float32Array, i4: Int32Array, u1: Uint8Array };
 

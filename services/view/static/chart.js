@@ -7,12 +7,13 @@ import { number } from "./format.js";
 
 const together = uPlot.sync("steps");
 const HEIGHT = 190;
+const MOST_TICKS = 60; // more would be a bar
 
 let zoomed = null; // {label, min, max} of x, which all charts over the same x share, also when they are drawn anew
 let shown = []; // charts of the page
 
-// series: [{label, colour, values, dashed?}] over one list of x; marks: [{x, text}].
-export function chart(title, x, series, { xLabel = "step", marks = [], low, note = "" } = {}) {
+// series: [{label, colour, values, dashed?}] over one list of x; marks: [{x, text, isTick?}]; pick gets the x that is clicked.
+export function chart(title, x, series, { xLabel = "step", marks = [], low, note = "", pick } = {}) {
   const box = h("figure", {}, h("figcaption", {}, h("b", {}, title), h("span", { class: "faint" }, note)));
   let isDrawn = false; // the first range is nobody's wish
   const options = {
@@ -36,6 +37,7 @@ export function chart(title, x, series, { xLabel = "step", marks = [], low, note
   const plot = new uPlot(options, [x, ...series.map((each) => each.values)], box);
   shown = [...shown.filter((each) => each.box.isConnected), { box, plot, xLabel }];
   if (zoomed?.label === xLabel) plot.setScale("x", zoomed);
+  if (pick) onClick(plot.over, () => { if (plot.cursor.idx !== null) pick(x[plot.cursor.idx]); });
   requestAnimationFrame(() => { isDrawn = true; });
   const resize = () => plot.setSize({ width: Math.max(200, box.clientWidth - 18), height: HEIGHT });
   new ResizeObserver(resize).observe(box);
@@ -50,6 +52,13 @@ function zoomAll(plot, label, x) {
   for (const each of shown) {
     if (each.plot !== plot && each.xLabel === label && each.box.isConnected) each.plot.setScale("x", { min, max });
   }
+}
+
+// A click, not the end of a drag.
+function onClick(element, act) {
+  let pressed = null;
+  element.addEventListener("mousedown", (event) => { pressed = event.clientX; });
+  element.addEventListener("click", (event) => { if (Math.abs(event.clientX - pressed) < 3) act(); });
 }
 
 function axis(more = {}) {
@@ -68,13 +77,15 @@ function drawMarks(plot, marks) {
   ctx.save();
   ctx.strokeStyle = ink("faint");
   ctx.fillStyle = ink("faint");
-  ctx.setLineDash([2, 3]);
   ctx.font = `${11 * devicePixelRatio}px system-ui`;
-  for (const { x, text } of marks) {
+  const ticks = marks.filter((mark) => mark.isTick && mark.x >= plot.scales.x.min && mark.x <= plot.scales.x.max);
+  const shownMarks = ticks.length > MOST_TICKS ? marks.filter((mark) => !mark.isTick) : marks;
+  for (const { x, text, isTick } of shownMarks) {
     const place = plot.valToPos(x, "x", true);
     if (place < plot.bbox.left || place > plot.bbox.left + plot.bbox.width) continue;
+    ctx.setLineDash(isTick ? [] : [2, 3]);
     ctx.beginPath();
-    ctx.moveTo(place, plot.bbox.top);
+    ctx.moveTo(place, isTick ? plot.bbox.top + plot.bbox.height - 6 * devicePixelRatio : plot.bbox.top);
     ctx.lineTo(place, plot.bbox.top + plot.bbox.height);
     ctx.stroke();
     ctx.fillText(text, place + 3, plot.bbox.top + 11 * devicePixelRatio);

@@ -7,12 +7,14 @@ export function number(value, digits = 4) {
   return size < 1e-3 || size >= 1e6 ? value.toExponential(digits > 3 ? 2 : 1) : String(Number(value.toPrecision(digits)));
 }
 
+const SPACE = "\u00a0"; // a number and its unit stay on one line
+
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value < 1) return `${(1000 * value).toFixed(0)} ms`;
-  if (value < 90) return `${value.toFixed(1)} s`;
-  if (value < 5400) return `${(value / 60).toFixed(1)} min`;
-  return `${(value / 3600).toFixed(1)} h`;
+  if (value < 1) return `${(1000 * value).toFixed(0)}${SPACE}ms`;
+  if (value < 90) return `${value.toFixed(1)}${SPACE}s`;
+  if (value < 5400) return `${(value / 60).toFixed(1)}${SPACE}min`;
+  return `${(value / 3600).toFixed(1)}${SPACE}h`;
 }
 
 export function mean(values) {

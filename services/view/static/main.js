@@ -2,17 +2,20 @@
 
 import { get, Steps } from "./api.js";
 import { empty, h } from "./dom.js";
+import { exported } from "./exported.js";
+import { seconds } from "./format.js";
 import alarms from "./pages/alarms.js";
 import curves from "./pages/curves.js";
 import evaluation from "./pages/evaluation.js";
+import fleet from "./pages/fleet.js";
 import group from "./pages/group.js";
 import samples from "./pages/samples.js";
 import settings from "./pages/settings.js";
 import staleness from "./pages/staleness.js";
 import timeline from "./pages/timeline.js";
 
-const PAGES = { curves, samples, group, timeline, staleness, evaluation, settings, alarms };
-const LINKED = ["curves", "samples", "timeline", "staleness", "evaluation", "settings", "alarms"];
+const PAGES = { curves, samples, group, timeline, staleness, fleet, evaluation, settings, alarms };
+const LINKED = Object.keys(PAGES).filter((name) => name !== "group");
 const EVERY_MS = 2000;
 
 const context = {
@@ -36,6 +39,9 @@ const context = {
 
 const current = () => location.hash.slice(1).split("?")[0] || "curves";
 
+let drawn = ""; // the page that is shown
+let isTouched = false; // somebody has begun to use its fields since it was drawn
+
 async function draw() {
   const [name, query] = location.hash.slice(1).split("?");
   context.parameters = new URLSearchParams(query ?? "");
@@ -49,7 +55,13 @@ async function draw() {
   }
   try {
     const shown = await page.draw(context);
+    const focused = controls(root).indexOf(document.activeElement);
     root.replaceChildren(h("h1", {}, page.title), ...[shown].flat());
+    if (drawn === current()) controls(root)[focused]?.focus({ preventScroll: true });
+    else if (drawn) root.focus();
+    if (drawn !== current()) document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+    drawn = current();
+    isTouched = false;
     document.title = `${page.title} · ${context.runs[context.run]?.name ?? "Penstock"}`;
   } catch (error) {
     root.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
@@ -58,44 +70,80 @@ async function draw() {
 
 function drawHeader() {
   const shown = current() === "group" ? "samples" : current();
-  document.getElementById("nav").replaceChildren(...LINKED.map((name) => {
+  const nav = document.getElementById("nav");
+  const focused = controls(nav).indexOf(document.activeElement);
+  nav.replaceChildren(...LINKED.map((name) => {
     const count = name === "alarms" ? context.runs[context.run]?.num_alarms : 0;
     return h("a", { href: context.link(name), "aria-current": name === shown ? "page" : undefined },
-      PAGES[name].title, count ? h("span", { class: "count" }, String(count)) : null);
+      PAGES[name].title, count ? h("span", { class: "count", "aria-label": `: ${count}` }, String(count)) : null);
   }));
+  controls(nav)[focused]?.focus({ preventScroll: true });
   const choice = document.getElementById("run");
-  choice.replaceChildren(...context.runs.map((run) =>
-    h("option", { value: run.number, selected: run.number === context.run }, run.name)));
+  if (choice.options.length !== context.runs.length) {
+    choice.replaceChildren(...context.runs.map((run) => h("option", { value: run.number }, run.name)));
+  }
+  choice.value = context.run;
   choice.onchange = () => context.go({ run: choice.value });
   const run = context.runs[context.run];
+  const state = exported ? "exported" : run?.is_running ? "running" : "not running";
+  const left = !exported && run?.left_s ? ` · about ${seconds(run.left_s)} left` : "";
   document.getElementById("status").textContent = run
-    ? `${run.is_running ? "running" : "not running"} · step ${run.step}${run.num_steps ? ` of ${run.num_steps}` : ""}` : "";
+    ? `${state} · step ${run.step}${run.num_steps ? ` of ${run.num_steps}` : ""}${left}` : "";
+  if (exported) {
+    const leftOut = exported.leftOut(context.run);
+    const note = document.getElementById("note");
+    note.hidden = false;
+    note.textContent = `Exported ${exported.time}. ${leftOut.length ? `Left out: ${leftOut.join("; ")}.` : "Nothing was left out."}`;
+  }
 }
+
+const controls = (root) => [...root.querySelectorAll("a[href], button, input, select, [tabindex]")];
 
 async function poll() {
   try {
     context.runs = await get("api/runs");
     const isNew = await Promise.all(context.steps.map((steps) => steps.poll()));
     drawHeader();
-    if (isNew.some(Boolean) && PAGES[current()]?.isLive && !document.querySelector("#page :focus")) await draw();
+    const isBusy = isTouched && document.querySelector("#page :focus");
+    if (isNew.some(Boolean) && PAGES[current()]?.isLive && !isBusy) await draw();
   } catch (error) {
     document.getElementById("status").textContent = `no answer: ${error.message}`;
   }
   setTimeout(poll, EVERY_MS);
 }
 
-function chooseTheme(name) {
-  document.documentElement.dataset.theme = name;
-  localStorage.setItem("theme", name);
+// The system's wish, until somebody presses the button.
+function followTheme() {
+  const wish = matchMedia("(prefers-color-scheme: dark)");
+  const show = (name) => { document.documentElement.dataset.theme = name; };
+  show(remembered() ?? (wish.matches ? "dark" : "light"));
+  wish.onchange = () => {
+    if (remembered()) return;
+    show(wish.matches ? "dark" : "light");
+    draw();
+  };
+  document.getElementById("theme").onclick = () => {
+    const name = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+    show(name);
+    remembered(name);
+    draw();
+  };
+}
+
+// Returns the theme that was chosen, or notes it; a page that was opened from a file may have no storage.
+function remembered(name) {
+  try {
+    if (name) localStorage.setItem("theme", name);
+    return localStorage.getItem("theme");
+  } catch {
+    return null;
+  }
 }
 
 async function start() {
-  const preferred = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-  chooseTheme(localStorage.getItem("theme") ?? preferred);
-  document.getElementById("theme").onclick = () => {
-    chooseTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-    draw();
-  };
+  followTheme();
+  const root = document.getElementById("page");
+  for (const kind of ["pointerdown", "keydown"]) root.addEventListener(kind, () => { isTouched = true; });
   try {
     context.runs = await get("api/runs");
     context.steps = context.runs.map((run) => new Steps(run.number));
@@ -106,7 +154,7 @@ async function start() {
   }
   addEventListener("hashchange", draw);
   await draw();
-  setTimeout(poll, EVERY_MS);
+  if (!exported) setTimeout(poll, EVERY_MS);
 }
 
 start();

@@ -22,7 +22,8 @@ export function tokenView(context, prompt, sequence, version) {
   const tokens = read(prompt, sequence, version);
   const known = VIEWS.filter(([, , value]) => tokens.some((token) => value(token) !== null));
   const asked = context.parameters.get("colour") ?? "dlogp";
-  const view = known.find(([name]) => name === asked) ?? known[0];
+  const named = (wanted) => known.find(([name]) => name === wanted);
+  const view = named(asked) ?? named("engine") ?? known[0];
   const most = view ? Math.max(1e-12, ...strongest(tokens, view[2])) : 1;
   const hover = h("div", { class: "hover", "aria-live": "polite" }, h("span", { class: "faint" }, "Point at a token to see its numbers."));
   const box = h("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens; the arrow keys go from one to the next" });
@@ -64,16 +65,18 @@ export function tokenView(context, prompt, sequence, version) {
     if (event.target.dataset?.n !== undefined) choose(Number(event.target.dataset.n));
   };
   box.onkeydown = (event) => {
-    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (move) {
+    const place = { ArrowRight: chosen + 1, ArrowLeft: chosen - 1, Home: 0, End: tokens.length - 1 }[event.key];
+    if (place !== undefined) {
       event.preventDefault();
-      choose(Math.max(0, chosen + move));
+      choose(Math.max(0, place));
     }
   };
   const worst = () => {
+    if (!tokens.some((token) => token.dlogp !== null)) return;
     const values = tokens.map((token) => (token.dlogp === null ? -1 : Math.abs(token.dlogp)));
     choose(values.reduce((best, value, place) => (value > values[best] ? place : best), 0));
   };
+  if (context.parameters.get("at") === "difference") requestAnimationFrame(worst); // when the page holds it
   return h("div", {},
     h("div", { class: "tools" },
       view ? select("Colour", view[0], known.map(([name, text]) => [name, text]), (colour) => context.go({ colour })) : null,

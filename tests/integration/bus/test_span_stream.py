@@ -5,8 +5,11 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
 
 from penstock.bus.connection import connect
 from penstock.bus.local_server import local_server
@@ -74,6 +77,26 @@ async def test_spans_wait_while_the_server_is_away(run_name: str, tmp_path: Path
                 spans.record("turn", time.monotonic(), turn=101)
                 await until(lambda: _turns(tmp_path)[-1] == 101)
                 assert TraceReader(tmp_path).read().num_dropped == 50
+
+
+async def test_a_fetch_that_brings_nothing_does_not_end_the_collecting(
+    nats_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine nats-py returns no messages, where it otherwise raises that the time is over."""
+    fetch, num_calls = JetStreamContext.PullSubscription.fetch, 0
+
+    async def fetch_nothing_first(*args: Any, **options: Any) -> list[Msg]:
+        nonlocal num_calls
+        num_calls += 1
+        return [] if num_calls == 1 else await fetch(*args, **options)
+
+    monkeypatch.setattr(JetStreamContext.PullSubscription, "fetch", fetch_nothing_first)
+    config = BusConfig(url=nats_url)
+    async with connect(config, run=run_name) as bus:
+        async with sending_spans(config, run=run_name), collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES):
+            spans.record("turn", time.monotonic(), turn=0)
+            await until(lambda: _turns(tmp_path) == [0])
+        await bus.delete_run()
 
 
 async def test_a_process_runs_without_a_server_and_ends_promptly(run_name: str) -> None:

@@ -68,6 +68,32 @@ async def test_a_run_that_begins_can_be_shown_beside_it(tmp_path: Path, monkeypa
             await browser.get(address)
 
 
+def test_runs_are_written_into_one_file(tmp_path: Path) -> None:
+    """It says what it holds and what it lacks; a place that cannot be written, or a second file, is an error."""
+    runs, file = [make_run(tmp_path / name, num_steps=20) for name in ("a", "b")], tmp_path / "out.html"
+    command = [sys.executable, "-m", "services.cli", "view", *map(str, runs)]
+    done = subprocess.run([*command, "--export", str(file)], capture_output=True, text=True, timeout=60, check=False)
+    size = f"{file.stat().st_size / 2**20:.1f} MiB"
+    assert done.stdout == f"2 runs in {file}, {size}\n" + "".join(
+        f"left out of {name}: the timeline but of steps 9 to 20\n" for name in ("a", "b")
+    )
+    assert file.read_text().startswith("<!doctype html>")
+    wrong = subprocess.run(
+        [*command, "--export", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        f"error: --export={tmp_path}: Is a directory; give a file that can be written\n",
+    )
+    both = subprocess.run(
+        [*command, "--export", "x", "--trace", "y"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (both.returncode, both.stderr) == (
+        2,
+        "error: --trace=y and --export=x each write one file and end; give one of them\n",
+    )
+
+
 def test_what_processes_did_is_written_for_perfetto(tmp_path: Path) -> None:
     """One file in the Trace Event Format; several runs, or none with spans, are an error."""
     run, file = make_run(tmp_path / "run", num_steps=3), tmp_path / "trace.json"

@@ -13,6 +13,7 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore
+from penstock.model.chat_template import Renderer
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode
 from penstock.runtime.process import end_task
@@ -23,9 +24,12 @@ from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetCo
 from services.trainer.evaluation.evaluator import EVALUATIONS_FILE, Evaluator
 from services.trainer.evaluation.holding import Interrupted, folder_of
 from services.trainer.evaluation.sets import open_sets
+from services.trainer.position import Position
+from services.trainer.telemetry.episodes.config import EpisodesConfig
+from services.trainer.telemetry.episodes.log import EpisodeLog
 from services.trainer.weight_sync.held_out.kept_weights import KeptWeights
 from services.trainer.weight_sync.snapshot import WeightSnapshot
-from tests.support.trainer.groups import make_group
+from tests.support.trainer.groups import make_group, num_placeholders, picture
 from tests.support.waiting import HANG_S, promptly, until
 
 NUM_PROMPTS = 3
@@ -38,7 +42,14 @@ async def is_complete() -> bool:
 
 
 async def open_evaluator(
-    bus: Bus, folder: Path, *, epoch: str, logged: list[dict[str, Any]], num_samples: int = 2, holding: Any = None
+    bus: Bus,
+    folder: Path,
+    *,
+    epoch: str,
+    logged: list[dict[str, Any]],
+    num_samples: int = 2,
+    holding: Any = None,
+    episodes: Any = None,
 ) -> Evaluator:
     """Of a run at step 4, which is evaluated every 2 steps on three pictures."""
     config = EvaluationConfig(
@@ -59,6 +70,7 @@ async def open_evaluator(
         step=4,
         num_steps=10,
         holding=holding,
+        episodes=episodes,
     )
     await evaluator.open()
     return evaluator
@@ -78,10 +90,10 @@ async def take_prompts(bus: Bus) -> list[Prompt]:
     return sorted((decode(each.data or b"", Prompt) for each in messages), key=lambda each: each.id.index)
 
 
-def played(prompt: Prompt, model: Path, *, rewards: Sequence[float] = (1.0, 0.0)) -> Group:
+def played(prompt: Prompt, model: Path, *, rewards: Sequence[float] = (1.0, 0.0), **shown: Any) -> Group:
     """The prompt's group, of which the first sample is right."""
     assert prompt.exact_version is not None
-    group = make_group(model, index=0, version=prompt.exact_version, rewards=list(rewards))
+    group = make_group(model, index=0, version=prompt.exact_version, rewards=list(rewards), **shown)
     return msgspec.structs.replace(group, id=prompt.id, purpose=prompt.purpose)
 
 
@@ -102,6 +114,34 @@ async def test_an_evaluation_is_one_line(bus: Bus, tmp_path: Path, tiny_model_pa
     [values] = logged
     assert (values["step"], values["eval/s/score"], values["eval/s/pass_at_2"]) == (4, 0.5, 1.0)
     assert not evaluator.is_due(4)
+
+
+async def test_answers_are_kept_to_be_read_token_by_token(bus: Bus, tmp_path: Path, tiny_model_path: Path) -> None:
+    """With the pictures that the environment showed, which the bus forgets as soon as the row has its outcome."""
+    config, position = EpisodesConfig(keep="all"), Position(num_steps=10, step=4, version=7)
+    names = Renderer.load(tiny_model_path).token_texts().names_of
+    no_rows: Any = None  # the set has the rows
+    episodes = EpisodeLog(tmp_path, config, position, dataset=no_rows, names=names)
+    evaluator = await open_evaluator(bus, tmp_path, epoch="a", logged=[], episodes=episodes)
+    evaluating = asyncio.create_task(evaluator.evaluate(4, 7, has_received_all=is_complete, on_held_out=None))
+    shown = picture(3)
+    first, second, third = await take_prompts(bus)
+    sha256 = await ImageStore(bus).put(first.id.scope, shown)
+    samples: dict[str, Any] = {"images": [shown], "placeholders": [num_placeholders((96, 96))]}
+    await evaluator.receive(played(first, tiny_model_path, **samples))
+    await evaluator.receive(played(second, tiny_model_path, **samples))  # its picture is not on the bus any more
+    failed = msgspec.structs.replace(played(third, tiny_model_path), samples=(), error="no environment")
+    await evaluator.receive(failed)
+    await promptly(evaluating)
+    await asyncio.to_thread(episodes.close)
+    entries = [json.loads(line) for line in (tmp_path / "episodes/index.jsonl").read_text().splitlines()]
+    assert [(each["outcome"], each["source"], each["row"], each["step"], each["version"]) for each in entries] == [
+        ("evaluated", "eval/s", row, 4, 7) for row in range(3)
+    ]
+    assert [each["error"] for each in entries] == ["", "", "no environment"]
+    assert (tmp_path / "episodes" / "images" / f"{sha256}.png").read_bytes() == shown
+    line = (tmp_path / "episodes" / entries[0]["file"]).read_bytes().splitlines()[0]
+    assert json.loads(line)["samples"][0]["sequences"][0]["images"] == [f"{sha256}.png"]
 
 
 async def test_an_evaluation_is_not_due_while_its_answers_are_written_down(

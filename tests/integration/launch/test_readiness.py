@@ -24,6 +24,7 @@ from services.launch.launcher import run_processes
 from services.launch.metrics import MetricsFollower
 from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.run_folder import RunFolder
+from services.launch.run_follower import RunFollower
 from services.launch.run_status import describe_phase, fetch_run
 from services.trainer.telemetry.progress import Progress, TrainerServicer
 from tests.support.waiting import promptly, until
@@ -99,8 +100,8 @@ async def test_the_launcher_follows_what_the_trainer_writes(tmp_path: Path) -> N
     lines: list[str] = []
     display: Any = SimpleNamespace(show=lambda *_: None, write=lines.append)
     file, evaluated = tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"
-    metrics, evaluations = MetricsFollower(file), MetricsFollower(evaluated)
-    async with launcher._watched(supervisor, metrics, evaluations, display, BoundedLog(tmp_path / "launcher.log")):
+    follower = RunFollower(MetricsFollower(file), MetricsFollower(evaluated))
+    async with launcher._watched(supervisor, follower, display, BoundedLog(tmp_path / "launcher.log")):
         assert num_steps_noted == 0
         file.write_text('{"step": 1, "num_steps": 9}\n')
         await until(lambda: num_steps_noted == 1)

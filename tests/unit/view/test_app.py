@@ -14,7 +14,7 @@ from services.trainer.telemetry.episodes.files import EpisodeFiles
 from services.view.app import view_app
 from services.view.run_reader import RunReader
 from services.view.sign_in import SignIn
-from tests.support.view_runs import SHA, add_group, make_run, step_row, write_rows
+from tests.support.view_runs import SHA, add_group, add_spans, make_run, step_row, write_rows
 
 _STATIC = Path(__file__).parents[3] / "services" / "view" / "static"
 _VENDORED = {
@@ -102,6 +102,14 @@ async def test_groups_are_listed_and_read(client: httpx.AsyncClient) -> None:
     trace = (await client.get("/api/runs/0/trace", params={"first_step": 29})).json()
     assert [each["step"] for each in trace] == [29, 30]
     assert (await client.get("/api/runs/1/settings")).json()["trainer.max_staleness"] == 2
+
+
+async def test_what_engines_do_is_read_from_the_spans(client: httpx.AsyncClient, runs: list[Path]) -> None:
+    """With the pushes, of which each run without spans has at least these."""
+    add_spans(runs[0])
+    first, second = [(await client.get(f"/api/runs/{number}/fleet")).json() for number in (0, 1)]
+    assert [each["process"] for each in first["replicas"]] == ["rollout-0"]
+    assert (second["replicas"], len(second["pushes"])) == ([], 3)
 
 
 @pytest.mark.parametrize(

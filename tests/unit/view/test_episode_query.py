@@ -37,7 +37,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ({"text": "environment BROKE"}, [2]),
         ({"sort": "reward"}, [0, 1, 3, 2]),
         ({"sort": "reward", "descending": False}, [3, 1, 0, 2]),
-        ({"sort": "dlogp"}, [1, 3, 2, 0]),
+        ({"sort": "dlogp"}, [1, 0, 2, 3]),
         ({"sort": "spread"}, [1, 3, 0, 2]),
         ({"sort": "tokens", "outcome": "trained"}, [1, 0]),
     ],

@@ -5,7 +5,11 @@ from typing import Any
 from services.view.timeline import timeline_of
 from services.view.trace_reader import Span
 
-_INDEX = [{"index": 3, "attempt": 0}, {"index": 3, "attempt": 1}]
+_INDEX = [
+    {"group": "run/3", "attempt": 0},
+    {"group": "run-step-20/3", "attempt": 1},
+    {"group": "run/3", "attempt": 1},
+]
 
 
 def _span(name: str, *, start: float = 10.0, seconds: float = 1.0, **attributes: Any) -> Span:
@@ -13,24 +17,25 @@ def _span(name: str, *, start: float = 10.0, seconds: float = 1.0, **attributes:
 
 
 def test_a_call_leads_to_the_sample_that_it_played() -> None:
-    """By its request, which begins with group and sample; of an agent's calls only the group is known."""
+    """By its request, which begins with group and sample; of an agent's calls only the group is known. Groups of an
+    evaluation have the same numbers as groups of the run."""
     spans = [
         _span("call", group="run/3/1/abc", request="run/3/1/abc/5/2/ffff"),
         _span("call", group="run/3/1/abc", request="chat-17"),
         _span("call", group="run/4/0/abc", request="run/4/0/abc/0/0/ffff"),
         _span("call", request="somebody's"),
         _span("episode", group="run/3/0/abc", sample=7),
+        _span("episode", group="run-step-20/3/1/abc", sample=1),
     ]
     drawn = timeline_of(spans, _INDEX)["spans"]
     found = [(each["group"], each["sample"], each["number"]) for each in drawn]
-    assert found == [(3, 5, 1), (3, None, 1), (4, 0, None), (None, None, None), (3, 7, 0)]
+    assert found == [(3, 5, 2), (3, None, 2), (4, 0, None), (None, None, None), (3, 7, 0), (3, 1, 1)]
 
 
-def test_of_too_many_spans_the_longest_are_drawn(monkeypatch: Any) -> None:
+def test_of_too_many_spans_the_longest_are_drawn() -> None:
     """In order of their start, and the page says how many are missing."""
-    monkeypatch.setattr("services.view.timeline._MOST", 2)
     lengths = (3.0, 1.0, 0.0001, 2.0)
     spans = [_span("call", start=float(start), seconds=seconds) for start, seconds in enumerate(lengths)]
-    found = timeline_of([*spans, _span("turn", seconds=9.0)], [])
+    found = timeline_of([*spans, _span("turn", seconds=9.0)], [], most=2)
     assert [each["start"] for each in found["spans"]] == [0.0, 3.0]
     assert found["num_left_out"] == 1

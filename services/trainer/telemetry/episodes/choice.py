@@ -7,6 +7,10 @@ from penstock.records import Group
 
 MAX_LEFT_OUT = 2
 """Groups of each kind that are kept of those that a step left out."""
+MAX_EVALUATED = 2
+"""Groups of each kind that are kept of an evaluation set, besides those that every evaluation keeps."""
+NUM_COMPARED = 8
+"""Rows of an evaluation set that every evaluation keeps, so that the same prompt can be read over versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +19,8 @@ class Candidate:
 
     reward: float | None
     """Mean over its judged samples; None if there are none."""
+    best_reward: float | None = None
+    """Of its judged samples."""
     oldest_version: int
     divergence: float | None
     """Largest difference between the trainer's and the engine's log-probability; None if it was not computed."""
@@ -27,10 +33,29 @@ def candidate(group: Group, divergence: float | None) -> Candidate:
     rewards = [sample.reward for sample in group.samples if sample.reward is not None]
     return Candidate(
         reward=sum(rewards) / len(rewards) if rewards else None,
+        best_reward=max(rewards, default=None),
         oldest_version=group.oldest_version,
         divergence=divergence,
         is_broken=any(sample.finish_reason not in ("stop", "environment") for sample in group.samples),
     )
+
+
+def is_compared(row: int, num_rows: int) -> bool:
+    """Return whether every evaluation keeps this row of a set; such rows are evenly spread over it."""
+    num = min(NUM_COMPARED, num_rows)
+    return any(row == place * num_rows // num for place in range(num))
+
+
+def evaluated_kind(evaluated: Candidate, *, pass_score: float) -> str:
+    """Return what is wrong with a group of an evaluation; empty if nothing is.
+
+    Args:
+        evaluated: The group.
+        pass_score: Smallest reward of a correct sample.
+    """
+    if evaluated.is_broken:
+        return "cut off or failed"
+    return "wrong" if evaluated.best_reward is not None and evaluated.best_reward < pass_score else ""
 
 
 def choose(candidates: Sequence[Candidate], step: int) -> dict[int, list[str]]:

@@ -12,6 +12,7 @@ class EpisodesConfig(Config):
 
     keep: Literal["all", "few", "off"] = "few"
     """few: of each step the best, worst, oldest and most diverged group, one that was cut off or failed, one in turn,
-    and the first two of each kind that were left out. A token of the policy's own takes about 50 bytes."""
+    and the first two of each kind that were left out; of each evaluation set the same eight rows every time, two wrong
+    ones, and two that were cut off or failed. A token of the policy's own takes about 50 bytes."""
     max_gib: float = pydantic.Field(default=8.0, gt=0)
     """Size of the folder `episodes`; above it, the oldest steps' episodes are deleted."""

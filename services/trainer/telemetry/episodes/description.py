@@ -69,7 +69,7 @@ class Origin:
     """Where a group's prompt comes from."""
 
     source: str
-    """Name of the source of data; empty if there is only one."""
+    """Name of the source of data; empty if there is only one. `eval/<set>` for a row of an evaluation set."""
     row: int
     example: Example | None
     """None if the row can no longer be read."""
@@ -80,13 +80,13 @@ class Fate:
     """What became of a group."""
 
     outcome: str
-    """trained, stale, filtered or failed."""
+    """trained, stale, filtered, failed or evaluated."""
     reason: str
-    """Why it was left out; of a trained group, why it is kept."""
+    """Why it was left out; of a trained or evaluated group, why it is kept."""
     step: int
-    """The step that trained it, or that was to be taken next."""
+    """The step that trained it, or that was to be taken next. Of an evaluated group, the steps that its weights had."""
     version: int
-    """The policy version before that step."""
+    """The policy version before that step; of an evaluated group, the version that played it."""
     time: str
     """UTC, ISO 8601."""
 

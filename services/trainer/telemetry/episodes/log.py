@@ -1,4 +1,4 @@
-"""Keeps the groups of a run beside training: those that a step trained, and those that were left out.
+"""Keeps the groups of a run beside training: those that a step trained, that were left out, or that were evaluated.
 
 Descriptions are made and written in a thread of their own. What waits for it is bounded; groups beyond the bound are
 counted and not kept. An error of the disk is logged once, counted, and never reaches the run.
@@ -6,11 +6,11 @@ counted and not kept. An error of the disk is logged once, counted, and never re
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeVar
 
 import structlog
 
@@ -20,8 +20,16 @@ from penstock.records import Group
 from services.trainer.backend.base import StepTokens
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.data.dataset import Dataset
+from services.trainer.data.rows.example import Example
 from services.trainer.position import Position
-from services.trainer.telemetry.episodes.choice import MAX_LEFT_OUT, candidate, choose
+from services.trainer.telemetry.episodes.choice import (
+    MAX_EVALUATED,
+    MAX_LEFT_OUT,
+    candidate,
+    choose,
+    evaluated_kind,
+    is_compared,
+)
 from services.trainer.telemetry.episodes.config import EpisodesConfig
 from services.trainer.telemetry.episodes.description import (
     Fate,
@@ -41,10 +49,11 @@ _GIB = 2**30
 _MAX_WAITING_TOKENS = 8_000_000
 """Tokens of groups that wait to be written: four large batches, about 300 MB."""
 _CLOSE_TIMEOUT_S = 30.0
-_MAX_COUNTED = 16
-"""Steps and outcomes whose left-out groups are counted: those of the present step and a few before it."""
+_MAX_COUNTED = 64
+"""Steps and kinds whose groups are counted: those of the present step and a few before it."""
 
 Outcome: TypeAlias = Literal["stale", "filtered", "failed"]
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +64,22 @@ class TrainedGroup:
     ready: TrainGroup
     images: Mapping[str, bytes]
     """Encoded images of its samples, by content hash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedRow:
+    """The row of an evaluation set whose prompt a group answers."""
+
+    set_name: str
+    row: int
+    num_rows: int
+    """Rows of the set."""
+    read: Callable[[int], Example]
+    """Reads a row of the set; called in the thread that writes.
+
+    Raises:
+        DataError: the row cannot be read.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,6 +102,8 @@ class _Kept:
     fate: Fate
     trained: Mapping[int, TrainedSample]
     """By the samples' numbers in the group."""
+    row: EvaluatedRow | None = None
+    """None: the data set says where its prompt comes from."""
 
 
 class EpisodeLog:
@@ -90,6 +117,7 @@ class EpisodeLog:
         *,
         dataset: Dataset,
         names: TokenNames,
+        is_resumed: bool = True,
     ) -> None:
         """Continue after the step of `position`. Blocks.
 
@@ -99,6 +127,7 @@ class EpisodeLog:
             position: The run's position.
             dataset: The data set from which the groups are played.
             names: Returns the text of each token, for people; called in the thread that writes.
+            is_resumed: Whether there is a checkpoint. Without one the run starts over, and nothing kept before is its.
         """
         self.num_dropped = 0
         """Groups that were to be kept and were not, since the trainer started."""
@@ -107,11 +136,13 @@ class EpisodeLog:
         self._dataset = dataset
         self._names = names
         self._left_out: dict[tuple[int, str], int] = {}  # groups by step and outcome
+        self._evaluated: dict[tuple[int, str, str], int] = {}  # groups by step, set and what is wrong with them
         self._waiting: queue.SimpleQueue[_Batch | _Kept | None] = queue.SimpleQueue()
         self._num_waiting_tokens = 0
         self._lock = threading.Lock()
         self._has_warned = False
-        self._files = EpisodeFiles(run_folder / FOLDER, last_step=position.step, max_bytes=config.max_gib * _GIB)
+        last_step = position.step if is_resumed else -1
+        self._files = EpisodeFiles(run_folder / FOLDER, last_step=last_step, max_bytes=config.max_gib * _GIB)
         self._thread = threading.Thread(target=self._write_all, name="episodes", daemon=True)
         self._thread.start()
 
@@ -141,12 +172,47 @@ class EpisodeLog:
             images: Encoded images of its samples by content hash, if they were fetched.
         """
         step, version = self._position.step + 1, self._position.version
-        number = self._left_out[step, outcome] = self._left_out.pop((step, outcome), 0) + 1
-        if len(self._left_out) > _MAX_COUNTED:
-            del self._left_out[next(iter(self._left_out))]
+        number = _count(self._left_out, (step, outcome))
         if self._config.keep == "all" or number <= MAX_LEFT_OUT:
             fate = Fate(outcome=outcome, reason=reason, step=step, version=version, time=_now())
             self._put(_Kept(group=group, images=images or {}, fate=fate, trained={}), [group])
+
+    def why_keep_evaluated(self, step: int, row: EvaluatedRow, group: Group, *, pass_score: float) -> str | None:
+        """Return why a group of an evaluation is to be kept, empty if all are; None if it is not.
+
+        Call it once for each group, before `keep_evaluated`.
+
+        Args:
+            step: Steps taken to reach the weights that were evaluated.
+            row: The row that it answers.
+            group: The group as it was played; it may have no samples.
+            pass_score: Smallest reward of a correct sample.
+        """
+        if self._config.keep == "all":
+            return ""
+        if is_compared(row.row, row.num_rows):
+            return "in every evaluation"
+        kind = "cut off or failed" if group.error else evaluated_kind(candidate(group, None), pass_score=pass_score)
+        if not kind:
+            return None
+        number = _count(self._evaluated, (step, row.set_name, kind))
+        return kind if number <= MAX_EVALUATED else None
+
+    def keep_evaluated(
+        self, reason: str, step: int, version: int, row: EvaluatedRow, group: Group, images: Mapping[str, bytes]
+    ) -> None:
+        """Keep a group of an evaluation.
+
+        Args:
+            reason: Why.
+            step: Steps taken to reach the weights that were evaluated.
+            version: Their version.
+            row: The row that it answers.
+            group: The group as it was played; it may have no samples.
+            images: Encoded images of its samples by content hash, as far as they are there; the prompt's need not be.
+        """
+        fate = Fate(outcome="evaluated", reason=reason, step=step, version=version, time=_now())
+        self._put(_Kept(group=group, images=images, fate=fate, trained={}, row=row), [group])
 
     def close(self) -> None:
         """Write what waits, for a limited time. Blocks."""
@@ -198,16 +264,12 @@ class EpisodeLog:
             yield _Kept(group=each.played, images=each.images, fate=fate, trained=trained[number])
 
     def _write(self, kept: _Kept) -> None:
-        source, row = self._dataset.row_at(kept.group.id.index)
-        try:
-            example = self._dataset[kept.group.id.index]
-        except DataError:  # the row was changed since it was played
-            example = None
-        shown = () if example is None else example.images
+        origin = self._origin(kept)
+        shown = () if origin.example is None else origin.example.images
         files = self._files.add_images({**kept.images, **{hash_of(image): image for image in shown}})
         whole, short = describe_group(
             kept.group,
-            Origin(source=source, row=row, example=example),
+            origin,
             kept.fate,
             kept.trained,
             names=self._names,
@@ -215,6 +277,26 @@ class EpisodeLog:
             prompt_images=[files[hash_of(image)] for image in shown],
         )
         self._files.add(kept.fate.step, whole, short)
+
+    def _origin(self, kept: _Kept) -> Origin:
+        """Read the row that was played; it may have been changed since."""
+        if kept.row is None:
+            source, row = self._dataset.row_at(kept.group.id.index)
+        else:
+            source, row = f"eval/{kept.row.set_name}", kept.row.row
+        try:
+            example = self._dataset[kept.group.id.index] if kept.row is None else kept.row.read(row)
+        except DataError:
+            example = None
+        return Origin(source=source, row=row, example=example)
+
+
+def _count(counts: dict[_Key, int], key: _Key) -> int:
+    """Count one more under `key`, and forget the key that was counted longest ago if there are too many."""
+    number = counts[key] = counts.pop(key, 0) + 1
+    if len(counts) > _MAX_COUNTED:
+        del counts[next(iter(counts))]
+    return number
 
 
 def _now() -> str:

@@ -16,11 +16,14 @@ const PANELS = [
   ["Tokens of a sample", ["sample_tokens_mean"], { low: 0 }],
   ["Samples cut off, share", ["truncated_fraction"], { low: 0 }],
   ["Seconds of a step", ["step_s", "train_s", "wait_s"], { low: 0 }],
+  ["Seconds of a push", ["push_s", "push_pause_s"], { low: 0 }],
   ["Trainer idle, share", ["trainer_idle_fraction"], { low: 0 }],
   ["Output tokens a second", ["output_tokens_per_s"], { low: 0 }],
   ["Replicas", ["num_replicas"], { low: 0 }],
   ["Groups that were not trained", ["num_stale_groups", "num_failed_groups", "num_filtered_groups"], { low: 0 }],
 ];
+
+let picked = null; // {run, step}: the step that was clicked last, also when the page is drawn anew
 
 export default {
   title: "Curves",
@@ -32,13 +35,31 @@ export default {
     const chosen = chosenRuns(context);
     if (chosen.every((number) => context.steps[number].rows.length === 0)) return empty("No step has been trained yet.");
     const evaluations = await Promise.all(chosen.map((number) => get(`api/runs/${number}/evaluations`)));
+    const place = (row) => (axis === "time" ? row.elapsed_s / 3600 : row.step);
+    const links = h("span", { class: "facts", role: "status" }, "Click a curve for the samples of its step.");
+    const pickStep = (step) => {
+      picked = { run: context.run, step };
+      links.replaceChildren(...linksOf(context, step));
+    };
+    const pick = (x) => {
+      const row = context.steps[context.run].rows.find((each) => place(each) === x);
+      if (row) pickStep(row.step);
+    };
+    if (picked?.run === context.run) pickStep(picked.step);
     const panels = extra ? [[extra, [extra], {}], ...PANELS] : PANELS;
     const shown = panels.map(([title, names, options]) => options.evaluations
-      ? evaluationPanel(context, title, chosen, evaluations)
-      : panel(context, title, names, options, chosen, evaluations, axis, weight)).filter(Boolean);
-    return [tools(context, axis, weight, extra, chosen), h("div", { class: "charts" }, shown)];
+      ? evaluationPanel(context, title, chosen, evaluations, pickStep)
+      : panel(context, title, names, { ...options, pick }, chosen, evaluations, place, axis, weight)).filter(Boolean);
+    return [tools(context, axis, weight, extra, chosen, links), h("div", { class: "charts" }, shown)];
   },
 };
+
+function linksOf(context, step) {
+  return [h("b", {}, `step ${step}`),
+    h("a", { href: context.link("samples", { step, sort: "reward", descending: "false" }) }, "its worst samples"),
+    h("a", { href: context.link("samples", { step, sort: "dlogp" }) }, "largest difference to the engine"),
+    h("a", { href: context.link("timeline", { from: step, to: step }) }, "timeline")];
+}
 
 function chosenRuns(context) {
   const asked = context.parameters.get("with");
@@ -46,7 +67,7 @@ function chosenRuns(context) {
   return [...new Set([context.run, ...others])];
 }
 
-function tools(context, axis, weight, extra, chosen) {
+function tools(context, axis, weight, extra, chosen, links) {
   const names = [...new Set(chosen.flatMap((number) => Object.keys(context.steps[number].rows.at(-1) ?? {})))].sort();
   const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight,
     onchange: () => context.go({ smooth: slider.value }) });
@@ -62,10 +83,10 @@ function tools(context, axis, weight, extra, chosen) {
     h("label", {}, "Smoothing ", slider),
     select("Also", extra, [["", "–"], ...names.map((name) => [name, name])], (metric) => context.go({ metric })),
     compare.length ? h("span", {}, "Compare: ", compare) : null,
-    h("span", { class: "faint" }, "Drag to zoom, double-click to see all."));
+    h("span", { class: "faint" }, "Drag to zoom, double-click to see all. Ticks are pushes."), links);
 }
 
-function panel(context, title, names, options, chosen, evaluations, axis, weight) {
+function panel(context, title, names, options, chosen, evaluations, place, axis, weight) {
   // One metric per run where runs are compared, all of the panel's for one run.
   const sets = [];
   for (const number of chosen) {
@@ -76,7 +97,6 @@ function panel(context, title, names, options, chosen, evaluations, axis, weight
     }
   }
   if (!sets.length) return null;
-  const place = (row) => (axis === "time" ? row.elapsed_s / 3600 : row.step);
   const x = [...new Set(sets.flatMap(({ rows }) => rows.map(place)))].filter((value) => value !== undefined).sort((a, b) => a - b);
   const series = sets.flatMap(({ label, rows, name }, order) => {
     const byPlace = new Map(rows.map((row) => [place(row), row[name] ?? null]));
@@ -99,10 +119,12 @@ function marksOf(rows, evaluations, place) {
     .map((row) => ({ x: place(row), text: "restart" }));
   const byStep = new Map(rows.map((row) => [row.step, row]));
   const evaluated = evaluations.filter((each) => byStep.has(each.step)).map((each) => ({ x: place(byStep.get(each.step)), text: "" }));
-  return [...restarts, ...evaluated];
+  const pushes = rows.filter((row) => row.push_s !== undefined).map((row) => (row.push_failed_replicas
+    ? { x: place(row), text: "push failed" } : { x: place(row), text: "", isTick: true }));
+  return [...restarts, ...evaluated, ...pushes];
 }
 
-function evaluationPanel(context, title, chosen, evaluations) {
+function evaluationPanel(context, title, chosen, evaluations, pick) {
   const series = [];
   const x = [...new Set(evaluations.flat().map((each) => each.step))].sort((a, b) => a - b);
   chosen.forEach((number, order) => {
@@ -112,5 +134,5 @@ function evaluationPanel(context, title, chosen, evaluations) {
         colour: SERIES[series.length % SERIES.length], values: x.map((step) => byStep.get(step) ?? null) });
     }
   });
-  return x.length ? chart(title, x, series, {}) : null;
+  return x.length ? chart(title, x, series, { pick }) : null;
 }

@@ -26,14 +26,20 @@ export default {
     });
     const cells = rows.toReversed().flatMap((row) => names.filter((name) => row.sets[name]).map((name) => {
       const found = row.sets[name];
-      return [row.step, name, estimate(found.score), estimate(found.pass_at_n), estimate(found.maj_at_n), found.num_prompts,
+      return [link(context, row.step, name), name, estimate(found.score), estimate(atMost(found.pass_at)), estimate(atMost(found.majority_at)), found.num_prompts,
         `${number(100 * (found.truncated_fraction ?? 0), 3)}%`, seconds(row.elapsed_s)];
     }));
     return [h("div", { class: "charts" }, charts), h("h2", {}, "All evaluations"),
       table(["step", "set", "score", "pass@n", "maj@n", "prompts", "cut off", "took"], cells),
-      h("p", { class: "faint" }, "The answers are in evaluations/step-…/samples.html in the run's folder.")];
+      h("p", { class: "faint" }, "A step leads to the answers that were kept; all are in evaluations/step-…/samples.jsonl in the run's folder.")];
   },
 };
+
+const link = (context, step, name) =>
+  h("a", { href: context.link("samples", { outcome: "evaluated", step, sort: "reward", descending: "false" }), "aria-label": `step ${step}, ${name}` }, String(step));
+
+// The estimate of the largest k, which is n.
+const atMost = (estimates = {}) => estimates[Math.max(...Object.keys(estimates).map(Number))];
 
 function estimate(value) {
   if (!value) return "–";

@@ -1,6 +1,7 @@
 // One group: its problem, its samples beside each other, and one of them token by token.
 
 import { array, get, image } from "../api.js";
+import { conversation } from "../conversation.js";
 import { h, pictures, select, table } from "../dom.js";
 import { number, seconds } from "../format.js";
 import { rewards } from "./samples.js";
@@ -40,13 +41,13 @@ function facts(context, group) {
   return h("div", { class: "facts" },
     h("span", { class: `badge ${group.outcome}` }, group.outcome),
     h("span", {}, "step ", h("b", {}, group.step)),
-    h("span", {}, `group ${group.index}, attempt ${group.attempt}`),
+    h("span", {}, `${group.source ? `${group.source}, ` : ""}group ${group.index}, attempt ${group.attempt}`),
     h("span", {}, rewards(group.samples.map((sample) => sample.reward))),
     h("span", {}, `environment ${group.environment || "–"}`),
     group.reason ? h("span", {}, group.reason) : null,
     group.error ? h("span", { class: "error" }, group.error) : null,
     h("a", { href: context.link("samples", { row: `${group.source}/${group.row}`, sort: "step", descending: "false" }) }, "the same prompt over versions"),
-    h("a", { href: context.link("timeline", { from: group.step, to: group.step }) }, "in the timeline"));
+    h("a", { href: context.link("timeline", { from: Math.max(1, group.step), to: Math.max(1, group.step) }) }, "in the timeline"));
 }
 
 function siblings(context, group, chosen) {
@@ -85,6 +86,7 @@ function sampleView(context, group, chosen) {
     turns,
     choice,
     added.length ? [h("p", { class: "faint" }, "Pictures that the environment added:"), pictures(added)] : null,
+    conversation(shown),
     tokenView(context, group.prompt, shown, group.version),
   ];
 }

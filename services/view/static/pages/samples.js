@@ -7,7 +7,10 @@ import { mean, number } from "../format.js";
 const PAGE = 100;
 const ORDERS = [["step", "step"], ["reward", "mean reward"], ["spread", "spread of rewards"], ["tokens", "longest sample"],
   ["turns", "turns"], ["dlogp", "difference to the engine"], ["lag", "age"], ["index", "admission"]];
-const OUTCOMES = ["", "trained", "stale", "filtered", "failed"];
+const OUTCOMES = ["", "trained", "stale", "filtered", "failed", "evaluated"];
+const FOUND = [ // what people look for
+  ["worst", { sort: "reward", descending: "false" }], ["largest difference to the engine", { sort: "dlogp" }],
+  ["longest", { sort: "tokens" }], ["cut off", { finish: "length" }], ["evaluated", { outcome: "evaluated" }]];
 const FINISHES = ["", "stop", "length", "deadline", "environment", "error"];
 
 export default {
@@ -17,9 +20,10 @@ export default {
     const asked = Object.fromEntries(["outcome", "step", "row", "finish", "text", "sort", "descending", "start"]
       .map((name) => [name, context.parameters.get(name) ?? ""]));
     const found = await get(`api/runs/${context.run}/episodes`, { ...asked, limit: PAGE });
-    const cards = found.found.map((entry) => card(context, entry));
+    const cards = found.found.map((entry) => card(context, entry, asked));
     return [
       tools(context, asked),
+      h("p", { class: "facts" }, "Find:", FOUND.map(([text, how]) => h("a", { href: context.link("samples", keptStep(asked, how)) }, text))),
       h("p", { class: "faint", role: "status" }, `${found.num_found} of ${found.num_kept} kept groups`
         + (asked.row ? `, all of row ${asked.row}` : "")),
       found.num_kept === 0 ? empty("No group has been kept yet. With episodes.keep = 'off' none is.")
@@ -48,12 +52,22 @@ function tools(context, asked) {
     Object.values(asked).some(Boolean) ? h("a", { href: context.link("samples") }, "show all") : null);
 }
 
-function card(context, entry) {
-  return h("a", { class: "card", href: context.link("group", { n: entry.number }) },
+const keptStep = (asked, how) => (asked.step === "" ? how : { ...how, step: asked.step });
+
+// The sample of the group, and the token, for which the list is sorted.
+function within(entry, asked) {
+  if (asked.sort === "dlogp") return { at: "difference" };
+  const known = entry.rewards.filter((reward) => reward !== null);
+  if (asked.sort !== "reward" || !known.length) return {};
+  return { sample: entry.rewards.indexOf(asked.descending === "false" ? Math.min(...known) : Math.max(...known)) };
+}
+
+function card(context, entry, asked) {
+  return h("a", { class: "card", href: context.link("group", { n: entry.number, ...within(entry, asked) }) },
     h("div", { class: "facts" },
       h("span", { class: `badge ${entry.outcome}` }, entry.outcome),
       h("span", {}, "step ", h("b", {}, entry.step)),
-      h("span", {}, "group ", entry.index),
+      h("span", {}, entry.source ? `${entry.source}, ` : "", "group ", entry.index),
       h("span", {}, rewards(entry.rewards), " ", h("b", {}, number(mean(entry.rewards), 3))),
       h("span", {}, `up to ${Math.max(0, ...entry.num_tokens)} tokens`),
       entry.versions.length ? h("span", {}, `age ${entry.version - entry.versions[0]}`) : null,

@@ -51,7 +51,7 @@ function tools(context, from, to, last) {
     h("label", {}, "Steps ", field("from", from)), h("label", {}, "to ", field("to", to)),
     h("button", { type: "button", onclick: () => context.go({ from: Math.max(1, from - width), to: Math.max(1, from - 1) }) }, "earlier"),
     h("button", { type: "button", onclick: () => context.go({ from: Math.min(last, to + 1), to: Math.min(last, to + width) }) }, "later"),
-    h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it, if its group was kept."));
+    h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it, if its group was kept. Keys: arrows, Enter, + and −."));
 }
 
 function legend() {
@@ -158,7 +158,8 @@ function plot(context, lanes) {
   const height = AXIS + lanes.reduce((sum, lane) => sum + lane.rows.length * rowOf(lane) + GAP, 0);
   const note = h("p", { class: "faint", "aria-live": "polite" }, " ");
   let placed = [];
-  const view = canvas(height, "Timeline of trainer and engines", (pen, width) => {
+  let chosen = null; // by the keyboard
+  const view = canvas(height, "Timeline of trainer and engines; the arrow keys go from bar to bar, Enter opens its sample, + and - zoom", (pen, width) => {
     const x = (time) => LEFT + ((time - low) / (high - low)) * (width - LEFT);
     pen.clearRect(0, 0, width, height);
     drawAxis(pen, width, height, low - first, high - first, x, first);
@@ -184,6 +185,12 @@ function plot(context, lanes) {
             if (until > left) pen.fillRect(left, y, until - left, thick);
             pen.globalAlpha = 1;
           }
+          if (bar === chosen) {
+            pen.strokeStyle = ink("ink");
+            pen.lineWidth = 2;
+            pen.strokeRect(left - 1, y - 1, right - left + 2, thick + 2);
+            pen.lineWidth = 1;
+          }
           placed.push({ bar, left, right, top: y, bottom: y + tall });
         }
         y += tall;
@@ -193,9 +200,12 @@ function plot(context, lanes) {
   });
   const at = (event) => placed.find(({ left, right, top, bottom }) =>
     event.offsetX >= left - 1 && event.offsetX <= right + 1 && event.offsetY >= top && event.offsetY < bottom)?.bar;
+  const open = (bar) => { if (bar?.target) context.go(bar.target, "group"); };
   let drag = null;
-  view.surface.onmousemove = (event) => {
+  let hasMoved = false;
+  view.surface.onpointermove = (event) => {
     if (drag) {
+      hasMoved ||= Math.abs(drag.x - event.offsetX) > 3;
       const shift = ((drag.x - event.offsetX) / (view.box.clientWidth - LEFT)) * (high - low);
       [low, high] = [drag.low + shift, drag.high + shift];
       view.redraw();
@@ -205,21 +215,51 @@ function plot(context, lanes) {
     note.textContent = bar?.text ?? " ";
     view.surface.style.cursor = bar?.target ? "pointer" : "default";
   };
-  view.surface.onmousedown = (event) => { drag = { x: event.offsetX, low, high }; };
-  addEventListener("mouseup", () => { drag = null; });
-  view.surface.onclick = (event) => {
-    const bar = at(event);
-    if (bar?.target) context.go(bar.target, "group");
+  view.surface.onpointerdown = (event) => {
+    drag = { x: event.offsetX, low, high };
+    hasMoved = false;
+    view.surface.setPointerCapture(event.pointerId);
+  };
+  view.surface.onpointerup = view.surface.onpointercancel = () => { drag = null; };
+  view.surface.onclick = (event) => { if (!hasMoved) open(at(event)); };
+  const zoom = (middle, factor) => {
+    [low, high] = [middle - (middle - low) * factor, middle + (high - middle) * factor];
+    view.redraw();
   };
   view.surface.addEventListener("wheel", (event) => {
     event.preventDefault();
     const share = Math.max(0, (event.offsetX - LEFT) / (view.box.clientWidth - LEFT));
-    const middle = low + share * (high - low);
-    const factor = event.deltaY > 0 ? 1.25 : 0.8;
-    [low, high] = [middle - (middle - low) * factor, middle + (high - middle) * factor];
-    view.redraw();
+    zoom(low + share * (high - low), event.deltaY > 0 ? 1.25 : 0.8);
   }, { passive: false });
+  const choose = (bar) => {
+    chosen = bar;
+    note.textContent = bar.text;
+    if (bar.start < low || bar.start > high) [low, high] = [bar.start - (high - low) / 2, bar.start + (high - low) / 2];
+    view.redraw();
+  };
+  view.surface.tabIndex = 0;
+  view.surface.onkeydown = (event) => {
+    if (event.key === "Enter") open(chosen);
+    const factor = { "+": 0.8, "=": 0.8, "-": 1.25 }[event.key];
+    if (factor) zoom(chosen ? chosen.start : (low + high) / 2, factor);
+    const next = neighbour(lanes, chosen, event.key);
+    if (!next) return;
+    event.preventDefault();
+    choose(next);
+  };
   return h("div", {}, view.box, note);
+}
+
+// The bar to which an arrow key leads: along the lane, or to the one of the next lane that begins next.
+function neighbour(lanes, chosen, key) {
+  const ordered = lanes.map((lane) => lane.rows.flat().sort((a, b) => a.start - b.start)).filter((bars) => bars.length);
+  if (!key.startsWith("Arrow") || !ordered.length) return null;
+  const order = ordered.findIndex((bars) => bars.includes(chosen));
+  if (order === -1) return ordered[0][0];
+  const place = ordered[order].indexOf(chosen);
+  if (key === "ArrowRight" || key === "ArrowLeft") return ordered[order][place + (key === "ArrowRight" ? 1 : -1)] ?? null;
+  const other = ordered[order + (key === "ArrowDown" ? 1 : -1)];
+  return other && (other.find((bar) => bar.start >= chosen.start) ?? other.at(-1));
 }
 
 function drawAxis(pen, width, height, low, high, x, first) {

@@ -20,7 +20,7 @@ from services.trainer.position import Position
 from services.trainer.telemetry.episodes.choice import Candidate, choose
 from services.trainer.telemetry.episodes.config import EpisodesConfig
 from services.trainer.telemetry.episodes.files import EpisodeFiles
-from services.trainer.telemetry.episodes.log import EpisodeLog, TrainedGroup
+from services.trainer.telemetry.episodes.log import EpisodeLog, EvaluatedRow, TrainedGroup
 from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
 
 MODEL = Path(__file__).parents[4] / "models" / "tiny-qwen3-vl"
@@ -79,13 +79,12 @@ def computed(groups: list[TrainedGroup], *, differences: Callable[[int], float] 
     )
 
 
-def open_log(folder: Path, *, step: int = 0, **config: Any) -> EpisodeLog:
+def open_log(folder: Path, *, step: int = 0, is_resumed: bool = True, **config: Any) -> EpisodeLog:
     """A log of a run at a step."""
     position = Position(num_steps=10, step=step, version=step + 1)
     rows: Any = Rows()
-    return EpisodeLog(
-        folder, EpisodesConfig(**config), position, dataset=rows, names=Renderer.load(MODEL).token_texts().names_of
-    )
+    names = Renderer.load(MODEL).token_texts().names_of
+    return EpisodeLog(folder, EpisodesConfig(**config), position, dataset=rows, names=names, is_resumed=is_resumed)
 
 
 def index_of(folder: Path) -> list[dict[str, Any]]:
@@ -157,6 +156,57 @@ def test_why_a_sample_ended_early_is_kept(tmp_path: Path) -> None:
     log.close()
     [entry] = index_of(tmp_path)
     assert [sample["ended_by"] for sample in whole(tmp_path, entry)["samples"]] == [reason, "", "", ""]
+
+
+def evaluated_row(row: int) -> EvaluatedRow:
+    """A row of an evaluation set of 80 rows."""
+    return EvaluatedRow(set_name="held_out", row=row, num_rows=80, read=Rows().__getitem__)
+
+
+def test_a_group_of_an_evaluation_is_kept_with_its_row(tmp_path: Path) -> None:
+    """With set and row instead of a row of the data, the weights' step and version, and no column of the trainer."""
+    log = open_log(tmp_path, keep="all")
+    played = group(5)
+    assert log.why_keep_evaluated(20, evaluated_row(7), played.played, pass_score=1.0) == ""
+    log.keep_evaluated("", 20, 21, evaluated_row(7), played.played, played.images)
+    log.close()
+    (entry,) = index_of(tmp_path)
+    assert (entry["outcome"], entry["step"], entry["version"]) == ("evaluated", 20, 21)
+    assert (entry["source"], entry["row"], entry["dlogp_max"]) == ("eval/held_out", 7, None)
+    kept = whole(tmp_path, entry)
+    assert kept["messages"] == [{"role": "user", "content": "problem 7"}]
+    assert all((tmp_path / "episodes" / "images" / name).exists() for name in kept["images"])
+    assert "logprobs" not in kept["samples"][0]["sequences"][0]
+
+
+def test_a_run_that_starts_over_keeps_nothing_of_the_start_before(tmp_path: Path) -> None:
+    """The weights of step 0 may be others now; with a checkpoint of step 0 they are the same."""
+    for is_resumed in (True, False):
+        log = open_log(tmp_path, keep="all")
+        log.keep_evaluated("", 0, 1, evaluated_row(7), group(5).played, {})
+        log.close()
+        open_log(tmp_path, is_resumed=is_resumed).close()
+        assert len(index_of(tmp_path)) == is_resumed
+
+
+def test_of_an_evaluation_few_are_kept(tmp_path: Path) -> None:
+    """The same eight rows every time, and of the others the first two wrong and the first two broken ones."""
+    log = open_log(tmp_path, keep="few")
+    wrong, right = group(0, rewards=[0.0, 0.5]).played, group(0, rewards=[0.0, 1.0]).played
+    broken = msgspec.structs.replace(right, samples=(), error="no environment")
+    for step in (20, 40):
+        reasons = {
+            row: log.why_keep_evaluated(
+                step, evaluated_row(row), {1: wrong, 2: broken}.get(row % 3, right), pass_score=1.0
+            )
+            for row in range(80)
+        }
+        assert {row: reason for row, reason in reasons.items() if reason is not None} == {
+            **dict.fromkeys(range(0, 80, 10), "in every evaluation"),
+            **dict.fromkeys((1, 4), "wrong"),
+            **dict.fromkeys((2, 5), "cut off or failed"),
+        }
+    log.close()
 
 
 def test_few_are_chosen_by_what_people_look_for() -> None:

@@ -1,0 +1,1 @@
+"""`penstock view --export`: runs in one HTML file."""

@@ -1,0 +1,142 @@
+"""What engines and other processes do now, from the spans that they sent last. Pure.
+
+A span is written when it ends, so a call that is still running does not count yet, and an engine that has answered
+nothing for a while is known only by what it did before.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Final
+
+from services.view.trace_reader import Span
+
+WINDOW_S: Final = 60.0
+"""Seconds over which loads and rates are measured, once the run is so old."""
+MEMORY_S: Final = 180.0
+"""Seconds for which a process is remembered after its last span; more would take long to read in a large run."""
+_MOST_PUSHES: Final = 20
+_OF_ENGINES: Final = ("call", "paused", "push.received")
+
+
+def fleet_of(
+    spans: Sequence[Span], rows: Sequence[Mapping[str, Any]], *, starts: Sequence[Span], now: float
+) -> dict[str, Any]:
+    """Describe the engines, the other processes and the pushes of a run.
+
+    Args:
+        spans: All spans of the last `MEMORY_S` seconds before `now`.
+        rows: The steps so far.
+        starts: The launcher's spans of the whole run.
+        now: Seconds since 1970; of a run that has ended, its end.
+    """
+    last = rows[-1] if rows else {}
+    began = max(now - WINDOW_S, min((span.start for span in spans), default=now))
+    return {
+        "now": now,
+        "window_s": now - began,
+        "num_replicas": last.get("num_replicas"),
+        "published_version": last["policy_version"] + 1 if "policy_version" in last else None,
+        "replicas": [_describe_replica(name, each, began, now) for name, each in sorted(_engines(spans).items())],
+        "processes": _processes(spans, starts, now),
+        "pushes": _pushes(rows),
+    }
+
+
+@dataclass(slots=True)
+class _Engine:
+    """The spans of one engine."""
+
+    calls: list[Span] = field(default_factory=list)
+    pauses: list[Span] = field(default_factory=list)
+    version: int | None = None
+    replica: str = ""
+    last: float = 0.0
+
+
+def _engines(spans: Sequence[Span]) -> dict[str, _Engine]:
+    replicas = {
+        span.attributes.get("request"): span.attributes.get("replica", "")
+        for span in spans
+        if span.name == "route.attempt"
+    }
+    found: dict[str, _Engine] = {}
+    for span in spans:
+        if span.name not in _OF_ENGINES:
+            continue
+        engine = found.setdefault(span.process, _Engine())
+        engine.last = max(engine.last, span.start + span.seconds)
+        if span.name == "call":
+            engine.calls.append(span)
+            engine.replica = replicas.get(span.attributes.get("request")) or engine.replica
+        if span.name == "paused":
+            engine.pauses.append(span)
+        if (version := span.attributes.get("version")) is not None and _is_served(span):
+            engine.version = version
+    return found
+
+
+def _is_served(span: Span) -> bool:
+    """Return whether the engine served the span's version at its end."""
+    if span.name == "paused":
+        return span.attributes.get("then") == "READY"
+    return span.name == "call"
+
+
+def _describe_replica(name: str, engine: _Engine, began: float, now: float) -> dict[str, Any]:
+    """Describe an engine between `began` and `now`."""
+    window_s = max(now - began, 1e-9)
+    calls = [span for span in engine.calls if span.start + span.seconds > began]
+    waits = [span.attributes["first_token_s"] for span in calls if "first_token_s" in span.attributes]
+    return {
+        "process": name,
+        "replica": engine.replica,
+        "version": engine.version,
+        "num_calls": len(calls),
+        "num_failed_calls": sum("error" in span.attributes for span in calls),
+        "mean_running": sum(_overlap(span, began, now) for span in calls) / window_s,
+        "output_tokens_per_s": sum(_tokens_in(span, began, now) for span in calls) / window_s,
+        "first_token_s": median(waits) if waits else None,
+        "paused_s": sum(_overlap(span, began, now) for span in engine.pauses),
+        "silent_s": max(0.0, now - engine.last),
+    }
+
+
+def _overlap(span: Span, first: float, last: float) -> float:
+    return max(0.0, min(last, span.start + span.seconds) - max(first, span.start))
+
+
+def _tokens_in(span: Span, first: float, last: float) -> float:
+    """Return the span's tokens that were generated between `first` and `last`, as if each had taken the same time."""
+    share = _overlap(span, first, last) / span.seconds if span.seconds else 1.0
+    return float(span.attributes.get("num_tokens") or 0) * share
+
+
+def _processes(spans: Sequence[Span], starts: Sequence[Span], now: float) -> list[dict[str, Any]]:
+    """Describe every process: those that the launcher started, and others that have sent spans."""
+    heard: dict[str, float] = {}
+    for span in spans:
+        if span.process != "launcher":
+            heard[span.process] = max(heard.get(span.process, 0.0), span.start + span.seconds)
+    known: dict[str, dict[str, Any]] = {name: {"state": "", "num_starts": None, "exit_code": None} for name in heard}
+    for span in starts:
+        name, number = str(span.attributes.get("service", "")), span.attributes.get("start", 1)
+        if span.name == "process.starting":
+            known[name] = {"state": "up", "num_starts": number, "exit_code": None}
+        elif span.name == "process":
+            known[name] = {"state": "ended", "num_starts": number, "exit_code": span.attributes.get("exit_code")}
+    return [
+        {"process": name, **about, "silent_s": max(0.0, now - heard[name]) if name in heard else None}
+        for name, about in sorted(known.items())
+    ]
+
+
+def _pushes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the pushes that paused the engines longest, the longest first."""
+    pushes = [row for row in rows if row.get("push_s") is not None]
+    pushes.sort(key=lambda row: -(row.get("push_pause_s") or 0.0))
+    keys = ("push_s", "push_pause_s", "push_bytes", "push_replicas", "push_failed_replicas")
+    return [
+        {"step": row["step"], "version": row.get("policy_version", 0) + 1, **{key: row.get(key) for key in keys}}
+        for row in pushes[:_MOST_PUSHES]
+    ]

@@ -1,0 +1,114 @@
+"""What the processes of a run do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.view.fleet import fleet_of
+from services.view.run_reader import RunReader
+from services.view.summary import fleet_now
+from services.view.trace_reader import Span
+from tests.support.view_runs import add_spans, make_run
+
+_NOW = 1000.0
+
+
+def _span(process: str, name: str, start: float, seconds: float, /, **attributes: Any) -> Span:
+    return Span(process=process, name=name, start=start, seconds=seconds, attributes=attributes)
+
+
+def test_loads_and_rates_are_means_over_the_last_minute() -> None:
+    """What began before counts from then on, with its share of the tokens; an older call counts no more."""
+    spans = [
+        _span("rollout-0", "call", 800.0, 30.0, num_tokens=900, version=1),
+        _span("rollout-0", "call", 910.0, 60.0, num_tokens=600, first_token_s=2.0, version=3),
+        _span("rollout-0", "call", 985.0, 15.0, num_tokens=300, first_token_s=4.0, version=4),
+        _span("rollout-0", "call", 999.0, 0.0, error="the caller has left"),
+        _span("rollout-0", "paused", 970.0, 3.0, version=4, then="READY"),
+        _span("worker-0", "turn", 999.0, 1.0),
+    ]
+    (replica,) = fleet_of(spans, [], starts=[], now=_NOW)["replicas"]
+    assert replica == {
+        "process": "rollout-0",
+        "replica": "",
+        "version": 4,
+        "num_calls": 3,
+        "num_failed_calls": 1,
+        "mean_running": pytest.approx((30 + 15) / 60),
+        "output_tokens_per_s": pytest.approx((300 + 300) / 60),
+        "first_token_s": 3.0,
+        "paused_s": 3.0,
+        "silent_s": 0.0,
+    }
+
+
+def test_a_run_that_has_just_begun_is_measured_since_then() -> None:
+    """A minute of which most lies before the run would make its engines look idle."""
+    spans = [
+        _span("worker-0", "group.queued", 980.0, 1.0),
+        _span("rollout-0", "call", 990.0, 10.0, num_tokens=100),
+    ]
+    fleet = fleet_of(spans, [], starts=[], now=_NOW)
+    assert fleet["window_s"] == 20.0
+    assert (fleet["replicas"][0]["mean_running"], fleet["replicas"][0]["output_tokens_per_s"]) == (0.5, 5.0)
+
+
+def test_a_version_is_served_when_the_engine_is_ready_with_it() -> None:
+    """Not as soon as its bytes arrive, nor if the push failed."""
+    spans = [
+        _span("rollout-0", "paused", 10.0, 1.0, version=5, then="READY"),
+        _span("rollout-0", "push.received", 12.0, 1.0, version=6, stage="transfer"),
+        _span("rollout-0", "paused", 12.0, 1.0, version=6, then="BROKEN"),
+    ]
+    assert fleet_of(spans, [], starts=[], now=20.0)["replicas"][0]["version"] == 5
+
+
+def test_processes_are_those_that_were_started_and_those_that_are_heard_of() -> None:
+    """A worker that somebody else started has spans only; a process that ended says how."""
+    starts = [
+        _span("launcher", "process.starting", 1.0, 2.0, service="reward", start=1),
+        _span("launcher", "process", 1.0, 9.0, service="reward", start=1, exit_code=-9),
+        _span("launcher", "process.starting", 11.0, 2.0, service="reward", start=2),
+        _span("launcher", "process", 1.0, 30.0, service="router", start=1, exit_code=1),
+    ]
+    spans = [_span("worker", "turn", 990.0, 4.0), _span("reward", "judged", 999.0, 1.0), starts[0]]
+    found = fleet_of(spans, [], starts=starts, now=_NOW)["processes"]
+    assert [
+        (each["process"], each["state"], each["num_starts"], each["exit_code"], each["silent_s"]) for each in found
+    ] == [
+        ("reward", "up", 2, None, 0.0),
+        ("router", "ended", 1, 1, None),
+        ("worker", "", None, None, 6.0),
+    ]
+
+
+def test_the_push_that_paused_longest_comes_first() -> None:
+    """With the version that it pushed, and a bound on how many there are."""
+    rows = [
+        {"step": step, "policy_version": step + 5, "push_s": 1.0, "push_pause_s": step % 7} for step in range(1, 99)
+    ]
+    rows.append({"step": 99})
+    pushes = fleet_of([], rows, starts=[], now=_NOW)["pushes"]
+    assert len(pushes) == 20
+    assert [(each["step"], each["push_pause_s"], each["version"]) for each in pushes[:2]] == [(6, 6, 12), (13, 6, 19)]
+
+
+def test_a_run_that_has_ended_is_shown_as_it_was_at_its_end(tmp_path: Path) -> None:
+    """From its files alone: the end is that of the last step."""
+    run = make_run(tmp_path / "run")
+    add_spans(run)
+    fleet = fleet_now(RunReader(run))
+    assert fleet["now"] == 1_700_000_000.0 + 2 * 30 + 2.0
+    (replica,) = fleet["replicas"]
+    assert (replica["process"], replica["replica"], replica["version"]) == ("rollout-0", "engine-5", 31)
+    assert replica["mean_running"] == pytest.approx(30 * 1.2 / 60)
+    states = {each["process"]: (each["state"], each["exit_code"]) for each in fleet["processes"]}
+    assert states == {"rollout-0": ("up", None), "router": ("", None), "trainer": ("", None), "x": ("ended", 1)}
+    assert (fleet["num_replicas"], fleet["published_version"]) == (2, 31)
+
+
+def test_a_run_without_spans_has_no_engines(tmp_path: Path) -> None:
+    """Its pushes are in the steps."""
+    fleet = fleet_now(RunReader(make_run(tmp_path / "run")))
+    assert (fleet["replicas"], len(fleet["pushes"])) == ([], 20)
