@@ -20,6 +20,7 @@ from services.cli import service_settings
 from services.cli.evaluation.begun import Begun, read_begun, require_same, require_same_rows
 from services.cli.evaluation.progress import EvaluationProgress, open_progress
 from services.cli.score.run import private_service
+from services.launch.known_names import KnownNames, require_names
 from services.launch.run_folder import RunFolder
 from services.launch.serving import plan_serving, serving
 from services.recipe import Recipe
@@ -64,7 +65,9 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
         url, url_model = begun.url, begun.url_model
     model = None if url else service_settings.for_engine(recipe).model.path
     service_settings.require_template_variables(recipe, model, with_sets=True)
-    if not url:
+    if url:
+        require_names(recipe, data=False, sets=True)
+    else:
         plan = plan_serving(recipe)
     name = recipe.run.name if begun else f"{recipe.run.name}-eval"
     recipe = recipe.model_copy(
@@ -73,7 +76,7 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
             "evaluation": pin_sets(recipe.evaluation, recipe.data),
         }
     )
-    sets = open_sets(recipe.evaluation, recipe.data)
+    sets = open_sets(recipe.evaluation, recipe.data, require=KnownNames.of(recipe).require)
     if url:
         require_single_turn(sets)
     folder = folder or RunFolder.create(recipe.run)

@@ -4,6 +4,7 @@ Invariant: row i of a set is the same in every evaluation, whatever was played b
 """
 
 import hashlib
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -63,8 +64,14 @@ class EvaluationSet:
                 )
             return example
 
-    def check(self, *, max_rows: int = MAX_CHECKED_ROWS) -> None:
+    def check(
+        self, *, max_rows: int = MAX_CHECKED_ROWS, require: Callable[[Example], None] = lambda example: None
+    ) -> None:
         """Read the first rows; of the built-in problems, one.
+
+        Args:
+            max_rows: The most rows to read.
+            require: Raises ValueError for a row that does not fit other settings.
 
         Raises:
             DataError: one of them is invalid.
@@ -72,6 +79,11 @@ class EvaluationSet:
         column = self.config.break_down_by
         for row in range(min(len(self), max_rows if self.source.config.paths else 1)):
             example = self[row]
+            try:
+                require(example)
+            except ValueError as error:
+                with named_set(self.name):
+                    raise self.source.wrong(row, error) from None
             if row == 0 and column and column.partition(".")[0] not in example.extra:
                 raise DataError(
                     f"evaluation.sets.{self.name}.break_down_by = {column!r} is no column that travels with the "
@@ -157,7 +169,12 @@ def _digest_of_terms(example: Example) -> str:
 
 
 def open_sets(
-    config: EvaluationConfig, data: DataConfig, *, form: RowForm = EVALUATED, reads_rows: bool = True
+    config: EvaluationConfig,
+    data: DataConfig,
+    *,
+    form: RowForm = EVALUATED,
+    reads_rows: bool = True,
+    require: Callable[[Example], None] = lambda example: None,
 ) -> dict[str, EvaluationSet]:
     """Open every set and read its rows, so that nothing is started for a set that cannot be played.
 
@@ -166,6 +183,7 @@ def open_sets(
         data: Settings that they share with training: memory and cache.
         form: What rows are read as.
         reads_rows: Whether to read the first rows; otherwise only columns and the number of rows are checked.
+        require: Raises ValueError for a row that does not fit other settings.
 
     Raises:
         ConfigError: a file does not exist, or has fewer rows than the set wants.
@@ -181,5 +199,5 @@ def open_sets(
                 source = built_in(each, seed=EVALUATION_SEED, pictures=each.pictures, form=form)
         opened[name] = EvaluationSet(name, each, source)
         if reads_rows:
-            opened[name].check()
+            opened[name].check(require=require)
     return opened

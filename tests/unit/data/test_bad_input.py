@@ -215,7 +215,11 @@ def test_a_name_that_no_process_knows(
     ids=["prompts", "dropped", "evaluation set"],
 )
 def test_a_row_with_a_name_that_no_process_knows(
-    arguments: list[str], words: str, hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    words: str,
+    hub: HubServer,
+    tiny_model_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The trainer does not drop it: it knows neither profiles nor environments."""
     rows = [{"problem": "?", "answer": "2", "own": name} for name in (None, "mth")]
@@ -225,3 +229,26 @@ def test_a_row_with_a_name_that_no_process_knows(
     assert "named.jsonl', row 1: its " in line
     assert "= 'mth' is unknown; " in line
     assert line.endswith("; repair the row or remove it")
+
+
+@pytest.mark.parametrize("player", [[], ["--url=http://127.0.0.1:9/v1"]], ids=["a model", "an API"])
+@pytest.mark.parametrize("column", ["profile_column", "environment_column"])
+def test_a_row_of_an_evaluation_with_a_name_that_no_process_knows(
+    column: str, player: list[str], hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No engine is started and no request made for it."""
+    rows = [{"problem": "?", "answer": "2", "own": name} for name in (None, "mth")]
+    Path("named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--evaluation.sets.s.path=named.jsonl", f"--evaluation.sets.s.{column}=own", *player]
+    line = refusal("eval", tiny_model_path, 'path = "rows.parquet"', capsys, *arguments)
+    assert line.startswith("error: evaluation.sets.s: data.path ")
+    assert f"row 1: its {column.removesuffix('_column')} = 'mth' is unknown; " in line
+
+
+def test_a_profile_that_the_reward_service_does_not_know_is_not_asked_of_an_api(
+    hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the set itself."""
+    arguments = ["--evaluation.sets.s.profile=mth", "--url=http://127.0.0.1:9/v1"]
+    line = refusal("eval", tiny_model_path, 'path = "rows.parquet"', capsys, *arguments)
+    assert line.startswith("error: evaluation.sets.s.profile = 'mth' is unknown; did you mean 'math'?")
