@@ -1,10 +1,9 @@
 """Builds the parts of a run, each from its own section of the settings, as the newest checkpoint says."""
 
 import asyncio
-import functools
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,8 +15,6 @@ from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Consumer, Delivery, consuming
 from penstock.bus.image_store import ImageStore
-from penstock.model.chat_template import Renderer
-from penstock.model.detokenize import TokenTexts
 from penstock.records import Sampling
 from penstock.runtime.security import Security
 from penstock.telemetry.metrics import exposed
@@ -34,9 +31,9 @@ from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.checks.answer_length import most_own_tokens, penalty_doubt
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
-from services.trainer.data.dataset import Dataset
 from services.trainer.evaluation.evaluator import Evaluator
 from services.trainer.evaluation.holding import ReplicaHolding, give_up_interrupted
+from services.trainer.evaluation.sets import EvaluationSet
 from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished
@@ -48,15 +45,10 @@ from services.trainer.inputs import open_demonstration_batches, open_evaluation_
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.publication import Publication
-from services.trainer.replay.recorder import StepRecorder
-from services.trainer.replay.settings import StepSettings
+from services.trainer.run_logs import RunLogs, open_run_logs
 from services.trainer.starting_point import StartingPoint
-from services.trainer.telemetry.episodes.log import EpisodeLog
-from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
 from services.trainer.telemetry.prometheus import TrainerMetrics
-from services.trainer.telemetry.trace import TrainerTrace
-from services.trainer.telemetry.trackers import TrackedRun, Trackers, described
 from services.trainer.versions import first_version, newest_version_held
 from services.trainer.weight_sync.held_out.record import open_held_out_record
 from services.trainer.weight_sync.publisher import WeightPublisher
@@ -153,14 +145,13 @@ async def assemble(
         ),
     )
     changes = Changes()
-    episodes = await _open_episodes(settings, start, position, dataset, stack)
 
     images = ImageStore(bus)
     await images.ensure()
     await lock.confirm()  # loading took long; what a new run empties may be a successor's by now
     if start.checkpoint is None:
         await images.clear()
-    trackers = await _open_trackers(settings, start, stack)
+    logs = await open_run_logs(settings, start, position, dataset, backend, stack)
     trainer_epoch = uuid.uuid4().hex[:8]
     publisher = _publisher(
         config.weight_sync,
@@ -172,28 +163,7 @@ async def assemble(
         keeps_on_host=backend.environment().num_ranks > 1 or config.optimizer.offload,
     )
     stack.push_async_callback(publisher.close)
-    record = await open_held_out_record(bus, trainer_epoch=trainer_epoch)
-    evaluator = None
-    if evaluated:
-        evaluator = Evaluator(
-            settings.evaluation,
-            evaluated,
-            bus=bus,
-            images=images,
-            trackers=trackers,
-            folder=start.folder,
-            run_id=start.run_id,
-            epoch=trainer_epoch,
-            step=start.step,
-            num_steps=config.num_steps,
-            is_resumed=start.checkpoint is not None,
-            episodes=episodes,
-            holding=ReplicaHolding(
-                publisher, record, run_folder=start.folder, num=settings.evaluation.held_out_replicas
-            ),
-        )
-    else:
-        await give_up_interrupted(start.folder, record)
+    evaluator = await _open_evaluator(settings, start, evaluated, publisher, logs, bus, images, epoch=trainer_epoch)
     consumer = await _open_groups(bus, stack, fresh_run=start.checkpoint is None)
     collector = Collector(
         consumer=consumer,
@@ -209,7 +179,7 @@ async def assemble(
         tally=tally,
         evaluator=evaluator,
         pools=pools,
-        episodes=episodes,
+        episodes=logs.episodes,
     )
     feeder = Feeder(
         dataset=dataset,
@@ -272,7 +242,7 @@ async def assemble(
             streams=_streams(config, settings.algorithm),
             pass_tokens=config.micro_batch_tokens,
             pads_passes=config.fixed_rows and config.row_lengths == 1,
-            episodes=episodes,
+            episodes=logs.episodes,
         ),
         checkpoints=CheckpointSaver(
             store=start.checkpoints,
@@ -287,14 +257,14 @@ async def assemble(
             saved_version=start.version,
             demonstrations=demonstrations,
         ),
-        metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step, last_row=start.metrics),
-        trace=await asyncio.to_thread(TrainerTrace, start.folder, last_step=start.step),
-        trackers=trackers,
+        metrics=logs.metrics,
+        trace=logs.trace,
+        trackers=logs.trackers,
         on_step=measured.observe,
         evaluator=evaluator,
         demonstrations=demonstrations,
-        episodes=episodes,
-        recorder=_recorder(settings, start.folder, backend, start.run_id) if config.record_groups else None,
+        episodes=logs.episodes,
+        recorder=logs.recorder,
     )
 
 
@@ -323,42 +293,37 @@ def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupL
     return GroupLedger(gate) if checkpoint is None else GroupLedger.from_state(checkpoint.state["ledger"], gate)
 
 
-async def _open_trackers(settings: TrainerSettings, start: StartingPoint, stack: AsyncExitStack) -> Trackers:
-    config = settings.trackers
-    run = TrackedRun(
-        run_id=start.run_id,
-        name=config.run_name or start.run_id,
-        project=config.project,
-        last_step=start.step,
-        folder=start.folder / "trackers",
-        settings=described(settings),
-    )
-    trackers = await asyncio.to_thread(Trackers.open, config, run)
-    stack.push_async_callback(asyncio.to_thread, trackers.close)
-    return trackers
-
-
-async def _open_episodes(
-    settings: TrainerSettings, start: StartingPoint, position: Position, dataset: Dataset, stack: AsyncExitStack
-) -> EpisodeLog | None:
-    if settings.episodes.keep == "off":
+async def _open_evaluator(
+    settings: TrainerSettings,
+    start: StartingPoint,
+    sets: Mapping[str, EvaluationSet],
+    publisher: WeightPublisher,
+    logs: RunLogs,
+    bus: Bus,
+    images: ImageStore,
+    *,
+    epoch: str,
+) -> Evaluator | None:
+    """Return what evaluates the sets; without any, give up an evaluation that an earlier start left."""
+    record = await open_held_out_record(bus, trainer_epoch=epoch)
+    if not sets:
+        await give_up_interrupted(start.folder, record)
         return None
-
-    @functools.cache
-    def read_texts() -> TokenTexts:  # when the first group is written, which is not waited for
-        return Renderer.load(settings.model.path).token_texts()
-
-    episodes = await asyncio.to_thread(
-        EpisodeLog,
-        start.folder,
-        settings.episodes,
-        position,
-        dataset=dataset,
-        names=lambda ids: read_texts().names_of(ids),
+    return Evaluator(
+        settings.evaluation,
+        sets,
+        bus=bus,
+        images=images,
+        trackers=logs.trackers,
+        folder=start.folder,
+        run_id=start.run_id,
+        epoch=epoch,
+        step=start.step,
+        num_steps=settings.trainer.num_steps,
         is_resumed=start.checkpoint is not None,
+        episodes=logs.episodes,
+        holding=ReplicaHolding(publisher, record, run_folder=start.folder, num=settings.evaluation.held_out_replicas),
     )
-    stack.push_async_callback(asyncio.to_thread, episodes.close)
-    return episodes
 
 
 def _streams(config: TrainerConfig, algorithm: AlgorithmConfig) -> bool:
@@ -366,19 +331,6 @@ def _streams(config: TrainerConfig, algorithm: AlgorithmConfig) -> bool:
         log.info("batches.not_streamed", reason=f"with {setting} each group's gradient depends on the whole batch")
         return False
     return config.streaming
-
-
-def _recorder(settings: TrainerSettings, folder: Path, backend: TrainBackend, run_id: str) -> StepRecorder:
-    recorded = StepSettings.of(
-        model_path=settings.model.path,
-        seed=settings.run.seed,
-        temperature=settings.sampling.temperature,
-        trainer=settings.trainer,
-        algorithm=settings.algorithm,
-        filters=settings.filters,
-        demonstrations=settings.demonstrations,
-    )
-    return StepRecorder(folder, recorded, backend, run_id=run_id)
 
 
 def _publisher(
