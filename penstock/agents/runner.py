@@ -17,9 +17,6 @@ from penstock.environments.openai_messages import write_messages
 MODEL: Final = "policy"
 """The `model` that agents may send; sessions accept any name."""
 
-SESSION_HEADER: Final = "x-penstock-session"
-"""Header that names the session at the base URL shared by all samples."""
-
 _MAX_ERROR_CHARS = 2000
 
 

@@ -5,7 +5,7 @@ Shapes: N = new tokens of a prompt, with one placeholder id per image; S = token
 
 import re
 import secrets
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import msgspec
 import numpy as np
@@ -13,6 +13,9 @@ import numpy as np
 from penstock.records.prompt import GroupId, Limits, Sampling, check_hashes
 from penstock.records.record import Envelope, Record
 from penstock.records.sample import VersionSpan, check_sampled
+
+SESSION_HEADER: Final = "x-penstock-session"
+"""HTTP header that names the session at the base URL shared by all samples."""
 
 _ID = re.compile(r"([A-Za-z0-9_-]{1,200})\.([0-9a-f]{32})")
 

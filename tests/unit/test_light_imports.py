@@ -83,6 +83,52 @@ def test_installs_without_torch_sglang_and_transformers(extra: str) -> None:
     assert not {"torch", "sglang", "transformers"} & found
 
 
+_WALK = """
+import importlib, json, pkgutil, sys
+
+class Blocker:
+    blocked = set(json.loads(sys.argv[1]))
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.blocked:
+            raise ModuleNotFoundError(f"{name} is not installed", name=name)
+
+sys.meta_path.insert(0, Blocker())
+for name in json.loads(sys.argv[2]):
+    package = importlib.import_module(name)
+    for found in pkgutil.walk_packages(getattr(package, "__path__", []), f"{name}."):
+        importlib.import_module(found.name)
+"""
+
+
+def others_than(extra: str) -> list[str]:
+    """The modules that `pip install 'penstock[extra]'` does not bring, of all that are installed here."""
+    brought = required("penstock", frozenset({extra}))
+    return [
+        module
+        for module, distributions in importlib.metadata.packages_distributions().items()
+        if not {canonicalize_name(name) for name in distributions} & brought
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "packages"),
+    [
+        ("reward", ["services.reward"]),
+        ("router", ["services.router.server", "services.router.balancing"]),
+        ("openai", ["services.router"]),
+        ("worker", ["services.rollout.worker"]),
+        ("trainer", ["services.trainer"]),
+        ("view", ["services.view"]),
+    ],
+)
+def test_a_service_imports_what_its_extra_brings(extra: str, packages: list[str]) -> None:
+    """Every module of it, as in an image that has this extra and nothing else."""
+    arguments = [json.dumps(others_than(extra)), json.dumps(packages)]
+    done = subprocess.run([sys.executable, "-c", _WALK, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_openai_frontend_installs_without_torch_and_sglang() -> None:
     """It has transformers, for its tokenizers."""
     found = required("penstock", frozenset({"openai"}))
@@ -116,12 +162,7 @@ def test_the_reward_server_process_holds_no_sympy() -> None:
 )
 def test_the_command_line_runs_with_what_penstock_itself_requires(command: list[str], code: int) -> None:
     """Without any extra, as the reward service's image or a person's first look has it; what is missing is a fault."""
-    brought = required("penstock", frozenset({""}))
-    blocked = [
-        module
-        for module, distributions in importlib.metadata.packages_distributions().items()
-        if not {canonicalize_name(name) for name in distributions} & brought
-    ]
+    blocked = others_than("")
     assert {"PIL", "torch", "fastapi", "pyarrow"} <= set(blocked)
     arguments = [json.dumps(blocked), json.dumps(command)]
     done = subprocess.run([sys.executable, "-c", _COMMAND, *arguments], capture_output=True, text=True, timeout=120)

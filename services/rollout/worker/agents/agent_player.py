@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeAlias
 import structlog
 
 from penstock.agents import AgentResult, AgentSession
-from penstock.agents.runner import SESSION_HEADER
 from penstock.bus.sessions import OpenedSession, Sessions
 from penstock.errors import DeadlineError, OverloadedError, PenstockError, UnavailableError
 from penstock.model.chat_template import Renderer
 from penstock.records import Prompt, Sample, SessionCall, SessionId, SessionState, Verdict
+from penstock.records.session import SESSION_HEADER
 from penstock.runtime.security import Security
 from services.rollout.worker.agents.linearize import linearize, turns_of
 from services.rollout.worker.agents.runners import RunnerCaller, RunnerError

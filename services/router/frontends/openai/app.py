@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from penstock.agents.runner import SESSION_HEADER
 from penstock.errors import PenstockError, SessionOverError
 from penstock.http.app import describe, make_app
+from penstock.records.session import SESSION_HEADER
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.errors import body_of, error_body, error_response, status_for
 from services.router.frontends.openai.schema.base import PARAMETER_FAULT

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Scope
 
-from penstock.agents.runner import SESSION_HEADER
+from penstock.records.session import SESSION_HEADER
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.schema.requests import ChatRequest
 from services.router.frontends.openai.sessions.session_api import SessionApi
