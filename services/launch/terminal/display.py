@@ -161,5 +161,5 @@ def _table(lines: Sequence[Line], standing: Mapping[str, Any], width: int) -> Ta
 def _bar(standing: Mapping[str, Any], width: int) -> str:
     """Return how far the run is."""
     width = max(4, width)
-    done = round(width * standing["step"] / max(1, standing["num_steps"], standing["step"]))
+    done: int = round(width * standing["step"] / max(1, standing["num_steps"], standing["step"]))
     return "━" * done + "╌" * (width - done)
