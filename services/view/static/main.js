@@ -59,7 +59,7 @@ async function draw() {
     root.replaceChildren(h("h1", {}, page.title), ...[shown].flat());
     if (drawn === current()) controls(root)[focused]?.focus({ preventScroll: true });
     else if (drawn) root.focus();
-    if (drawn !== current()) document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+    if (drawn !== current()) showLink();
     drawn = current();
     isTouched = false;
     document.title = `${page.title} · ${context.runs[context.run]?.name ?? "Penstock"}`;
@@ -95,6 +95,13 @@ function drawHeader() {
     note.hidden = false;
     note.textContent = `Exported ${exported.time}. ${leftOut.length ? `Left out: ${leftOut.join("; ")}.` : "Nothing was left out."}`;
   }
+}
+
+// On a phone the pages' list is wider than the screen. scrollIntoView would move the place from which Tab goes on.
+function showLink() {
+  const nav = document.getElementById("nav");
+  const link = nav.querySelector("[aria-current]");
+  if (link) nav.scrollLeft = link.offsetLeft - nav.offsetLeft - (nav.clientWidth - link.offsetWidth) / 2;
 }
 
 const controls = (root) => [...root.querySelectorAll("a[href], button, input, select, [tabindex]")];

@@ -114,6 +114,15 @@ def test_a_file_is_bounded_and_says_what_it_lacks(tmp_path: Path, monkeypatch: p
     assert "30" not in excerpt.data["episodes"]
 
 
+def test_pictures_count_too(tmp_path: Path) -> None:
+    """A group whose picture does not fit is left out."""
+    run = make_run(tmp_path / "run")
+    (run / "episodes" / "images" / f"{SHA}.png").write_bytes(b"x" * 200_000)
+    excerpt = excerpt_of(0, RunReader(run), max_bytes=150_000)
+    assert (excerpt.data["index"], excerpt.data["images"]) == ([], {})
+    assert "30 of 30 kept groups" in excerpt.left_out
+
+
 def test_groups_come_in_the_order_in_which_people_ask_for_them() -> None:
     """The newest, the one that differs most, the worst, the best, the last evaluation, what was left out."""
 
