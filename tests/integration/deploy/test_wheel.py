@@ -43,15 +43,35 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of commands of an environment with the wheel, and with the packages that it requires."""
+    """The folder of commands of an environment with the wheel and the packages that it requires, and nothing else."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=True)
     run_apart(folder / "bin/pip", "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=folder)
-    # Its requirements are those of this environment. The checkout, which is in this one as an editable installation,
-    # stays out: of a folder that a .pth file names, the .pth files are not read.
     (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (here,) = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
+    for name in required_by(wheel):
+        tops = {path.parts[0] for path in importlib.metadata.files(name) or ()} - {"..", "__pycache__"}
+        for top in tops:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(here / top)
     return folder / "bin"
+
+
+def required_by(wheel: Path) -> set[str]:
+    """The distributions that the wheel requires without an extra, and those that they require."""
+    todo, found = declared_by(requires_of(wheel), ""), set[str]()
+    while todo:
+        name = todo.pop()
+        found.add(name)
+        todo |= declared_by(importlib.metadata.requires(name) or [], "") - found
+    return found
+
+
+def requires_of(wheel: Path) -> list[str]:
+    """The wheel's Requires-Dist lines."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(archive.read(metadata)).get_all("Requires-Dist", [])
 
 
 def test_it_holds_the_packages_the_recipes_and_the_models(wheel: Path) -> None:
@@ -64,6 +84,15 @@ def test_it_holds_the_packages_the_recipes_and_the_models(wheel: Path) -> None:
     recipes = {f"recipes/{file.name}" for file in shipped.recipes().values()}
     model = {f"models/{name}/{file.name}" for name, folder in shipped.models().items() for file in folder.iterdir()}
     assert held == {"__init__.py", "recipes/recipe.schema.json"} | recipes | model
+
+
+def test_its_environment_has_what_it_requires_alone(installed: Path, tmp_path: Path) -> None:
+    """As an empty one into which pip installs it: no package of an extra is there, and none of the checkout's."""
+    program = (
+        "import importlib.util as u; "
+        "print(*(name for name in ('grpc', 'pydantic', 'torch', 'fastapi', 'pytest', 'tests') if u.find_spec(name)))"
+    )
+    assert run_apart(installed / "python", "-c", program, cwd=tmp_path).split() == ["grpc", "pydantic"]
 
 
 def test_a_run_begins_anywhere(installed: Path, tmp_path: Path) -> None:
@@ -126,7 +155,7 @@ def declared_by(lines: list[str], extra: str) -> set[str]:
 
 
 def test_every_package_that_is_imported_is_declared(wheel: Path) -> None:
-    """By the wheel itself or one of its extras: the environment above has them all, declared or not."""
+    """By the wheel itself or one of its extras."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
