@@ -49,6 +49,7 @@ class TokenizerManager:
 def engine_of(manager: TokenizerManager, model_path: Path) -> SglangEngine:
     raw = SimpleNamespace(
         tokenizer_manager=manager,
+        server_args=SimpleNamespace(enable_return_routed_experts=False),
         _scheduler_init_result=SimpleNamespace(
             scheduler_infos=[{"max_total_num_tokens": 1000, "max_req_input_len": 500}]
         ),

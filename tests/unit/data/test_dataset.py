@@ -105,8 +105,8 @@ def test_text_only_rows_need_no_images(tmp_path: Path) -> None:
             r"no column problem or prompt or .* with the prompt's text; it has title, answer\. .*--data\.problem_col",
         ),
         (
-            {"problem": ["x"], "solution": ["1"]},
-            r"no column answer or .* with the correct answer; it has problem, solution\..*--data\.answer_col",
+            {"problem": ["x"], "result": ["1"]},
+            r"no column answer or .* with the correct answer; it has problem, result\..*--data\.answer_col",
         ),
         ({"problem": ["x"], "answer": [""]}, r"row 0: column 'answer' holds empty text"),
         ({"problem": ["x"], "answer": [None]}, r"row 0: column 'answer' holds nothing"),
