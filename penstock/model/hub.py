@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import ConfigError, SetupError
-from penstock.runtime.hub import endpoint, failure, is_offline
+from penstock.runtime.hub import endpoint, explained, is_offline
 
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -141,29 +141,14 @@ def _snapshot(model: ModelId, *, with_weights: bool, only_cached: bool) -> Path:
 
 @contextmanager
 def _explained(model: ModelId, setting: str) -> Iterator[None]:
-    """Translate huggingface_hub's errors into errors with a remedy."""
-    name = f"{setting} = {str(model)!r} on the Hugging Face Hub"
+    """Translate errors of huggingface_hub, which not every installation has, into errors with a remedy."""
+    named = f"{setting} = {str(model)!r}"
     try:
-        import httpx
-        from huggingface_hub import errors
+        import huggingface_hub  # noqa: F401 - it is missing here, if at all
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"{name} needs the Python package {error.name!r}, which is not installed; "
+            f"{named} on the Hugging Face Hub needs the Python package {error.name!r}, which is not installed; "
             "`pip install 'penstock[trainer]'`, or give a folder"
         ) from None
-    command = f"`hf download {model.repo}{f' --revision {model.revision}' if model.revision else ''}`"
-    try:
+    with explained(model.repo, model.revision, named=named, is_data=False, refusal=ConfigError):
         yield
-    except errors.GatedRepoError:
-        raise ConfigError(
-            f"{name} is gated; accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
-        ) from None
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise ConfigError(
-            f"{setting} = {str(model)!r} is neither a folder here nor a model on the Hugging Face Hub that this "
-            "account may read; check the name, and for a private one run `hf auth login` or set HF_TOKEN"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ConfigError(f"{name} has no revision {model.revision!r}; give a branch, a tag or a commit") from None
-    except (httpx.HTTPError, OSError) as error:  # all others of huggingface_hub are one of these
-        raise SetupError(f"{name}{failure(error, command)}") from None

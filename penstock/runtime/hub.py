@@ -1,6 +1,47 @@
 """The Hugging Face Hub for models and data sets alike: where it is, and what to do about a request that failed."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.errors import SetupError, UserError
+
+
+@contextmanager
+def explained(repo: str, revision: str, *, named: str, is_data: bool, refusal: type[UserError]) -> Iterator[None]:
+    """Translate huggingface_hub's errors into errors with a remedy.
+
+    Args:
+        repo: `owner/name`.
+        revision: Branch, tag or commit; empty for the main branch.
+        named: The setting with its value, which errors begin with.
+        is_data: Whether it is a data set, not a model.
+        refusal: Error that says that there is none, or none that this account may read.
+
+    Raises:
+        UserError: `refusal`, or a SetupError if the Hub cannot be reached or refuses, or the cache cannot be written.
+    """
+    import httpx
+    from huggingface_hub import errors
+
+    name = f"{named} on the Hugging Face Hub"
+    kind, here = ("data set", "a file or folder") if is_data else ("model", "a folder")
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise refusal(
+            f"{name} is gated; accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise refusal(
+            f"{named} is neither {here} here nor a {kind} on the Hugging Face Hub that this account may read; check "
+            "the name, and for a private one run `hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise refusal(f"{name} has no revision {revision!r}; give a branch, a tag or a commit") from None
+    except (httpx.HTTPError, OSError) as error:  # all others of huggingface_hub are one of these
+        options = (" --repo-type dataset" if is_data else "") + (f" --revision {revision}" if revision else "")
+        raise SetupError(f"{name}{_failure(error, f'`hf download {repo}{options}`')}") from None
 
 
 def endpoint() -> str | None:
@@ -20,7 +61,7 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def failure(error: Exception, fetch: str) -> str:
+def _failure(error: Exception, fetch: str) -> str:
     """Return why a repository cannot be had, and what to do about it; a name goes before.
 
     Args:

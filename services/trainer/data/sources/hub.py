@@ -6,16 +6,16 @@ copy in the cache or not at all. HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and HF_HU
 
 import glob
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from penstock.errors import DataError, SetupError
-from penstock.runtime.hub import endpoint, failure, first_line
+from penstock.errors import DataError
+from penstock.runtime.hub import endpoint, explained, first_line
 from services.trainer.data.sources.readers.formats import SUFFIXES
 from services.trainer.data.sources.splits import choose_files
 
@@ -52,7 +52,7 @@ def fetch(repo: str, *, config: str, split: str, revision: str) -> HubFiles:
         SetupError: the Hub cannot be reached or refuses, and the cache has no complete copy; or it cannot be written.
     """
     name = f"data.path {repo!r} on the Hugging Face Hub"
-    with _explained(repo, revision, name):
+    with _explained(repo, revision):
         return _fetch(repo, config=config, split=split, revision=revision, name=name)
 
 
@@ -70,7 +70,7 @@ def look_up(repo: str, *, revision: str, timeout_s: float) -> None:
     """
     import huggingface_hub
 
-    with _explained(repo, revision, f"data.path {repo!r} on the Hugging Face Hub"):
+    with _explained(repo, revision):
         api = huggingface_hub.HfApi(endpoint=endpoint())
         api.dataset_info(repo, revision=revision or None, timeout=timeout_s)
 
@@ -87,28 +87,8 @@ def is_cached(repo: str, *, revision: str) -> bool:
     return True
 
 
-@contextmanager
-def _explained(repo: str, revision: str, name: str) -> Iterator[None]:
-    """Translate huggingface_hub's errors into errors with a remedy."""
-    import httpx
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except errors.GatedRepoError:
-        raise DataError(
-            f"{name} is gated; accept its terms on its page, then run `hf auth login` or set HF_TOKEN"
-        ) from None
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise DataError(
-            f"data.path {repo!r} is neither a file or folder here nor a data set on the Hugging Face Hub that this "
-            "account may read; check the name, and for a private one run `hf auth login` or set HF_TOKEN"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise DataError(f"{name} has no revision {revision!r}; give a branch, a tag or a commit") from None
-    except (httpx.HTTPError, OSError) as error:  # all others of huggingface_hub are one of these
-        fetch = f"`hf download {repo} --repo-type dataset{f' --revision {revision}' if revision else ''}`"
-        raise SetupError(f"{name}{failure(error, fetch)}") from None
+def _explained(repo: str, revision: str) -> AbstractContextManager[None]:
+    return explained(repo, revision, named=f"data.path {repo!r}", is_data=True, refusal=DataError)
 
 
 def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> HubFiles:
