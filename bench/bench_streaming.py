@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,7 +168,9 @@ class Rollouts:
     async def _play(self, index: int, slot: int) -> None:
         version = self.versions[slot]
         await asyncio.sleep(rollout_s(index, self.mean_s))
-        group = SimpleNamespace(ready=SimpleNamespace(index=index), images={}, played=UNUSED)
+        played = SimpleNamespace(id=SimpleNamespace(message=f"run/{index}/0/epoch"))
+        ready = SimpleNamespace(index=index, sequences=(range(1),))
+        group = SimpleNamespace(ready=ready, images={}, played=played, received_at=time.monotonic())
         self.ledger.hold(
             Arrival(index=index, attempt=0, oldest_version=version, newest_version=version, num_tokens=1, group=group)
         )
@@ -206,17 +208,17 @@ class SlowCheckpoints:
     saved_version: int | None = None
     write_s: float | None = None
 
-    def moment(self, position: Position, _: Any = UNUSED) -> int:
-        """Return the version."""
-        return position.version
+    def moment(self, position: Position, _: Any = UNUSED) -> SimpleNamespace:
+        """Return step and version."""
+        return SimpleNamespace(step=position.step, version=position.version)
 
-    async def write(self, _: int) -> None:
-        """Sleep."""
+    async def write(self, _: SimpleNamespace, *, on_copied: Callable[[], None]) -> None:
+        """Sleep. Nothing is copied, so that the next update waits for the end, as on one rank."""
         await asyncio.sleep(CHECKPOINT_S)
 
-    async def settle(self, moment: int) -> None:
+    async def settle(self, moment: SimpleNamespace) -> None:
         """Record the moment."""
-        self.saved_version = moment
+        self.saved_version = moment.version
 
 
 class Loop(TrainingLoop):
