@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import structlog
+import tqdm
 from xdist.scheduler import LoadScopeScheduling
 
 from penstock.bus.connection import Bus
@@ -27,6 +28,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 for _variable in VARIABLES:  # of whoever runs the tests: servers under test ask for what the test says
     os.environ.pop(_variable, None)
+
+# The first progress bar of a process would start a thread that no one ends.
+tqdm.tqdm.monitor_interval = 0
 
 # structlog's own tracebacks take seconds, within which a test's deadlines pass.
 _plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)

@@ -268,7 +268,12 @@ async def test_a_watch_is_complete_only_when_its_values_are_there(bus: Bus, monk
     async def sent(subscription: JetStreamContext.PushSubscription) -> ConsumerInfo:
         nonlocal num_asked
         num_asked += 1
-        return dataclasses.replace(await ask(subscription), num_pending=0)
+        info = await ask(subscription)
+        assert info.delivered is not None
+        num_sent = info.delivered.consumer_seq + (info.num_pending or 0)
+        return dataclasses.replace(
+            info, num_pending=0, delivered=dataclasses.replace(info.delivered, consumer_seq=num_sent)
+        )
 
     monkeypatch.setattr(JetStreamContext.PushSubscription, "consumer_info", sent)
     monkeypatch.setattr(JetStreamContext.PushSubscription, "delivered", 0)

@@ -23,6 +23,7 @@ from services.trainer.batching.sequences import TrainSequence, open_reader
 from tests.support.engine.family import FELT, MOST, PICTURES, difference, engine_of, require_same_through_pushes
 from tests.support.engine.push import Push
 from tests.support.engine.reference import Reference, picture, prompt, request
+from tests.support.engine.traffic import Traffic
 from tests.support.trainer.families import EXPERTS, MIXTURES, heard, write_model
 from tests.support.trainer.routing import chosen_experts, disturb_routers, exchanged
 
@@ -157,18 +158,20 @@ async def test_a_turn_that_spans_a_push_has_the_experts_of_the_weights_that_ende
     """Its first tokens were computed again; so the trainer, which has these weights, computes what the engine did."""
     version = await restore(mixture_engine, policy) + 1
     newer = policy.perturbed(seed=9)
+    push = Push(mixture_engine, newer.weights, version)
+    await push.prepare()
     trajectory = Trajectory(min_version=0)
     trajectory.add_observation(prompt(random.Random(7), num_images=0, image_id=None))
     asked = request(trajectory.token_ids, max_new_tokens=400)
     asked.sampling.ignore_end = True
     asked.routed_experts_from = 0
-    turn = ResumableTurn(asked)
-    async for chunk in mixture_engine.generation.GenerateStream(turn.remaining(), timeout=60):
-        if not turn.num_tokens:
-            pushing = asyncio.create_task(Push(mixture_engine, newer.weights, version).complete())
-        turn.add(chunk)
-    await pushing
-    trajectory.add_turn(turn.response())
+    traffic = Traffic(lambda _: mixture_engine.generation.Generate(asked, timeout=60), 4)
+    await traffic.under_way()  # and another turn begins as soon as one has ended
+    await push.pause()
+    traffic.stop()
+    await push.deliver()
+    turns = await asyncio.gather(*traffic.calls)
+    trajectory.add_turn(next(turn for turn in turns if len(turn.version_spans) == 2))
     [sequence] = read([sample_of(trajectory)], {}, mixture)
     is_new = sequence.versions_X == version
     assert sequence.num_own_tokens > is_new.sum() > 0

@@ -12,7 +12,6 @@ from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
 import pytest
-import tqdm
 
 COMMIT = "a" * 40
 OLDER = "b" * 40
@@ -65,7 +64,6 @@ def used_hub(repos: Mapping[str, Repo], folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # it would leave a thread behind
     with hub_server(repos) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
