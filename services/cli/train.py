@@ -10,7 +10,7 @@ import typer
 from penstock.runtime import process
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
-from services.cli import service_settings, view_command
+from services.cli import hub_models, service_settings, view_command
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
 from services.cli.extras import import_with_extra
 from services.launch.run_folder import RunFolder
@@ -35,9 +35,9 @@ def train(
     service_settings.require_trainable_without_model(settings)
     unfetched: list[str] = []
     if dry_run:
-        settings, unfetched = service_settings.with_cached_models(settings)
+        settings, unfetched = hub_models.with_cached_models(settings)
     else:
-        settings = service_settings.with_models(settings)
+        settings = hub_models.with_models(settings)
     if not unfetched:
         service_settings.require_inputs(settings)
     security = Security.load(settings.security)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.errors import DataError, SetupError, UserError
 from penstock.model.folder import require_model
-from services.cli import service_settings
+from services.cli import hub_models, service_settings
 from services.launch.known_names import KnownNames, require_names
 from services.recipe import Recipe
 from services.trainer.data.config import DataConfig
@@ -86,7 +86,7 @@ def _checked(recipe: Recipe, *, is_sft: bool) -> Recipe:
         require_files(config)
     if recipe.demonstrations is not None and not is_sft:
         require_demonstrations(recipe.demonstrations)
-    recipe = service_settings.with_model(recipe, with_weights=False)
+    recipe = hub_models.with_model(recipe, with_weights=False)
     model = None if recipe.model is None else recipe.model.path
     service_settings.require_template_variables(recipe, model, with_sets=False, with_demonstrations=not is_sft)
     if not is_sft:

@@ -9,7 +9,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.model import hub
 from penstock.runtime.security import Security
-from services.cli import service_settings
+from services.cli import hub_models
 from services.cli.arguments import RecipeArgument, load_run, sort_arguments
 from services.cli.extras import import_with_extra
 from services.cli.model_folder import find_model
@@ -62,7 +62,7 @@ def eval_(
         folder_of_model = find_model(model) if hub.parse_id(model) is None else hub.fetch(model, setting="--model")
         settings = settings.model_copy(update={"model": ModelConfig(path=folder_of_model)})
     elif not url:
-        settings = service_settings.with_model(settings)
+        settings = hub_models.with_model(settings)
     security = Security.load(settings.security)
     code: int = evaluating.evaluate(settings, security, url=url, url_model=url_model, folder=folder)
     return code

@@ -2,7 +2,7 @@
 
 import typer
 
-from services.cli import service_settings
+from services.cli import hub_models, service_settings
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
 from services.cli.extras import import_with_extra
 
@@ -19,7 +19,7 @@ def sft(
     """
     recipes, overrides = sort_arguments(recipe, context.args)
     settings, folder = load_run(recipes, overrides, resume=resume)
-    settings = service_settings.with_model(settings)
+    settings = hub_models.with_model(settings)
     service_settings.for_sft(settings)
     training = import_with_extra("services.cli.sft.run", "penstock sft", extra="trainer")
     code: int = training.train(settings, folder)

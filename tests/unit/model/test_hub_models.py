@@ -17,7 +17,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, PenstockError, SetupError
 from penstock.model import hub as model_hub
 from penstock.telemetry import log
-from services.cli import main, service_settings
+from services.cli import hub_models, main, service_settings
 from services.cli.evaluation import run as evaluating
 from services.cli.evaluation.begun import Begun
 from services.doctor.finding import Status
@@ -86,7 +86,7 @@ def test_workers_and_routers_download_no_weights(hub: HubServer) -> None:
 def test_a_recipe_that_is_written_has_the_commit(hub: HubServer) -> None:
     """Not this machine's cache: every service finds the same files, though the branch has moved."""
     given = recipe("--algorithm.kl.kind=k2", "--algorithm.kl.reference=owner/tiny@v1")
-    written = tomllib.loads(configuration.dump(service_settings.with_models(given)))
+    written = tomllib.loads(configuration.dump(hub_models.with_models(given)))
     assert written["model"]["path"] == f"owner/tiny@{COMMIT}"
     assert written["algorithm"]["kl"]["reference"] == f"owner/tiny@{OLDER}"
     hub.repos["owner/tiny"] = Repo(commits=REPOS["owner/tiny"].commits, branches={"main": OLDER})
