@@ -22,6 +22,7 @@ from penstock.testing.local_bus import temporary_run
 from tests.support import leftovers
 
 ROOT = Path(__file__).resolve().parents[1]
+_RANKS = "tests/unit/backend/ranks/"
 
 # Before torch is imported: two OpenMP threads that share a busy core wait for each other far longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,15 +46,18 @@ def _configure_uncached(**settings: Any) -> None:
 _configure, structlog.configure = structlog.configure, _configure_uncached
 
 
-class EnginesTogether(LoadScopeScheduling):
+class Together(LoadScopeScheduling):
     """Workers share the tests file by file, so that a module's fixtures are made once.
 
-    All that start engines are one worker's: two of those at a time would starve each other.
+    All that start engines are one worker's: two of those at a time would starve each other. Files that share ranks are
+    one worker's too: they start them once.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "engines" if _starts_engines(ROOT / file) else file
+        if _starts_engines(ROOT / file):
+            return "engines"
+        return "ranks" if file.startswith(_RANKS) else file
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,9 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(leftovers)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesTogether:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
     """For `make test`; plain `pytest` has no workers."""
-    return EnginesTogether(config, log)
+    return Together(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -79,13 +83,19 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first."""
+    """What takes longest comes first: at the end, no worker plays a long file while the others have nothing to do."""
+    items.sort(key=lambda item: not (item.nodeid.startswith(_RANKS) or _is_slow(item.path)))
     items.sort(key=lambda item: not _starts_engines(item.path))
 
 
 @functools.cache
 def _starts_engines(file: Path) -> bool:
     return re.search(r"\bmark\.(engine|e2e)\b", file.read_text()) is not None
+
+
+@functools.cache
+def _is_slow(file: Path) -> bool:
+    return re.search(r"\bmark\.slow\b", file.read_text()) is not None
 
 
 @pytest.fixture(autouse=True)
