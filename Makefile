@@ -92,7 +92,7 @@ test-clients: setup ## Run the ordinary examples of OpenAI's clients with the re
 	@$(BIN)/pytest tests/clients/run_examples.py $(ARGS)
 
 test-families: setup ## Compare every model family, tiny, on real SGLang with transformers, and train each for five steps.
-	@$(BIN)/pytest tests/integration/engine/families/run_families.py tests/e2e/run_families.py $(ARGS)
+	@$(BIN)/pytest tests/integration/engine/families/run_*.py tests/e2e/run_families.py $(ARGS)
 
 test-lora: setup ## Train adapters with real SGLang engines, through kills, and load what is exported.
 	@$(BIN)/pytest tests/e2e/run_lora.py $(ARGS)

@@ -8,7 +8,7 @@ loses nothing by that.
 
 It exits with 1 if a seed misses a bar: the reward in training rises by 0.25, from the mean of the first ten steps to
 that of the last ten; blank zooms take away half of what the held-out score gained; the share of held-out episodes that
-use the tool rises; and training with both evaluations takes at most 720 s.
+use the tool rises; and the run, less the evaluation after its last step, takes at most 720 s: the demo has none.
 """
 
 import argparse
@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "tiny-multi-turn"
 SET = "held_out"
 COLUMNS = (
-    "seed", "steps", "wall s", "reward, first 10 steps", "last 10", "gain", "held out, before", "after", "gain",
+    "seed", "steps", "wall s", "of that, last evaluation", "reward, first 10 steps", "last 10", "gain",
+    "held out, before", "after", "gain",
     "after, zoom blank", "lost by that, of the gain", "tool use, before", "after", "max dlogp, same version",
 )  # fmt: skip
 MIN_GAIN = 0.25
@@ -42,6 +43,8 @@ class Measurement:
     seed: int
     num_steps: int
     wall_s: float
+    """The whole run, with both evaluations."""
+    last_evaluation_s: float
     first_reward: float
     last_reward: float
     score_before: float
@@ -72,8 +75,8 @@ class Measurement:
             found.append(f"blank zooms took away {self.lost:.1%} of the held-out gain, less than {MIN_LOST:.0%}")
         if self.tool_use_after <= self.tool_use_before:
             found.append(f"tool use did not rise: {self.tool_use_before:.3f} before, {self.tool_use_after:.3f} after")
-        if self.wall_s > MAX_WALL_S:
-            found.append(f"training took {self.wall_s:.0f} s, more than {MAX_WALL_S:.0f}")
+        if (training_s := self.wall_s - self.last_evaluation_s) > MAX_WALL_S:
+            found.append(f"training took {training_s:.0f} s, more than {MAX_WALL_S:.0f}")
         return found
 
 
@@ -125,6 +128,7 @@ def measure(seed: int, run: Path, blank: Path, wall_s: float) -> tuple[Measureme
         seed=seed,
         num_steps=len(rows),
         wall_s=wall_s,
+        last_evaluation_s=after["elapsed_s"],
         first_reward=begun_at,
         last_reward=ended_at,
         score_before=first["score"]["value"],
@@ -137,6 +141,7 @@ def measure(seed: int, run: Path, blank: Path, wall_s: float) -> tuple[Measureme
         str(seed),
         str(measured.num_steps),
         f"{wall_s:.0f}",
+        f"{measured.last_evaluation_s:.0f}",
         f"{begun_at:.3f}",
         f"{ended_at:.3f}",
         f"{measured.gain:+.3f}",

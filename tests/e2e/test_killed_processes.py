@@ -40,8 +40,8 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
     Weights are broadcast, the one way in which the members of a push wait for each other. The run evaluates itself, and
     the trainer dies inside an evaluation. It starts its rank itself, so both come up again whichever of them dies.
     """
-    num_steps = 18
-    evaluation = {"every": 9, "at_end": "true", "sets__geometry__num_prompts": 24, "sets__held_out__num_prompts": 8}
+    num_steps = 12
+    evaluation = {"every": 6, "at_end": "true", "sets__geometry__num_prompts": 24, "sets__held_out__num_prompts": 8}
     settings = overrides(
         tmp_path,
         rollout__replicas=1,
@@ -52,15 +52,17 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
         trainer__weight_sync__transport="broadcast",
         **{f"evaluation__{key}": value for key, value in evaluation.items()},
     )
-    victims = ("rollout", "worker", "decode", "router", "trainer", "prefill", "rank", "reward")
+    victims = {
+        1: "rollout", 2: "worker", 3: "decode", 4: "router", 6: "trainer", 7: "prefill", 8: "rank", 9: "reward",
+    }  # fmt: skip
     with started(tmp_path, str(RECIPE), *settings) as train:
-        for step, victim in zip(range(1, num_steps, 2), victims, strict=False):
+        for step, victim in victims.items():
             train.wait_for_step(step, timeout_s=240)
             if victim == "trainer":
                 begun = train.folder / f"evaluations/step-{step:06d}/samples.jsonl"
                 train.wait_until(lambda begun=begun: begun.exists() and begun.read_bytes(), "an evaluation", 120)
             train.kill(victim)
-        train.wait_for_step(16, timeout_s=240)
+        train.wait_for_step(10, timeout_s=240)
         os.kill(train.process.pid, signal.SIGINT)
         train.wait(HANG_S)
         assert train.pids() == []
@@ -69,7 +71,7 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
     with started(tmp_path, "--resume", str(folder), "--rollout.prefill=0", "--rollout.decode=0") as train:
         assert train.wait(500) == 0, train.tail()
         assert_nothing_was_lost(train.rows(), num_steps)
-        assert_evaluated(train.folder, [9, num_steps], num_prompts={"geometry": 24, "held_out": 8})
+        assert_evaluated(train.folder, [6, num_steps], num_prompts={"geometry": 24, "held_out": 8})
         assert train.pids() == []
 
 

@@ -65,19 +65,23 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monk
     """Its id is kept in the run's folder; a new run in the same folder gets another one."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log_rows("mlflow", tmp_path, ROWS[:2])
-    log_rows("mlflow", tmp_path, [row | {"learning_rate_visual.*": 1e-6} for row in ROWS[2:]], last_step=2)
+    rest = [row | {"learning_rate_visual.*": 1e-6} for row in ROWS[2:]]
+    log_rows("mlflow", tmp_path, rest, last_step=2, of_another_run=ROWS[:1])
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
-        values = database.execute("SELECT step, value FROM metrics WHERE key = 'reward_mean' ORDER BY step").fetchall()
+        values_of: dict[str, list[tuple[int, float]]] = {}
+        for run, step, value in database.execute(
+            "SELECT run_uuid, step, value FROM metrics WHERE key = 'reward_mean' ORDER BY step"
+        ):
+            values_of.setdefault(run, []).append((step, value))
         runs = database.execute("SELECT name, status FROM runs").fetchall()
-        parameters = database.execute("SELECT key, value FROM params").fetchall()
+        parameters = database.execute("SELECT DISTINCT key, value FROM params").fetchall()
         rates = database.execute("SELECT step FROM metrics WHERE key = 'learning_rate_visual._'").fetchall()
-    assert values == [(step, pytest.approx(step / 10)) for step in range(1, 5)]
+    assert sorted(values_of.values(), key=len) == [
+        [(step, pytest.approx(step / 10)) for step in range(1, num_steps + 1)] for num_steps in (1, 4)
+    ]
     assert rates == [(3,), (4,)], "MLflow takes no asterisk"
-    assert runs == [("tiny", "FINISHED")]
+    assert runs == [("tiny", "FINISHED")] * 2
     assert parameters == [("trainer.num_steps", "4")]
-    log_rows("mlflow", tmp_path, ROWS[:1], run_id="tiny-20260102-000000")
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
-        assert database.execute("SELECT count(*) FROM runs").fetchall() == [(2,)]
 
 
 @pytest.mark.slow

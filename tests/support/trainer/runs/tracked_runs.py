@@ -21,11 +21,12 @@ from services.trainer.telemetry.trackers import TrackedRun, Trackers
 
 given = json.loads(sys.argv[1])
 with structlog.testing.capture_logs() as logs:
-    run = TrackedRun(**given["run"] | {"folder": Path(given["run"]["folder"])})
-    trackers = Trackers.open(TrackersConfig.model_validate({"use": [given["use"]]}), run)
-    for row in given["rows"]:
-        trackers.log(row)
-    trackers.close()
+    for part in given["parts"]:
+        run = TrackedRun(**part["run"] | {"folder": Path(part["run"]["folder"])})
+        trackers = Trackers.open(TrackersConfig.model_validate({"use": [given["use"]]}), run)
+        for row in part["rows"]:
+            trackers.log(row)
+        trackers.close()
 assert logs == [], logs
 """
 
@@ -55,15 +56,22 @@ def run_in(folder: Path, last_step: int = 0) -> TrackedRun:
 
 
 def log_rows(
-    use: str, folder: Path, rows: list[dict[str, Any]], *, last_step: int = 0, run_id: str = RUN_ID, **environment: str
+    use: str,
+    folder: Path,
+    rows: list[dict[str, Any]],
+    *,
+    last_step: int = 0,
+    of_another_run: list[dict[str, Any]] | None = None,
+    **environment: str,
 ) -> None:
-    """Open one tracker, log and close; nothing may have failed."""
-    run = {
-        "run_id": run_id,
-        "name": "tiny",
-        "project": "tests",
-        "last_step": last_step,
-        "folder": str(folder),
-        "settings": {"trainer.num_steps": str(4 + last_step)},
-    }
-    python(LOG_ROWS, json.dumps({"use": use, "run": run, "rows": rows}), **environment)
+    """Open one tracker, log and close; then so for another run, if there are rows of one. Nothing may have failed."""
+
+    def part(run_id: str, last_step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        settings = {"trainer.num_steps": str(4 + last_step)}
+        run = {"run_id": run_id, "name": "tiny", "project": "tests", "folder": str(folder), "settings": settings}
+        return {"run": run | {"last_step": last_step}, "rows": rows}
+
+    parts = [part(RUN_ID, last_step, rows)]
+    if of_another_run is not None:
+        parts.append(part("tiny-20260102-000000", 0, of_another_run))
+    python(LOG_ROWS, json.dumps({"use": use, "parts": parts}), **environment)

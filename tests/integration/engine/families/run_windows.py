@@ -1,5 +1,5 @@
 """Qwen2.5-VL on real SGLang: a tower with windows, and with MLPs that SGLang pads, is the trainer's before and after
-pushes."""
+pushes. Not collected by default: `make test-families`."""
 
 from pathlib import Path
 

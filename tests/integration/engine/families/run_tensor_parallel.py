@@ -1,4 +1,5 @@
-"""An engine whose processes share the layers: what a push makes of it is the trainer's model."""
+"""An engine whose processes share the layers: what a push makes of it is the trainer's model. Not collected by
+default: `make test-families`."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
