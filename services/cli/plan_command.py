@@ -1,4 +1,4 @@
-"""`penstock plan`: calculates whether a recipe fits the memory of GPUs, which need not be present."""
+"""`penstock plan`: calculates whether a recipe fits the memory of GPUs, which need not be present, and the host's."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def plan(
     image_share: Annotated[float, typer.Option("--image-share", help="Share of tokens that stand for images.")] = 0.25,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")] = False,
 ) -> int:
-    """Calculate the GPU memory that engines and trainer take, and settings with which they would fit.
+    """Calculate the memory that engines and trainer take of GPUs and host, and settings with which they fit the GPUs.
 
     Reads only the model's config.json, and uses no GPU; the weights of a model on the Hugging Face Hub are not
     downloaded. Any --section.key=value overrides the recipe. Exits with 1 if something does not fit.
@@ -58,20 +58,30 @@ def _lines(found: Any, machine: Any) -> Iterator[str]:
         yield ""
         yield f"{process.name}{'' if process.count == 1 else f' ({process.count} of them)'}"
         for moment in process.moments:
-            yield f"  {moment.name}"
-            for part in moment.parts:
-                yield f"    {part.name:<{_WIDTH}}{part.size_bytes / _GIB:8.1f} GiB"
+            yield from _parts(moment)
             verdict = "" if moment.total_bytes <= process.room_bytes else "  TOO MUCH"
             total, room = moment.total_bytes / _GIB, process.room_bytes / _GIB
             yield f"    {'together':<{_WIDTH}}{total:8.1f} of {room:.1f}{verdict}"
         yield from (f"  {note}" for note in process.notes)
     yield ""
+    yield "the host's memory, all processes together"
+    for moment in found.host:
+        yield from _parts(moment)
+        yield f"    {'together':<{_WIDTH}}{moment.total_bytes / _GIB:8.1f} GiB"
+    yield ""
     if found.fits:
-        yield "it fits"
+        needed = max(moment.total_bytes for moment in found.host)
+        yield f"it fits these GPUs, if the host has {needed / _GIB:,.1f} GiB of memory"
     elif found.remedy:
         yield f"it does not fit; it would with {' '.join(found.remedy)}"
     else:
         yield "it does not fit, and none of the settings that were tried helps; take more or larger GPUs"
+
+
+def _parts(moment: Any) -> Iterator[str]:
+    yield f"  {moment.name}"
+    for part in moment.parts:
+        yield f"    {part.name:<{_WIDTH}}{part.size_bytes / _GIB:8.1f} GiB"
 
 
 def _as_json(found: Any) -> dict[str, Any]:
@@ -84,12 +94,14 @@ def _as_json(found: Any) -> dict[str, Any]:
                 "name": process.name,
                 "count": process.count,
                 "room_bytes": process.room_bytes,
-                "moments": [
-                    {"name": moment.name, "bytes": {part.name: part.size_bytes for part in moment.parts}}
-                    for moment in process.moments
-                ],
+                "moments": _moments_as_json(process.moments),
                 "notes": list(process.notes),
             }
             for process in found.processes
         ],
+        "host": _moments_as_json(found.host),
     }
+
+
+def _moments_as_json(moments: Any) -> list[dict[str, Any]]:
+    return [{"name": moment.name, "bytes": {part.name: part.size_bytes for part in moment.parts}} for moment in moments]

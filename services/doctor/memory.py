@@ -12,16 +12,13 @@ from pathlib import Path
 from services.doctor.finding import Finding, fault, gib, ok, warning
 from services.doctor.gpu import GpuFacts
 from services.launch.gpu_plan import TRAINER, GpuPlan
+from services.plan.host_memory import START, host_moments
 from services.recipe import Recipe
 
 MASTER_BYTES = 16
 """Bytes per trained parameter: the weight, its gradient and two averages of AdamW, in float32."""
 CHECKPOINT_BYTES = 12
 """Bytes per parameter in a checkpoint: the weight and two averages of AdamW, in float32."""
-ENGINE_BYTES = 1.2 * 2**30
-"""Host memory of an engine's processes in addition to its weights, measured with the tiny model on a CPU."""
-OTHERS_BYTES = 1.2 * 2**30
-"""Host memory of the trainer beside its weights (0.9 GiB), and of all processes without weights; measured likewise."""
 SPARE = 0.8
 """Above this share of the available memory, activations and caches may not fit."""
 MIN_SHM_BYTES = 2**30
@@ -137,20 +134,24 @@ def check_host_memory(
     """
     rollout = recipe.rollout
     num_engines = 0 if is_sft else rollout.replicas + rollout.prefill + rollout.decode
-    on_gpu = bool(plan.devices)
-    weights = 0 if on_gpu else num_engines * _DTYPE_BYTES.get(rollout.dtype, 4) * size.num_parameters
-    if TRAINER in plan.of_process:
-        # A model is loaded here first.
-        trainer = MASTER_BYTES * recipe.trainer.hsdp_replicas if recipe.trainer.optimizer.offload else 4
-        if recipe.trainer.keeps_copies_on_host and not is_sft:
-            num_copies = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
-            trainer += num_copies * _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
-    else:
-        trainer = MASTER_BYTES + (0 if is_sft else 2 * 4)  # and the copies for two pushes
-    needed = int(num_engines * ENGINE_BYTES + OTHERS_BYTES + weights + trainer * size.num_parameters)
+    fullest = max(
+        host_moments(
+            size.num_parameters,
+            recipe,
+            num_engines=num_engines,
+            engines_on_gpu=bool(plan.devices),
+            trainer_on_gpu=TRAINER in plan.of_process,
+            is_sft=is_sft,
+        ),
+        key=lambda moment: moment.total_bytes,
+    )
+    needed, ranks = fullest.total_bytes, recipe.trainer.ranks
     engines = f"{num_engines} {'engine' if num_engines == 1 else 'engines'}, trainer and services take"
     seen = f"{'training takes' if is_sft else engines} about {gib(needed)} of the {gib(available)} that are free"
     remedy = f"{'' if is_sft else 'lower rollout.replicas, '}choose a smaller model, or end other programs"
+    if ranks > 1 and fullest.name == START:
+        seen += f", because each of {ranks} ranks loads the whole model in float32"
+        remedy = f"lower trainer.ranks, {remedy}"
     if needed >= available:
         return fault("memory", seen, remedy)
     if needed > SPARE * available:

@@ -1,4 +1,4 @@
-"""Calculates the GPU memory of each process of a run, and settings with which all of them fit.
+"""Calculates the memory of a run: of the GPU of each process, with settings that make all of them fit, and of the host.
 
 Weights, gradients, averages, copies and caches are counted from the model's shape, activations by `working_memory`. On
 several ranks the gathered part of the layers is counted too. The overhead of CUDA, NCCL and the allocator was not
@@ -16,8 +16,10 @@ import pydantic
 from penstock.errors import ConfigError
 from services.launch.gpu_plan import TRAINER, GpuPlan
 from services.launch.run_plan import make_plan
+from services.plan.host_memory import host_moments
 from services.plan.model_shape import ModelShape
-from services.plan.process_plan import GIB, Gpus, MemoryPlan, Moment, Part, ProcessPlan
+from services.plan.moment import Moment, Part
+from services.plan.process_plan import GIB, Gpus, MemoryPlan, ProcessPlan
 from services.plan.working_memory import RowShape, working_bytes
 from services.recipe import Recipe
 from services.trainer.checks.expert_parallel import require_divisible
@@ -89,12 +91,14 @@ def _plan(
     )
     placed = _assign_gpus(recipe, gpus)
     processes = []
-    if engines := [name for name in placed.of_process if name != TRAINER]:
+    engines = [name for name in placed.of_process if name != TRAINER]
+    if engines:
         processes.append(_engine(shape, recipe, gpus, count=len(engines)))
     if TRAINER in placed.of_process:
         room = _room(recipe, gpus, placed, len(engines))
         processes += _trainer(shape, recipe, room, working, image_share=image_share)
-    return MemoryPlan(shape=shape, processes=tuple(processes))
+    host = host_moments(shape.num_parameters, recipe, num_engines=len(engines))
+    return MemoryPlan(shape=shape, processes=tuple(processes), host=host)
 
 
 def _assign_gpus(recipe: Recipe, gpus: Gpus) -> GpuPlan:
@@ -261,7 +265,7 @@ def _trainer(
         count=1,
         room_bytes=room,
         moments=(*of_first, push),
-        notes=(*notes, *_of_host(shape, recipe)),
+        notes=tuple(notes),
     )
     if is_sharded:
         name = "other rank of the trainer"
@@ -344,14 +348,6 @@ def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
     yield Part(name="largest weight, rounded and whole", size_bytes=largest)
     if recipe.trainer.keeps_copies_on_host:
         yield Part(name="the same, packed", size_bytes=largest)
-
-
-def _of_host(shape: ModelShape, recipe: Recipe) -> Iterator[str]:
-    """Describe the host memory that the trainer needs for pushes."""
-    if recipe.trainer.keeps_copies_on_host:
-        copies = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
-        size = copies * _BFLOAT16 * shape.num_parameters / GIB
-        yield f"{copies} copies of the weights for pushes, {size:,.1f} GiB, are in the host's memory"
 
 
 def _proposals(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:

@@ -6,6 +6,7 @@ from typing import Self
 
 from penstock.errors import ConfigError
 from services.plan.model_shape import ModelShape
+from services.plan.moment import Moment
 
 GIB = 2**30
 
@@ -31,27 +32,6 @@ class Gpus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Something that takes memory."""
-
-    name: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """The parts in a process's GPU memory at a moment that may be its fullest."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.size_bytes for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
     """A kind of process, and the GPU of each instance."""
 
@@ -74,10 +54,12 @@ class MemoryPlan:
 
     shape: ModelShape
     processes: tuple[ProcessPlan, ...]
+    host: tuple[Moment, ...]
+    """The memory of the machine that all processes of the run take together, at the moments that may be the fullest."""
     remedy: tuple[str, ...] | None = ()
     """Settings with which all would fit; empty if they fit already; None if no such settings were found."""
 
     @property
     def fits(self) -> bool:
-        """Whether every process fits."""
+        """Whether every process fits its GPU."""
         return all(process.fits for process in self.processes)

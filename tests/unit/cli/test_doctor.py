@@ -14,6 +14,7 @@ from services.doctor.inputs import check_data, check_model, check_settings
 from services.doctor.memory import ModelSize
 from services.launch.gpu_plan import GpuPlan
 from services.launch.run_plan import make_plan
+from services.plan.host_memory import ENGINE_BYTES, OTHERS_BYTES
 from services.recipe import Recipe
 
 GIB = 2**30
@@ -223,22 +224,19 @@ def test_memory_of_gpus_of_their_own() -> None:
 
 
 def test_memory_of_ranks() -> None:
-    """Each has a share of the 16 bytes; copies for pushes are in the host's memory, two or three of 2 bytes each."""
+    """On its GPU each has a share of the 16 bytes; in the host's memory each has the whole model at the start."""
     ranks = recipe("--trainer.ranks=4")
     small = Gpu(name="small", capability=(8, 9), free_bytes=8 * GIB, total_bytes=8 * GIB)
     _, trainer = memory.check_gpu_memory(TWO_BILLION, ranks, plan(ranks, 5), facts(*[small] * 5))
     assert_found(trainer, Status.WARNING, "averages, in 4 ranks,", "7.5 GiB of 8.0 GiB", "raise trainer.ranks")
 
-    def on_host(*settings: str) -> int:
-        changed = recipe(*settings)
-        found = memory.check_host_memory(TWO_BILLION, changed, plan(changed, 5), available=2**60)
-        return round(float(found.seen.split("about ")[1].split()[0]) * GIB / TWO_BILLION.num_parameters)
-
-    alone, with_ranks, deltas = (
-        on_host(*settings)
-        for settings in ((), ("--trainer.ranks=4",), ("--trainer.ranks=4", "--trainer.weight_sync.transport=delta"))
-    )
-    assert (with_ranks - alone, deltas - with_ranks) == (4, 2)
+    found = memory.check_host_memory(TWO_BILLION, ranks, plan(ranks, 5), available=40 * GIB)
+    assert_found(found, Status.WARNING, "take about 34.9 GiB", "each of 4 ranks loads the whole model", "trainer.ranks")
+    assert_found(memory.check_host_memory(TWO_BILLION, ranks, plan(ranks, 5), 34 * GIB), Status.FAULT)
+    more = recipe("--trainer.ranks=2", "--trainer.weight_sync.transport=delta")  # 12 bytes of a checkpoint, 6 of copies
+    found = memory.check_host_memory(TWO_BILLION, more, plan(more, 3), available=2**60)
+    assert_found(found, Status.OK, "take about 36.8 GiB of")
+    assert "loads" not in found.seen
 
 
 def test_an_engine_rounds_a_checkpoint_in_float32() -> None:
@@ -281,7 +279,7 @@ def test_memory_of_the_machine() -> None:
     """On a CPU, weights in float32 in every engine, and all of the trainer's."""
     on_cpu = recipe("--rollout.replicas=2")
     weights = (2 * 4 + 16 + 8) * TWO_BILLION.num_parameters
-    base = 2 * memory.ENGINE_BYTES + memory.OTHERS_BYTES
+    base = 2 * ENGINE_BYTES + OTHERS_BYTES
     for available, status in ((weights * 2 + base, "ok"), (weights * 1.1 + base, "warning"), (weights, "fault")):
         found = memory.check_host_memory(TWO_BILLION, on_cpu, plan(on_cpu, 0), int(available))
         assert_found(found, Status(status), "2 engines, trainer and services")

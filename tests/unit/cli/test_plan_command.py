@@ -53,7 +53,11 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RECIPE, "--gpus=2x4"]) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[0].startswith("qwen3_vl: 1.1 million parameters")
-    assert text.endswith("it fits\n")
+    start, step = plan["host"]  # type: ignore[misc]
+    assert start["bytes"]["model in float32"] == 4 * plan["num_parameters"]  # type: ignore[operator]
+    assert sum(start["bytes"].values()) > sum(step["bytes"].values())
+    needed = sum(start["bytes"].values()) / 2**30
+    assert text.endswith(f"it fits these GPUs, if the host has {needed:,.1f} GiB of memory\n")
 
 
 def test_the_remedy_is_one(capsys: pytest.CaptureFixture[str]) -> None:

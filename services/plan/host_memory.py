@@ -1,0 +1,87 @@
+"""Calculates the memory that a run takes of its machine, which is none of its GPUs'.
+
+Every rank of the trainer loads the whole model in float32 before it keeps its shard. Engines on GPUs map the weight
+files, whose pages the kernel can reclaim, so only their processes count. The memory of a process without weights was
+measured on a CPU; CUDA's own share comes on top.
+"""
+
+from collections.abc import Iterator
+
+from services.plan.moment import Moment, Part
+from services.recipe import Recipe
+
+ENGINE_BYTES = int(1.2 * 2**30)
+"""An engine's processes in addition to its weights, measured with the tiny model on a CPU."""
+OTHERS_BYTES = int(1.2 * 2**30)
+"""The trainer beside its weights (0.9 GiB), and all processes without weights; measured likewise."""
+RANK_BYTES = int(0.9 * 2**30)
+"""A further rank of the trainer beside its weights: at most what the trainer takes."""
+START = "when the trainer starts"
+"""Name of the moment at which the trainer loads the model."""
+
+_FLOAT32 = 4
+_AVERAGES = 8
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def host_moments(
+    num_parameters: int,
+    recipe: Recipe,
+    *,
+    num_engines: int,
+    engines_on_gpu: bool = True,
+    trainer_on_gpu: bool = True,
+    is_sft: bool = False,
+) -> tuple[Moment, ...]:
+    """Return what all processes of a run take together, at the moments that may be the fullest.
+
+    Args:
+        num_parameters: Of the model.
+        recipe: The recipe. Its `trainer.ranks` are taken to be all the ranks, on one machine.
+        num_engines: Engines of the run.
+        engines_on_gpu: Whether engines hold their weights on GPUs.
+        trainer_on_gpu: Whether the trainer computes on GPUs.
+        is_sft: Whether `penstock sft` will run, which pushes no weights and has no reference policy.
+    """
+    common = tuple(_common(num_parameters, recipe, num_engines=num_engines, on_gpu=engines_on_gpu))
+    ranks, has_reference = recipe.trainer.ranks, recipe.algorithm.needs_reference and not is_sft
+    whole = _FLOAT32 * num_parameters
+    copies = recipe.trainer.hsdp_replicas if ranks > 1 else 1
+    reference = (Part(name="reference policy in float32", size_bytes=copies * whole),) * has_reference
+    held_here = not trainer_on_gpu or recipe.trainer.optimizer.offload
+    weights = (Part(name="weights in float32", size_bytes=copies * whole),) * held_here
+    each = "" if ranks == 1 else f", once for each of {ranks} ranks"
+    loaded = Part(name=f"model in float32{each}", size_bytes=ranks * whole)
+    moments = [Moment(name=START, parts=(*common, loaded))]
+    if has_reference and recipe.algorithm.kl.reference is not None:
+        again = Part(name=f"reference policy as it is loaded{each}", size_bytes=ranks * whole)
+        moments.append(Moment(name="when the reference is loaded", parts=(*common, *weights, *reference, again)))
+    of_step = [*common, *weights, *reference]
+    if held_here:
+        of_step.append(Part(name="gradients", size_bytes=copies * whole))
+        of_step.append(Part(name="AdamW's averages", size_bytes=copies * _AVERAGES * num_parameters))
+    if not is_sft and (recipe.trainer.keeps_copies_on_host or not trainer_on_gpu):
+        of_step.append(_copies(num_parameters, recipe, on_gpu=trainer_on_gpu))
+    if ranks > 1:
+        size = _FLOAT32 + _AVERAGES + _FLOAT32 * has_reference
+        of_step.append(Part(name="checkpoint that is being written", size_bytes=size * num_parameters))
+    moments.append(Moment(name="in a step", parts=tuple(of_step)))
+    return tuple(moments)
+
+
+def _common(num_parameters: int, recipe: Recipe, *, num_engines: int, on_gpu: bool) -> Iterator[Part]:
+    further = recipe.trainer.ranks - 1
+    yield Part(
+        name="processes without weights",
+        size_bytes=num_engines * ENGINE_BYTES + OTHERS_BYTES + further * RANK_BYTES,
+    )
+    if num_engines and not on_gpu:
+        size = num_engines * _DTYPE_BYTES.get(recipe.rollout.dtype, _FLOAT32) * num_parameters
+        yield Part(name="engines' weights", size_bytes=size)
+
+
+def _copies(num_parameters: int, recipe: Recipe, *, on_gpu: bool) -> Part:
+    """Return the copies of weights for pushes: the replicas' version, and the one to be pushed."""
+    num = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
+    size = _DTYPE_BYTES.get(recipe.trainer.dtype, 2 if on_gpu else 4)
+    return Part(name=f"{num} copies of the weights for pushes", size_bytes=num * size * num_parameters)

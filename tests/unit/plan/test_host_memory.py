@@ -1,0 +1,52 @@
+"""What a run takes of its machine's memory, against numbers worked out by hand."""
+
+from penstock.config import load
+from services.plan.host_memory import ENGINE_BYTES, OTHERS_BYTES, RANK_BYTES, host_moments
+from services.recipe import Recipe
+
+TOTAL = 1_000_000_000
+"""Parameters."""
+
+
+def bytes_per_parameter(*settings: str, num_engines: int = 1, is_sft: bool = False, **where: bool) -> dict[str, float]:
+    """By moment, without what processes take beside weights."""
+    recipe = load(Recipe, [], ['--run.name="a"', *settings])
+    processes = num_engines * ENGINE_BYTES + OTHERS_BYTES + (recipe.trainer.ranks - 1) * RANK_BYTES
+    moments = host_moments(TOTAL, recipe, num_engines=num_engines, is_sft=is_sft, **where)
+    return {moment.name: (moment.total_bytes - processes) / TOTAL for moment in moments}
+
+
+def test_one_rank_loads_the_model_and_keeps_nothing() -> None:
+    """Copies for pushes are on its GPU, and the checkpoint is written from there."""
+    assert bytes_per_parameter() == {"when the trainer starts": 4, "in a step": 0}
+
+
+def test_each_rank_loads_the_whole_model() -> None:
+    """In float32. In a step they have what is pushed, of which there are two copies, and what a checkpoint takes."""
+    assert bytes_per_parameter("--trainer.ranks=8") == {"when the trainer starts": 8 * 4, "in a step": 2 * 2 + 12}
+    delta = bytes_per_parameter("--trainer.ranks=2", "--trainer.weight_sync.transport=delta")
+    assert delta == {"when the trainer starts": 2 * 4, "in a step": 3 * 2 + 12}
+    supervised = bytes_per_parameter("--trainer.ranks=8", num_engines=0, is_sft=True)
+    assert supervised == {"when the trainer starts": 8 * 4, "in a step": 12}
+
+
+def test_offloaded_weights_gradients_and_averages_are_here() -> None:
+    """Once for all ranks together, or for each replica of them."""
+    offload = ("--trainer.ranks=4", "--trainer.optimizer.offload=true")
+    assert bytes_per_parameter(*offload)["in a step"] == 16 + 4 + 12
+    assert bytes_per_parameter(*offload, "--trainer.hsdp_replicas=2")["in a step"] == 2 * 16 + 4 + 12
+    assert bytes_per_parameter("--trainer.optimizer.offload=true")["in a step"] == 16 + 4
+
+
+def test_a_reference_policy_is_here_and_is_loaded_as_the_model_is() -> None:
+    """Each rank has its share of it; one from a folder is loaded whole by each rank before."""
+    kl = ("--trainer.ranks=4", "--algorithm.kl.kind=k3")
+    assert bytes_per_parameter(*kl)["in a step"] == 4 + 4 + 12 + 4
+    taught = bytes_per_parameter(*kl, "--algorithm.kl.reference=teacher")
+    assert taught["when the reference is loaded"] == 4 + 4 * 4
+
+
+def test_on_cpus_everything_is_here() -> None:
+    """Engines' weights, and copies in the precision of the steps."""
+    found = bytes_per_parameter(num_engines=2, engines_on_gpu=False, trainer_on_gpu=False)
+    assert found == {"when the trainer starts": 2 * 4 + 4, "in a step": 2 * 4 + 16 + 2 * 4}
