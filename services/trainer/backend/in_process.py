@@ -1,6 +1,7 @@
 """The backend of one rank, in its own process: alone, or for its part of every step beside other ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,7 @@ class InProcessBackend:
             self._reference = ReferencePolicy(
                 model.policy, model.weights, self._algorithm.kl, precision=model.precision
             )
-            if checkpoint is not None:
-                self._load_reference(self._reference, checkpoint, state)
-            elif self._algorithm.kl.reference is not None:
-                self._reference.read_model(self._algorithm.kl.reference)
+            model.ranks.on_each(partial(self._fill_reference, self._reference, checkpoint, state))
         self._parts = StepParts(
             model=model.logprobs,
             forget_forward=model.forget_forward,
@@ -143,7 +141,11 @@ class InProcessBackend:
             demonstrations=self._demonstration_term(),
         )
 
-    def _load_reference(self, reference: ReferencePolicy, checkpoint: Path, state: Mapping[str, Any]) -> None:
+    def _fill_reference(self, reference: ReferencePolicy, checkpoint: Path | None, state: Mapping[str, Any]) -> None:
+        if checkpoint is None:
+            if self._algorithm.kl.reference is not None:
+                reference.read_model(self._algorithm.kl.reference)
+            return
         if _REFERENCE not in state:
             raise ConfigError(
                 f"algorithm.kl.kind = {self._algorithm.kl.kind!r} needs a reference policy, but {checkpoint} was saved "

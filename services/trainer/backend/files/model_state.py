@@ -110,24 +110,12 @@ class ModelState:
         Raises:
             ConfigError: the folder holds no loadable model, or the checkpoint has adapters and the recipe has none, or
                 other ones, or none and the recipe has some.
-            SetupError: an earlier version of Penstock wrote the checkpoint, or the base of its adapters has changed.
+            SetupError: the checkpoint is not there, an earlier version of Penstock wrote it, or the base of its
+                adapters has changed. What fails on one rank alone fails on all, with the number of that rank.
         """
-        if checkpoint is not None and not (checkpoint / STATE_FILE).is_file():
-            raise SetupError(
-                f"{checkpoint} has no {STATE_FILE}: an earlier version of Penstock wrote it, and it cannot be resumed; "
-                f"begin a new run with --model.path={checkpoint / MODEL}"
-            )
-        lora = self.config.lora
-        if checkpoint is not None:
-            require_kind(checkpoint, lora)
         torch.manual_seed(self._seed)
-        self.policy = load_policy(
-            self._model_path if checkpoint is None or lora.rank else checkpoint / MODEL,
-            temperature=self._temperature,
-            forbidden_ids=self._forbidden_ids,
-            float32_head=self.config.float32_head,
-            gradient_checkpointing=self.config.gradient_checkpointing,
-        )
+        lora = self.config.lora
+        self.policy = self.ranks.on_each(partial(self._read_policy, checkpoint))
         self.adapters = None
         if lora.rank:
             self.adapters = AdapterState.add(self.policy, self.config, seed=self._seed, base_path=self._model_path)
@@ -145,13 +133,38 @@ class ModelState:
         )
         state: Mapping[str, Any] = {}
         if checkpoint is not None:
-            state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
-            self._log_changes(state["settings"])
-            if self.adapters is not None:
-                self.adapters.load(state, checkpoint)
-            self._load_optimizer(state["optimizer"], checkpoint)
-            restore_random_state(state["random"])
+            state = self.ranks.on_each(partial(self._resume, checkpoint))
         self.finish_step()
+        return state
+
+    def _read_policy(self, checkpoint: Path | None) -> PolicyModel:
+        lora = self.config.lora
+        if checkpoint is not None and not (checkpoint / STATE_FILE).is_file():
+            if not checkpoint.is_dir():
+                raise SetupError(
+                    f"{checkpoint} is not there: run.dir, or run.folder, must be a folder that all machines share"
+                )
+            raise SetupError(
+                f"{checkpoint} has no {STATE_FILE}: an earlier version of Penstock wrote it, and it cannot be resumed; "
+                f"begin a new run with --model.path={checkpoint / MODEL}"
+            )
+        if checkpoint is not None:
+            require_kind(checkpoint, lora)
+        return load_policy(
+            self._model_path if checkpoint is None or lora.rank else checkpoint / MODEL,
+            temperature=self._temperature,
+            forbidden_ids=self._forbidden_ids,
+            float32_head=self.config.float32_head,
+            gradient_checkpointing=self.config.gradient_checkpointing,
+        )
+
+    def _resume(self, checkpoint: Path) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+        self._log_changes(state["settings"])
+        if self.adapters is not None:
+            self.adapters.load(state, checkpoint)
+        self._load_optimizer(state["optimizer"], checkpoint)
+        restore_random_state(state["random"])
         return state
 
     def finish_step(self) -> None:

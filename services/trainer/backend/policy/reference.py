@@ -103,7 +103,7 @@ class ReferencePolicy:
             model = load_policy(folder, temperature=1.0, forbidden_ids=()).model
         found = {name: weight.detach() for name, weight in model.named_parameters()}
         sizes = {name: list(weight.shape) for name, weight in found.items()}
-        own = {name: list(weight.shape) for name, weight in self._masters.named()}
+        own = {name: list(shape) for name, shape in self._masters.shapes.items()}
         wrong = sorted(name for name in own.keys() | sizes.keys() if own.get(name) != sizes.get(name))
         if wrong:
             theirs, ours = (each.get(wrong[0], "none") for each in (sizes, own))

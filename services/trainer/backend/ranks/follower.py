@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 import structlog
 
@@ -22,7 +23,7 @@ from services.trainer.backend.ranks.processes import beat
 log = structlog.get_logger()
 
 _REPORTING_S = 5.0
-"""Rank 0, which has probably failed in the same way, says so first."""
+"""If rank 0 has failed in the same way, it ends the trainer with its own error within this time."""
 
 
 def main(rank: int, size: int, store: int, device: str, descriptor: int) -> int:
@@ -31,17 +32,16 @@ def main(rank: int, size: int, store: int, device: str, descriptor: int) -> int:
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step first
     logging.configure(LogConfig(level="error"), service=f"trainer, rank {rank}")  # the rest rank 0 says
     threading.Thread(target=beat, args=(socket.socket(fileno=descriptor),), daemon=True).start()
-    is_over = threading.Event()
     try:
         _follow(rank, size, store, device)
-    except PenstockError as error:  # rank 0 has it too, and ends the trainer with it
+    except PenstockError as error:
         log.error("rank.refused", reason=str(error))
-        is_over.wait()
     except Exception as error:
         log.error("rank.failed", exc_info=error)
-        is_over.wait(_REPORTING_S)
-        return EXIT_FAILURE
-    return 0
+    else:
+        return 0
+    time.sleep(_REPORTING_S)
+    return EXIT_FAILURE
 
 
 def _follow(rank: int, size: int, store: int, device: str) -> None:

@@ -3,7 +3,7 @@
 Invariant: every rank calls the same methods in the same order. What `gather` returns is the same on all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Self, TypeVar
@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from penstock.errors import PenstockError
 from services.trainer.backend.ranks.expert_groups import ExpertGroups
 from services.trainer.backend.ranks.sequence_groups import SequenceGroup
 
@@ -124,6 +125,28 @@ class Ranks:
     def gather(self, value: ValueT) -> list[ValueT]:
         """Return the value of every rank."""
         return self._gather(value, self._values)
+
+    def on_each(self, work: Callable[[], ValueT]) -> ValueT:
+        """Return what `work` returns on this rank; raise on every rank if it has failed on one.
+
+        For work that does not need other ranks and may fail on one of them alone, such as reading a file that only one
+        machine lacks: the others would wait for that rank in their next collective.
+
+        Raises:
+            PenstockError: it failed on this rank; or on another, which the message then names.
+            RuntimeError: another rank failed otherwise.
+        """
+        if self.size == 1:
+            return work()
+        try:
+            value = work()
+        except Exception as error:
+            self.gather(error if isinstance(error, PenstockError) else RuntimeError(repr(error)))
+            raise
+        for rank, failure in enumerate(self.gather(None)):
+            if failure is not None:
+                raise type(failure)(f"rank {rank} cannot go on: {failure}")
+        return value
 
     def gather_written(self, value: ValueT) -> list[ValueT]:
         """Return the value of every rank, as `gather`, but from threads that write beside the commands."""
