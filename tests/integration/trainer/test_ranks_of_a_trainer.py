@@ -52,9 +52,9 @@ class Trainer:
 
 
 @contextmanager
-def trainer(model: Path, *, silence_s: float = 60.0) -> Iterator[Trainer]:
+def trainer(model: Path, *, silence_s: float = 60.0, odd: str = "") -> Iterator[Trainer]:
     """Two ranks."""
-    command = [sys.executable, "-m", _MODULE, str(model), "2", str(silence_s)]
+    command = [sys.executable, "-m", _MODULE, str(model), "2", str(silence_s), "--odd", odd]
     with subprocess.Popen(
         command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -125,6 +125,47 @@ def test_a_rank_that_dies_or_hangs_ends_the_trainer(tiny_model_path: Path, blow:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("odd", "silence_s", "reason"),
+    [
+        ("sleeps", 4.0, "rank 1 did not move for 4 s while others waited in the command begin_step"),
+        ("refuses", 60.0, "rank 1 alone refused the command begin_step: this rank is odd"),
+    ],
+)
+def test_a_rank_that_does_not_come_to_the_others_ends_the_trainer(
+    tiny_model_path: Path, odd: str, silence_s: float, reason: str
+) -> None:
+    """It lives, and its heart beats; a rank that refused, as none of the others did, says why."""
+    with trainer(tiny_model_path, silence_s=silence_s, odd=odd) as started:
+        started.ask("load")
+        started.tell("begin")
+        assert started.process.wait(60.0) == 1
+        assert started.process.stderr is not None
+        assert reason in started.process.stderr.read()
+        assert is_gone(started.pid_of_rank_1)
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_one_that_computes(tiny_model_path: Path) -> None:
+    """Twice as long as for one that does not move."""
+    with trainer(tiny_model_path, silence_s=4.0, odd="computes") as started:
+        started.ask("load")
+        assert started.ask("begin") == "begun"
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_begin_ends_the_trainer(tiny_model_path: Path) -> None:
+    """With its reason."""
+    with trainer(tiny_model_path, odd="refuses to begin") as started:
+        started.tell("load")
+        assert started.process.wait(60.0) == 1
+        assert started.process.stderr is not None
+        said = started.process.stderr.read()
+        assert "this machine is odd" in said
+        assert "rank 1 ended with 1" in said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["rank 0", "rank 1"])
 def test_a_rank_killed_while_all_write_leaves_the_checkpoint_before(
     tiny_model_path: Path, tmp_path: Path, killed: str
@@ -155,13 +196,9 @@ def test_a_rank_killed_while_all_write_leaves_the_checkpoint_before(
     ]
 
 
-@pytest.mark.slow
-def test_torchrun_starts_ranks_of_two_machines(tiny_model_path: Path, tmp_path: Path) -> None:
-    """Each as the trainer is started; the other machine's follows the first to its end."""
-    backend = backend_of(ALONE, tiny_model_path)
-    groups = groups_of(tiny_model_path, seed=0)
-    alone = take_step(backend, [groups[:1], groups[1:]], VERSION)
-    own_files = {**os.environ, "TMPDIR": str(tmp_path)}
+def two_machines(model: Path, folder: Path, *arguments: str) -> tuple[list[int | None], list[str], list[str]]:
+    """Exit codes, outputs and errors of a trainer of two ranks, each of which torchrun starts as on its own machine."""
+    own_files = {**os.environ, "TMPDIR": str(folder)}
     with held_ports(1) as (port,), contextlib.ExitStack() as stack:
         machines = [
             stack.enter_context(
@@ -169,7 +206,7 @@ def test_torchrun_starts_ranks_of_two_machines(tiny_model_path: Path, tmp_path: 
                     [
                         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"),
                         *("--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=1"),
-                        *("-m", _MODULE, str(tiny_model_path), "1", "60", "load;step 0;close"),
+                        *("-m", _MODULE, str(model), "1", *arguments),
                     ],
                     cwd=ROOT, env=own_files, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )
@@ -177,11 +214,30 @@ def test_torchrun_starts_ranks_of_two_machines(tiny_model_path: Path, tmp_path: 
             for number in range(2)
         ]  # fmt: skip
         try:
-            (out, err), (out_of_other, err_of_other) = (machine.communicate(timeout=180) for machine in machines)
+            said = [machine.communicate(timeout=180) for machine in machines]
         finally:
             for machine in machines:
                 machine.kill()
-    assert [machine.returncode for machine in machines] == [0, 0], err + err_of_other
-    _, _, step, closed = (json.loads(line) for line in out.splitlines())
+    return [machine.returncode for machine in machines], [out for out, _ in said], [err for _, err in said]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_of_two_machines(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Each as the trainer is started; the other machine's follows the first to its end."""
+    backend = backend_of(ALONE, tiny_model_path)
+    groups = groups_of(tiny_model_path, seed=0)
+    alone = take_step(backend, [groups[:1], groups[1:]], VERSION)
+    codes, outputs, errors = two_machines(tiny_model_path, tmp_path, "60", "load;step 0;close")
+    assert codes == [0, 0], errors
+    _, _, step, closed = (json.loads(line) for line in outputs[0].splitlines())
     assert step[0] == pytest.approx(alone["loss"], rel=1e-3)
-    assert (closed, out_of_other) == ("closed", "")
+    assert (closed, outputs[1]) == ("closed", "")
+
+
+@pytest.mark.slow
+def test_torchruns_ranks_hear_of_each_other(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Rank 0 of one that does not come, and the other machine's rank of the end of rank 0."""
+    codes, _, errors = two_machines(tiny_model_path, tmp_path, "4", "load;begin", "--odd", "sleeps")
+    assert codes == [1, 1], errors
+    assert "rank 1 did not move for 4 s while others waited in the command begin_step" in errors[0]
+    assert "rank.left" in errors[1]

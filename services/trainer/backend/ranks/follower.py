@@ -18,6 +18,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.imports import kept_for_ever
 from penstock.runtime.process import EXIT_FAILURE
 from penstock.telemetry import log as logging
+from services.trainer.backend.ranks.beats import Pulse
 from services.trainer.backend.ranks.processes import beat
 
 log = structlog.get_logger()
@@ -31,9 +32,10 @@ def main(rank: int, size: int, store: int, device: str, descriptor: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step first
     logging.configure(LogConfig(level="error"), service=f"trainer, rank {rank}")  # the rest rank 0 says
-    threading.Thread(target=beat, args=(socket.socket(fileno=descriptor),), daemon=True).start()
+    pulse = Pulse()
+    threading.Thread(target=beat, args=(socket.socket(fileno=descriptor), pulse), daemon=True).start()
     try:
-        _follow(rank, size, store, device)
+        _follow(rank, size, store, device, pulse)
     except PenstockError as error:
         log.error("rank.refused", reason=str(error))
     except Exception as error:
@@ -44,7 +46,7 @@ def main(rank: int, size: int, store: int, device: str, descriptor: int) -> int:
     return EXIT_FAILURE
 
 
-def _follow(rank: int, size: int, store: int, device: str) -> None:
+def _follow(rank: int, size: int, store: int, device: str, pulse: Pulse) -> None:
     # torch takes seconds; signals are ignored and rank 0 hears of this process before.
     with kept_for_ever():
         from services.trainer.backend.ranks.many_ranks import follow
@@ -52,8 +54,9 @@ def _follow(rank: int, size: int, store: int, device: str) -> None:
 
     placed = prepare_device(device, local_rank=rank, num_local=size)
     ranks = join_on_this_machine(store, rank=rank, size=size, device=placed)
+    pulse.count_collectives = ranks.num_collectives
     kind, arguments = ranks.broadcast(None)
-    follow(kind(**arguments, ranks=ranks), ranks)
+    follow(kind(**arguments, ranks=ranks), ranks, pulse)
 
 
 if __name__ == "__main__":

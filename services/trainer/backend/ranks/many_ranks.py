@@ -8,6 +8,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from penstock.runtime.process import EXIT_FAILURE
 from penstock.weights.named_weights import NamedWeights
 from services.trainer.backend.base import StateDigests, StepTokens, TokenLoss
 from services.trainer.backend.environment import Environment
+from services.trainer.backend.ranks.beats import Pulse
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.config import BackendConfig
@@ -32,26 +34,32 @@ _PATIENCE_S = 30.0
 
 
 class RankProcesses(Protocol):
-    """Keeps the other ranks running: `processes.RankProcesses`, or torchrun."""
+    """The other ranks' processes: those that this one has started, or torchrun's."""
+
+    @property
+    def are_own(self) -> bool:
+        """Whether `close` ends them. Else they end by themselves when they are told that there are no more commands."""
 
     def close(self) -> None:
-        """End them."""
+        """End them, or only the watch over them."""
 
 
 class _ManyRanks:
     """Rank 0, commanding all ranks."""
 
-    def __init__(self, own: Any, ranks: Ranks, processes: RankProcesses | None) -> None:
+    def __init__(self, own: Any, ranks: Ranks, processes: RankProcesses, pulse: Pulse) -> None:
         """Command the other ranks, which `follow`.
 
         Args:
             own: Rank 0's part.
             ranks: All.
-            processes: The others, if this process has started them.
+            processes: The others'.
+            pulse: That of this process.
         """
         self._own = own
         self._ranks = ranks
         self._processes = processes
+        self._pulse = pulse
         self._lock = threading.Lock()
         self._is_broken = False
         """Whether a command failed on rank 0 in a way that the others may not share."""
@@ -74,16 +82,16 @@ class _ManyRanks:
         """
         with self._lock:
             self._ranks.broadcast((_SAVE, (folder,)))
-            collected = self._run("collect")
+            with self._pulse.command(_SAVE):
+                collected = self._run("collect")
         on_copied()
         return _write_with_others(self._own, collected, folder, self._ranks)
 
     def close(self) -> None:
         """End the other ranks. If a command does not come to its end, this process ends with them, at once."""
         is_free = self._lock.acquire(timeout=_PATIENCE_S)
-        if self._processes is not None:
-            self._processes.close()
-        elif is_free and not self._is_broken:
+        self._processes.close()
+        if is_free and not self._is_broken and not self._processes.are_own:
             self._ranks.broadcast((_END, ()))
         if not is_free:
             log.error("ranks.left", reason="a command did not come to its end")
@@ -92,7 +100,8 @@ class _ManyRanks:
     def _command(self, name: str, *args: Any) -> Any:
         with self._lock:
             self._ranks.broadcast((name, args))
-            return self._run(name, *args)
+            with self._pulse.command(name):
+                return self._run(name, *args)
 
     def _run(self, name: str, *args: Any) -> Any:
         try:
@@ -141,16 +150,17 @@ class ManyRanksBackend(_ManyRanks):
     def _gathered(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         with self._lock:
             self._ranks.broadcast(("export", ()))
-            try:
-                for each in weights:  # noqa: UP028 - `yield from` would end them with their reader
-                    yield each
-            except (GeneratorExit, PenstockError):
-                raise
-            except BaseException:
-                self._is_broken = True
-                raise
-            finally:
-                _exhaust(weights)  # the others go on to the end
+            with self._pulse.command("export"):
+                try:
+                    for each in weights:  # noqa: UP028 - `yield from` would end them with their reader
+                        yield each
+                except (GeneratorExit, PenstockError):
+                    raise
+                except BaseException:
+                    self._is_broken = True
+                    raise
+                finally:
+                    _exhaust(weights)  # the others go on to the end
 
     def digests(self) -> StateDigests:
         """Return digests of the present weights, and of rank 0's random state."""
@@ -177,25 +187,31 @@ class ManyRanksSupervisedBackend(_ManyRanks):
         return loss
 
 
-def follow(own: Any, ranks: Ranks) -> None:
-    """Run the commands of rank 0 with this rank's part, until rank 0 says that it was the last."""
+def follow(own: Any, ranks: Ranks, pulse: Pulse) -> None:
+    """Run the commands of rank 0 with this rank's part, until rank 0 says that it was the last.
+
+    What this rank refuses is in its beat: rank 0 either refuses it too, and decides what becomes of it, or ends
+    the trainer.
+
+    Args:
+        own: This rank's part.
+        ranks: All.
+        pulse: That of this process.
+    """
     while True:
         name: str
         args: tuple[Any, ...]
         name, args = ranks.broadcast(None)
         if name == _END:
             return
-        if name == _SAVE:
-            threading.Thread(
-                target=_write_with_others, args=(own, own.collect(), *args, ranks), name="checkpoint", daemon=True
-            ).start()
-            continue
-        try:
+        with suppress(PenstockError), pulse.command(name):
+            if name == _SAVE:
+                writing = (own, own.collect(), *args, ranks)
+                threading.Thread(target=_write_with_others, args=writing, name="checkpoint", daemon=True).start()
+                continue
             done = getattr(own, name)(*args)
             if name == "export":
                 _exhaust(done)
-        except PenstockError as error:  # rank 0 raises it too, and decides what becomes of it
-            log.debug("command.refused", command=name, reason=str(error))
 
 
 def _write_with_others(own: Any, collected: Any, folder: Path, ranks: Ranks) -> dict[str, str]:

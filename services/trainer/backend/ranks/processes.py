@@ -1,9 +1,9 @@
 """Starts the other ranks of a trainer on its machine, and notices when one dies or hangs.
 
-Each shares a socket with rank 0. It writes to it every second, and ends when the socket is closed, which it is when
-rank 0 ends, however that ends. A rank that is gone, or silent, cannot be replaced in the middle of a step: the others
-wait for it in a collective that nothing interrupts. So the whole trainer ends, as if it had been killed; what started
-it starts it again, and it goes on from its checkpoint.
+Each shares a socket with rank 0. It writes its beat to it every second, and ends when the socket is closed, which
+it is when rank 0 ends, however that ends. A rank that is gone, silent or stuck cannot be replaced in the middle of a
+step: the others wait for it in a collective that nothing interrupts. So the whole trainer ends, as if it had been
+killed; what started it starts it again, and it goes on from its checkpoint.
 """
 
 import os
@@ -12,19 +12,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Self
+from typing import NoReturn, Self
 
 import structlog
 
 from penstock.runtime.process import EXIT_FAILURE
+from services.trainer.backend.ranks import beats
+from services.trainer.backend.ranks.beats import BEAT_S, Beat, BeatWatch, Pulse
 
 log = structlog.get_logger()
 
-BEAT_S = 1.0
-SILENCE_S = 20.0
-"""A rank that was silent for this long is taken for hung. A process that computes still beats."""
 _START_S = 300.0
 """For the first beat: torch is imported before it."""
+_MOST_BYTES = 65536
 _MODULE = "services.trainer.backend.ranks.follower"
 
 
@@ -35,20 +35,22 @@ class RankProcesses:
         """Use `start`."""
         self._processes = processes
         self._sockets = sockets
-        self._is_closed = False
+        self._closed = threading.Event()
+        self._beats = BeatWatch()
 
     @classmethod
-    def start(cls, size: int, *, store: int, device: str) -> Self:
+    def start(cls, size: int, *, store: int, device: str, pulse: Pulse) -> Self:
         """Start all but rank 0.
 
         Args:
             size: How many ranks there are, this one included.
             store: Descriptor of the file by which they find each other.
             device: cpu or cuda.
+            pulse: That of this process.
         """
         processes, sockets = [], []
         for rank in range(1, size):
-            ours, theirs = socket.socketpair()
+            ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             with theirs:
                 command = [sys.executable, "-P", "-m", _MODULE]
                 command += [str(each) for each in (rank, size, store, device, theirs.fileno())]
@@ -65,7 +67,13 @@ class RankProcesses:
         started = cls(processes, sockets)
         for rank in range(1, size):
             threading.Thread(target=started._watch, args=(rank,), name=f"watch of rank {rank}", daemon=True).start()
+        threading.Thread(target=started._judge, args=(pulse,), name="watch of all ranks", daemon=True).start()
         return started
+
+    @property
+    def are_own(self) -> bool:
+        """Whether `close` ends them: it does."""
+        return True
 
     @property
     def pids(self) -> list[int]:
@@ -74,7 +82,7 @@ class RankProcesses:
 
     def close(self) -> None:
         """End them. Blocks until they have ended, for a moment."""
-        self._is_closed = True
+        self._closed.set()
         for ours in self._sockets:
             ours.shutdown(socket.SHUT_RDWR)
             ours.close()
@@ -90,27 +98,36 @@ class RankProcesses:
         process, ours = self._processes[rank - 1], self._sockets[rank - 1]
         ours.settimeout(_START_S)
         problem = ""
-        while not problem and not self._is_closed:
+        while not problem and not self._closed.is_set():
             try:
-                if not ours.recv(64):
+                if said := ours.recv(_MOST_BYTES):
+                    self._beats.hear(rank, Beat.decode(said))
+                else:
                     code = process.wait()
                     problem = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-                ours.settimeout(SILENCE_S)
+                ours.settimeout(beats.SILENCE_S)
             except TimeoutError:
                 problem = f"gave no sign of life for {ours.gettimeout():g} s"
                 process.kill()
             except OSError:
                 problem = "is out of reach"
-        if not self._is_closed:
-            _end(f"rank {rank} {problem}")
+        if not self._closed.is_set():
+            end_trainer(f"rank {rank} {problem}")
+
+    def _judge(self, pulse: Pulse) -> None:
+        """Return when the ranks were ended on purpose; end the trainer if they block each other. For a thread."""
+        while not self._closed.wait(BEAT_S):
+            self._beats.hear(0, pulse.beat())
+            if (problem := self._beats.problem()) and not self._closed.is_set():
+                end_trainer(problem)
 
 
-def beat(to_rank_0: socket.socket) -> None:
-    """Tell rank 0 every second that this process lives; end the process when rank 0 is gone. For a thread."""
+def beat(to_rank_0: socket.socket, pulse: Pulse) -> None:
+    """Tell rank 0 every second what this process is at; end the process when rank 0 is gone. For a thread."""
     to_rank_0.settimeout(BEAT_S)
     while True:
         try:
-            to_rank_0.send(b".")
+            to_rank_0.send(pulse.beat().encode())
             if not to_rank_0.recv(1):
                 break
         except TimeoutError:  # nothing is ever sent here: a second has passed
@@ -120,7 +137,8 @@ def beat(to_rank_0: socket.socket) -> None:
     os._exit(0)  # a collective that waits for rank 0 would never end
 
 
-def _end(problem: str) -> None:
+def end_trainer(problem: str) -> NoReturn:
+    """End this process, which is rank 0, at once: nothing else interrupts its collectives."""
     log.error("rank.lost", reason=problem)
     sys.stderr.write(f"error: {problem}; the trainer ends, and continues from its last checkpoint when started again\n")
     sys.stderr.flush()

@@ -122,6 +122,14 @@ class Ranks:
         """Number of this rank's group."""
         return self.rank // self.sequence_group.size
 
+    def num_collectives(self) -> int:
+        """Return how many collectives of commands this rank has entered, as torch counts them; see `beats`."""
+        meshes = [self.mesh, *self._replicated.values(), *(each.mesh for each in self._expert_groups.values())]
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        groups += [each.exchange for each in (*self._expert_groups.values(), *self._sequence_groups.values())]
+        different = {id(group): group for group in (dist.group.WORLD, self._values, *groups)}
+        return sum(group._get_sequence_number_for_group() for group in different.values())
+
     def gather(self, value: ValueT) -> list[ValueT]:
         """Return the value of every rank."""
         return self._gather(value, self._values)
@@ -143,7 +151,8 @@ class Ranks:
         except Exception as error:
             self.gather(error if isinstance(error, PenstockError) else RuntimeError(repr(error)))
             raise
-        for rank, failure in enumerate(self.gather(None)):
+        failures: list[Exception | None] = self.gather(None)
+        for rank, failure in enumerate(failures):
             if failure is not None:
                 raise type(failure)(f"rank {rank} cannot go on: {failure}")
         return value

@@ -19,9 +19,11 @@ from penstock.model.folder import attention_heads
 from services.trainer.backend.base import SupervisedBackend, TrainBackend
 from services.trainer.backend.device import resolve_device
 from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.ranks.beats import Pulse
 from services.trainer.backend.ranks.many_ranks import ManyRanksBackend, ManyRanksSupervisedBackend, follow
 from services.trainer.backend.ranks.processes import RankProcesses
 from services.trainer.backend.ranks.ranks import Ranks
+from services.trainer.backend.ranks.torchrun import TorchrunRanks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.checks.expert_parallel import require_divisible
 from services.trainer.checks.sequence_parallel import require_shareable
@@ -56,8 +58,9 @@ def open_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> TrainBackend:
     config: BackendConfig = backend["config"]
     if "WORLD_SIZE" not in os.environ:
         return ManyRanksBackend(*_started(InProcessBackend, backend, config, size))
-    ranks = _join_torchrun(config.device)
-    return ManyRanksBackend(InProcessBackend(**backend, ranks=ranks), ranks, None)
+    pulse = Pulse()
+    ranks, others = _join_torchrun(config.device, pulse)
+    return ManyRanksBackend(InProcessBackend(**backend, ranks=ranks), ranks, others, pulse)
 
 
 def open_supervised_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> SupervisedBackend:
@@ -85,16 +88,18 @@ def open_supervised_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> Supe
 
 def _started(
     kind: type[OwnT], backend: Mapping[str, Any], config: BackendConfig, size: int
-) -> tuple[OwnT, Ranks, RankProcesses]:
-    """Start all other ranks, and return rank 0's part, the ranks, and their processes."""
+) -> tuple[OwnT, Ranks, RankProcesses, Pulse]:
+    """Start all other ranks, and return rank 0's part, the ranks, their processes, and the pulse of this one."""
     placed = prepare_device(config.device, local_rank=0, num_local=size)
     # A file without a name, which only processes of this user can open: what ranks tell each other is not signed. It
     # lives as long as they do, since a group may look into it when it is first used.
     store = os.memfd_create("penstock-ranks")
-    processes = RankProcesses.start(size, store=store, device=placed.type)
+    pulse = Pulse()
+    processes = RankProcesses.start(size, store=store, device=placed.type, pulse=pulse)
     ranks = join_on_this_machine(store, rank=0, size=size, device=placed)
+    pulse.count_collectives = ranks.num_collectives
     ranks.broadcast((kind, dict(backend)))
-    return kind(**backend, ranks=ranks), ranks, processes
+    return kind(**backend, ranks=ranks), ranks, processes, pulse
 
 
 def _require_divisible(backend: Mapping[str, Any], num_ranks: int) -> None:
@@ -117,8 +122,10 @@ def follow_torchrun(backend: Mapping[str, Any], *, num_ranks: int) -> None:
         ConfigError: as `open_ranks`.
     """
     _require_divisible(backend, _num_started(num_ranks))
-    ranks = _join_torchrun(backend["config"].device)
-    follow(InProcessBackend(**backend, ranks=ranks), ranks)
+    pulse = Pulse()
+    ranks, others = _join_torchrun(backend["config"].device, pulse)
+    follow(InProcessBackend(**backend, ranks=ranks), ranks, pulse)
+    others.close()
 
 
 def prepare_device(device: str, *, local_rank: int, num_local: int) -> torch.device:
@@ -150,13 +157,15 @@ def join_on_this_machine(store: int, *, rank: int, size: int, device: torch.devi
         return Ranks.join(dist.FileStore(f"/proc/self/fd/{store}", size), rank=rank, size=size, device=device)
 
 
-def _join_torchrun(device: str) -> Ranks:
+def _join_torchrun(device: str, pulse: Pulse) -> tuple[Ranks, TorchrunRanks]:
     environment = os.environ
     placed = prepare_device(
         device, local_rank=int(environment["LOCAL_RANK"]), num_local=int(environment["LOCAL_WORLD_SIZE"])
     )
     store, rank, size = next(dist.rendezvous("env://", timeout=_MEETING))
-    return Ranks.join(store, rank=rank, size=size, device=placed)
+    ranks = Ranks.join(store, rank=rank, size=size, device=placed)
+    pulse.count_collectives = ranks.num_collectives
+    return ranks, TorchrunRanks.watch(store, rank=rank, size=size, pulse=pulse)
 
 
 def _num_started(num_ranks: int) -> int:

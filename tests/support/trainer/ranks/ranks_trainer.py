@@ -1,19 +1,22 @@
 """A trainer of several ranks, in real processes, that does what its standard input says.
 
-    python -m tests.support.trainer.ranks.ranks_trainer MODEL NUM_RANKS SILENCE_S [COMMANDS]
+    python -m tests.support.trainer.ranks.ranks_trainer MODEL NUM_RANKS SILENCE_S [--odd KIND] [COMMANDS]
 
-Commands, a line each, or in COMMANDS separated by semicolons: `load [CHECKPOINT]`, `step SEED`, `begin`, `save FOLDER`,
-`checkpoint FOLDER STEP PAUSE_S`, `meet`, `close`. Each is answered with a line of JSON; the first line, before any, is
-the pids of the ranks that it has started. Under torchrun it is one of the ranks. They divide the experts of a mixture
-among all of them.
+It takes a rank that was silent for SILENCE_S for hung, and one that did not move for as long for stuck. With --odd,
+rank 1 is odd (`odd_backend`). Commands, a line each, or in COMMANDS separated by semicolons: `load [CHECKPOINT]`,
+`step SEED`, `begin`, `save FOLDER`, `checkpoint FOLDER STEP PAUSE_S`, `meet`, `close`. Each is answered with a line of
+JSON; the first line, before any, is the pids of the ranks that it has started. Under torchrun it is one of the ranks.
+They divide the experts of a mixture among all of them.
 """
 
+import argparse
 import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import distributed_c10d
 
@@ -22,20 +25,21 @@ from penstock.model.families.experts import num_experts
 from penstock.telemetry import log
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
-from services.trainer.backend.ranks import processes
+from services.trainer.backend.ranks import beats, processes, start
 from services.trainer.backend.ranks.many_ranks import ManyRanksBackend
 from services.trainer.backend.ranks.start import follow_torchrun, is_follower, open_ranks
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import BackendConfig, OptimizerConfig
+from tests.support.trainer.ranks.odd_backend import OddBackend
 from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 
 
-def main(model: Path, num_ranks: int, silence_s: float, commands: Iterable[str]) -> None:
+def main(model: Path, num_ranks: int, silence_s: float, commands: Iterable[str], odd: str = "") -> None:
     """Do it."""
-    processes.SILENCE_S = silence_s
+    beats.SILENCE_S = beats.STALL_S = silence_s
     log.configure(LogConfig(), service="trainer")
     config = BackendConfig(device="cpu", optimizer=OptimizerConfig(learning_rate=1e-3))
-    arguments = {
+    arguments: dict[str, Any] = {
         "model_path": model,
         "config": config,
         "algorithm": AlgorithmConfig(),
@@ -44,6 +48,9 @@ def main(model: Path, num_ranks: int, silence_s: float, commands: Iterable[str])
         "adam_eps": 1e-3,
         "expert_parallel": num_ranks if num_experts(model) else 1,
     }
+    if odd:
+        arguments["odd"] = odd
+        start.InProcessBackend = OddBackend  # type: ignore[misc]
     if is_follower():
         follow_torchrun(arguments, num_ranks=num_ranks)
         return
@@ -91,5 +98,12 @@ def say(answer: object) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    given = sys.argv[4].split(";") if len(sys.argv) > 4 else sys.stdin
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), given)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("num_ranks", type=int)
+    parser.add_argument("silence_s", type=float)
+    parser.add_argument("commands", nargs="?")
+    parser.add_argument("--odd", default="")
+    given = parser.parse_args()
+    commands = given.commands.split(";") if given.commands else sys.stdin
+    main(given.model, given.num_ranks, given.silence_s, commands, given.odd)

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from penstock.weights.named_weights import NamedWeights
+from services.trainer.backend.ranks.beats import Pulse
 from services.trainer.backend.ranks.many_ranks import ManyRanksBackend
 
+TORCHRUNS: Any = SimpleNamespace(are_own=False, close=lambda: None)
 WEIGHTS = {name: torch.zeros(1) for name in ("a", "b", "c")}
 
 
@@ -40,7 +42,7 @@ def test_an_export_that_its_reader_leaves_goes_on_to_its_end() -> None:
 
     own: Any = SimpleNamespace(export=export, begin_step=lambda version: None)
     ranks: Any = Broadcasts()
-    backend = ManyRanksBackend(own, ranks, None)
+    backend = ManyRanksBackend(own, ranks, TORCHRUNS, Pulse())
     with closing(iter(backend.export())) as weights:
         assert next(weights)[0] == "a"
     assert gathered == ["a", "b", "c"]
@@ -64,7 +66,7 @@ def test_the_end_is_not_told_after_a_command_that_failed_on_rank_0_alone() -> No
     own: Any = SimpleNamespace(finish_step=fail, export=export)
     for name in ("finish_step", "export"):
         ranks: Any = Broadcasts()
-        backend = ManyRanksBackend(own, ranks, None)
+        backend = ManyRanksBackend(own, ranks, TORCHRUNS, Pulse())
         with pytest.raises(MemoryError):
             backend.finish_step() if name == "finish_step" else list(backend.export())
         backend.close()
