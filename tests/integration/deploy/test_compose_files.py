@@ -33,7 +33,11 @@ DEPLOY = ROOT / "deploy"
 DOCKER = DEPLOY / "docker"
 BASE = DEPLOY / "docker-compose.yml"
 OBSERVABILITY = DEPLOY / "docker-compose.observability.yml"
-OVERRIDES = (DEPLOY / "docker-compose.gpu.yml", DEPLOY / "docker-compose.disaggregated.yml")
+OVERRIDES = (
+    DEPLOY / "docker-compose.gpu.yml",
+    DEPLOY / "docker-compose.disaggregated.yml",
+    DEPLOY / "docker-compose.gpu-disaggregated.yml",
+)
 SERVICES = ("nats", "reward", "router", "rollout", "worker", "trainer")
 KNOWN_KEYS = {
     "build", "cap_drop", "command", "depends_on", "deploy", "entrypoint", "environment", "image", "init", "logging",
@@ -96,8 +100,14 @@ def test_compose_old_and_new_know_every_key(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "files",
-    [[BASE], [BASE, OVERRIDES[0]], [BASE, OVERRIDES[1]], [BASE, OBSERVABILITY]],
-    ids=["base", "gpu", "pairs", "observability"],
+    [
+        [BASE],
+        [BASE, OVERRIDES[0]],
+        [BASE, OVERRIDES[1]],
+        [BASE, OBSERVABILITY],
+        [BASE, *OVERRIDES, OBSERVABILITY],
+    ],
+    ids=["base", "gpu", "pairs", "observability", "all"],
 )
 def test_the_installed_compose_takes_the_files(files: list[Path]) -> None:
     """docker-compose 1.29 checks them against the JSON schema of the compose specification, as v2 does."""
@@ -353,6 +363,43 @@ def test_engines_of_all_roles_run_alike() -> None:
         assert {key: value for key, value in engine.items() if key not in apart} == {
             key: value for key, value in unified.items() if key not in apart
         }
+
+
+@pytest.mark.parametrize("further", [[], [OBSERVABILITY]], ids=["", "with observability"])
+def test_engines_of_all_roles_have_gpus_alike(further: list[Path]) -> None:
+    """As compose merges the files: what `rollout` has on GPUs each role of a pair has too, and GPUs of its own."""
+    files = [part for path in (BASE, *OVERRIDES, *further) for part in ("--file", str(path))]
+    command = [*installed_compose(), *files, "config"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    services = yaml.safe_load(done.stdout)["services"]
+    unified, trainer = services["rollout"], services["trainer"]
+    on_gpus = {name: each["environment"] for name, each in services.items() if each.get("deploy")}
+    gpus = {name: environment.pop("CUDA_VISIBLE_DEVICES") for name, environment in on_gpus.items()}
+    assert gpus.keys() == {"rollout", "trainer", "prefill", "decode"}
+    assert len({gpus[name] for name in ("trainer", "prefill", "decode")}) == 3
+    assert unified["deploy"]["resources"] == trainer["deploy"]["resources"]
+    assert "prometheus" in services or not further
+    for role in ("prefill", "decode"):
+        engine = services[role]
+        assert engine["image"] == unified["image"].replace("rollout", role)
+        assert words(engine) == [*words(unified), f"--rollout.role={role}"]
+        assert mounts(engine) == {each.replace("rollout-cache", f"{role}-cache") for each in mounts(unified)}
+        assert engine["deploy"]["resources"] == unified["deploy"]["resources"]
+        apart = {"image", "command", "scale", "deploy", "volumes"}
+        assert {key: value for key, value in engine.items() if key not in apart} == {
+            key: value for key, value in unified.items() if key not in apart
+        }
+
+
+def words(service: dict[str, Any]) -> list[str]:
+    """Of a service's command, which one compose prints as a text and another as a list."""
+    command = service["command"]
+    return command.split() if isinstance(command, str) else command
+
+
+def mounts(service: dict[str, Any]) -> set[str]:
+    """The volumes of a service, which one compose prints as texts and another as mappings."""
+    return {json.dumps(each, sort_keys=True) for each in service["volumes"]}
 
 
 def test_images_begin_alike() -> None:
