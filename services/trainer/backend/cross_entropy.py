@@ -17,6 +17,7 @@ import torch
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.planned_rows import PlannedRows
 from services.trainer.backend.ranks.ranks import Ranks
+from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import BackendConfig
@@ -37,11 +38,11 @@ class CrossEntropy:
 
 
 def plan_demonstrations(
-    sequences: Sequence[TrainSequence], config: BackendConfig, device: torch.device, ranks: Ranks
+    sequences: Sequence[TrainSequence], config: BackendConfig, device: torch.device, ranks: Ranks, costs: RowCosts
 ) -> PlannedRows:
     """Plan rows of demonstrations, none of which shares its beginning with another."""
     numbers = range(len(sequences))
-    return PlannedRows.of(sequences, numbers, numbers, numbers, config, device, ranks)
+    return PlannedRows.of(sequences, numbers, numbers, numbers, config, device, ranks, costs)
 
 
 def add_cross_entropy_gradient(

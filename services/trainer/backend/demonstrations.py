@@ -13,6 +13,7 @@ from services.trainer.backend.cross_entropy import add_cross_entropy_gradient, p
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.planned_rows import TokenCounts
 from services.trainer.backend.ranks.ranks import Ranks
+from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import BackendConfig
@@ -39,10 +40,11 @@ class DemonstrationTerm:
     config: BackendConfig
     device: torch.device
     ranks: Ranks
+    costs: RowCosts
 
     def learn(self, sequences: Sequence[TrainSequence]) -> LearnedDemonstrations:
         """Add the gradient of the term. All ranks must call it together."""
-        rows = plan_demonstrations(sequences, self.config, self.device, self.ranks)
+        rows = plan_demonstrations(sequences, self.config, self.device, self.ranks, self.costs)
         found = add_cross_entropy_gradient(self.model, rows, coef=self.coef)
         return LearnedDemonstrations(
             loss=self.coef * found.value,

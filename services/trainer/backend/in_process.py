@@ -132,6 +132,7 @@ class InProcessBackend:
             model=model.logprobs,
             forget_forward=model.forget_forward,
             ranks=model.ranks,
+            costs=model.row_costs,
             optimizer=model.optimizer,
             reference=self._reference,
             entropy=self._entropy,
@@ -162,6 +163,7 @@ class InProcessBackend:
             config=self._model.config,
             device=self._model.device,
             ranks=self._model.ranks,
+            costs=self._model.row_costs,
         )
 
     def begin_step(self, policy_version: int) -> None:

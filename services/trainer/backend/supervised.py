@@ -135,4 +135,5 @@ class InProcessSupervisedBackend:
         """Nothing computes beside this process."""
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> PlannedRows:
-        return plan_demonstrations(sequences, self.config, self._model.device, self._model.ranks)
+        model = self._model
+        return plan_demonstrations(sequences, self.config, model.device, model.ranks, model.row_costs)

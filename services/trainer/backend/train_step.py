@@ -54,6 +54,7 @@ from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.planned_rows import PlannedRows, TokenCounts
 from services.trainer.backend.policy.reference import ReferencePolicy
 from services.trainer.backend.ranks.ranks import Ranks
+from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.batching.shared_experts import with_shared_experts
@@ -76,6 +77,8 @@ class StepParts:
     forget_forward: Callable[[], None]
     """To be called after forward passes that no backward pass followed."""
     ranks: Ranks
+    costs: RowCosts
+    """By which ranks get rows that take equally long."""
     optimizer: Optimizer
     reference: ReferencePolicy | None
     """Reference policy of the loss; None if the loss needs none."""
@@ -162,6 +165,7 @@ class TrainStep:
         self._model = parts.model
         self._forget_forward = parts.forget_forward
         self._ranks = parts.ranks
+        self._costs = parts.costs
         self._optimizer = parts.optimizer
         self._reference = parts.reference
         self._entropy = parts.entropy
@@ -351,6 +355,7 @@ class TrainStep:
             self._config,
             self._device,
             self._ranks,
+            self._costs,
         )
         references: list[torch.Tensor | None] = [None] * rows.num_of_rank
         if self._reference is not None:

@@ -29,9 +29,11 @@ from services.trainer.backend.optimizer.master_weights import HostMasterWeights,
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
+from services.trainer.backend.policy.relative_costs import relative_costs
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.sharding import forget_gathered, shard
+from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow
 from services.trainer.config import BackendConfig
 
@@ -47,6 +49,7 @@ class ModelState:
     policy: PolicyModel
     weights: MasterWeights
     optimizer: Optimizer
+    row_costs: RowCosts
     adapters: AdapterState | None
     """None: all weights are trained."""
 
@@ -116,6 +119,7 @@ class ModelState:
         torch.manual_seed(self._seed)
         lora = self.config.lora
         self.policy = self.ranks.on_each(partial(self._read_policy, checkpoint))
+        self.row_costs = relative_costs(self.policy.model)
         self.adapters = None
         if lora.rank:
             self.adapters = AdapterState.add(self.policy, self.config, seed=self._seed, base_path=self._model_path)

@@ -9,9 +9,12 @@ import torch
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.rounds import evened, rounds_of
 from services.trainer.batching.packing import Row, num_row_tokens, pack
+from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow, build_row, fixed_length, padded_length
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import BackendConfig
+
+_EQUAL = RowCosts()
 
 
 class RankRow(NamedTuple):
@@ -38,6 +41,7 @@ class PlannedRows:
     """Length that each row of the plan is padded to; 0 pads nothing."""
     device: torch.device
     ranks: Ranks
+    costs: RowCosts = _EQUAL
     with_experts: bool = False
     """Whether routers take the experts that the engine chose, where they are known."""
 
@@ -51,6 +55,7 @@ class PlannedRows:
         config: BackendConfig,
         device: torch.device,
         ranks: Ranks = ALONE,
+        costs: RowCosts = _EQUAL,
     ) -> Self:
         """Plan rows of the chosen sequences.
 
@@ -62,6 +67,7 @@ class PlannedRows:
             config: How they are packed.
             device: Device that computes the rows.
             ranks: The ranks that compute the rows.
+            costs: By which several ranks get rows that take equally long.
         """
         lengths = [sequence.num_inputs for sequence in sequences]
 
@@ -93,6 +99,7 @@ class PlannedRows:
             row_lengths=row_lengths,
             device=device,
             ranks=ranks,
+            costs=costs,
             with_experts=config.router_replay,
         )
 
@@ -120,12 +127,11 @@ class PlannedRows:
         """Whether any rank's rows have images."""
         return any(self.sequences[number].images for row in self.plan for block in row for number in block.sequences)
 
-    def _cost(self, row: Row) -> int:
-        """Return a row's approximate cost: its tokens, and the patches of its different images."""
+    def _cost(self, row: Row) -> float:
         numbers = [number for block in row for number in block.sequences]
         images = {id(image): image for number in numbers for image in self.sequences[number].images}
         num_patches = sum(len(image.pixel_values_PD) for image in images.values())
-        return num_row_tokens(row, [sequence.num_inputs for sequence in self.sequences]) + num_patches
+        return self.costs.of(row, [sequence.num_inputs for sequence in self.sequences], num_patches)
 
     @property
     def token_counts(self) -> "TokenCounts":
