@@ -74,15 +74,17 @@ TWENTY: dict[str, Any] = {"micro_batch_tokens": 90, "optimizer": {"learning_rate
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "mixture"])
-def test_after_twenty_steps_ranks_are_where_one_is(
-    two: RankPool, four: RankPool, tiny_model_path: Path, text_model: Path, kind: str
+@pytest.mark.parametrize("divides", [True, False], ids=["divided experts", "sharded experts"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_after_twenty_steps_of_a_mixture_ranks_are_where_one_is(
+    two: RankPool, four: RankPool, tmp_path: Path, kind: str, divides: bool
 ) -> None:
-    """Loss, norm of the gradient and weights, on one, two and four ranks."""
-    path = tiny_model_path if kind == "dense" else text_model
+    """Loss, norm of the gradient and weights, on one, two and four ranks: with experts that each owns some of, and with
+    shards of all of them."""
+    path = write_model(heard(MIXTURES[kind](num_experts=NUM_EXPERTS), std_of_embedding=0.3), tmp_path / kind)
     alone = trained(ALONE, path, dict(TWENTY), range(20))
-    for pool, expert_parallel in ((two, 2), (four, 4)):
-        settings = dict(TWENTY) if kind == "dense" else TWENTY | {"expert_parallel": expert_parallel}
+    for pool, num_ranks in ((two, 2), (four, 4)):
+        settings = TWENTY | ({"expert_parallel": num_ranks} if divides else {})
         assert_same(alone, pool.run(trained, path, settings, range(20))[0], atol=2e-6)
 
 
