@@ -16,12 +16,17 @@ import pytest
 import torch
 
 from penstock.bus.buckets.replica_lease import read_replica
+from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import connect
 from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
-from penstock.testing.engine_process import EngineProcess
+from penstock.testing.engine_process import EngineProcess, log_events
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
+from penstock.weights.named_weights import NamedWeights
 from services.rollout.engine.config import RolloutConfig
+from services.trainer.config import WeightSyncConfig
+from services.trainer.weight_sync.publisher import WeightPublisher
+from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.support.engine.pd_pairs import Pair, PairHost, missing_for_pairs, pair_host
 from tests.support.engine.push import Push
 from tests.support.engine.reference import (
@@ -262,6 +267,33 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
         answer = await pair.generate(again)
         assert [span.policy_version for span in answer.version_spans] == [version + 1]
         require_logprobs({version + 1: newer}, again, answer)
+
+
+@pytest.mark.parametrize("transport", ["disk", "delta"])
+async def test_a_pair_takes_weights_from_files_and_as_what_changed(
+    engine: EngineProcess, pair: Pair, nats_url: str, tmp_path: Path, transport: str
+) -> None:
+    """With the trainer's own publisher, twice; each time the pair's tokens have the new version's logprobs."""
+    bus_config, made = BusConfig(url=nats_url), turn("image", max_new_tokens=16)
+    sync = WeightSyncConfig.model_validate({"transport": transport, "bucket_bytes": 1 << 16})
+    version = max([(await each.replica()).policy_version for each in (engine, *pair.engines)])
+    async with connect(bus_config, run=run_of(engine)) as bus:
+        bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
+        async with watched(bucket, ttl_s=bus_config.lease_ttl_s) as watch:
+            files = WeightFileStore.of_run(sync, tmp_path)
+            publisher = WeightPublisher(config=sync, host="127.0.0.1", replicas=watch, backend="gloo", files=files)
+            try:
+                for seed in (21, 22):
+                    version, policy = version + 1, pair.policy.perturbed(seed)
+                    snapshot = publisher.take(version, NamedWeights.of(policy.weights))
+                    assert (await publisher.publish(snapshot)).num_failed == 0
+                    assert await pair.version() == version
+                    require_logprobs({version: policy}, made, await pair.generate(made))
+            finally:
+                await publisher.close()
+    for each in pair.engines:
+        received = [event["transport"] for event in log_events(each.log) if event["event"] == "weights.received"]
+        assert received[-2:] == [transport] * 2
 
 
 async def test_a_push_that_breaks_off_leaves_no_peer_waiting(engine: EngineProcess, pair: Pair) -> None:

@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config import load
 from penstock.errors import ConfigError
 from services.launch.gpu_plan import GpuPlan, find_gpus, plan_gpus
+from services.launch.run_plan import make_plan
+from services.recipe import Recipe
 
 EIGHT = [str(index) for index in range(8)]
 
@@ -46,6 +49,29 @@ def test_each_rank_of_the_trainer_has_a_gpu() -> None:
         ConfigError, match=r"a trainer of 2 ranks need 2 GPUs, and 1 can be used; .*trainer\.ranks to at most 1"
     ):
         plan(["0"], 0, trainer_ranks=2)
+
+
+def test_prefill_and_decode_engines_have_gpus_under_their_names() -> None:
+    """Behind the unified ones and before the trainer's ranks; each process sees its own, and what lacks one is said."""
+    sizes = ("--rollout.replicas=1", "--rollout.prefill=2", "--rollout.decode=1", "--rollout.tensor_parallel=2")
+    recipe = load(Recipe, [], [*sizes, "--trainer.ranks=2"])
+    devices = [str(number) for number in range(10)]
+    plan = make_plan(recipe, devices, own_bus=True)
+    assert plan.gpus.of_process == {
+        "rollout-0": ("0", "1"),
+        "prefill-0": ("2", "3"),
+        "prefill-1": ("4", "5"),
+        "decode-0": ("6", "7"),
+        "trainer": ("8", "9"),
+    }
+    assert plan.gpus.environment("decode-0") == {"CUDA_VISIBLE_DEVICES": "6,7"}
+    roles = {process.name: process.overrides for process in plan.processes if process.service == "rollout"}
+    assert roles["prefill-1"] == ("--rollout.role=prefill",)
+    assert roles.keys() == plan.gpus.of_process.keys() - {"trainer"}
+    with pytest.raises(
+        ConfigError, match=r"^4 engines with .* 2 ranks need 10 GPUs, and 9 can be used; lower the number"
+    ):
+        make_plan(recipe, devices[:9], own_bus=True)
 
 
 @given(
