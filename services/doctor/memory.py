@@ -12,7 +12,7 @@ from pathlib import Path
 from services.doctor.finding import Finding, fault, gib, ok, warning
 from services.doctor.gpu import GpuFacts
 from services.launch.gpu_plan import TRAINER, GpuPlan
-from services.plan.host_memory import START, host_moments
+from services.plan.host_memory import host_moments
 from services.recipe import Recipe
 
 MASTER_BYTES = 16
@@ -134,24 +134,18 @@ def check_host_memory(
     """
     rollout = recipe.rollout
     num_engines = 0 if is_sft else rollout.replicas + rollout.prefill + rollout.decode
-    fullest = max(
-        host_moments(
-            size.num_parameters,
-            recipe,
-            num_engines=num_engines,
-            engines_on_gpu=bool(plan.devices),
-            trainer_on_gpu=TRAINER in plan.of_process,
-            is_sft=is_sft,
-        ),
-        key=lambda moment: moment.total_bytes,
+    moments = host_moments(
+        size.num_parameters,
+        recipe,
+        num_engines=num_engines,
+        engines_on_gpu=bool(plan.devices),
+        trainer_on_gpu=TRAINER in plan.of_process,
+        is_sft=is_sft,
     )
-    needed, ranks = fullest.total_bytes, recipe.trainer.ranks
+    needed = max(moment.total_bytes for moment in moments)
     engines = f"{num_engines} {'engine' if num_engines == 1 else 'engines'}, trainer and services take"
     seen = f"{'training takes' if is_sft else engines} about {gib(needed)} of the {gib(available)} that are free"
     remedy = f"{'' if is_sft else 'lower rollout.replicas, '}choose a smaller model, or end other programs"
-    if ranks > 1 and fullest.name == START:
-        seen += f", because each of {ranks} ranks loads the whole model in float32"
-        remedy = f"lower trainer.ranks, {remedy}"
     if needed >= available:
         return fault("memory", seen, remedy)
     if needed > SPARE * available:

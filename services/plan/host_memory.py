@@ -1,8 +1,8 @@
 """Calculates the memory that a run takes of its machine, which is none of its GPUs'.
 
-Every rank of the trainer loads the whole model in float32 before it keeps its shard. Engines on GPUs map the weight
-files, whose pages the kernel can reclaim, so only their processes count. The memory of a process without weights was
-measured on a CPU; CUDA's own share comes on top.
+A trainer of one rank loads the whole model in float32 here; of several, each reads its shard tensor by tensor. Engines
+on GPUs map the weight files, whose pages the kernel can reclaim, so only their processes count. The memory of a process
+without weights was measured on a CPU; CUDA's own share comes on top.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,6 @@ OTHERS_BYTES = int(1.2 * 2**30)
 """The trainer beside its weights (0.9 GiB), and all processes without weights; measured likewise."""
 RANK_BYTES = int(0.9 * 2**30)
 """A further rank of the trainer beside its weights: at most what the trainer takes."""
-START = "when the trainer starts"
-"""Name of the moment at which the trainer loads the model."""
 
 _FLOAT32 = 4
 _AVERAGES = 8
@@ -50,12 +48,10 @@ def host_moments(
     reference = (Part(name="reference policy in float32", size_bytes=copies * whole),) * has_reference
     held_here = not trainer_on_gpu or recipe.trainer.optimizer.offload
     weights = (Part(name="weights in float32", size_bytes=copies * whole),) * held_here
-    each = "" if ranks == 1 else f", once for each of {ranks} ranks"
-    loaded = Part(name=f"model in float32{each}", size_bytes=ranks * whole)
-    moments = [Moment(name=START, parts=(*common, loaded))]
-    if has_reference and recipe.algorithm.kl.reference is not None:
-        again = Part(name=f"reference policy as it is loaded{each}", size_bytes=ranks * whole)
-        moments.append(Moment(name="when the reference is loaded", parts=(*common, *weights, *reference, again)))
+    moments = []
+    if ranks == 1:
+        loaded = Part(name="model in float32", size_bytes=whole)
+        moments.append(Moment(name="when the trainer starts", parts=(*common, loaded)))
     of_step = [*common, *weights, *reference]
     if held_here:
         of_step.append(Part(name="gradients", size_bytes=copies * whole))

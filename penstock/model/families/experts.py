@@ -102,15 +102,38 @@ def published_experts(name: str, weight: Any, model: str) -> Iterator[tuple[str,
         weight: Its tensor.
         model: The model's type, or its architecture.
     """
-    if not name.endswith((_GATE_UP, _DOWN)):
-        yield name, weight
-    elif model in _TRANSPOSED:
+    if is_transposed(name, model):
         yield name, weight.transpose(1, 2)
-    elif model in _APART:
-        layer, _, projection = name.rpartition(".")
-        parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+    elif names_of_expert(name, 0, model):
         for expert, matrix in enumerate(weight):
-            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
-                yield f"{layer}.{expert}.{part}.weight", rows
+            names = names_of_expert(name, expert, model)
+            yield from zip(names, matrix.chunk(len(names)), strict=True)
     else:
         yield name, weight
+
+
+def is_transposed(name: str, model: str) -> bool:
+    """Return whether a checkpoint has the parameter with this own name transposed, expert by expert.
+
+    Args:
+        name: The own name.
+        model: The model's type, or its architecture.
+    """
+    return model in _TRANSPOSED and name.endswith((_GATE_UP, _DOWN))
+
+
+def names_of_expert(name: str, expert: int, model: str) -> tuple[str, ...]:
+    """Return the names of the matrices in which a checkpoint has one expert of the parameter with this own name.
+
+    They lie below each other in it. Empty: the checkpoint does not have the parameter expert by expert.
+
+    Args:
+        name: The own name.
+        expert: Number of the expert.
+        model: The model's type, or its architecture.
+    """
+    if model not in _APART or not name.endswith((_GATE_UP, _DOWN)):
+        return ()
+    layer, _, projection = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+    return tuple(f"{layer}.{expert}.{part}.weight" for part in parts)

@@ -224,19 +224,19 @@ def test_memory_of_gpus_of_their_own() -> None:
 
 
 def test_memory_of_ranks() -> None:
-    """On its GPU each has a share of the 16 bytes; in the host's memory each has the whole model at the start."""
+    """On its GPU each has a share of the 16 bytes; the host has copies for pushes and the checkpoint being written."""
     ranks = recipe("--trainer.ranks=4")
     small = Gpu(name="small", capability=(8, 9), free_bytes=8 * GIB, total_bytes=8 * GIB)
     _, trainer = memory.check_gpu_memory(TWO_BILLION, ranks, plan(ranks, 5), facts(*[small] * 5))
     assert_found(trainer, Status.WARNING, "averages, in 4 ranks,", "7.5 GiB of 8.0 GiB", "raise trainer.ranks")
 
+    # 4 bytes of copies for pushes and 12 of a checkpoint for each parameter; 6 and 12 with deltas
     found = memory.check_host_memory(TWO_BILLION, ranks, plan(ranks, 5), available=40 * GIB)
-    assert_found(found, Status.WARNING, "take about 34.9 GiB", "each of 4 ranks loads the whole model", "trainer.ranks")
+    assert_found(found, Status.WARNING, "take about 34.9 GiB of the 40.0 GiB")
     assert_found(memory.check_host_memory(TWO_BILLION, ranks, plan(ranks, 5), 34 * GIB), Status.FAULT)
-    more = recipe("--trainer.ranks=2", "--trainer.weight_sync.transport=delta")  # 12 bytes of a checkpoint, 6 of copies
+    more = recipe("--trainer.ranks=2", "--trainer.weight_sync.transport=delta")
     found = memory.check_host_memory(TWO_BILLION, more, plan(more, 3), available=2**60)
     assert_found(found, Status.OK, "take about 36.8 GiB of")
-    assert "loads" not in found.seen
 
 
 def test_an_engine_rounds_a_checkpoint_in_float32() -> None:

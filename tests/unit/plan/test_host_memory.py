@@ -21,13 +21,12 @@ def test_one_rank_loads_the_model_and_keeps_nothing() -> None:
     assert bytes_per_parameter() == {"when the trainer starts": 4, "in a step": 0}
 
 
-def test_each_rank_loads_the_whole_model() -> None:
-    """In float32. In a step they have what is pushed, of which there are two copies, and what a checkpoint takes."""
-    assert bytes_per_parameter("--trainer.ranks=8") == {"when the trainer starts": 8 * 4, "in a step": 2 * 2 + 12}
+def test_ranks_read_their_shards_alone() -> None:
+    """In a step the host has what is pushed, of which there are two copies, and what a checkpoint takes."""
+    assert bytes_per_parameter("--trainer.ranks=8") == {"in a step": 2 * 2 + 12}
     delta = bytes_per_parameter("--trainer.ranks=2", "--trainer.weight_sync.transport=delta")
-    assert delta == {"when the trainer starts": 2 * 4, "in a step": 3 * 2 + 12}
-    supervised = bytes_per_parameter("--trainer.ranks=8", num_engines=0, is_sft=True)
-    assert supervised == {"when the trainer starts": 8 * 4, "in a step": 12}
+    assert delta == {"in a step": 3 * 2 + 12}
+    assert bytes_per_parameter("--trainer.ranks=8", num_engines=0, is_sft=True) == {"in a step": 12}
 
 
 def test_offloaded_weights_gradients_and_averages_are_here() -> None:
@@ -38,12 +37,10 @@ def test_offloaded_weights_gradients_and_averages_are_here() -> None:
     assert bytes_per_parameter("--trainer.optimizer.offload=true")["in a step"] == 16 + 4
 
 
-def test_a_reference_policy_is_here_and_is_loaded_as_the_model_is() -> None:
-    """Each rank has its share of it; one from a folder is loaded whole by each rank before."""
-    kl = ("--trainer.ranks=4", "--algorithm.kl.kind=k3")
-    assert bytes_per_parameter(*kl)["in a step"] == 4 + 4 + 12 + 4
-    taught = bytes_per_parameter(*kl, "--algorithm.kl.reference=teacher")
-    assert taught["when the reference is loaded"] == 4 + 4 * 4
+def test_a_reference_policy_is_here() -> None:
+    """Each rank has its share of it, and writes it into checkpoints."""
+    assert bytes_per_parameter("--trainer.ranks=4", "--algorithm.kl.kind=k3")["in a step"] == 4 + 4 + 12 + 4
+    assert bytes_per_parameter("--algorithm.kl.kind=k3")["in a step"] == 4
 
 
 def test_on_cpus_everything_is_here() -> None:

@@ -21,6 +21,7 @@ from services.trainer.backend.files.adapter_folder import ADAPTER, STEM
 from services.trainer.backend.files.adapter_state import AdapterState, require_kind
 from services.trainer.backend.files.checkpoint_share import MODEL, STATE_FILE, Collected, Owning, write_collected
 from services.trainer.backend.files.export import combined_digest
+from services.trainer.backend.files.published_weights import PublishedWeights
 from services.trainer.backend.files.random_state import capture_random_state, random_state_digest, restore_random_state
 from services.trainer.backend.files.tensor_files import StoredTensors
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
@@ -31,8 +32,9 @@ from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.policy.relative_costs import relative_costs
 from services.trainer.backend.policy.row_share import RowShare
+from services.trainer.backend.ranks.expert_groups import ExpertGroups
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
-from services.trainer.backend.ranks.sharding import forget_gathered, shard
+from services.trainer.backend.ranks.sharding import forget_gathered, full_shape, give_weights, shard
 from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow
 from services.trainer.config import BackendConfig
@@ -118,13 +120,14 @@ class ModelState:
         """
         torch.manual_seed(self._seed)
         lora = self.config.lora
-        self.policy = self.ranks.on_each(partial(self._read_policy, checkpoint))
+        folder = self._model_path if checkpoint is None or lora.rank else checkpoint / MODEL
+        self.policy = self.ranks.on_each(partial(self._read_policy, folder, checkpoint))
         self.row_costs = relative_costs(self.policy.model)
         self.adapters = None
         if lora.rank:
             self.adapters = AdapterState.add(self.policy, self.config, seed=self._seed, base_path=self._model_path)
         rates = self._choose_trained()
-        self.weights = self._place_weights()
+        self.weights = self._place_weights(folder)
         self.optimizer = Optimizer(
             self.weights,
             rates,
@@ -141,7 +144,8 @@ class ModelState:
         self.finish_step()
         return state
 
-    def _read_policy(self, checkpoint: Path | None) -> PolicyModel:
+    def _read_policy(self, folder: Path, checkpoint: Path | None) -> PolicyModel:
+        """Return the policy; beside other ranks without weights, of which each reads its shards later."""
         lora = self.config.lora
         if checkpoint is not None and not (checkpoint / STATE_FILE).is_file():
             if not checkpoint.is_dir():
@@ -155,11 +159,12 @@ class ModelState:
         if checkpoint is not None:
             require_kind(checkpoint, lora)
         return load_policy(
-            self._model_path if checkpoint is None or lora.rank else checkpoint / MODEL,
+            folder,
             temperature=self._temperature,
             forbidden_ids=self._forbidden_ids,
             float32_head=self.config.float32_head,
             gradient_checkpointing=self.config.gradient_checkpointing,
+            with_weights=self.ranks.size == 1,
         )
 
     def _resume(self, checkpoint: Path) -> Mapping[str, Any]:
@@ -289,7 +294,7 @@ class ModelState:
             log.info("weights.frozen", num_frozen=num_frozen, num_trained=num_in_all - num_frozen)
         return rates
 
-    def _place_weights(self) -> MasterWeights:
+    def _place_weights(self, folder: Path) -> MasterWeights:
         if self.adapters is not None:
             return self.adapters.place(self.device)
         if self.ranks.size > 1:
@@ -300,12 +305,19 @@ class ModelState:
             offload = self.config.optimizer.offload
             groups = self.ranks.expert_groups(self._expert_parallel)
             shard(self.policy, self.ranks.mesh, dtype=DTYPES[self.config.dtype], offload=offload, groups=groups)
+            self.ranks.on_each(partial(self._read_weights, folder, groups))
             return ShardedMasterWeights(self.policy.model, groups)
         if not self.config.optimizer.offload:
             return MasterWeights(self.policy.to(self.device).model)
         weights = HostMasterWeights(self.policy.model, device=self.device, dtype=DTYPES[self.config.dtype])
         self.policy.to(self.device)  # the buffers, which keep their precision
         return weights
+
+    def _read_weights(self, folder: Path, groups: ExpertGroups | None) -> None:
+        model = self.policy.model
+        shapes = {name: full_shape(parameter, groups) for name, parameter in model.named_parameters()}
+        with PublishedWeights(folder, model.config.model_type) as stored:
+            give_weights(model, lambda name, rows: stored.rows(name, shapes[name], rows), groups)
 
     def _log_changes(self, saved: Mapping[str, Any]) -> None:
         """Log the settings that differ from the checkpoint's; the recipe's settings apply after a resume."""

@@ -17,10 +17,9 @@ from services.trainer.backend.ranks.gathering import gather_to_owners
 from services.trainer.backend.ranks.sharding import (
     full_shape,
     full_tensor,
-    held_rows,
     local_shard,
     local_shard_like,
-    row_mesh,
+    read_shard,
 )
 
 
@@ -131,12 +130,8 @@ class ShardedMasterWeights(MasterWeights):
         return local_shard_like(full, self._parameters[name], self._groups)
 
     def read_shard(self, name: str, read: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-        """Return this rank's shard of a stored tensor; rows of other ranks are not read, where shards are rows."""
-        parameter = self._parameters[name]
-        mesh = row_mesh(parameter, self._groups)
-        if mesh is None:
-            return self.local_shard(name, read(slice(None)))
-        return read(held_rows(parameter.shape[0], mesh.get_local_rank(), mesh.size()))
+        """Return this rank's shard of a stored tensor; rows of other ranks are not read."""
+        return read_shard(self._parameters[name], read, self._groups)
 
     @contextmanager
     def replaced_by(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:

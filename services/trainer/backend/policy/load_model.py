@@ -1,5 +1,6 @@
 """Loads the policy from a model folder in the layout of transformers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ def load_policy(
     forbidden_ids: tuple[int, ...],
     float32_head: bool = False,
     gradient_checkpointing: bool = False,
+    with_weights: bool = True,
 ) -> PolicyModel:
     """Load a checkpoint in the layout of transformers, in float32, on the CPU, without dropout.
 
@@ -28,11 +30,14 @@ def load_policy(
         forbidden_ids: From penstock.model.tokens.
         float32_head: Multiply by the output head in float32, whatever the precision of the rest.
         gradient_checkpointing: Recompute activations in the backward pass.
+        with_weights: Read the weights. Else parameters are on the meta device, and only names and shapes are compared
+            with the files.
 
     Raises:
         ConfigError: the folder has no loadable model, or the names of the model's parameters differ from its
             checkpoint's, so that an engine could not load them.
     """
+    from accelerate import init_empty_weights
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging as transformers_logging
@@ -45,7 +50,13 @@ def load_policy(
             if getattr(part, "attention_dropout", 0.0):
                 part.attention_dropout = 0.0
         auto_class = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        model = auto_class.from_pretrained(path, config=config, dtype=torch.float32)
+        if with_weights:
+            model = auto_class.from_pretrained(path, config=config, dtype=torch.float32)
+        else:
+            with init_empty_weights(include_buffers=False):
+                model = auto_class.from_config(config, dtype=torch.float32)
+            model.tie_weights()  # within the context each name got a parameter of its own
+        shapes = _stored_shapes(path)
     except SafetensorError as error:
         files = ", ".join(str(file) for file in sorted(path.glob("*.safetensors")) if not _is_whole(file))
         raise ConfigError(
@@ -60,8 +71,23 @@ def load_policy(
         float32_head=float32_head,
         gradient_checkpointing=gradient_checkpointing,
     )
-    _check_names(path, policy)
+    _check_names(path, policy, shapes)
+    if not with_weights and not shapes:
+        raise ConfigError(
+            f"model.path {str(path)!r} has no *.safetensors, which is what ranks read; convert its weights"
+        )
     return policy
+
+
+def _stored_shapes(path: Path) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in the folder's safetensors files."""
+    from safetensors import safe_open
+
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            shapes.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
+    return shapes
 
 
 def _is_whole(file: Path) -> bool:
@@ -74,14 +100,8 @@ def _is_whole(file: Path) -> bool:
         return False
 
 
-def _check_names(path: Path, policy: PolicyModel) -> None:
+def _check_names(path: Path, policy: PolicyModel, in_checkpoint: Mapping[str, list[int]]) -> None:
     """Compare the weights to push with the checkpoint, by names and shapes; either may lack a tied copy."""
-    from safetensors import safe_open
-
-    in_checkpoint: dict[str, list[int]] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            in_checkpoint.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
     model_type = policy.model.config.model_type
     ours: dict[str, list[int]] = {}
     for name, weight in named_weights(policy):

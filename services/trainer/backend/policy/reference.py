@@ -23,6 +23,7 @@ import torch
 
 from penstock.errors import ConfigError
 from services.trainer.algorithm.axes import KlConfig
+from services.trainer.backend.files.published_weights import PublishedWeights
 from services.trainer.backend.optimizer.master_weights import MasterWeights, ShardedMasterWeights
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.logprobs import TokenLogprobs
@@ -94,25 +95,26 @@ class ReferencePolicy:
             self._weights[_in_policy(name)].lerp_(self._masters.local_shard(name, weight).to("cpu"), share)
 
     def read_model(self, folder: Path) -> None:
-        """Become the model in a folder, which is loaded in float32 beside the weights that this rank holds.
+        """Become the model in a folder, of whose weights this rank reads those that it holds of the policy's.
 
         Raises:
             ConfigError: it cannot be loaded, or has not the policy's weights and sizes.
         """
         with named_section("algorithm.kl.reference"):
-            model = load_policy(folder, temperature=1.0, forbidden_ids=()).model
-        found = {name: weight.detach() for name, weight in model.named_parameters()}
-        sizes = {name: list(weight.shape) for name, weight in found.items()}
-        own = {name: list(shape) for name, shape in self._masters.shapes.items()}
+            model = load_policy(folder, temperature=1.0, forbidden_ids=(), with_weights=False).model
+        sizes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        own = self._masters.shapes
         wrong = sorted(name for name in own.keys() | sizes.keys() if own.get(name) != sizes.get(name))
         if wrong:
-            theirs, ours = (each.get(wrong[0], "none") for each in (sizes, own))
+            theirs, ours = (list(each[wrong[0]]) if wrong[0] in each else "none" for each in (sizes, own))
             raise ConfigError(
                 f"algorithm.kl.reference = {str(folder)!r} differs from the trained model in {len(wrong)} weights, "
                 f"such as {wrong[0]}: {theirs} instead of {ours}; take a model of the same architecture and sizes"
             )
-        for name, weight in found.items():
-            self._weights[_in_policy(name)].copy_(self._masters.local_shard(name, weight))
+        with PublishedWeights(folder, model.config.model_type) as stored:
+            for name, shape in sizes.items():
+                shard = self._masters.read_shard(name, partial(stored.rows, name, shape))
+                self._weights[_in_policy(name)].copy_(shard)
 
     @property
     def shards(self) -> dict[str, torch.Tensor]:

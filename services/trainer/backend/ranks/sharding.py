@@ -15,6 +15,8 @@ Invariant: gradients are plain sums over ranks. Weights of tokens are the whole 
 ranks appears anywhere.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +35,8 @@ def shard(
     """Leave this rank its shard of every parameter of the policy.
 
     Args:
-        policy: A `PolicyModel` with float32 parameters, the same on every rank. They move to the mesh's device.
+        policy: A `PolicyModel` with float32 parameters: on the meta device, for `give_weights`; or the same on every
+            rank, and then they move to the mesh's device.
         mesh: All ranks; a second dimension, the first, has the replicas.
         dtype: Parameters are gathered and computed with in it; shards and sums of gradients stay float32.
         offload: Keep shards and gradients in the host's memory; a unit's shards move to the device when it is gathered.
@@ -106,6 +109,59 @@ def row_mesh(parameter: torch.Tensor, groups: ExpertGroups | None = None) -> Dev
     if [parameter.placements[number] for number in sharded] != [Shard(0)]:
         return None
     return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[sharded[0]]]
+
+
+def read_shard(
+    parameter: torch.Tensor, read: Callable[[slice], torch.Tensor], groups: ExpertGroups | None = None
+) -> torch.Tensor:
+    """Return this rank's shard of a tensor shaped like a parameter; rows of other ranks are not read.
+
+    Args:
+        parameter: A parameter of a sharded model; only its shape counts.
+        read: Returns rows of the tensor, which is all ranks' together.
+        groups: Those that the policy was sharded with.
+    """
+    if not isinstance(parameter, DTensor):
+        return read(slice(None))
+    num_rows, first = parameter.shape[0], 0
+    mesh: DeviceMesh | None = parameter.device_mesh
+    if groups is not None and groups.are_of(parameter):
+        first = groups.number * num_rows
+    else:
+        mesh = row_mesh(parameter, groups)
+    assert mesh is not None, "every parameter is cut into rows"
+    held = held_rows(num_rows, mesh.get_local_rank(), mesh.size())
+    return read(slice(first + held.start, first + held.stop))
+
+
+def give_weights(
+    model: torch.nn.Module, read: Callable[[str, slice], torch.Tensor], groups: ExpertGroups | None = None
+) -> None:
+    """Give a sharded model on the meta device this rank's shards of its weights, one after the other.
+
+    Args:
+        model: The transformers model of a sharded policy.
+        read: Returns rows of a weight, in float32, given its name.
+        groups: Those that the policy was sharded with.
+    """
+    holders: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append((module, attribute))
+    for name, parameter in list(model.named_parameters()):
+        assert isinstance(parameter, DTensor), "every parameter is sharded"
+        placed = DTensor.from_local(
+            read_shard(parameter, partial(read, name), groups).to(torch.device(parameter.device_mesh.device_type)),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        weight = torch.nn.Parameter(placed, requires_grad=parameter.requires_grad)
+        for module, attribute in holders[id(parameter)]:  # several hold a tied one
+            # torch then takes it for its shard, and moves it to the host's memory if weights are offloaded.
+            module.load_state_dict({attribute: weight}, strict=False, assign=True)
 
 
 def held_rows(num_rows: int, number: int, num_holders: int) -> slice:
