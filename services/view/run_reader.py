@@ -4,6 +4,7 @@ import fcntl
 import re
 import threading
 import tomllib
+from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -86,24 +87,33 @@ class RunReader:
             return self._trace.starts()
 
     def episodes(self) -> list[dict[str, Any]]:
-        """Return the index of kept groups, in the order in which they were kept."""
+        """Return the index of kept groups, in the order in which they were kept.
+
+        Each has a `number` of its own, which grows from one to the next. Once the folder was full, the oldest are gone.
+        """
         with self._lock:
-            self._index.poll()
+            new = self._index.poll()
+            for place, entry in enumerate(new, start=len(self._index.rows) - len(new)):
+                if not isinstance(entry.get("number"), int):
+                    entry["number"] = place
             return list(self._index.rows)
 
     def episode(self, number: int) -> bytes:
         """Return the whole description of a kept group, as JSON.
 
         Args:
-            number: Its place in the index, from 0.
+            number: Its `number` in the index.
 
         Raises:
             NotThereError: there is none, or it was deleted to keep the folder small.
         """
         index = self.episodes()
-        if not 0 <= number < len(index):
+        place = bisect_left(index, number, key=lambda entry: entry["number"])
+        if place == len(index):
             raise NotThereError(f"run {self.name!r} has no kept group number {number}; it has {len(index)}")
-        entry = index[number]
+        entry = index[place]
+        if entry["number"] != number:
+            raise NotThereError(f"group number {number} was deleted to keep the folder below episodes.max_gib")
         if _EPISODES_FILE.fullmatch(str(entry["file"])) is None:
             raise NotThereError(f"the index of {self.name!r} names no file of groups: {entry['file']!r}")
         try:

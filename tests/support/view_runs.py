@@ -179,7 +179,7 @@ def add_group(
         "dlogp_max": dlogp if outcome == "trained" else None,
         "spans": [[sample["started_at"], sample["elapsed_s"], [f"engine-{n % 2}"]] for n, sample in enumerate(samples)],
     }
-    files.add(step, whole, short)
+    files.add(step, whole, short, image_files=images.values())
 
 
 def make_run(folder: Path, *, num_steps: int = 30, **recipe: Any) -> Path:
