@@ -194,9 +194,13 @@ class EpisodeFiles:
 
 
 def _append(path: Path, line: bytes) -> int:
-    """Append a line, and return its offset."""
-    with path.open("ab") as file:
-        offset = file.tell()
+    """Append a line, and return its offset. What a killed writer or a full disk cut off becomes a line of its own."""
+    with path.open("ab+") as file:
+        offset = file.seek(0, os.SEEK_END)
+        if offset:
+            file.seek(offset - 1)
+            if file.read(1) != b"\n":
+                line, offset = b"\n" + line, offset + 1
         file.write(line)
     return offset
 

@@ -89,3 +89,38 @@ def test_what_a_crashed_trainer_took_too_far_goes_first(tmp_path: Path) -> None:
     assert not (tmp_path / "index-discarded.jsonl").exists()
     assert [entry["step"] for entry in index_of(tmp_path)] == [*range(1, 7)]
     require_whole(tmp_path)
+
+
+def test_a_line_that_a_kill_cut_off_takes_no_other_along(tmp_path: Path) -> None:
+    """Wherever it was cut, a reader of lines finds every group that was written whole, and the next one."""
+    files = EpisodeFiles(tmp_path / "whole", last_step=1, max_bytes=1e9)
+    add(files, 1, size=9)
+    add(files, 1, size=9)
+    data = (tmp_path / "whole" / "step-000001.jsonl").read_bytes()
+    index = (tmp_path / "whole" / "index.jsonl").read_bytes()
+    first, second = data.index(b"\n") + 1, index.index(b"\n") + 1
+    for cut in range(first + 1, len(data) + 1):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        (folder / "step-000001.jsonl").write_bytes(data[:cut])
+        (folder / "index.jsonl").write_bytes(index[:second])  # it is written afterwards
+        add(EpisodeFiles(folder, last_step=1, max_bytes=1e9), 1, size=10)
+        lines = (folder / "step-000001.jsonl").read_bytes().split(b"\n")
+        texts = [len(json.loads(line)["text"]) for line in lines if line.endswith(b"}")]
+        assert texts == ([9, 9, 10] if cut >= len(data) - 1 else [9, 10])
+        require_whole(folder)
+
+
+def test_a_line_that_a_full_disk_cut_off_takes_no_other_along(tmp_path: Path) -> None:
+    """The run goes on, and so do both files."""
+    files = EpisodeFiles(tmp_path, last_step=1, max_bytes=1e9)
+    add(files, 1)
+    for name in ("step-000001.jsonl", "index.jsonl"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b'{"step": 1, "te')
+    add(files, 1)
+    entries = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines() if line[-1] == "}"]
+    assert [entry["number"] for entry in entries] == [0, 1]
+    for entry in entries:
+        data = (tmp_path / entry["file"]).read_bytes()[entry["offset"] :][: entry["size"]]
+        assert json.loads(data)["step"] == 1
