@@ -53,11 +53,9 @@ class RunReader:
 
     @property
     def last_change(self) -> float:
-        """When the last step was written, in seconds since 1970; the start of the run before the first."""
-        for path in (self.folder / "metrics.jsonl", self.folder / "config.toml"):
-            with suppress(OSError):
-                return path.stat().st_mtime
-        return 0.0
+        """When the last step or evaluation was written, or the run was started, in seconds since 1970."""
+        names = ("metrics.jsonl", "evaluations.jsonl", "config.toml")
+        return max(written_at(self.folder / name) for name in names)
 
     def steps(self) -> tuple[int, list[dict[str, Any]]]:
         """Return the rows of metrics.jsonl, and a number that grows when earlier rows were replaced."""
@@ -143,6 +141,13 @@ class RunReader:
         except (OSError, ValueError):
             return {}
         return dict(_leaves("", recipe))
+
+
+def written_at(path: Path) -> float:
+    """Return when a file was written last, in seconds since 1970; 0 if there is none."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def without_groups(row: dict[str, Any]) -> dict[str, Any]:
