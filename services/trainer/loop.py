@@ -25,6 +25,7 @@ import structlog
 
 from penstock.bus.consumer import Delivery
 from penstock.runtime.process import end_task, unless_stopped
+from penstock.telemetry import log as logging
 from penstock.telemetry import spans
 from penstock.v1 import trainer_pb2
 from services.trainer.admission.ledger import GroupLedger
@@ -102,6 +103,7 @@ class TrainingLoop:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, and save a checkpoint at the end in both cases."""
+        logging.bind(version=self.position.version)
         if self.evaluator is not None:
             await self.evaluator.open()
         async with asyncio.TaskGroup() as tasks:
@@ -274,6 +276,7 @@ class TrainingLoop:
         metrics |= self.gradients.observe(metrics)
         self.ledger.finish_training()
         self.position.advance()
+        logging.bind(version=self.position.version)
         self.progress.step = step
         return {"step": step, "num_steps": self.position.num_steps, "policy_version": version, **metrics}
 
