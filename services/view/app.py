@@ -85,14 +85,18 @@ def view_app(runs: Sequence[RunReader]) -> FastAPI:
         start: int = 0,
         limit: int = 100,
     ) -> Response:
-        index = run_of(number).episodes()
         query = EpisodeQuery(
             outcome=outcome, step=step, row=row, finish=finish, text=text, sort=sort, descending=descending
         )
-        found = query.run(index)
-        shown = found[max(0, start) :][: max(0, min(limit, _MOST_LISTED))]
+        index, found = run_of(number).find_episodes(query)
+        shown = found.places[max(0, start) :][: max(0, min(limit, _MOST_LISTED))]
         return _json(
-            {"num_kept": len(index), "num_found": len(found), "found": [index[place] for place in shown]}
+            {
+                "num_kept": len(index),
+                "num_found": len(found.places),
+                "num_unsearched": found.num_unsearched,
+                "found": [index[place] for place in shown],
+            }
         )
 
     @app.get("/api/runs/{number}/episodes/{group}")

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from penstock.errors import InvalidRequestError
 from penstock.telemetry.json_lines import JsonLinesFollower
+from services.view.episode_query import EpisodeQuery, Found
+from services.view.text_search import TextSearch
 from services.view.trace_reader import Span, TraceReader
 
 _IMAGE: Final = re.compile(r"[0-9a-f]{64}\.(png|jpg|gif|webp|bin)")
@@ -33,6 +35,7 @@ class RunReader:
         self._evaluations = JsonLinesFollower(folder / "evaluations.jsonl")
         self._trace = TraceReader(folder)
         self._index = JsonLinesFollower(folder / "episodes" / "index.jsonl")
+        self._search = TextSearch(self._description)
 
     @property
     def name(self) -> str:
@@ -96,6 +99,15 @@ class RunReader:
                     entry["number"] = place
             return list(self._index.rows)
 
+    def find_episodes(self, query: EpisodeQuery) -> tuple[list[dict[str, Any]], Found]:
+        """Return the index of kept groups, and which of them match.
+
+        Raises:
+            InvalidRequestError: groups cannot be sorted so.
+        """
+        index = self.episodes()
+        return index, query.run(index, self._search.run)
+
     def episode(self, number: int) -> bytes:
         """Return the whole description of a kept group, as JSON.
 
@@ -114,14 +126,21 @@ class RunReader:
             raise NotThereError(f"group number {number} was deleted to keep the folder below episodes.max_gib")
         if _EPISODES_FILE.fullmatch(str(entry["file"])) is None:
             raise NotThereError(f"the index of {self.name!r} names no file of groups: {entry['file']!r}")
-        try:
-            with (self.folder / "episodes" / entry["file"]).open("rb") as file:
-                file.seek(int(entry["offset"]))
-                return bytes(file.read(int(entry["size"])))
-        except FileNotFoundError:
+        data = self._description(entry)
+        if data is None:
             raise NotThereError(
                 f"the groups of step {entry['step']} were deleted to keep the folder below episodes.max_gib"
-            ) from None
+            )
+        return data
+
+    def _description(self, entry: Mapping[str, Any]) -> bytes | None:
+        """Return what an entry of the index refers to; None if it is gone."""
+        if _EPISODES_FILE.fullmatch(str(entry["file"])) is not None:
+            with suppress(FileNotFoundError), (self.folder / "episodes" / entry["file"]).open("rb") as file:
+                file.seek(int(entry["offset"]))
+                data = file.read(int(entry["size"]))
+                return data if len(data) == int(entry["size"]) else None
+        return None
 
     def image(self, name: str) -> bytes:
         """Return a kept picture.

@@ -168,7 +168,7 @@ def add_group(
         "golds": ["3"],
         "num_images": 1,
         "prompt": prompt,
-        "texts": [text for _ in rewards],
+        "texts": [text if len(text) <= 400 else text[:400] + "…" for _ in rewards],
         "rewards": list(rewards),
         "advantages": [sample["advantage"] for sample in samples],
         "finish": ["stop" for _ in rewards],
