@@ -7,7 +7,7 @@ from services.view.trace_reader import Span
 
 _DRAWN: Final = (
     "call", "paused", "episode", "tool", "route.queued", "judged", "verify", "group.queued", "group.held",
-    "checkpoint", "evaluation", "process.starting",
+    "checkpoint", "evaluation", "process.starting", "session.call", "environment.call",
 )  # fmt: skip
 MOST_DRAWN: Final = 20_000
 """Spans drawn at once; of more, the longest."""
