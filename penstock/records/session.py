@@ -28,6 +28,12 @@ class SessionId(Record, frozen=True, kw_only=True):
     nonce: str
     """Random, and different for each attempt."""
 
+    @property
+    def sample(self) -> int | None:
+        """Number of the sample in its group; None if it is not one that `new` made."""
+        number = self.sample_key.rpartition("-")[2]
+        return int(number) if number.isdecimal() else None
+
     def __str__(self) -> str:
         """Return the identity as it stands in URLs."""
         return f"{self.sample_key}.{self.nonce}"

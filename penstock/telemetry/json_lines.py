@@ -3,7 +3,9 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+_TAIL_BYTES: Final = 256
 
 
 class JsonLinesFollower:
@@ -18,6 +20,8 @@ class JsonLinesFollower:
         self._path = path
         self._offset = 0
         self._inode = -1
+        self._tail = b""
+        """The last bytes that were read. A file that replaced another one may have its inode, but not these."""
 
     def poll(self) -> list[dict[str, Any]]:
         """Read and return what is new, or everything if the file was replaced; skip lines that are no JSON object."""
@@ -27,12 +31,14 @@ class JsonLinesFollower:
             return []
         with file:
             status = os.fstat(file.fileno())  # of the open file, whatever replaces it meanwhile
-            if status.st_ino != self._inode or status.st_size < self._offset:
+            file.seek(self._offset - len(self._tail))
+            if status.st_ino != self._inode or file.read(len(self._tail)) != self._tail:
                 self.generation += self._inode != -1
-                self._inode, self._offset, self.rows = status.st_ino, 0, []
-            file.seek(self._offset)
+                self._inode, self._offset, self._tail, self.rows = status.st_ino, 0, b"", []
+                file.seek(0)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
+        self._tail = (self._tail + whole + newline)[-_TAIL_BYTES:]
         new = [row for line in whole.split(b"\n") if (row := read_object(line))]
         self.rows += new
         return new

@@ -1,17 +1,22 @@
 """Logging: structlog events named `noun.past_verb`, with values as keys that carry units.
 
-Each line names its service. Events about a group, a version or a replica have it as a key.
+Each line names its service and run, and the policy version of the weights that its process holds. A worker's name the
+group that it plays. An event about another version has that as its key.
 """
 
 import contextlib
 import logging
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 import structlog
 
 from penstock.config import LogConfig
+
+_bound: dict[str, Any] = {}
+"""What every line of this process names, whatever its task or thread."""
 
 
 class _Unfailing:
@@ -43,6 +48,7 @@ def configure(config: LogConfig, *, service: str, run: str | None = None, file: 
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            _add_bound,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *([structlog.processors.format_exc_info] if as_json else []),
@@ -52,5 +58,15 @@ def configure(config: LogConfig, *, service: str, run: str | None = None, file: 
         logger_factory=lambda *_: structlog.WriteLogger(cast("TextIO", _Unfailing(stream))),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(service=service, **({} if run is None else {"run": run}))
+    _bound.clear()
+    bind(service=service, **({} if run is None else {"run": run}))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=stream)
+
+
+def bind(**values: Any) -> None:
+    """Have every line of this process name these values from now on; an event's own value of that key comes before."""
+    _bound.update(values)
+
+
+def _add_bound(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return {**event, **{key: value for key, value in _bound.items() if key not in event}}

@@ -42,6 +42,11 @@ class SpanBuffer:
         self._waiting: deque[_Waiting] = deque()
         self._num_batches = 0
 
+    @property
+    def start(self) -> str:
+        """Identity of this start of the process."""
+        return str(self._about["start"])
+
     def __len__(self) -> int:
         """Return how many spans wait."""
         return len(self._waiting)

@@ -39,6 +39,8 @@ class _RunPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunPhase.Val
     """The run has ended."""
     RUN_PHASE_SAVING: _RunPhase.ValueType  # 6
     """Writing a checkpoint."""
+    RUN_PHASE_EVALUATING: _RunPhase.ValueType  # 7
+    """Waiting for an evaluation, before the next step or after the last one."""
 
 class RunPhase(_RunPhase, metaclass=_RunPhaseEnumTypeWrapper):
     """What the trainer is doing."""
@@ -57,6 +59,8 @@ RUN_PHASE_FINISHED: RunPhase.ValueType  # 5
 """The run has ended."""
 RUN_PHASE_SAVING: RunPhase.ValueType  # 6
 """Writing a checkpoint."""
+RUN_PHASE_EVALUATING: RunPhase.ValueType  # 7
+"""Waiting for an evaluation, before the next step or after the last one."""
 Global___RunPhase: _TypeAlias = RunPhase  # noqa: Y015
 
 @_typing.final

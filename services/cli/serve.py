@@ -56,9 +56,9 @@ _EXTRAS = {Service.ENVIRONMENTS: "worker"}
 _SHARING_MEMORY = (Service.ROLLOUT, Service.TRAINER)
 """They pass weights to each other through /proc or CUDA's memory handles, which a process closed to others denies."""
 
-_SENDING_SPANS = (Service.REWARD, Service.ROUTER, Service.WORKER, Service.TRAINER)
+_SENDING_SPANS = (Service.REWARD, Service.ROUTER, Service.WORKER, Service.ENVIRONMENTS, Service.TRAINER)
 """They send their spans from their start to their end. An engine does so itself, because it forks before it may have a
-connection; a server of environments has none."""
+connection."""
 
 
 def serve(

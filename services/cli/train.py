@@ -10,7 +10,7 @@ import typer
 from penstock.runtime import process
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
-from services.cli import hub_models, service_settings, view_command
+from services.cli import browser, hub_models, service_settings, view_command
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
 from services.cli.extras import import_with_extra
 from services.launch.run_folder import RunFolder
@@ -24,7 +24,11 @@ def train(
         bool, typer.Option("--dry-run", help="Print processes, addresses, GPUs and files, and start nothing.")
     ] = False,
     view: Annotated[
-        bool, typer.Option("--view", help="Show the run in a browser while it goes on: `penstock view` beside it.")
+        bool,
+        typer.Option(
+            "--view",
+            help="Show the run in a browser while it goes on, and open that if this is a terminal with a display.",
+        ),
     ] = False,
 ) -> int:
     """Start every process of a run and train to the end. Any --section.key=value overrides the recipe."""
@@ -65,7 +69,10 @@ def train(
             nonlocal interrupted
             async with AsyncExitStack() as stack:
                 if showing is not None:
-                    sys.stdout.write(f"view    {await stack.enter_async_context(showing)}\n")
+                    shown = await stack.enter_async_context(showing)
+                    sys.stdout.write(f"view    {shown.address}\n")
+                    if browser.has_person():
+                        await asyncio.to_thread(browser.open_page, shown.address_once)
                 await launcher.launch(settings, folder, stop, security)
             interrupted = stop.is_set()
 

@@ -5,6 +5,8 @@ import secrets
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +20,16 @@ from penstock.telemetry import log
 from services.cli.extras import import_with_extra
 
 _GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Where runs are shown."""
+
+    address: str
+    """For a person; it has the token, or the name of the variable that holds it."""
+    address_once: str
+    """For a program that opens a browser: the first one that asks for it is let in."""
 
 
 def view(
@@ -63,9 +75,9 @@ def view(
     showing = prepare(runs, command="penstock view", host=host, port=port)
 
     async def serve(stop: asyncio.Event) -> None:
-        async with showing as address:
+        async with showing as shown:
             number = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
-            sys.stdout.write(f"{number} at {address}\nCtrl-C ends it\n")
+            sys.stdout.write(f"{number} at {shown.address}\nCtrl-C ends it\n")
             sys.stdout.flush()
             await stop.wait()
 
@@ -74,8 +86,8 @@ def view(
 
 def prepare(
     folders: list[Path], *, command: str, host: str = "127.0.0.1", port: int = 0
-) -> AbstractAsyncContextManager[str]:
-    """Return what shows these runs while it is entered, and yields the address to open.
+) -> AbstractAsyncContextManager[Shown]:
+    """Return what shows these runs while it is entered, and yields where.
 
     Raises:
         SetupError: a package is missing for `command`; on entering it, the port is in use.
@@ -90,13 +102,16 @@ def prepare(
     runs = [app.RunReader(folder) for folder in folders]
 
     @asynccontextmanager
-    async def showing() -> AsyncIterator[str]:
-        server = http.HttpServer(
-            app.view_app(runs), host=host, port=port, key="--port", security=security, wrap=sign_in.SignIn
-        )
+    async def showing() -> AsyncIterator[Shown]:
+        key = secrets.token_urlsafe(24)
+        wrap = partial(sign_in.SignIn, token=security.token, key=key)
+        server = http.HttpServer(app.view_app(runs), host=host, port=port, key="--port", security=security, wrap=wrap)
         await server.start()
         try:
-            yield f"{server.url}/?token={security.token if is_own else f'<{TOKEN}>'}"
+            yield Shown(
+                address=f"{server.url}/?token={security.token if is_own else f'<{TOKEN}>'}",
+                address_once=f"{server.url}/?key={key}",
+            )
         finally:
             await server.drain(_GRACE_S)
 

@@ -90,7 +90,7 @@ async def run_processes(
     metrics.poll()
     evaluations = MetricsFollower(folder.evaluations_file)
     evaluations.poll()
-    follower = RunFollower(metrics, evaluations)
+    follower = RunFollower(folder.path, metrics, evaluations)
     display = open_display(str(folder.path))
     try:
         async with (

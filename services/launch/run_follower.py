@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from services.launch.metrics import MetricsFollower, StepRow, describe_evaluation
+from services.view.evaluating import answered_at
 from services.view.summary import standing
 
 _AGAIN_S: Final = 5.0
@@ -15,13 +17,21 @@ class RunFollower:
     """The steps and evaluations of a run."""
 
     def __init__(
-        self, metrics: MetricsFollower, evaluations: MetricsFollower, *, now: Callable[[], float] = time.monotonic
+        self,
+        folder: Path,
+        metrics: MetricsFollower,
+        evaluations: MetricsFollower,
+        *,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Follow these files; the present rows are old."""
+        """Follow these files of the run folder `folder`; the present rows are old."""
+        self._folder = folder
         self._metrics = metrics
         self._evaluations = evaluations
         self._now = now
-        self._last_step_at = now()
+        self._heard_at = now()
+        self._answered_at: float | None = None
+        """When the last answer of a running evaluation was written, by the wall clock."""
         self._stood_at = now()
         self._standing: dict[str, Any] = {}
 
@@ -36,9 +46,8 @@ class RunFollower:
         evaluated = self._evaluations.poll()
         for row in evaluated:
             write(describe_evaluation(row))
-        if new_rows:
-            self._last_step_at = self._now()
         if new_rows or evaluated:
+            self._heard_at = self._now()
             self._standing = {}
         return new_rows
 
@@ -46,7 +55,16 @@ class RunFollower:
         """Return where the run stands, as of a few seconds ago at most."""
         now = self._now()
         if not self._standing or self._standing["is_running"] != is_running or now - self._stood_at >= _AGAIN_S:
-            silent_s = now - self._last_step_at
-            self._standing = standing(self.rows, self._evaluations.rows, is_running=is_running, silent_s=silent_s)
+            answered = answered_at(self._folder, self.rows, self._evaluations.rows) if is_running else None
+            if answered is not None and answered != self._answered_at:
+                self._heard_at = now
+            self._answered_at = answered
+            self._standing = standing(
+                self.rows,
+                self._evaluations.rows,
+                is_running=is_running,
+                silent_s=now - self._heard_at,
+                is_evaluating=answered is not None,
+            )
             self._stood_at = now
         return self._standing

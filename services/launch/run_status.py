@@ -28,5 +28,7 @@ def describe_phase(run: trainer_pb2.GetRunResponse) -> str:
             return "pushing weights to the engines"
         case trainer_pb2.RUN_PHASE_SAVING:
             return f"writing the checkpoint of step {run.step}"
+        case trainer_pb2.RUN_PHASE_EVALUATING:
+            return f"ending the evaluation of step {run.step}"
         case _:
             return "ending the step"

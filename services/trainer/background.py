@@ -15,8 +15,13 @@ class Lane:
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Start `work`; await `free` first."""
-        assert self._current is None or self._current.done(), "one piece of work at a time"
+        assert self.is_free, "one piece of work at a time"
         self._current = self._tasks.create_task(work)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no task runs."""
+        return self._current is None or self._current.done()
 
     async def free(self) -> None:
         """Wait until no task runs."""

@@ -15,7 +15,8 @@ waits until replicas are held out for the evaluation of the weights that it chan
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import structlog
 
 from penstock.bus.consumer import Delivery
 from penstock.runtime.process import end_task, unless_stopped
+from penstock.telemetry import log as logging
 from penstock.telemetry import spans
 from penstock.v1 import trainer_pb2
 from services.trainer.admission.ledger import GroupLedger
@@ -101,6 +103,7 @@ class TrainingLoop:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, and save a checkpoint at the end in both cases."""
+        logging.bind(version=self.position.version)
         if self.evaluator is not None:
             await self.evaluator.open()
         async with asyncio.TaskGroup() as tasks:
@@ -131,7 +134,8 @@ class TrainingLoop:
         while self.position.num_steps_left and not stop.is_set():
             clock = StepClock()
             if self._is_evaluation_due():
-                await evaluations.free()  # the one before, of an earlier version
+                with self._held_up(is_over=evaluations.is_free):
+                    await evaluations.free()  # the one before, of an earlier version
                 clock.lap("evaluation_wait_s")
                 self._may_update.clear()
                 evaluations.start(self._evaluate(pushes, stop, on_held_out=self._may_update.set))
@@ -139,7 +143,8 @@ class TrainingLoop:
             if batch is None:
                 break
             learned = await self._take_demonstrations(clock)
-            await self._may_update.wait()
+            with self._held_up(is_over=self._may_update.is_set()):
+                await self._may_update.wait()
             clock.lap("evaluation_wait_s")
             if stop.is_set() and self._is_evaluation_due():  # it was stopped, and comes again when the run goes on
                 await self._abort_batch()
@@ -167,9 +172,21 @@ class TrainingLoop:
         if self.checkpoints.saved_version != self.position.version:
             await self._write_checkpoint(self.checkpoints.moment(self.position), settlements)
             await settlements.free()
-        await evaluations.free()
+        with self._held_up(is_over=evaluations.is_free):
+            await evaluations.free()
         if not self.position.num_steps_left and self._is_evaluation_due():
-            await self._evaluate(pushes, stop, on_held_out=None)
+            with self._held_up(is_over=False):
+                await self._evaluate(pushes, stop, on_held_out=None)
+
+    @contextmanager
+    def _held_up(self, *, is_over: bool) -> Iterator[None]:
+        """Report, during the context, that an evaluation holds up the next step or the end; not if it is over."""
+        if is_over:
+            yield
+            return
+        before, self.progress.phase = self.progress.phase, trainer_pb2.RUN_PHASE_EVALUATING
+        yield
+        self.progress.phase, self.progress.evaluated_at = before, time.monotonic()
 
     def _is_evaluation_due(self) -> bool:
         return self.evaluator is not None and self.evaluator.is_due(self.position.step)
@@ -259,6 +276,7 @@ class TrainingLoop:
         metrics |= self.gradients.observe(metrics)
         self.ledger.finish_training()
         self.position.advance()
+        logging.bind(version=self.position.version)
         self.progress.step = step
         return {"step": step, "num_steps": self.position.num_steps, "policy_version": version, **metrics}
 

@@ -10,6 +10,8 @@ Row = Mapping[str, Any]
 
 _RECENT: Final = 5
 """Steps that must agree before an alarm about a share is raised, so that one odd batch raises none."""
+_LONG_S: Final = 1800.0
+"""Seconds of silence that are too long where no usual step says what is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,28 +26,42 @@ class Alarm:
     remedy: str
 
 
-def find_alarms(rows: Sequence[Row], *, is_running: bool = False, silent_s: float = 0.0) -> list[Alarm]:
+def find_alarms(
+    rows: Sequence[Row], *, is_running: bool = False, silent_s: float = 0.0, is_evaluating: bool = False
+) -> list[Alarm]:
     """Return what is wrong now, and what was wrong at any step and cannot be undone.
 
     Args:
         rows: The steps so far.
         is_running: Whether the run goes on.
-        silent_s: Seconds since the last step.
+        silent_s: Seconds since the last step, the last evaluation, or the last answer in the present one.
+        is_evaluating: Whether an evaluation of the last step's weights is being played, which may hold up steps.
     """
     found = [alarm for rule in _RULES if rows and (alarm := rule(rows)) is not None]
-    if is_running and (stuck := _stuck(rows, silent_s)) is not None:
+    if is_running and (stuck := _stuck(rows, silent_s, is_evaluating)) is not None:
         found.insert(0, stuck)
     return found
 
 
-def _stuck(rows: Sequence[Row], silent_s: float) -> Alarm | None:
-    usual_s = median(row.get("step_s", 0.0) for row in rows[-50:]) if rows else 0.0
-    if not rows or silent_s < max(120.0, 10 * usual_s):
+def _stuck(rows: Sequence[Row], silent_s: float, is_evaluating: bool) -> Alarm | None:
+    last: Row = rows[-1] if rows else {"step": 0}
+    limit_s = _LONG_S
+    if is_evaluating:
+        text = f"no answer in the evaluation of step {last['step']} for {silent_s:.0f} s"
+    elif not rows:
+        text = f"no first step for {silent_s:.0f} s"
+    elif last["step"] >= last.get("num_steps", float("inf")):
+        text = f"the last step was {silent_s:.0f} s ago, and the run has not ended"
+    else:
+        usual_s = median(row.get("step_s", 0.0) for row in rows[-50:])
+        limit_s = max(120.0, 10 * usual_s)
+        text = f"no step for {silent_s:.0f} s; a step usually takes {usual_s:.1f} s"
+    if silent_s < limit_s:
         return None
     return Alarm(
         kind="stuck",
-        step=rows[-1]["step"],
-        text=f"no step for {silent_s:.0f} s; a step usually takes {usual_s:.1f} s",
+        step=last["step"],
+        text=text,
         remedy="look at logs/trainer.log, and at the replicas with `penstock replicas`",
     )
 

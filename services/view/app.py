@@ -85,29 +85,32 @@ def view_app(runs: Sequence[RunReader]) -> FastAPI:
         start: int = 0,
         limit: int = 100,
     ) -> Response:
-        index = run_of(number).episodes()
         query = EpisodeQuery(
             outcome=outcome, step=step, row=row, finish=finish, text=text, sort=sort, descending=descending
         )
-        found = query.run(index)
-        shown = found[max(0, start) :][: max(0, min(limit, _MOST_LISTED))]
+        index, found = run_of(number).find_episodes(query)
+        shown = found.places[max(0, start) :][: max(0, min(limit, _MOST_LISTED))]
         return _json(
-            {"num_kept": len(index), "num_found": len(found), "found": [{"number": n, **index[n]} for n in shown]}
+            {
+                "num_kept": len(index),
+                "num_found": len(found.places),
+                "num_unsearched": found.num_unsearched,
+                "found": [index[place] for place in shown],
+            }
         )
 
-    @app.get("/api/runs/{number}/episodes/{place}")
-    def episode(number: int, place: int) -> Response:
+    @app.get("/api/runs/{number}/episodes/{group}")
+    def episode(number: int, group: int) -> Response:
         try:
-            return Response(run_of(number).episode(place), media_type="application/json", headers=_HEADERS)
+            return Response(run_of(number).episode(group), media_type="application/json", headers=_HEADERS)
         except NotThereError as error:
             raise HTTPException(404, str(error)) from None
 
     @app.get("/api/runs/{number}/spans")
     def spans(number: int, first_step: int = 0, last_step: int = 2**31) -> Response:
         index = run_of(number).episodes()
-        chosen = [(n, entry) for n, entry in enumerate(index) if first_step <= entry["step"] <= last_step]
-        keys = ("step", "index", "outcome", "rewards", "spans", "versions")
-        return _json([{"number": n, **{key: entry[key] for key in keys}} for n, entry in chosen])
+        keys = ("number", "step", "index", "outcome", "rewards", "spans", "versions")
+        return _json([{key: entry[key] for key in keys} for entry in index if first_step <= entry["step"] <= last_step])
 
     @app.get("/api/runs/{number}/trace")
     def trace(number: int, first_step: int = 0, last_step: int = 2**31) -> Response:

@@ -9,6 +9,20 @@ from penstock.errors import InvalidRequestError
 Entry = Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What was found."""
+
+    places: list[int]
+    """In the index, in order."""
+    num_unsearched: int = 0
+    """Groups whose texts were not searched, because it would have taken too long."""
+
+
+Search = Callable[[Sequence[Entry], Sequence[int], Sequence[str]], Found]
+"""Returns those of the places in the index whose groups have all of the words, casefolded."""
+
+
 def _reward(entry: Entry) -> float:
     rewards = [reward for reward in entry["rewards"] if reward is not None]
     return sum(rewards) / len(rewards) if rewards else float("nan")
@@ -45,37 +59,31 @@ class EpisodeQuery:
     finish: str = ""
     """Only groups with a sample that ended so."""
     text: str = ""
-    """Only groups with these words in prompt, gold answer or samples, as far as the index has them, or in the reason
-    why they were kept."""
+    """Only groups with these words in prompt, gold answer or samples, or in the reason why they were kept."""
     sort: str = "step"
     descending: bool = True
 
-    def run(self, index: Sequence[Entry]) -> list[int]:
-        """Return the numbers of the entries that match, in order.
+    def run(self, index: Sequence[Entry], search: Search) -> Found:
+        """Return the places of the entries that match, in order; `search` is only asked where there are words.
 
         Raises:
             InvalidRequestError: groups cannot be sorted so.
         """
         if self.sort not in _ORDERS:
             raise InvalidRequestError(f"sort = {self.sort!r} must be one of {', '.join(_ORDERS)}")
-        words = self.text.casefold().split()
-        found = [number for number, entry in enumerate(index) if self._matches(entry, words)]
+        found = [place for place, entry in enumerate(index) if self._matches(entry)]
         value = _ORDERS[self.sort]
-        keyed = [(value(index[number]), number) for number in found]
+        keyed = [(value(index[place]), place) for place in found]
         known = sorted((each for each in keyed if each[0] == each[0]), reverse=self.descending)
-        return [number for _, number in known] + [number for key, number in keyed if key != key]
+        places = [place for _, place in known] + [place for key, place in keyed if key != key]
+        words = self.text.casefold().split()
+        return search(index, places, words) if words else Found(places=places)
 
-    def _matches(self, entry: Entry, words: Sequence[str]) -> bool:
+    def _matches(self, entry: Entry) -> bool:
         if self.outcome and entry["outcome"] != self.outcome:
             return False
         if self.step is not None and entry["step"] != self.step:
             return False
         if self.row and f"{entry['source']}/{entry['row']}" != self.row:
             return False
-        if self.finish and self.finish not in entry["finish"]:
-            return False
-        if not words:
-            return True
-        parts = [entry["prompt"], entry["reason"], entry["error"], *entry["golds"], *entry["texts"]]
-        text = "\n".join(parts).casefold()
-        return all(word in text for word in words)
+        return not self.finish or self.finish in entry["finish"]

@@ -4,6 +4,7 @@ import fcntl
 import re
 import threading
 import tomllib
+from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any, Final
 
 from penstock.errors import InvalidRequestError
 from penstock.telemetry.json_lines import JsonLinesFollower
+from services.view.episode_query import EpisodeQuery, Found
+from services.view.text_search import TextSearch
 from services.view.trace_reader import Span, TraceReader
 
 _IMAGE: Final = re.compile(r"[0-9a-f]{64}\.(png|jpg|gif|webp|bin)")
@@ -32,6 +35,7 @@ class RunReader:
         self._evaluations = JsonLinesFollower(folder / "evaluations.jsonl")
         self._trace = TraceReader(folder)
         self._index = JsonLinesFollower(folder / "episodes" / "index.jsonl")
+        self._search = TextSearch(self._description)
 
     @property
     def name(self) -> str:
@@ -52,11 +56,9 @@ class RunReader:
 
     @property
     def last_change(self) -> float:
-        """When the last step was written, in seconds since 1970; the start of the run before the first."""
-        for path in (self.folder / "metrics.jsonl", self.folder / "config.toml"):
-            with suppress(OSError):
-                return path.stat().st_mtime
-        return 0.0
+        """When the last step or evaluation was written, or the run was started, in seconds since 1970."""
+        names = ("metrics.jsonl", "evaluations.jsonl", "config.toml")
+        return max(written_at(self.folder / name) for name in names)
 
     def steps(self) -> tuple[int, list[dict[str, Any]]]:
         """Return the rows of metrics.jsonl, and a number that grows when earlier rows were replaced."""
@@ -86,34 +88,59 @@ class RunReader:
             return self._trace.starts()
 
     def episodes(self) -> list[dict[str, Any]]:
-        """Return the index of kept groups, in the order in which they were kept."""
+        """Return the index of kept groups, in the order in which they were kept.
+
+        Each has a `number` of its own, which grows from one to the next. Once the folder was full, the oldest are gone.
+        """
         with self._lock:
-            self._index.poll()
+            new = self._index.poll()
+            for place, entry in enumerate(new, start=len(self._index.rows) - len(new)):
+                if not isinstance(entry.get("number"), int):
+                    entry["number"] = place
             return list(self._index.rows)
+
+    def find_episodes(self, query: EpisodeQuery) -> tuple[list[dict[str, Any]], Found]:
+        """Return the index of kept groups, and which of them match.
+
+        Raises:
+            InvalidRequestError: groups cannot be sorted so.
+        """
+        index = self.episodes()
+        return index, query.run(index, self._search.run)
 
     def episode(self, number: int) -> bytes:
         """Return the whole description of a kept group, as JSON.
 
         Args:
-            number: Its place in the index, from 0.
+            number: Its `number` in the index.
 
         Raises:
             NotThereError: there is none, or it was deleted to keep the folder small.
         """
         index = self.episodes()
-        if not 0 <= number < len(index):
+        place = bisect_left(index, number, key=lambda entry: entry["number"])
+        if place == len(index):
             raise NotThereError(f"run {self.name!r} has no kept group number {number}; it has {len(index)}")
-        entry = index[number]
+        entry = index[place]
+        if entry["number"] != number:
+            raise NotThereError(f"group number {number} was deleted to keep the folder below episodes.max_gib")
         if _EPISODES_FILE.fullmatch(str(entry["file"])) is None:
             raise NotThereError(f"the index of {self.name!r} names no file of groups: {entry['file']!r}")
-        try:
-            with (self.folder / "episodes" / entry["file"]).open("rb") as file:
-                file.seek(int(entry["offset"]))
-                return bytes(file.read(int(entry["size"])))
-        except FileNotFoundError:
+        data = self._description(entry)
+        if data is None:
             raise NotThereError(
                 f"the groups of step {entry['step']} were deleted to keep the folder below episodes.max_gib"
-            ) from None
+            )
+        return data
+
+    def _description(self, entry: Mapping[str, Any]) -> bytes | None:
+        """Return what an entry of the index refers to; None if it is gone."""
+        if _EPISODES_FILE.fullmatch(str(entry["file"])) is not None:
+            with suppress(FileNotFoundError), (self.folder / "episodes" / entry["file"]).open("rb") as file:
+                file.seek(int(entry["offset"]))
+                data = file.read(int(entry["size"]))
+                return data if len(data) == int(entry["size"]) else None
+        return None
 
     def image(self, name: str) -> bytes:
         """Return a kept picture.
@@ -133,6 +160,13 @@ class RunReader:
         except (OSError, ValueError):
             return {}
         return dict(_leaves("", recipe))
+
+
+def written_at(path: Path) -> float:
+    """Return when a file was written last, in seconds since 1970; 0 if there is none."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def without_groups(row: dict[str, Any]) -> dict[str, Any]:

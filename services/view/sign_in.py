@@ -1,9 +1,11 @@
 """Lets a browser in: the token in the page's address becomes a cookie, and the cookie the header that servers ask for.
 
 So pages, pictures and data need the token as every other HTTP server of Penstock does, and it does not stay in the
-address, where it would be seen over a shoulder or copied into an issue.
+address, where it would be seen over a shoulder or copied into an issue. An address for a program that opens a browser,
+whose arguments all users of the machine may read, has a key in place of the token, which lets in one browser.
 """
 
+import secrets
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode
 
@@ -14,8 +16,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 class SignIn:
     """An application around another one that asks for a bearer token."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, token: str = "", key: str = "") -> None:
+        """Serve `app`; the first browser that shows `key`, if that is given, gets `token`."""
         self._app = app
+        self._token = token
+        self._key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -24,9 +29,10 @@ class SignIn:
             return
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         token = next((value for key, value in query if key == "token"), "")
+        token = token or self._redeemed(next((value for key, value in query if key == "key"), ""))
         name = _cookie_name(scope)
         if token:
-            rest = urlencode([(key, value) for key, value in query if key != "token"])
+            rest = urlencode([(key, value) for key, value in query if key not in ("token", "key")])
             response = RedirectResponse(scope["path"] + (f"?{rest}" if rest else ""), status_code=303)
             response.set_cookie(name, token, httponly=True, samesite="strict", secure=scope["scheme"] == "https")
             await response(scope, receive, send)
@@ -36,6 +42,13 @@ class SignIn:
             headers = [*scope["headers"], (b"authorization", f"Bearer {known}".encode("latin-1", "replace"))]
             scope = {**scope, "headers": headers}
         await self._app(scope, receive, send)
+
+    def _redeemed(self, key: str) -> str:
+        """Return the token for the key, which is then used up; empty if it is not the key."""
+        if not self._key or not secrets.compare_digest(key.encode(), self._key.encode()):
+            return ""
+        self._key = ""
+        return self._token
 
 
 def _cookie_name(scope: Scope) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from services.view.alarms import find_alarms
+from services.view.evaluating import answered_at
 from services.view.fleet import MEMORY_S, fleet_of
 from services.view.run_reader import RunReader
 
@@ -18,9 +19,7 @@ _GROUPS: Final = ("trained", "stale", "failed", "filtered")
 
 def alarms_of(run: RunReader) -> list[dict[str, Any]]:
     """Return what is wrong with a run."""
-    _, rows = run.steps()
-    found = find_alarms(rows, is_running=run.is_running, silent_s=time.time() - run.last_change)
-    return [msgspec.to_builtins(alarm) for alarm in found]
+    return list(summarise(run)["alarms"])
 
 
 def describe_run(number: int, run: RunReader) -> dict[str, Any]:
@@ -47,10 +46,18 @@ def summarise(run: RunReader) -> dict[str, Any]:
     """Describe a run: its last step, how long it will take, the last evaluation, and what is wrong."""
     _, rows = run.steps()
     is_running = run.is_running
+    evaluations = run.evaluations()
+    answered = answered_at(run.folder, rows, evaluations) if is_running else None
     return {
         "name": run.name,
         "folder": str(run.folder),
-        **standing(rows, run.evaluations(), is_running=is_running, silent_s=time.time() - run.last_change),
+        **standing(
+            rows,
+            evaluations,
+            is_running=is_running,
+            silent_s=time.time() - max(run.last_change, answered or 0.0),
+            is_evaluating=answered is not None,
+        ),
     }
 
 
@@ -60,6 +67,7 @@ def standing(
     *,
     is_running: bool,
     silent_s: float,
+    is_evaluating: bool = False,
 ) -> dict[str, Any]:
     """Return where a run stands; `penstock train` and `penstock status` print these numbers.
 
@@ -67,10 +75,11 @@ def standing(
         rows: The steps so far.
         evaluations: The evaluations so far.
         is_running: Whether the run goes on.
-        silent_s: Seconds since the last step.
+        silent_s: Seconds since the last step, the last evaluation, or the last answer in the present one.
+        is_evaluating: Whether an evaluation of the last step's weights is being played.
     """
     last = rows[-1] if rows else {}
-    alarms = find_alarms(rows, is_running=is_running, silent_s=silent_s)
+    alarms = find_alarms(rows, is_running=is_running, silent_s=silent_s, is_evaluating=is_evaluating)
     return {
         "is_running": is_running,
         "step": last.get("step", 0),

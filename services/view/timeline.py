@@ -7,7 +7,7 @@ from services.view.trace_reader import Span
 
 _DRAWN: Final = (
     "call", "paused", "episode", "tool", "route.queued", "judged", "verify", "group.queued", "group.held",
-    "checkpoint", "evaluation", "process.starting",
+    "checkpoint", "evaluation", "process.starting", "session.call", "environment.call",
 )  # fmt: skip
 MOST_DRAWN: Final = 20_000
 """Spans drawn at once; of more, the longest."""
@@ -30,11 +30,11 @@ def timeline_of(spans: Sequence[Span], index: Sequence[Mapping[str, Any]], *, mo
     num_all = len(drawn)
     if num_all > most:
         drawn = sorted(sorted(drawn, key=lambda span: -span.seconds)[:most], key=lambda span: span.start)
-    places = {(entry["group"], entry["attempt"]): place for place, entry in enumerate(index)}
-    return {"num_left_out": num_all - len(drawn), "spans": [_describe(span, places) for span in drawn]}
+    numbers = {(entry["group"], entry["attempt"]): entry["number"] for entry in index}
+    return {"num_left_out": num_all - len(drawn), "spans": [_describe(span, numbers) for span in drawn]}
 
 
-def _describe(span: Span, places: Mapping[tuple[str, int], int]) -> dict[str, Any]:
+def _describe(span: Span, numbers: Mapping[tuple[str, int], int]) -> dict[str, Any]:
     group, sample = sample_of(span)
     return {
         "process": span.process,
@@ -43,7 +43,7 @@ def _describe(span: Span, places: Mapping[tuple[str, int], int]) -> dict[str, An
         "length": span.seconds,
         "group": None if group is None else int(group[0].rpartition("/")[2]),
         "sample": sample,
-        "number": None if group is None else places.get(group),
+        "number": None if group is None else numbers.get(group),
         **{key: span.attributes[key] for key in _KEPT if key in span.attributes},
     }
 

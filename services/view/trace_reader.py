@@ -2,10 +2,13 @@
 
 The clock is the NATS server's. It stores each batch of spans with its own time, and the smallest difference to the time
 at which the process says that it sent the batch is how far its clock is off, together with the way of a message. Below
-`_SKEW_S`, which a busy machine may need for that way, the process's own clock counts.
+`_SKEW_S`, which a busy machine may need for that way, the process's own clock counts. What the trainer and the launcher
+write to files themselves is moved by the skew of the trainer's batches, and of any process on the launcher's host.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -42,7 +45,20 @@ class _Row(msgspec.Struct):
     batch: _Batch
 
 
+class _SentBatch(msgspec.Struct):
+    """A batch without its spans."""
+
+    start: str
+    sent: float
+
+
+class _SentRow(msgspec.Struct):
+    stored: float | None
+    batch: _SentBatch
+
+
 _decoder: Final = msgspec.json.Decoder(_Row)
+_sent_decoder: Final = msgspec.json.Decoder(_SentRow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +93,7 @@ class _Source:
 
     @property
     def skew_s(self) -> float:
-        return 0.0 if self.delay_s is None or abs(self.delay_s) < _SKEW_S else self.delay_s
+        return _skew_of(self.delay_s)
 
     @property
     def num_lost_batches(self) -> int:
@@ -91,11 +107,24 @@ class TraceReader:
         """Read `trace` of the run folder `folder`."""
         self._folder = folder / "trace"
         self._steps = JsonLinesFollower(self._folder / "trainer.jsonl")
+        self._begins: dict[Path, float] = {}
+        self._delays: dict[Path, tuple[int, dict[str, float]]] = {}
+        """Of files: the size when they were read, and the smallest delay of each start of a process."""
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the parts of the trainer's steps, step by step."""
         self._steps.poll()
-        return self._steps.rows
+        skews: dict[str, float] = {}
+        shifted = []
+        for step in self._steps.rows:
+            start, parts = step.get("start"), step["spans"]
+            if isinstance(start, str) and start not in skews and parts:
+                skews[start] = self._trainer_skew(start, began=min(begin for _, begin, _ in parts))
+            skew_s = skews.get(start, 0.0) if isinstance(start, str) else 0.0
+            if skew_s:
+                step = {**step, "spans": [[name, begin + skew_s, seconds] for name, begin, seconds in parts]}
+            shifted.append(step)
+        return shifted
 
     def starts(self) -> list[Span]:
         """Return when the launcher started processes of the run, and when they ended, in the order of these moments."""
@@ -120,17 +149,57 @@ class TraceReader:
             num_lost_batches=sum(source.num_lost_batches for source in sources.values()),
         )
 
+    def _trainer_skew(self, start: str, *, began: float) -> float:
+        """Return how far the clock of this start of the trainer is off, whose first step began at `began` by it.
+
+        The trainer begins a file when it starts, and names it by the same clock; its own batches are in it.
+        """
+        paths = self._span_paths()
+        place = max(0, bisect_right(paths, began, key=_named_time) - 1)
+        for path in paths[place : place + 2]:
+            if (delay_s := self._delays_in(path).get(start)) is not None:
+                return _skew_of(delay_s)
+        return 0.0
+
+    def _delays_in(self, path: Path) -> dict[str, float]:
+        """Return the smallest delay of each start of a process in a file; it is read again when it is twice as long."""
+        size_read, found = self._delays.get(path, (0, {}))
+        with suppress(FileNotFoundError):
+            size = path.stat().st_size
+            if not size_read or size >= 2 * size_read:
+                found = {}
+                for line in path.read_bytes().split(b"\n"):
+                    with suppress(msgspec.DecodeError):
+                        row = _sent_decoder.decode(line)
+                        if row.stored is not None:
+                            delay_s = row.stored - row.batch.sent
+                            found[row.batch.start] = min(found.get(row.batch.start, delay_s), delay_s)
+                self._delays[path] = size, found
+        return found
+
+    def _span_paths(self) -> list[Path]:
+        return sorted(self._folder.glob("spans-*.jsonl"))
+
     def _launcher_paths(self) -> list[Path]:
         return sorted(self._folder.glob("launcher-*.jsonl"))
 
     def _paths(self, first: float, last: float) -> Iterator[Path]:
-        """Yield the files that may have spans of this time; their names are the times at which they begin."""
+        """Yield the files that may have spans of this time."""
         yield from self._launcher_paths()
-        paths = sorted(self._folder.glob("spans-*.jsonl"))
-        ends = [*(_begin_of(path) for path in paths[1:]), float("inf")]
-        for path, end in zip(paths, ends, strict=False):
-            if _begin_of(path) <= last + _LATE_S and end >= first:
+        paths = self._span_paths()
+        begins = [self._begin_of(path) for path in paths]
+        for path, begin, end in zip(paths, begins, [*begins[1:], float("inf")], strict=False):
+            if begin <= last + _LATE_S and end >= first:
                 yield path
+
+    def _begin_of(self, path: Path) -> float:
+        """Return when the server got the first batch of a file; the time in its name if that is not known."""
+        if path not in self._begins:
+            with suppress(FileNotFoundError, msgspec.DecodeError), path.open("rb") as file:
+                stored = _sent_decoder.decode(file.readline()).stored
+                if stored is not None:
+                    self._begins[path] = stored
+        return self._begins.get(path, _named_time(path))
 
 
 def _rows(paths: Iterable[Path]) -> Iterator[_Row]:
@@ -149,6 +218,13 @@ def _rows(paths: Iterable[Path]) -> Iterator[_Row]:
 def _spans(rows: Iterable[_Row], sources: dict[tuple[str, str, str], _Source]) -> list[Span]:
     """Return the spans of the rows on the server's clock, and note in `sources` what the rows say of theirs."""
     batches = list(_noted(rows, sources))
+    hosts: dict[str, float] = {}
+    for (_, host, _), source in sources.items():
+        if source.delay_s is not None:
+            hosts[host] = min(hosts.get(host, source.delay_s), source.delay_s)
+    for (_, host, _), source in sources.items():
+        if source.delay_s is None:  # the launcher, which writes its spans itself
+            source.delay_s = hosts.get(host)
     return [
         Span(process=name, name=each, start=start + skew_s, seconds=seconds, attributes=attributes)
         for batch, name in _named(batches)
@@ -157,7 +233,12 @@ def _spans(rows: Iterable[_Row], sources: dict[tuple[str, str, str], _Source]) -
     ]
 
 
-def _begin_of(path: Path) -> float:
+def _skew_of(delay_s: float | None) -> float:
+    return 0.0 if delay_s is None or abs(delay_s) < _SKEW_S else delay_s
+
+
+def _named_time(path: Path) -> float:
+    """Return the time in the name of a file, by the clock of the trainer that began it."""
     digits = path.stem.rpartition("-")[2]
     return int(digits) / 1000 if digits.isdecimal() else 0.0
 

@@ -236,7 +236,7 @@ async def test_an_exported_file_is_used_without_a_server(browser: Browser, runs:
             {"step": "7"},
         ):
             await page.goto(f"{file.as_uri()}#samples?{urlencode({'run': 0, **query})}")
-            await _expect_groups(page, EpisodeQuery(**_typed(query)).run(readers[0].episodes()))
+            await _expect_groups(page, readers[0].find_episodes(EpisodeQuery(**_typed(query)))[1].places)
         await page.goto(f"{file.as_uri()}#group?run=0&n=29")
         picture = page.locator(".pictures img").first
         assert await picture.evaluate("image => image.decode().then(() => image.naturalWidth)") == 48

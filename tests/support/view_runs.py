@@ -168,7 +168,7 @@ def add_group(
         "golds": ["3"],
         "num_images": 1,
         "prompt": prompt,
-        "texts": [text for _ in rewards],
+        "texts": [text if len(text) <= 400 else text[:400] + "…" for _ in rewards],
         "rewards": list(rewards),
         "advantages": [sample["advantage"] for sample in samples],
         "finish": ["stop" for _ in rewards],
@@ -179,7 +179,7 @@ def add_group(
         "dlogp_max": dlogp if outcome == "trained" else None,
         "spans": [[sample["started_at"], sample["elapsed_s"], [f"engine-{n % 2}"]] for n, sample in enumerate(samples)],
     }
-    files.add(step, whole, short)
+    files.add(step, whole, short, image_files=images.values())
 
 
 def make_run(folder: Path, *, num_steps: int = 30, **recipe: Any) -> Path:

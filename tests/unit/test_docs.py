@@ -96,20 +96,33 @@ def _events() -> frozenset[str]:
     return frozenset(name for path in files for name in _EVENT.findall(path.read_text()))
 
 
+def _unknown_settings(text: str) -> set[str]:
+    """The dotted names in a text that begin as settings do, and are neither one nor an event or a file."""
+    tops = "|".join({each.partition(".")[0] for each in _settings()})
+    named = set(re.findall(rf"(?<![\w/.-])(?:{tops})(?:\.[a-z_0-9]+)+", text))
+    fields = {f"sampling.{each.name}" for each in generate_pb2.SamplingParams.DESCRIPTOR.fields}
+    suffixes = {".json", ".jsonl", ".msgpack", ".pt", ".safetensors"}
+    return {
+        each
+        for each in named - _events() - _NO_SETTINGS - fields
+        if not _is_known(each) and Path(each).suffix not in suffixes
+    }
+
+
 def test_the_settings_that_the_code_names_exist() -> None:
     """In errors, warnings and docstrings: a remedy that names a setting of yesterday helps nobody."""
-    name = re.compile(rf"(?<![\w/.-])(?:{'|'.join({each.partition('.')[0] for each in _settings()})})(?:\.[a-z_0-9]+)+")
-    suffixes = {".json", ".jsonl", ".msgpack", ".pt", ".safetensors"}
-    fields = {f"sampling.{each.name}" for each in generate_pb2.SamplingParams.DESCRIPTOR.fields}
     unknown = set()
     for path in (each for room in ("penstock", "services") for each in (_ROOT / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                named = {each for each in name.findall(node.value) if Path(each).suffix not in suffixes}
-                unknown |= {
-                    each for each in named - _events() - _NO_SETTINGS if not _is_known(each) and each not in fields
-                }
+                unknown |= _unknown_settings(node.value)
     assert unknown == set()
+
+
+@pytest.mark.parametrize("file", ["prometheus/alerts.yml", "grafana/dashboards/run.json"])
+def test_the_settings_that_alerts_and_dashboards_name_exist(file: str) -> None:
+    """Their remedies are read in the middle of the night."""
+    assert _unknown_settings((_ROOT / "deploy" / file).read_text()) == set()
 
 
 @pytest.mark.parametrize("document", _TABLES, ids=lambda path: path.name)

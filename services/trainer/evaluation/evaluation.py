@@ -164,11 +164,11 @@ class Evaluation:
             await self._images.remove(group.id.scope)
             await self._publish(index, attempt=group.id.attempt + 1)
         elif group.error:
-            await self._show(group)
-            await self.fail(group.id, group.error)
+            await self.fail(group.id, group.error, group)
         elif {group.oldest_version, group.newest_version} != {self._version}:
             versions = f"{group.oldest_version} to {group.newest_version}"
-            await self.fail(group.id, f"it has tokens of policy versions {versions}, not only {self._version}")
+            reason = f"it has tokens of policy versions {versions}, not only {self._version}"
+            await self.fail(group.id, reason, msgspec.structs.replace(group, samples=(), error=reason))
         else:
             await self._show(group)
             played = msgspec.structs.replace(
@@ -178,14 +178,15 @@ class Evaluation:
             )
             await self._finish(group.id, played)
 
-    async def fail(self, group_id: GroupId, reason: str) -> None:
-        """Give up a row that cannot be played.
+    async def fail(self, group_id: GroupId, reason: str, group: Group | None = None) -> None:
+        """Give up a row that cannot be played; `group` is its group without samples, None if it cannot be read.
 
         Raises:
             DataError: no row of its set can be played.
         """
         if self.owns(group_id) and group_id.index in self._in_play:
             log.warning("evaluation.prompt_failed", group=group_id.message, reason=reason)
+            await self._show(group or Group(id=group_id, num_samples=0, samples=(), worker_id="", error=reason))
             failed = msgspec.structs.replace(self._in_play.pop(group_id.index), error=reason)
             await self._finish(group_id, failed)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 
 from penstock.bus.buckets.lock import Lock
@@ -128,11 +129,12 @@ class Collector:
             is_of_use = False
         elif (reason := self.crashes.why_given_up(index)) is not None:
             await delivery.write_dead_letter(reason)
-            is_of_use = self._drop(index, attempt, reason)  # one death gives up a batch, so it adds to no streak
+            untouched = msgspec.structs.replace(group, samples=(), error=reason)
+            is_of_use = self._drop(untouched, reason)  # one death gives up a batch, so it adds to no streak
         elif group.is_lost:
             is_of_use = self._lose(index, attempt, group.error)
         elif group.error:
-            is_of_use = self._fail(index, attempt, group.error, group)
+            is_of_use = self._fail(group, group.error)
         elif (reason := (screening := screen(group, self.filters)).reason) is not None:
             is_of_use = self._filter(group, reason)
         else:
@@ -142,7 +144,7 @@ class Collector:
             except MissingImageError as error:
                 is_of_use = self._lose(index, attempt, str(error))
             except InvalidRequestError as error:
-                await self._give_up(delivery, index, attempt, str(error), group)
+                await self._give_up(delivery, group, str(error))
                 return
             else:
                 is_of_use = self._hold(group, images, ready)
@@ -227,20 +229,19 @@ class Collector:
             await delivery.write_dead_letter(reason)
             await self._release(delivery)
         elif group_id is not None and group_id.run_id == self.run_id:
-            await self._give_up(delivery, group_id.index, group_id.attempt, reason)
+            unread = Group(id=group_id, num_samples=0, samples=(), worker_id="", error=reason)
+            await self._give_up(delivery, unread, reason)
         else:
             await self.lock.confirm()
             await delivery.bury(reason)
 
-    async def _give_up(
-        self, delivery: Delivery, index: int, attempt: int, reason: str, group: Group | None = None
-    ) -> None:
+    async def _give_up(self, delivery: Delivery, group: Group, reason: str) -> None:
         """Report a group that cannot be read as failed, and keep a copy among the dead letters."""
         await delivery.write_dead_letter(reason)
         self.num_unreadable += 1
-        self._fail(index, attempt, reason, group)
+        self._fail(group, reason)
         delivery.forget_payload()
-        self.ledger.keep_receipt(index, delivery)
+        self.ledger.keep_receipt(group.id.index, delivery)
 
     def _lose(self, index: int, attempt: int, reason: str) -> bool:
         if not self.ledger.lose(index, attempt):
@@ -249,18 +250,19 @@ class Collector:
         self.streak.lose([index], reason)
         return True
 
-    def _fail(self, index: int, attempt: int, reason: str, group: Group | None) -> bool:
-        if not self._drop(index, attempt, reason):
+    def _fail(self, group: Group, reason: str) -> bool:
+        if not self._drop(group, reason):
             return False
-        if self.episodes is not None and group is not None:
-            self.episodes.keep_left_out("failed", reason, group)
-        self.streak.fail(index, reason)
+        self.streak.fail(group.id.index, reason)
         return True
 
-    def _drop(self, index: int, attempt: int, reason: str) -> bool:
+    def _drop(self, group: Group, reason: str) -> bool:
+        index, attempt = group.id.index, group.id.attempt
         if not self.ledger.fail(index, attempt):
             return False
         if self.pools is not None:
             self.pools.end(index, None)
+        if self.episodes is not None:
+            self.episodes.keep_left_out("failed", reason, group)
         log.error("group.failed", index=index, attempt=attempt, reason=reason)
         return True

@@ -1,7 +1,8 @@
 """The run's metrics: one JSON object per step, in the order of the weights' surviving history.
 
-Each row also says when it was written: `time` (UTC, ISO 8601), `attempt`, the number of the trainer that wrote it, from
-1, and `elapsed_s`, the seconds that this trainer and those before it had run, without the pauses between them.
+Each row also says when it was written: `time` (UTC, ISO 8601), `trainer_start`, the number of the trainer's start that
+wrote it, from 1, and `elapsed_s`, the seconds that this trainer and those before it had run, without the pauses between
+them.
 
 Invariant: the file has each step at most once. When a run continues from a checkpoint, the lines that a crashed trainer
 wrote after it are moved to a separate file.

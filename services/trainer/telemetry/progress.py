@@ -15,6 +15,8 @@ class Progress:
     run_id: str
     num_steps: int
     phase: trainer_pb2.RunPhase.ValueType = trainer_pb2.RUN_PHASE_STARTING
+    evaluated_at: float = 0.0
+    """Time of `time.monotonic()` until which an evaluation last held up steps."""
     step: int = 0
     policy_version: int = 0
     checkpoint_step: int = 0

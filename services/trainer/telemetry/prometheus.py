@@ -45,7 +45,8 @@ _PHASE = metrics.reading(
     "penstock_trainer_phase", "1 for what the trainer is doing at the moment, 0 for all else.", ("phase",)
 )
 _SINCE_STEP = metrics.reading(
-    "penstock_trainer_seconds_since_step", "Seconds since the last step, or since the trainer began to train."
+    "penstock_trainer_seconds_since_step",
+    "Seconds since the last step, since an evaluation that held up steps, or since the trainer began to train.",
 )
 _USUAL_STEP = metrics.reading(
     "penstock_trainer_usual_step_seconds", "Median seconds of the last 50 steps; absent before the first one."
@@ -53,7 +54,8 @@ _USUAL_STEP = metrics.reading(
 _UNTRAINED = metrics.reading("penstock_trainer_groups_untrained", "Groups admitted and not yet trained.")
 _GATE = metrics.reading("penstock_trainer_gate_groups", "The most groups that the gate lets be untrained.")
 _SINCE_ADMISSION = metrics.reading(
-    "penstock_trainer_seconds_since_admission", "Seconds since the gate admitted a group, or since the trainer started."
+    "penstock_trainer_seconds_since_admission",
+    "Seconds since the gate admitted a group, since an evaluation that held up steps, or since the trainer started.",
 )
 _ADMITTED = metrics.reading(
     "penstock_trainer_groups_admitted_total", "Groups admitted since the run began, each once.", kind="counter"
@@ -159,11 +161,11 @@ class TrainerMetrics:
             _VERSION.of(progress.policy_version),
             _CHECKPOINT.of(progress.checkpoint_step),
             _PHASE.by(phases),
-            _SINCE_STEP.of(now - self._stepped_at),
+            _SINCE_STEP.of(now - max(self._stepped_at, progress.evaluated_at)),
             *([_USUAL_STEP.of(median(self._step_s))] if self._step_s else []),
             _UNTRAINED.of(ledger.num_untrained),
             _GATE.of(ledger.gate.capacity),
-            _SINCE_ADMISSION.of(now - self._feeder.admitted_at),
+            _SINCE_ADMISSION.of(now - max(self._feeder.admitted_at, progress.evaluated_at)),
             _ADMITTED.of(ledger.next_index),
             _GROUPS.by({(outcome,): count for outcome, count in outcomes.items()}),
             _DISK_FREE.of(disk.free),

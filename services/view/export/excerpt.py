@@ -59,8 +59,8 @@ def excerpt_of(number: int, run: RunReader, *, max_bytes: int) -> Excerpt:
             span["number"] = None
     data |= {
         "processes": spans,
-        "index": [{"number": place, **index[place]} for place in sorted(groups)],
-        "episodes": {str(place): msgspec.Raw(groups[place]) for place in groups},
+        "index": [entry for entry in index if entry["number"] in groups],
+        "episodes": {str(number): msgspec.Raw(groups[number]) for number in groups},
         "images": images,
     }
     left_out = []
@@ -120,24 +120,25 @@ def _stretches(trace: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, floa
 def _groups(
     run: RunReader, index: Sequence[Mapping[str, Any]], *, max_bytes: int
 ) -> tuple[dict[int, bytes], dict[str, str]]:
-    """Return descriptions of kept groups by their places in the index, and their pictures as data URLs by name."""
+    """Return descriptions of kept groups by their numbers in the index, and their pictures as data URLs by name."""
     groups: dict[int, bytes] = {}
     images: dict[str, str] = {}
     for place in order_of_groups(index):
         if len(groups) == MAX_GROUPS:
             break
-        size = index[place]["size"] + len(msgspec.json.encode(index[place]))
+        entry = index[place]
+        size = entry["size"] + len(msgspec.json.encode(entry))
         if size > max_bytes:
             continue
         try:
-            whole = run.episode(place)
+            whole = run.episode(entry["number"])
         except NotThereError:
             continue
         new = {name: url for name in _images(whole) if name not in images and (url := _data_url(run, name))}
         size += sum(map(len, new.values()))
         if size <= max_bytes:
             max_bytes -= size
-            groups[place] = whole.rstrip()
+            groups[entry["number"]] = whole.rstrip()
             images |= new
     return groups, images
 

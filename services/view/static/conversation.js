@@ -5,22 +5,30 @@ import { h } from "./dom.js";
 
 const REPEATED = 4; // equal tokens, from which they are counted: a picture is hundreds of them
 
-// Returns null where the environment added nothing.
-export function conversation(sequence) {
-  const own = array(sequence.own, "u1");
+// Returns null where the environment added nothing to the sequence at `place`.
+export function conversation(sequences, place) {
+  const said = messages(sequences, place);
+  return said && h("details", { open: true }, h("summary", {}, "Conversation"),
+    said.map(({ turn, text }) => h("div", { class: turn === null ? "message" : "message own" },
+      h("b", {}, turn === null ? "environment" : `policy, turn ${turn}`), text)));
+}
+
+// The texts of the sequence in order, each with its turn, which are counted over all sequences; null: the environment's.
+export function messages(sequences, place) {
+  const owns = sequences.slice(0, place + 1).map((sequence) => array(sequence.own, "u1"));
+  const own = owns.pop();
   if (!own.includes(0)) return null;
   const parts = [];
-  sequence.texts.forEach((text, place) => {
-    const isOwn = Boolean(own[place]);
-    if (parts.at(-1)?.isOwn !== isOwn) parts.push({ isOwn, texts: [] });
+  sequences[place].texts.forEach((text, token) => {
+    if (begins(own, token)) parts.push({ isOwn: Boolean(own[token]), texts: [] });
     parts.at(-1).texts.push(text);
   });
-  let turn = -1;
-  return h("details", { open: true }, h("summary", {}, "Conversation"), parts.map(({ isOwn, texts }) => {
-    if (isOwn) turn += 1;
-    return h("div", { class: isOwn ? "message own" : "message" }, h("b", {}, isOwn ? `policy, turn ${turn}` : "environment"), joined(texts));
-  }));
+  let turn = owns.reduce((sum, each) => sum + each.filter((value, token) => value && begins(each, token)).length, 0);
+  return parts.map((part) => ({ turn: part.isOwn ? turn++ : null, text: joined(part.texts) }));
 }
+
+// Whether somebody else wrote the token before.
+const begins = (own, token) => token === 0 || Boolean(own[token]) !== Boolean(own[token - 1]);
 
 function joined(texts) {
   const parts = [];

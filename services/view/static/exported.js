@@ -52,6 +52,12 @@ const ORDERS = {
   lag: (entry) => (entry.versions.length ? entry.version - entry.versions[0] : null),
 };
 
+function hasAll(words, entry, { messages, samples }) {
+  const all = [entry.prompt, entry.reason, entry.error, ...entry.golds, ...messages.map((each) => each.content),
+    ...samples.map((each) => each.text)].join("\n").toLowerCase();
+  return words.every((word) => all.includes(word));
+}
+
 // As services/view/episode_query.py does on a server.
 function filter(run, { outcome = "", step = "", row = "", finish = "", text = "", sort = "", descending = "", start = 0, limit = 100 }) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
@@ -60,8 +66,7 @@ function filter(run, { outcome = "", step = "", row = "", finish = "", text = ""
     if (step !== "" && entry.step !== Number(step)) return false;
     if (row && `${entry.source}/${entry.row}` !== row) return false;
     if (finish && !entry.finish.includes(finish)) return false;
-    const all = [entry.prompt, entry.reason, entry.error, ...entry.golds, ...entry.texts].join("\n").toLowerCase();
-    return words.every((word) => all.includes(word));
+    return !words.length || hasAll(words, entry, run.episodes[entry.number]);
   };
   const value = ORDERS[sort || "step"];
   const sign = descending === "false" ? 1 : -1;
@@ -71,5 +76,5 @@ function filter(run, { outcome = "", step = "", row = "", finish = "", text = ""
     return sign * (one - other || a.number - b.number);
   });
   const first = Number(start) || 0;
-  return { num_kept: run.num_kept, num_found: found.length, found: found.slice(first, first + Number(limit)) };
+  return { num_kept: run.num_kept, num_found: found.length, num_unsearched: 0, found: found.slice(first, first + Number(limit)) };
 }

@@ -32,6 +32,10 @@ const context = {
     }
     location.hash = `${page}?${parameters}`;
   },
+  // Draws the page again.
+  again() {
+    draw();
+  },
   link(page, parameters = {}) {
     return `#${page}?${new URLSearchParams({ run: this.run, ...parameters })}`;
   },

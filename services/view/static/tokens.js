@@ -19,7 +19,7 @@ const VIEWS = [
 ];
 
 export function tokenView(context, prompt, sequence, version) {
-  const tokens = read(prompt, sequence, version);
+  const tokens = readTokens(prompt, sequence, version);
   const known = VIEWS.filter(([, , value]) => tokens.some((token) => value(token) !== null));
   const asked = context.parameters.get("colour") ?? "dlogp";
   const named = (wanted) => known.find(([name]) => name === wanted);
@@ -87,7 +87,8 @@ export function tokenView(context, prompt, sequence, version) {
     box, hover);
 }
 
-function read(prompt, sequence, version) {
+// The tokens of prompt and sequence, each with its numbers; null where it has none.
+export function readTokens(prompt, sequence, version) {
   const shared = (prompt.texts ?? []).map((text, place) => ({ text, id: place, own: false, trained: null, ...NOTHING }));
   const promptIds = array(prompt.token_ids, "i4");
   shared.forEach((token, place) => { token.id = promptIds[place]; });

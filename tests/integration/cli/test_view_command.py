@@ -6,11 +6,13 @@ import re
 import signal
 import subprocess
 import sys
+import webbrowser
 from pathlib import Path
 
 import httpx
 import pytest
 
+from services.cli.browser import has_person, open_page
 from services.cli.view_command import find_runs, prepare
 from tests.support.view_runs import make_run
 
@@ -58,7 +60,8 @@ async def test_a_run_that_begins_can_be_shown_beside_it(tmp_path: Path, monkeypa
     """As `penstock train --view` does: an address that opens, with a token of its own, until the run ends."""
     monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
     showing = prepare([make_run(tmp_path / "run", num_steps=1)], command="penstock train --view")
-    async with showing as address, httpx.AsyncClient(follow_redirects=True) as browser:
+    async with showing as shown, httpx.AsyncClient(follow_redirects=True) as browser:
+        address = shown.address
         assert (await browser.get(address.partition("?")[0])).status_code == 401
         assert (await browser.get(address)).status_code == 200
         (run,) = (await browser.get(f"{address.partition('?')[0]}api/runs")).json()
@@ -66,6 +69,68 @@ async def test_a_run_that_begins_can_be_shown_beside_it(tmp_path: Path, monkeypa
     async with httpx.AsyncClient() as browser:
         with pytest.raises(httpx.ConnectError):
             await browser.get(address)
+
+
+@pytest.mark.parametrize("token", ["", "secret"])
+async def test_an_address_for_a_program_lets_one_browser_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    """It has no token: a program's arguments are seen by all users of a machine."""
+    monkeypatch.setenv("PENSTOCK_TOKEN", token)
+    async with (
+        prepare([make_run(tmp_path / "run", num_steps=1)], command="penstock train --view") as shown,
+        httpx.AsyncClient(follow_redirects=True) as first,
+        httpx.AsyncClient(follow_redirects=True) as second,
+    ):
+        assert "token" not in shown.address_once
+        for browser, status in ((first, 200), (second, 401), (first, 200)):
+            assert (await browser.get(shown.address_once)).status_code == status
+        assert (await first.get(f"{shown.address_once.partition('?')[0]}api/runs")).status_code == 200
+
+
+class Window(webbrowser.BaseBrowser):
+    """A browser with a window of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+
+    def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:
+        """Note the address."""
+        self.opened.append(url)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "variables", "expected"),
+    [
+        (True, {"DISPLAY": ":0"}, True),
+        (True, {"WAYLAND_DISPLAY": "wayland-0"}, True),
+        (True, {}, False),
+        (False, {"DISPLAY": ":0"}, False),
+    ],
+)
+def test_a_browser_is_for_a_terminal_with_a_display(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, variables: dict[str, str], expected: bool
+) -> None:
+    """In a pipe, in a container or over ssh nobody would see it."""
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert has_person() is expected
+
+
+def test_a_browser_in_the_terminal_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the terminal that shows the run."""
+    window = Window()
+    monkeypatch.setattr(webbrowser, "get", lambda: window)
+    assert open_page("http://127.0.0.1:1/?key=k")
+    assert window.opened == ["http://127.0.0.1:1/?key=k"]
+    monkeypatch.setattr(webbrowser, "get", lambda: webbrowser.GenericBrowser("false"))
+    assert not open_page("http://127.0.0.1:1/?key=k")
 
 
 def test_runs_are_written_into_one_file(tmp_path: Path) -> None:

@@ -144,6 +144,29 @@ async def test_answers_are_kept_to_be_read_token_by_token(bus: Bus, tmp_path: Pa
     assert json.loads(line)["samples"][0]["sequences"][0]["images"] == [f"{sha256}.png"]
 
 
+async def test_rows_that_are_given_up_are_kept_with_the_reason(bus: Bus, tmp_path: Path, tiny_model_path: Path) -> None:
+    """Those whose group cannot be decoded, and those that another version has played."""
+    names = Renderer.load(tiny_model_path).token_texts().names_of
+    no_rows: Any = None  # the set has the rows
+    position = Position(num_steps=10, step=4, version=7)
+    episodes = EpisodeLog(tmp_path, EpisodesConfig(keep="all"), position, dataset=no_rows, names=names)
+    evaluator = await open_evaluator(bus, tmp_path, epoch="a", logged=[], episodes=episodes)
+    evaluating = asyncio.create_task(evaluator.evaluate(4, 7, has_received_all=is_complete, on_held_out=None))
+    first, second, third = await take_prompts(bus)
+    assert await evaluator.fail(first.id, "it is cut off")
+    old = msgspec.structs.replace(make_group(tiny_model_path, index=0, version=6), id=second.id, purpose="s")
+    await evaluator.receive(old)
+    await evaluator.receive(played(third, tiny_model_path))
+    await promptly(evaluating)
+    await asyncio.to_thread(episodes.close)
+    entries = [json.loads(line) for line in (tmp_path / "episodes/index.jsonl").read_text().splitlines()]
+    assert [(each["row"], each["error"]) for each in entries] == [
+        (0, "it is cut off"),
+        (1, "it has tokens of policy versions 6 to 6, not only 7"),
+        (2, ""),
+    ]
+
+
 async def test_an_evaluation_is_not_due_while_its_answers_are_written_down(
     bus: Bus, tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

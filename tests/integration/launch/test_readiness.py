@@ -100,7 +100,7 @@ async def test_the_launcher_follows_what_the_trainer_writes(tmp_path: Path) -> N
     lines: list[str] = []
     display: Any = SimpleNamespace(show=lambda *_: None, write=lines.append)
     file, evaluated = tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"
-    follower = RunFollower(MetricsFollower(file), MetricsFollower(evaluated))
+    follower = RunFollower(tmp_path, MetricsFollower(file), MetricsFollower(evaluated))
     async with launcher._watched(supervisor, follower, display, BoundedLog(tmp_path / "launcher.log")):
         assert num_steps_noted == 0
         file.write_text('{"step": 1, "num_steps": 9}\n')

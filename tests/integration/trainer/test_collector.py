@@ -1,8 +1,9 @@
 """Feeder, collector and batch source on a real bus: what becomes of groups, and of their messages."""
 
 import asyncio
+import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,12 @@ from penstock.records import Group
 from penstock.records.codec import encode
 from services.trainer.admission.group_state import GroupStatus
 from services.trainer.batching.sequences import TrainGroup
+from services.trainer.data.config import DataConfig
+from services.trainer.data.dataset import open_dataset
+from services.trainer.flow.crash_record import MAX_DEATHS, CrashRecord
+from services.trainer.position import Position
+from services.trainer.telemetry.episodes.config import EpisodesConfig
+from services.trainer.telemetry.episodes.log import EpisodeLog
 from tests.support.trainer.groups import make_group, num_placeholders, picture
 from tests.support.trainer.runs.flow import RUN, num_prompts, num_stored, open_flow, publish, running
 from tests.support.waiting import HANG_S, until
@@ -295,3 +302,43 @@ async def test_caught_up_means_that_everything_stored_is_here(bus: Bus, tiny_mod
     async with running(bus, tiny_model_path, groups_per_step=3) as flow, asyncio.timeout(HANG_S):
         await flow.collector.wait_until_caught_up()
         assert not any(flow.ledger.wants(index, 0) for index in range(3))
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[EpisodeLog]:
+    """Keeps groups that are left out."""
+    position = Position(num_steps=9, step=0, version=1)
+    log = EpisodeLog(tmp_path, EpisodesConfig(keep="all"), position, dataset=open_dataset(DataConfig()), names=list)
+    yield log
+    log.close()
+
+
+def entries_of(log: EpisodeLog, folder: Path) -> list[dict[str, Any]]:
+    """What was kept, after its end."""
+    log.close()
+    return [json.loads(line) for line in (folder / "episodes" / "index.jsonl").read_text().splitlines()]
+
+
+async def test_groups_that_are_given_up_unread_are_kept_with_the_reason(
+    bus: Bus, tiny_model_path: Path, tmp_path: Path, kept: EpisodeLog
+) -> None:
+    """Those that cannot be decoded, and those that killed the trainer, whose samples are not touched again."""
+    await bus.publish(bus.groups, b"\xc1 garbage", message_id=f"{RUN}/0/0/a")
+    for index in (1, 2):
+        await publish(bus, make_group(tiny_model_path, index=index, version=1))
+    suspect = {"in_hand": [1], "deaths": {"1": MAX_DEATHS - 1}}
+    record = tmp_path / "in_hand.json"
+    record.write_text(json.dumps({"run_id": RUN, "reading": suspect}))
+    async with running(bus, tiny_model_path) as flow:
+        flow.collector.episodes = kept
+        flow.collector.crashes = CrashRecord(record, run_id=RUN, is_resumed=True)
+        (finished,) = await flow.next_batch(1)
+    assert finished.ready.index == 2
+    found = entries_of(kept, tmp_path)
+    assert [(each["index"], each["outcome"], each["rewards"]) for each in found] == [
+        (0, "failed", []),
+        (1, "failed", []),
+    ]
+    assert all(each["prompt"] and each["golds"] for each in found)
+    assert f"died {MAX_DEATHS} times while it read group 1" in found[1]["reason"]
+    assert all(each["reason"] == each["error"] for each in found)

@@ -1,7 +1,8 @@
 """Agents play whole groups: through the router's sessions, token for token, whatever their runners do."""
 
+import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock.bus.image_store import hash_of
 from penstock.bus.sessions import Sessions
 from penstock.model.chat_template import Renderer
 from penstock.records import Limits, Sampling, SessionId, VersionSpan
+from penstock.telemetry import spans
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.rollout.worker.agents import agent_player
 from tests.support.worker import agent_runners
@@ -60,6 +62,34 @@ async def test_a_group_played_by_the_agent_of_the_guide(
     assert {each.group_id for each in engine.requests} == {group.id.message}
     assert len({each.session_id for each in engine.requests}) == 2
     assert await Sessions(bus).read(SessionId(sample_key=engine.requests[0].session_id, nonce="0" * 32)) == []
+
+
+@pytest.fixture
+def buffer() -> Iterator[spans.SpanBuffer]:
+    """The spans of this process, which is worker and router."""
+    yield spans.open_buffer("both")
+    spans.close_buffer()
+
+
+async def test_sessions_and_calls_are_recorded(
+    bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str, buffer: spans.SpanBuffer
+) -> None:
+    """A span for each session, by the worker, and in it one for each call, by the router."""
+    recipe = await make_harness({"guesser": "examples.agent:play"})
+    await publish(bus, make_prompt(run_name, environment="guesser", sampling=LONG, **TEXT))
+    async with working(recipe):
+        [group] = await until_done(bus, 1)
+    found = json.loads(buffer.take_batch(1000)[0])["spans"]
+    sessions = [span for span in found if span[0] == "session"]
+    assert sorted((about["group"], about["sample"], about["agent"], about["num_calls"]) for *_, about in sessions) == [
+        (group.id.message, sample, "guesser", 3) for sample in (0, 1)
+    ]
+    for _, start, seconds, about in sessions:
+        calls = [span for span in found if span[0] == "session.call" and span[3]["sample"] == about["sample"]]
+        assert len(calls) == 3
+        assert all(start <= begin and begin + length <= start + seconds for _, begin, length, _ in calls)
+        assert {call["group"] for *_, call in calls} == {group.id.message}
+        assert sum(call["num_tokens"] for *_, call in calls) == group.samples[about["sample"]].num_own_tokens
 
 
 async def test_a_reward_can_be_left_to_the_reward_service(

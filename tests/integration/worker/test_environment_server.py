@@ -1,14 +1,17 @@
 """`penstock serve environments`: a real process, and workers that play at it."""
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.errors import OverloadedError
+from penstock.bus.span_stream import SpanReader
+from penstock.errors import EnvironmentFailedError, OverloadedError
 from penstock.model.chat_template import Renderer
 from penstock.records import Limits
 from penstock.runtime.ports import free_ports
@@ -47,6 +50,37 @@ async def test_a_worker_plays_an_episode_at_the_server(tiny_model_path: Path, mo
             episode = await play(player, scripted_episodes.make_prompt("mine"))
     assert (episode.finish_reason, episode.reward, len(episode.trajectory.turns)) == ("stop", 2.0, 2)
     assert "Good day" in renderer.decode(episode.trajectory.token_ids)
+
+
+async def test_a_server_records_each_call_of_an_environment(bus: Bus, nats_url: str, run_name: str) -> None:
+    """In the trace of the run that its recipe names: sample, turn, the time with its verdicts, and how it failed."""
+    of_run = (f"--bus.url={nats_url}", f"--run.name={run_name}", "--name=env-0")
+    reader = SpanReader(bus)
+    with environment_server(ECHO, *of_run) as server:
+        tables = WorkerConfig(environments={"Echo": {"url": server.url}}).environments
+        async with EnvironmentRegistry(tables) as registry:
+            environment = registry.find("Echo")()
+            await environment.reset(make_task())
+            await environment.step(turn("grade 3"))
+            with pytest.raises(EnvironmentFailedError):
+                await environment.step(turn("grade fail"))
+            await environment.close()
+        found: list[Any] = []
+
+        async def are_there() -> bool:
+            for each in await reader.read():
+                batch = json.loads(each.payload)
+                found.extend((batch["process"], *span) for span in batch["spans"])
+            return len(found) >= 3
+
+        await until(are_there)
+    await reader.close()
+    assert {(process, name) for process, name, *_ in found} == {("env-0", "environment.call")}
+    assert {(about["group"], about["sample"], about["environment"]) for *_, about in found} == {
+        ("run/0/0/a", 0, "Echo")
+    }
+    assert [about.get("turn") for *_, about in found] == [None, 0, 1]
+    assert [bool(about.get("error")) for *_, about in found] == [False, False, True]
 
 
 async def test_a_server_that_is_stopped_lets_its_episodes_end() -> None:

@@ -249,6 +249,7 @@ def test_a_log_s_end_is_that_of_the_newest_start(tmp_path: Path) -> None:
         (trainer_pb2.RUN_PHASE_TRAINING, "computing step 8 of 20"),
         (trainer_pb2.RUN_PHASE_PUSHING, "pushing weights to the engines"),
         (trainer_pb2.RUN_PHASE_SAVING, "writing the checkpoint of step 7"),
+        (trainer_pb2.RUN_PHASE_EVALUATING, "ending the evaluation of step 7"),
         (trainer_pb2.RUN_PHASE_COLLECTING, "ending the step"),
     ],
 )

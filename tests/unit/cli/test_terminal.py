@@ -119,7 +119,7 @@ def test_a_run_that_is_stuck_is_noticed_without_a_step(tmp_path: Path) -> None:
     now = 0.0
     metrics = MetricsFollower(tmp_path / "metrics.jsonl")
     metrics.poll()
-    follower = RunFollower(metrics, MetricsFollower(tmp_path / "evaluations.jsonl"), now=lambda: now)
+    follower = RunFollower(tmp_path, metrics, MetricsFollower(tmp_path / "evaluations.jsonl"), now=lambda: now)
     assert follower.poll(print) == []
     assert follower.standing(is_running=True)["alarms"] == []
     now = 200.0
@@ -128,3 +128,13 @@ def test_a_run_that_is_stuck_is_noticed_without_a_step(tmp_path: Path) -> None:
     assert [row["step"] for row in follower.poll(print)] == [6]
     found = follower.standing(is_running=True)
     assert (found["step"], found["alarms"]) == (6, [])
+    samples = tmp_path / "evaluations" / "step-000006" / "samples.jsonl"
+    samples.parent.mkdir(parents=True)
+    samples.touch()
+    now = 400.0  # the evaluation of step 6 holds up step 7
+    assert follower.standing(is_running=True)["alarms"] == []
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 6, "elapsed_s": 200.0, "sets": {}}\n')
+    follower.poll(print)
+    assert follower.standing(is_running=True)["alarms"] == []
+    now = 600.0
+    assert [alarm["kind"] for alarm in follower.standing(is_running=True)["alarms"]] == ["stuck"]

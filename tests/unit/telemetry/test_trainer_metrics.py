@@ -1,5 +1,6 @@
 """What the trainer shows Prometheus of its steps."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,16 @@ async def test_the_newest_step_is_shown_and_forgotten_numbers_are_not(measured: 
     assert "penstock_step_dlogp_mean_current" not in found
     assert value(found["penstock_trainer_usual_step_seconds"]) == 3.0
     assert value(found["penstock_trainer_seconds_since_step"]) < 60
+
+
+async def test_seconds_of_an_evaluation_that_holds_up_steps_are_no_silence(measured: TrainerMetrics) -> None:
+    """After it, the step that it held up has its usual time."""
+    measured._stepped_at = time.monotonic() - 600
+    assert value((await read(measured))["penstock_trainer_seconds_since_step"]) > 500
+    measured._progress.evaluated_at = time.monotonic() - 5
+    found = await read(measured)
+    assert value(found["penstock_trainer_seconds_since_step"]) < 60
+    assert value(found["penstock_trainer_seconds_since_admission"]) < 60
 
 
 async def test_groups_are_counted_by_outcome(measured: TrainerMetrics, ledger: GroupLedger[Any, Any]) -> None:

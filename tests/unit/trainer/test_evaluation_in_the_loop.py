@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+from penstock.v1 import trainer_pb2
 from services.trainer.admission.group_state import GroupStatus
 from tests.support.trainer.runs.gated_loop import GatedEvaluator, running
 from tests.support.waiting import promptly, settled
@@ -18,9 +19,13 @@ async def test_an_update_waits_for_the_evaluation_of_the_weights_that_it_changes
         run.backend.go_on(2)
         await settled()
         assert (run.position.step, evaluator.done) == (0, [])
+        assert run.progress.phase == trainer_pb2.RUN_PHASE_EVALUATING
+        assert run.progress.evaluated_at == 0.0
         evaluator.is_played.set()
         assert await run.backend.next_call() == "finish_step"
         assert evaluator.done == [0]
+        assert run.progress.phase == trainer_pb2.RUN_PHASE_TRAINING
+        assert run.progress.evaluated_at > 0.0
 
 
 async def test_steps_go_on_beside_an_evaluation_that_holds_replicas_out(tmp_path: Path) -> None:
@@ -66,6 +71,24 @@ async def test_without_a_stop_a_run_goes_on(tmp_path: Path) -> None:
         evaluator.is_due = lambda step: True  # type: ignore[method-assign]
         run.backend.go_on(2)
         assert await run.backend.next_call() == "finish_step"
+
+
+async def test_the_last_evaluation_has_a_phase_of_its_own(tmp_path: Path) -> None:
+    """Nothing else is done after the last step, and no step is missed; beside steps it has none."""
+    evaluator = GatedEvaluator(0, 3, holds_out=True)
+    async with running(tmp_path, evaluator=evaluator) as run:
+        run.checkpoints.on_disk.set()
+        run.backend.go_on(100)
+        for first in (0, 4, 8):
+            run.finish(*range(first, first + 4))
+            while run.position.step < first // 4 + 1:
+                await asyncio.sleep(0)
+                assert run.progress.phase != trainer_pb2.RUN_PHASE_EVALUATING
+        await settled()
+        assert (run.progress.phase, evaluator.began) == (trainer_pb2.RUN_PHASE_EVALUATING, [(0, 1)])
+        evaluator.is_played.set()
+        await promptly(run.task)
+        assert evaluator.done == [0, 3]
 
 
 async def test_the_last_weights_are_evaluated_once_they_are_saved(tmp_path: Path) -> None:

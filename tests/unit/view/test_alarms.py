@@ -1,11 +1,17 @@
 """What is called wrong with a run."""
 
+import fcntl
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.view.alarms import find_alarms
-from tests.support.view_runs import step_row
+from services.view.run_reader import RunReader
+from services.view.summary import summarise
+from tests.support.view_runs import make_run, step_row
 
 
 def rows(num: int = 20, **last: Any) -> list[dict[str, Any]]:
@@ -57,3 +63,39 @@ def test_a_step_that_does_not_come_is_an_alarm_while_the_run_goes_on() -> None:
     slow = rows(step_s=60.0)
     assert find_alarms(slow[-5:], is_running=True, silent_s=500.0) == []
     assert find_alarms(slow[-5:], is_running=True, silent_s=601.0) != []
+
+
+def test_a_first_step_has_half_an_hour() -> None:
+    """A large model takes long to load, and nothing says yet how long a step takes."""
+    assert find_alarms([], is_running=True, silent_s=1799.0) == []
+    (alarm,) = find_alarms([], is_running=True, silent_s=1801.0)
+    assert (alarm.kind, alarm.step, alarm.text) == ("stuck", 0, "no first step for 1801 s")
+
+
+def test_an_evaluation_that_holds_up_steps_is_no_alarm(tmp_path: Path) -> None:
+    """Before the next step or after the last one, while answers come; nor is the time between its end and that step."""
+    run = make_run(tmp_path / "run", num_steps=30)
+    began = time.time() - 3600
+    samples = run / "evaluations" / "step-000030" / "samples.jsonl"
+    samples.parent.mkdir(parents=True)
+    samples.touch()
+    for name in ("metrics.jsonl", "evaluations.jsonl", "config.toml"):
+        os.utime(run / name, (began, began))
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert summarise(RunReader(run))["alarms"] == []
+        os.utime(samples, (began, began))
+        (alarm,) = summarise(RunReader(run))["alarms"]
+        assert "no answer in the evaluation of step 30 for 36" in alarm["text"]
+        with (run / "evaluations.jsonl").open("a") as file:
+            file.write('{"step": 30, "sets": {}}\n')
+        assert summarise(RunReader(run))["alarms"] == []
+        os.utime(run / "evaluations.jsonl", (began, began))
+        assert "no step for 36" in summarise(RunReader(run))["alarms"][0]["text"]
+
+
+def test_after_its_last_step_a_run_may_take_half_an_hour_to_end() -> None:
+    """It writes a checkpoint, and no further step is missed."""
+    over = [step_row(step, num_steps=20) for step in range(1, 21)]
+    assert find_alarms(over, is_running=True, silent_s=1700.0) == []
+    assert [alarm.kind for alarm in find_alarms(over, is_running=True, silent_s=1900.0)] == ["stuck"]

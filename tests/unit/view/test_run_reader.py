@@ -43,6 +43,26 @@ def test_groups_are_found_by_their_place_in_the_index(tmp_path: Path) -> None:
         run.episode(0)
 
 
+def test_a_group_keeps_its_number_when_older_ones_are_deleted(tmp_path: Path) -> None:
+    """So that an open page, or an address that somebody was sent, never shows another group."""
+    run = RunReader(tmp_path)
+    files = EpisodeFiles(tmp_path / "episodes", last_step=0, max_bytes=12_000)
+    numbers: dict[int, int] = {}
+    for index in range(40):
+        add_group(files, step=index, index=index)
+        if index % 5 == 0:  # otherwise a reader misses that the index was cut
+            numbers |= {entry["number"]: entry["index"] for entry in run.episodes()}
+    left = [entry["number"] for entry in run.episodes()]
+    assert left[-1] == 39
+    assert 1 < len(left) < 20
+    for number, index in numbers.items():
+        if number in left:
+            assert json.loads(run.episode(number))["index"] == index
+        else:
+            with pytest.raises(NotThereError, match=r"was deleted .* episodes.max_gib"):
+                run.episode(number)
+
+
 @pytest.mark.parametrize(
     "name", ["../../config.toml", f"{SHA}.html", f"/{SHA}.png", f"{SHA}.png/..", "ab" * 31 + ".png"]
 )

@@ -6,9 +6,9 @@ from services.view.timeline import timeline_of
 from services.view.trace_reader import Span
 
 _INDEX = [
-    {"group": "run/3", "attempt": 0},
-    {"group": "run-step-20/3", "attempt": 1},
-    {"group": "run/3", "attempt": 1},
+    {"group": "run/3", "attempt": 0, "number": 7},
+    {"group": "run-step-20/3", "attempt": 1, "number": 8},
+    {"group": "run/3", "attempt": 1, "number": 9},
 ]
 
 
@@ -29,7 +29,7 @@ def test_a_call_leads_to_the_sample_that_it_played() -> None:
     ]
     drawn = timeline_of(spans, _INDEX)["spans"]
     found = [(each["group"], each["sample"], each["number"]) for each in drawn]
-    assert found == [(3, 5, 2), (3, None, 2), (4, 0, None), (None, None, None), (3, 7, 0), (3, 1, 1)]
+    assert found == [(3, 5, 9), (3, None, 9), (4, 0, None), (None, None, None), (3, 7, 7), (3, 1, 8)]
 
 
 def test_of_too_many_spans_the_longest_are_drawn() -> None:

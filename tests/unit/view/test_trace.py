@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.view.trace_events import write_trace_events
 from services.view.trace_reader import Span, TraceReader
 
@@ -30,6 +32,37 @@ def test_clocks_that_differ_are_corrected(tmp_path: Path) -> None:
     )
     spans = TraceReader(tmp_path).read().spans
     assert [(span.process, span.start) for span in spans] == [("far", 98.0), ("near", 98.5), ("far", 99.0)]
+
+
+@pytest.mark.parametrize("ahead_s", [-40.0, 400.0])
+def test_a_trainer_whose_clock_is_off_is_on_the_others_clock(tmp_path: Path, ahead_s: float) -> None:
+    """Its steps too, which it writes to a file itself, and what the launcher on its host writes; each start of it has a
+    clock of its own. Files of spans are named by its clock, and found by the server's."""
+    now = 1000.0 + ahead_s
+    for start, later in (("t", 0.0), ("u", 500.0)):  # a second start, on a host whose clock is right
+        skewed = now if start == "t" else 1000.0 + later
+        host, name = f"of-{start}", f"spans-{round(1000 * (skewed - 10)):013d}.jsonl"
+        _write(
+            tmp_path,
+            _row([["group.held", skewed - 3, 1.0, {}]], sent=skewed, stored=1000.02 + later, process="trainer",
+                 host=host, start=start),
+            _row([["turn", 998.0 + later, 1.0, {}]], sent=1000.0 + later, stored=1000.02 + later, start=f"w{start}"),
+            name=name,
+        )  # fmt: skip
+        step = {"step": 1 + (start == "u"), "start": start, "spans": [["train_s", skewed - 2, 1.0]]}
+        _write(tmp_path, step, name="trainer.jsonl")
+    started = _row([["process", now - 4, 1.0, {}]], sent=now, stored=None, process="launcher", host="of-t", start="l")
+    _write(tmp_path, started, name="launcher-0000000000000.jsonl")
+    reader = TraceReader(tmp_path)
+    spans = reader.read(900.0, 1100.0).spans
+    assert [(span.process, span.name, pytest.approx(span.start, abs=0.05)) for span in spans] == [
+        ("launcher", "process", 996.0),
+        ("trainer", "group.held", 997.0),
+        ("worker-0", "turn", 998.0),
+        ("trainer", "train_s", 998.0),
+    ]
+    starts = [step["spans"][0][1] for step in reader.steps()]
+    assert starts == [pytest.approx(998.0, abs=0.05), 1498.0]
 
 
 def test_what_was_lost_is_counted_and_what_came_twice_is_not(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, PenstockError, UnavailableError
+from penstock.telemetry import log as logging
 from penstock.telemetry import spans
 from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import (
@@ -223,6 +224,7 @@ class WeightReceiver:
             await self._sink.set_version(push.version)
             is_older = push.version < self.version
             self.version, self._sound, self._committed = push.version, True, (push.digest, push.held)
+            logging.bind(version=push.version)
             if is_older:
                 self._sink.fail_running(_TAKEN)  # calls that arrived after the pause and may want a newer version
 

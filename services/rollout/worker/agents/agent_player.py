@@ -22,6 +22,7 @@ from penstock.model.chat_template import Renderer
 from penstock.records import Prompt, Sample, SessionCall, SessionId, SessionState, Verdict
 from penstock.records.session import SESSION_HEADER
 from penstock.runtime.security import Security
+from penstock.telemetry import spans
 from services.rollout.worker.agents.linearize import linearize, turns_of
 from services.rollout.worker.agents.runners import RunnerCaller, RunnerError
 from services.rollout.worker.answer_verifier import AnswerVerifier
@@ -147,7 +148,14 @@ class AgentPlayer:
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(_PAUSE_S)
-            episode, problem = await self._attempt(prompt, number, images)
+            with spans.recorded(
+                "session", group=prompt.id.message, sample=number, attempt=attempt, agent=prompt.environment
+            ) as about:
+                episode, problem = await self._attempt(prompt, number, images)
+                about.update(
+                    num_calls=0 if episode is None else len(episode.calls),
+                    error=(problem if episode is None else episode.error) or None,
+                )
             if episode is not None:
                 return episode
             log.warning("runner.made_no_call", sample=item_id, agent=prompt.environment, reason=problem)

@@ -15,4 +15,4 @@ class EpisodesConfig(Config):
     and the first two of each kind that were left out; of each evaluation set the same eight rows every time, two wrong
     ones, and two that were cut off or failed. A token of the policy's own takes about 50 bytes."""
     max_gib: float = pydantic.Field(default=8.0, gt=0)
-    """Size of the folder `episodes`; above it, the oldest steps' episodes are deleted."""
+    """Size of the folder `episodes`, with pictures and index; above it, the oldest steps' groups are deleted."""

@@ -5,23 +5,54 @@
     images/<sha256>.png     their images, each once
     discarded/              steps that a crashed trainer took after the checkpoint that the run continued from
 
-Invariant: a line of the index is written after what it refers to, so that a reader may trust every whole line of it,
-whenever the writer was killed.
+Invariants: a line of the index is written after what it refers to and removed before it, so that a reader may trust
+every whole line of it, whenever the writer was killed. An image is there while a kept step refers to it.
 """
 
 import os
-from collections.abc import Mapping
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from penstock.runtime.files import write_atomically
 from services.trainer.telemetry.metrics_log import keep_steps
 
-INDEX = "index.jsonl"
-_IMAGES = "images"
-_SUFFIX_OF_MAGIC = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp"}
+INDEX: Final = "index.jsonl"
+_DISCARDED_INDEX: Final = "index-discarded.jsonl"
+_IMAGES: Final = "images"
+_DISCARDED: Final = "discarded"
+_DISCARDED_STEP: Final = -1
+"""Stands for all steps in `discarded/`; they go before every other step."""
+_LEFT_SHARE: Final = 0.9
+"""Share of the bound that is left when room is made, so that the index is rewritten once for many groups."""
+_SUFFIX_OF_MAGIC: Final = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp"}
+
+
+class _Line(msgspec.Struct):
+    """What is read of a line of the index."""
+
+    step: int
+    number: int = -1
+    image_files: list[str] = []
+
+
+_decoder: Final = msgspec.json.Decoder(_Line)
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is kept of a step."""
+
+    num_bytes: int = 0
+    """Of its descriptions and its lines in the index."""
+    images: set[str] = field(default_factory=set)
+    """Names of the images that its groups refer to."""
 
 
 class EpisodeFiles:
@@ -32,43 +63,153 @@ class EpisodeFiles:
         self._folder = folder
         self._max_bytes = max_bytes
         (folder / _IMAGES).mkdir(parents=True, exist_ok=True)
+        for path in [*folder.glob(f".{INDEX}.*"), *(folder / _IMAGES).glob(".*")]:
+            path.unlink()  # a killed writer left it
         keep_steps(folder / INDEX, last_step=last_step)
         for path in folder.glob("step-*.jsonl"):
             if _step_of(path) > last_step:
-                (folder / "discarded").mkdir(exist_ok=True)
-                os.replace(path, folder / "discarded" / path.name)
-        self._sizes = {path: path.stat().st_size for path in sorted(folder.glob("step-*.jsonl"))}
-        self._images = {path.stem: path.name for path in (folder / _IMAGES).iterdir()}
-        self._image_bytes = sum(path.stat().st_size for path in (folder / _IMAGES).iterdir())
+                (folder / _DISCARDED).mkdir(exist_ok=True)
+                os.replace(path, folder / _DISCARDED / path.name)
+        self._names = {path.stem: path.name for path in (folder / _IMAGES).iterdir()}
+        self._images = {path.name: path.stat().st_size for path in (folder / _IMAGES).iterdir()}
+        """Sizes by name."""
+        self._steps: defaultdict[int, _Step] = defaultdict(_Step)
+        self._users: Counter[str] = Counter()
+        """Steps that refer to an image, by its name."""
+        self._num_bytes = sum(self._images.values())
+        """Size of the folder."""
+        self._next_number = 0
+        self._count_all()
 
     def add_images(self, images: Mapping[str, bytes]) -> dict[str, str]:
         """Write the images that are not there yet, and return the file name of each, by content hash."""
         for sha256, data in images.items():
-            if sha256 not in self._images:
+            if sha256 not in self._names:
                 name = sha256 + next((end for magic, end in _SUFFIX_OF_MAGIC.items() if data.startswith(magic)), ".bin")
                 write_atomically(self._folder / _IMAGES / name, data)
-                self._images[sha256] = name
-                self._image_bytes += len(data)
-        return {sha256: self._images[sha256] for sha256 in images}
+                self._names[sha256] = name
+                self._images[name] = len(data)
+                self._num_bytes += len(data)
+        return {sha256: self._names[sha256] for sha256 in images}
 
-    def add(self, step: int, whole: Mapping[str, Any], short: Mapping[str, Any]) -> None:
-        """Append a group."""
-        path = self._folder / f"step-{step:06d}.jsonl"
+    def add(
+        self, step: int, whole: Mapping[str, Any], short: Mapping[str, Any], *, image_files: Iterable[str] = ()
+    ) -> None:
+        """Append a group.
+
+        Args:
+            step: The step with which it is kept.
+            whole: Its description.
+            short: What the index has of it.
+            image_files: Names of its images' files, as `add_images` returned them.
+        """
+        path = self._path(step)
         line = msgspec.json.encode(whole) + b"\n"
-        with path.open("ab") as file:
-            offset = file.tell()
-            file.write(line)
-        self._sizes[path] = offset + len(line)
-        entry = {**short, "file": path.name, "offset": offset, "size": len(line)}
-        with (self._folder / INDEX).open("ab") as file:
-            file.write(msgspec.json.encode(entry) + b"\n")
-        self._delete_oldest(path)
+        offset = _append(path, line)
+        self._count(step, len(line))
+        entry = {
+            **short,
+            "image_files": sorted(set(image_files)),
+            "file": path.name,
+            "offset": offset,
+            "size": len(line),
+            "number": self._next_number,
+        }
+        self._next_number += 1
+        line = msgspec.json.encode(entry) + b"\n"
+        _append(self._folder / INDEX, line)
+        self._count(step, len(line), entry["image_files"])
+        if self._num_bytes > self._max_bytes:
+            self._make_room(newest=step)
 
-    def _delete_oldest(self, newest: Path) -> None:
-        while self._image_bytes + sum(self._sizes.values()) > self._max_bytes and len(self._sizes) > 1:
-            oldest = min(path for path in self._sizes if path != newest)
-            oldest.unlink(missing_ok=True)
-            del self._sizes[oldest]
+    def _count_all(self) -> None:
+        """Count what the folder holds, and who refers to its images."""
+        for path in self._folder.glob("step-*.jsonl"):
+            self._count(_step_of(path), path.stat().st_size)
+        for raw, line in _lines(self._folder / INDEX):
+            self._count(line.step, len(raw) + 1, line.image_files)
+            self._next_number = max(self._next_number, line.number) + 1
+        for path in (self._folder / _DISCARDED).glob("*"):
+            self._count(_DISCARDED_STEP, path.stat().st_size)
+        for raw, line in _lines(self._folder / _DISCARDED_INDEX):
+            self._count(_DISCARDED_STEP, len(raw) + 1, line.image_files)
+
+    def _count(self, number: int, num_bytes: int, image_files: Iterable[str] = ()) -> None:
+        step = self._steps[number]
+        step.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        new = set(image_files) - step.images
+        step.images |= new
+        self._users.update(new)
+
+    def _make_room(self, *, newest: int) -> None:
+        """Delete the oldest steps but `newest`, and images to which no step refers."""
+        doomed = self._oldest(newest)
+        if doomed - {_DISCARDED_STEP}:
+            self._cut_index(doomed)
+        for number in doomed:
+            self._delete(number)
+        for name in [name for name in self._images if not self._users[name]]:
+            (self._folder / _IMAGES / name).unlink(missing_ok=True)
+            self._num_bytes -= self._images.pop(name)
+            self._names.pop(Path(name).stem, None)
+
+    def _oldest(self, newest: int) -> set[int]:
+        """Return the steps without which the folder has room again; all but `newest` if that alone is too large."""
+        doomed: set[int] = set()
+        released: Counter[str] = Counter()
+        num_bytes = self._num_bytes
+        for number in sorted(self._steps):
+            if num_bytes <= _LEFT_SHARE * self._max_bytes:
+                break
+            if number == newest:
+                continue
+            doomed.add(number)
+            step = self._steps[number]
+            released.update(step.images)
+            num_bytes -= step.num_bytes + sum(
+                self._images.get(name, 0) for name in step.images if released[name] == self._users[name]
+            )
+        return doomed
+
+    def _cut_index(self, doomed: Collection[int]) -> None:
+        kept = [raw + b"\n" for raw, line in _lines(self._folder / INDEX) if line.step not in doomed]
+        write_atomically(self._folder / INDEX, b"".join(kept))
+
+    def _delete(self, number: int) -> None:
+        if number == _DISCARDED_STEP:
+            shutil.rmtree(self._folder / _DISCARDED, ignore_errors=True)
+            (self._folder / _DISCARDED_INDEX).unlink(missing_ok=True)
+        else:
+            self._path(number).unlink(missing_ok=True)
+        step = self._steps.pop(number)
+        self._num_bytes -= step.num_bytes
+        for name in step.images:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:06d}.jsonl"
+
+
+def _append(path: Path, line: bytes) -> int:
+    """Append a line, and return its offset. What a killed writer or a full disk cut off becomes a line of its own."""
+    with path.open("ab+") as file:
+        offset = file.seek(0, os.SEEK_END)
+        if offset:
+            file.seek(offset - 1)
+            if file.read(1) != b"\n":
+                line, offset = b"\n" + line, offset + 1
+        file.write(line)
+    return offset
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, _Line]]:
+    """Yield the whole lines of an index, which need not exist, and what they say."""
+    for raw in path.read_bytes().split(b"\n") if path.exists() else ():
+        with suppress(msgspec.DecodeError):
+            yield raw, _decoder.decode(raw)
 
 
 def _step_of(path: Path) -> int:

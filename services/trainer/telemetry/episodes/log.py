@@ -276,7 +276,7 @@ class EpisodeLog:
             image_files=files,
             prompt_images=[files[hash_of(image)] for image in shown],
         )
-        self._files.add(kept.fate.step, whole, short)
+        self._files.add(kept.fate.step, whole, short, image_files=files.values())
 
     def _origin(self, kept: _Kept) -> Origin:
         """Read the row that was played; it may have been changed since."""

@@ -86,7 +86,7 @@ function sampleView(context, group, chosen) {
     turns,
     choice,
     added.length ? [h("p", { class: "faint" }, "Pictures that the environment added:"), pictures(added)] : null,
-    conversation(shown),
+    conversation(sample.sequences, place),
     tokenView(context, group.prompt, shown, group.version),
   ];
 }

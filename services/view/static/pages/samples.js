@@ -26,6 +26,9 @@ export default {
       h("p", { class: "facts" }, "Find:", FOUND.map(([text, how]) => h("a", { href: context.link("samples", keptStep(asked, how)) }, text))),
       h("p", { class: "faint", role: "status" }, `${found.num_found} of ${found.num_kept} kept groups`
         + (asked.row ? `, all of row ${asked.row}` : "")),
+      found.num_unsearched ? h("p", { class: "facts", role: "status" },
+        `${found.num_unsearched} groups were not searched yet: it takes long to read all of their texts.`,
+        h("button", { type: "button", onclick: () => context.again() }, "go on searching")) : "",
       found.num_kept === 0 ? empty("No group has been kept yet. With episodes.keep = 'off' none is.")
         : cards.length ? h("ul", { class: "list" }, cards.map((each) => h("li", {}, each))) : empty("No group is like that."),
       pages(context, found.num_found, Number(asked.start) || 0),

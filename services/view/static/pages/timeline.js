@@ -69,7 +69,7 @@ function trainerLanes(steps) {
 }
 
 // Spans may have begun before the shown steps, and go on after them.
-function clip(span, first, end) {
+export function clip(span, first, end) {
   const isWhole = span.start >= first && span.start + span.length <= end;
   const start = Math.max(first, span.start);
   const length = isWhole ? span.length : Math.min(end, span.start + span.length) - start;
@@ -83,6 +83,8 @@ const KINDS = [
   ["route.queued", () => "router: queue", "call waits for an engine"],
   ["episode", (span) => `${span.process}: episodes`, "episode"],
   ["tool", (span) => `${span.process}: tools`, "tool"],
+  ["session.call", (span) => `${span.process}: agents`, "agent's call"],
+  ["environment.call", (span) => `${span.process}: calls`, "call of an environment"],
   ["verify", (span) => `${span.process}: verdicts`, "waits for verdicts"],
   ["judged", (span) => `${span.process}: verdicts`, "verdicts"],
   ["group.queued", () => "bus: prompts", "prompt waits for a worker"],
@@ -138,7 +140,7 @@ function engineLanes(groups) {
 }
 
 // Puts bars that overlap in rows below each other.
-function stacked(bars) {
+export function stacked(bars) {
   const rows = [];
   for (const bar of bars.sort((a, b) => a.start - b.start)) {
     let row = rows.find((each) => each.at(-1).start + each.at(-1).length <= bar.start);
@@ -251,7 +253,7 @@ function plot(context, lanes) {
 }
 
 // The bar to which an arrow key leads: along the lane, or to the one of the next lane that begins next.
-function neighbour(lanes, chosen, key) {
+export function neighbour(lanes, chosen, key) {
   const ordered = lanes.map((lane) => lane.rows.flat().sort((a, b) => a.start - b.start)).filter((bars) => bars.length);
   if (!key.startsWith("Arrow") || !ordered.length) return null;
   const order = ordered.findIndex((bars) => bars.includes(chosen));

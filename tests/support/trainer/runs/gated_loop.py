@@ -18,6 +18,7 @@ from services.trainer.flow.changes import Changes
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
+from services.trainer.telemetry.progress import Progress
 from services.trainer.weight_sync.push_report import PushReport
 from tests.support.trainer.runs.training_loops import UNUSED, training_loop
 from tests.support.waiting import HANG_S, promptly
@@ -214,6 +215,7 @@ class Run:
     ledger: GroupLedger[Any, Any]
     changes: Changes
     position: Position
+    progress: Progress
     batches: BatchSource
     backend: GatedBackend
     checkpoints: GatedCheckpoints
@@ -291,7 +293,7 @@ async def running(
     admit()
     task = asyncio.create_task(train())
     try:
-        yield Run(ledger, changes, position, batches, backend, checkpoints, stop, task)
+        yield Run(ledger, changes, position, loop.progress, batches, backend, checkpoints, stop, task)
     finally:
         backend.go_on(100)
         await end_task(task)

@@ -19,7 +19,6 @@ from services.trainer.data.rows.example import Example
 from services.trainer.position import Position
 from services.trainer.telemetry.episodes.choice import Candidate, choose
 from services.trainer.telemetry.episodes.config import EpisodesConfig
-from services.trainer.telemetry.episodes.files import EpisodeFiles
 from services.trainer.telemetry.episodes.log import EpisodeLog, EvaluatedRow, TrainedGroup
 from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
 
@@ -119,6 +118,7 @@ def test_every_token_of_a_trained_group_is_kept(tmp_path: Path) -> None:
     kept = whole(tmp_path, entries[1])
     assert kept["messages"] == [{"role": "user", "content": "problem 1"}]
     assert [(tmp_path / "episodes" / "images" / name).read_bytes() for name in kept["images"]] == [PICTURE]
+    assert {*kept["images"], *kept["samples"][0]["sequences"][0]["images"]} <= {*entries[1]["image_files"]}
     for number, sample in enumerate(kept["samples"]):
         (sequence,) = sample["sequences"]
         (played,) = groups[1].played.samples[number].sequences
@@ -242,16 +242,6 @@ def test_a_run_that_goes_on_keeps_what_its_checkpoint_has_seen(tmp_path: Path) -
         "step-000002.jsonl",
         "step-000003.jsonl",
     ]
-
-
-def test_the_folder_stays_below_its_size(tmp_path: Path) -> None:
-    """The oldest steps go first; the newest stays even if it alone is too large."""
-    files = EpisodeFiles(tmp_path, last_step=0, max_bytes=2500)
-    for step in range(1, 6):
-        files.add(step, {"step": step, "text": "x" * 1000}, {"step": step})
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000004.jsonl", "step-000005.jsonl"]
-    files.add(6, {"text": "x" * 5000}, {"step": 6})
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000006.jsonl"]
 
 
 def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

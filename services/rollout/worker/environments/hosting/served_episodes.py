@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import math
 import time
+from typing import Any
 
 import msgspec
 import structlog
@@ -16,11 +17,13 @@ from fastapi import HTTPException
 from penstock.environments import Environment, Task
 from penstock.errors import EnvironmentFailedError, InvalidRequestError, NotReadyError, OverloadedError, PenstockError
 from penstock.records import Verdict
+from penstock.telemetry import spans
 from services.rollout.worker.environments.hosting import messages
 from services.rollout.worker.environments.hosting.messages import (
     AnyReply,
     AnyRequest,
     CloseRequest,
+    FailedReply,
     GradeReply,
     ObservationReply,
     ObservationTooLargeError,
@@ -48,6 +51,9 @@ class _Episode:
         self._verdict: asyncio.Future[Verdict] | None = None
         self._grading = asyncio.Lock()
         self._ends_at = math.inf
+        self._about: dict[str, Any] = {}
+        """Which sample it plays, and with what."""
+        self._num_steps = 0
 
     async def answer(self, request: AnyRequest) -> AnyReply:
         """Answer `request` within its time.
@@ -100,6 +106,21 @@ class _Episode:
             asked.cancel()
 
     async def _perform(self, request: AnyRequest) -> AnyReply:
+        """Call the environment, and record the span of it: from the request to the reply, verdicts included."""
+        turn = None
+        if isinstance(request, ResetRequest):
+            group, _, sample = request.task.id.rpartition("/")
+            self._about = {"group": group, "sample": int(sample)} if sample.isdecimal() else {"group": request.task.id}
+            self._about["environment"] = request.environment
+        else:
+            turn, self._num_steps = self._num_steps, self._num_steps + 1
+        with spans.recorded("environment.call", turn=turn, **self._about) as about:
+            reply = await self._call_environment(request)
+            if isinstance(reply, FailedReply):
+                about["error"] = reply.error
+        return reply
+
+    async def _call_environment(self, request: AnyRequest) -> AnyReply:
         what = str(request.__struct_config__.tag)
         try:
             if isinstance(request, ResetRequest):

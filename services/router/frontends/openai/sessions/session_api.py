@@ -16,10 +16,11 @@ from starlette.responses import Response
 
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.bus.sessions import OpenedSession, Sessions
-from penstock.errors import SessionOverError
+from penstock.errors import PenstockError, SessionOverError
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Message, SessionCall, SessionId, TextPart
+from penstock.telemetry import spans
 from penstock.v1 import common_pb2
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.choice import Choice
@@ -71,7 +72,15 @@ class SessionApi:
 
     async def answer(self, name: str, body: ChatRequest) -> Response:
         """Answer a chat of the session."""
+        began = time.monotonic()
         opened = await self.require_open(name)
+        try:
+            return await self._answer(opened, body, began)
+        except PenstockError as error:
+            spans.record("session.call", began, **_about(opened), error=str(error))
+            raise
+
+    async def _answer(self, opened: OpenedSession, body: ChatRequest, began: float) -> Response:
         history = await self._histories.current(opened.id)
         max_turns = opened.state.limits.max_turns
         if max_turns is not None and len(history) + body.n > max_turns:
@@ -82,7 +91,7 @@ class SessionApi:
         call = _Call(opened, history, self._grid)
         request = await self._chat.parse(lambda parser: call.parse(parser, body), size_bytes=size_of_chat(body))
         await self._store_images(opened, call, stored={*opened.state.images, *call.prompt.prefix_images})
-        keep = functools.partial(self._keep, opened, call, request)
+        keep = functools.partial(self._keep, opened, call, request, began)
         return await self._chat.answer(
             request, ChatFormat, is_streamed=body.stream, keep=keep, terms=self._terms(opened, history, call)
         )
@@ -100,11 +109,24 @@ class SessionApi:
             await self._images.put(opened.state.scope, images[sha256])
 
     async def _keep(
-        self, opened: OpenedSession, call: "_Call", request: ParsedRequest, choices: Sequence[Choice]
+        self, opened: OpenedSession, call: "_Call", request: ParsedRequest, began: float, choices: Sequence[Choice]
     ) -> None:
         for index, choice in enumerate(choices):
             if choice.tokens:
                 await self._sessions.keep(opened, call.record(request, index, choice))
+        spans.record(
+            "session.call",
+            began,
+            **_about(opened),
+            num_tokens=sum(len(choice.tokens) for choice in choices),
+            num_prompt_tokens=choices[0].num_prompt_tokens,
+            num_cached_tokens=choices[0].num_cached_tokens,
+        )
+
+
+def _about(opened: OpenedSession) -> dict[str, object]:
+    """Return of which sample a call is."""
+    return {"group": opened.state.group, "sample": opened.id.sample}
 
 
 class _Call:

@@ -1,0 +1,59 @@
+"""The scripts of the pages of `penstock view` in a JavaScript engine, without a browser."""
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import quickjs
+
+_STATIC = Path(__file__).parents[2] / "services" / "view" / "static"
+_IMPORT = re.compile(r'^import (\{.*?\}|\w+) from "(\.{1,2}/[^"]+)";$', re.MULTILINE | re.DOTALL)
+_EXPORT = re.compile(r"^export ((?:async )?function|const|class) (\w+)", re.MULTILINE)
+
+
+class ViewScripts:
+    """Calls what the scripts export. They are loaded when they are first imported, as a browser does."""
+
+    def __init__(self, exported: Any = None) -> None:
+        """Load nothing yet; `exported` is the data in an exported page."""
+        element = "null" if exported is None else f"{{ textContent: {json.dumps(json.dumps(exported))} }}"
+        self._context = quickjs.Context()
+        self._context.add_callable("atob", lambda text: base64.b64decode(text).decode("latin-1"))
+        self._context.add_callable("sourceOf", _as_function_body)
+        self._context.eval(
+            f"""
+            const document = {{ getElementById: () => ({element}) }};
+            const loaded = {{}};
+            function load(name) {{
+              if (!(name in loaded)) {{
+                loaded[name] = {{}};
+                new Function("exports", sourceOf(name))(loaded[name]);
+              }}
+              return loaded[name];
+            }}
+            """
+        )
+
+    def call(self, script: str, function: str, *arguments: Any) -> Any:
+        """Return what the exported function `function` of `script` returns; both ways as JSON."""
+        given = json.dumps(arguments)
+        found = self._context.eval(f"JSON.stringify(load({json.dumps(script)}).{function}(...{given}))")
+        return None if found is None else json.loads(found)
+
+
+def _as_function_body(name: str) -> str:
+    """Return the module as the body of a function of `exports`: the engine's binding loads no modules by name."""
+    path = _STATIC / name
+
+    def imported(found: re.Match[str]) -> str:
+        names = found[1].replace(" as ", ": ") if found[1].startswith("{") else f"{{ default: {found[1]} }}"
+        target = (path.parent / found[2]).resolve().relative_to(_STATIC.resolve())
+        return f'const {names} = load("{target.as_posix()}");'
+
+    source = path.read_text()
+    names = [match[2] for match in _EXPORT.finditer(source)]
+    source = _EXPORT.sub(r"\1 \2", _IMPORT.sub(imported, source))
+    source = re.sub(r"^export default ", "exports.default = ", source, flags=re.MULTILINE)
+    return source + "".join(f"\nexports.{each} = {each};" for each in names)

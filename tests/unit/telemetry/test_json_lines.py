@@ -1,0 +1,22 @@
+"""Reading files of JSON lines while others write them."""
+
+from pathlib import Path
+
+from penstock.telemetry.json_lines import JsonLinesFollower
+
+
+def test_a_file_that_replaced_another_is_read_from_its_beginning(tmp_path: Path) -> None:
+    """Even if it has the inode of the one before, which a file system gives to the next file, and is no shorter."""
+    path = tmp_path / "index.jsonl"
+    follower = JsonLinesFollower(path)
+    path.write_text('{"number": 1}\n{"number": 2}\n{"num')
+    assert [row["number"] for row in follower.poll()] == [1, 2]
+    inode = path.stat().st_ino
+    path.write_text('{"number": 2}\n{"number": 3}\n{"number": 4}\n')  # in place
+    assert path.stat().st_ino == inode
+    assert [row["number"] for row in follower.poll()] == [2, 3, 4]
+    assert follower.generation == 1
+    with path.open("a") as file:
+        file.write('{"number": 5}\n')
+    assert [row["number"] for row in follower.poll()] == [5]
+    assert (follower.generation, len(follower.rows)) == (1, 4)

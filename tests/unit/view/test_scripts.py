@@ -1,0 +1,151 @@
+"""The logic of the pages, which is tested in a browser by `make test-browser` too."""
+
+import base64
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from services.trainer.telemetry.episodes.files import EpisodeFiles
+from services.view.episode_query import EpisodeQuery
+from services.view.export.excerpt import excerpt_of
+from services.view.run_reader import RunReader
+from tests.support.view_runs import add_group, make_run
+from tests.support.view_scripts import ViewScripts
+
+
+@pytest.fixture(scope="module")
+def scripts() -> ViewScripts:
+    """Those of a page that a server serves."""
+    return ViewScripts()
+
+
+def column(values: Any, dtype: str = "<f4") -> str:
+    """A column of a sequence."""
+    return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunReader:
+    """Groups that differ in everything that can be asked for."""
+    folder = make_run(tmp_path_factory.mktemp("run"), num_steps=3)
+    files = EpisodeFiles(folder / "episodes", last_step=9, max_bytes=1e9)
+    long = f"{'so ' * 500} at the END"
+    add_group(files, step=4, index=0, rewards=(1.0, 1.0), dlogp=1e-6, text=long)
+    add_group(files, step=4, index=7, rewards=(1.0, 0.0), dlogp=1e-2, prompt="What is the AREA?", num_tokens=9)
+    add_group(files, step=5, index=3, rewards=(None, None), outcome="failed", reason="the environment broke")
+    add_group(files, step=6, index=4, rewards=(None, 0.5), dlogp=1e-4, outcome="stale", source="eval/x")
+    return RunReader(folder)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        *({"sort": sort, "descending": way} for sort in ("reward", "dlogp", "lag", "index") for way in (True, False)),
+        *({"sort": sort} for sort in ("spread", "tokens", "turns")),
+        {"step": 4},
+        {"outcome": "stale"},
+        {"row": "/0"},
+        {"finish": "length"},
+        {"text": "END so"},
+        {"text": "area"},
+        {"text": "nowhere"},
+    ],
+    ids=str,
+)
+def test_an_exported_page_finds_what_the_server_finds(run: RunReader, asked: dict[str, Any]) -> None:
+    """In the same order; the page has its own filter, because it has no server."""
+    excerpt = excerpt_of(0, run, max_bytes=10**7)
+    data = msgspec.json.decode(msgspec.json.encode({"exported": "now", "runs": [{**excerpt.data, "left_out": []}]}))
+    parameters = {key: str(value).lower() if isinstance(value, bool) else value for key, value in asked.items()}
+    found = ViewScripts(data).call("exported.js", "exported.get", "api/runs/0/episodes", parameters)
+    index, expected = run.find_episodes(EpisodeQuery(**asked))
+    assert [each["number"] for each in found["found"]] == [index[place]["number"] for place in expected.places]
+    assert (found["num_found"], found["num_kept"]) == (len(expected.places), len(index))
+
+
+def test_tokens_have_the_numbers_of_their_columns(scripts: ViewScripts) -> None:
+    """Columns cover the policy's own tokens only; what the environment or the prompt says has none."""
+    sequence = {
+        "token_ids": column([5, 6, 7, 8], "<i4"),
+        "texts": ["a", "b", "c", "d"],
+        "own": column([1, 0, 1, 1], "u1"),
+        "versions": [[1, 3], [2, 4]],
+        "engine_logprobs": column([-1.0, -2.0, -3.0]),
+        "logprobs": column([-1.5, -2.0, -2.5]),
+        "ratio": column([1.0, 0.5, 2.0]),
+        "correction": column([1.0, 1.0, 1.0]),
+        "advantages": column([0.25, 0.25, 0.25]),
+        "trained": column([1, 0, 1], "u1"),
+    }
+    prompt = {"token_ids": column([1], "<i4"), "texts": ["<|im_start|>"]}
+    tokens = scripts.call("tokens.js", "readTokens", prompt, sequence, 5)
+    assert [(each["text"], each["id"], each["own"]) for each in tokens] == [
+        ("<|im_start|>", 1, False),
+        ("a", 5, True),
+        ("b", 6, False),
+        ("c", 7, True),
+        ("d", 8, True),
+    ]
+    assert [each["dlogp"] for each in tokens] == [None, -0.5, None, 0.0, 0.5]
+    assert [each["lag"] for each in tokens] == [None, 2, None, 1, 1]
+    assert [each["trained"] for each in tokens] == [None, True, None, False, True]
+    assert [each["ratio"] for each in tokens] == [None, 1.0, None, 0.5, 2.0]
+    assert {each["entropy"] for each in tokens} == {None}
+    untrained = {key: sequence[key] for key in ("token_ids", "texts", "own", "versions", "engine_logprobs")}
+    assert {each["dlogp"] for each in scripts.call("tokens.js", "readTokens", prompt, untrained, 5)} == {None}
+
+
+def test_turns_are_counted_over_all_sequences(scripts: ViewScripts) -> None:
+    """A sample whose history was cut goes on with its fourth turn; a picture's many tokens are counted."""
+    first = {"own": column([1, 1, 0, 1, 0, 0, 1], "u1"), "texts": [*"abcdefg"]}
+    texts = ["tool", "a", "b", "<image>", "<image>", "<image>", "<image>", "c"]
+    second = {"own": column([0, 1, 1, 0, 0, 0, 0, 1], "u1"), "texts": texts}
+    alone = {"own": column([1, 1], "u1"), "texts": ["a", "b"]}
+    assert scripts.call("conversation.js", "messages", [first, second], 1) == [
+        {"turn": None, "text": "tool"},
+        {"turn": 3, "text": "ab"},
+        {"turn": None, "text": "<image> × 4"},
+        {"turn": 4, "text": "c"},
+    ]
+    turns = [each["turn"] for each in scripts.call("conversation.js", "messages", [first, second], 0)]
+    assert turns == [0, None, 1, None, 2]
+    assert scripts.call("conversation.js", "messages", [first, alone], 1) is None
+
+
+def test_bars_that_overlap_are_below_each_other(scripts: ViewScripts) -> None:
+    """In as few rows as there are at once."""
+    bars = [{"start": start, "length": 2} for start in (0, 1, 2, 3, 6)]
+    rows = scripts.call("pages/timeline.js", "stacked", bars)
+    assert [[bar["start"] for bar in row] for row in rows] == [[0, 2, 6], [1, 3]]
+    assert scripts.call("pages/timeline.js", "stacked", []) == [[]]
+
+
+def test_a_span_that_goes_on_is_drawn_as_far_as_it_is_seen(scripts: ViewScripts) -> None:
+    """It says how long it is."""
+    inside, over = [{"start": start, "length": 4} for start in (3, 8)]
+    clipped = [scripts.call("pages/timeline.js", "clip", span, 2, 10) for span in (inside, over)]
+    assert [(each["start"], each["length"], each["isWhole"], each["whole"]) for each in clipped] == [
+        (3, 4, True, 4),
+        (8, 2, False, 4),
+    ]
+
+
+def test_gaps_of_a_curve_stay_gaps(scripts: ViewScripts) -> None:
+    """The mean is corrected for its start: a constant stays what it is."""
+    assert scripts.call("format.js", "smooth", [3, None, 3, 3], 0.9) == [
+        pytest.approx(3),
+        None,
+        *[pytest.approx(3)] * 2,
+    ]
+    assert scripts.call("format.js", "smooth", [0, 1], 0.5)[1] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "–"), (0, "0"), (17, "17"), (0.25, "0.25"), (1e-5, "1.00e-5"), (123456.789, "123500")]
+)
+def test_numbers_are_short(scripts: ViewScripts, value: float | None, text: str) -> None:
+    """With four digits."""
+    assert scripts.call("format.js", "number", value) == text
