@@ -120,9 +120,7 @@ class Bus:
         assert config.name is not None
         name, what = config.name, f"stream {config.name}"
         try:
-            await create(
-                self.config, what, lambda: self._js.add_stream(config), passing=nats.js.errors.BadRequestError
-            )
+            await create(self.config, what, lambda: self._js.add_stream(config), passing=nats.js.errors.BadRequestError)
         except nats.js.errors.BadRequestError as error:
             found = await self._replicas_of(name)
             if update and found in (None, self.config.replicas):
@@ -157,9 +155,7 @@ class Bus:
             )
         except nats.js.errors.BadRequestError as error:
             found = await self._replicas_of(f"KV_{full_name}")
-            described = describe_other_settings(
-                f"bucket {full_name}", error, found=found, wanted=self.config.replicas
-            )
+            described = describe_other_settings(f"bucket {full_name}", error, found=found, wanted=self.config.replicas)
             raise SetupError(
                 f"{described}; give every process of the run the same [bus] section, or choose another run.name"
             ) from None

@@ -82,9 +82,7 @@ def resolve(host: str) -> list[str]:
     return sorted({str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)})
 
 
-def check_bus(
-    servers: Sequence[str], connect: Callable[[tuple[str, int], float], socket.socket]
-) -> Finding | None:
+def check_bus(servers: Sequence[str], connect: Callable[[tuple[str, int], float], socket.socket]) -> Finding | None:
     """Check that the servers in bus.url listen; None if the run starts its own server.
 
     Args:

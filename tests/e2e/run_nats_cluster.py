@@ -1,4 +1,4 @@
-"""`make test-nats-cluster`: a run with real SGLang on three nats-servers, each of which is away once while it trains."""
+"""`make test-nats-cluster`: a run with real SGLang on three nats-servers, each of them away once while it trains."""
 
 import time
 from pathlib import Path

@@ -13,7 +13,6 @@ from nats.js.kv import KeyValue
 from penstock.bus.connection import Bus
 from penstock.errors import SupersededError
 
-
 _BELIEVED_AFTER_S = 30.0
 """Seconds after which a value that is older than the known one is taken for the newest: the bucket was made again. A
 server of a cluster that is no longer the leader answers with older values for about ten seconds."""

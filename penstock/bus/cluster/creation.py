@@ -24,9 +24,11 @@ CreatedT = TypeVar("CreatedT")
 
 ELECTION_S = 30.0
 """Seconds that a cluster may be without a leader. Servers elect one after 4 to 9 s of silence."""
+_FORMING_S = 10.0
+"""Seconds that the servers of a cluster may take to find each other."""
 _RETRY_S = 0.5
 _INFO_TIMEOUT_S = 2.0
-_TOO_FEW_SERVERS = (10005, 10074)
+_NO_PEERS, _NO_CLUSTER = 10005, 10074
 """JetStream's codes: no suitable peers for placement; replicas > 1 not supported in non-clustered mode."""
 _NO_STORAGE = "insufficient storage"
 
@@ -49,13 +51,19 @@ async def create(
     Raises:
         SetupError: the servers do not create it.
     """
-    ends_at = time.monotonic() + (ELECTION_S if config.is_cluster else 0.0)
+    begun = time.monotonic()
+    ends_at = begun + (ELECTION_S if config.is_cluster else 0.0)
     while True:
         try:
             return await attempt()
         except BUS_ERRORS as error:
-            if getattr(error, "err_code", None) in _TOO_FEW_SERVERS:
-                raise SetupError(await _describe_few_servers(config, what, describe(error))) from None
+            code = getattr(error, "err_code", None)
+            if code in (_NO_PEERS, _NO_CLUSTER):
+                without = await servers_without_jetstream(config)
+                if code == _NO_PEERS and not without and time.monotonic() < begun + _FORMING_S:
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                raise SetupError(_describe_few_servers(config, what, describe(error), without)) from None
             if passing and isinstance(error, passing):
                 raise
             if not _is_of_an_election(error) or time.monotonic() >= ends_at:
@@ -72,11 +80,10 @@ def _is_of_an_election(error: Exception) -> bool:
     return isinstance(error, nats.js.errors.ServiceUnavailableError) or not isinstance(error, nats.js.errors.APIError)
 
 
-async def _describe_few_servers(config: BusConfig, what: str, reason: str) -> str:
+def _describe_few_servers(config: BusConfig, what: str, reason: str, without: list[str]) -> str:
     start = f"NATS at {config.url}: {what} cannot have bus.replicas = {config.replicas} ({reason})"
     if _NO_STORAGE in reason:
         return f"{start}; make room on the disks of the servers"
-    without = await servers_without_jetstream(config)
     if without:
         return (
             f"{start}: {', '.join(without)} runs without JetStream; add a jetstream block to its configuration and "

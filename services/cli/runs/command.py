@@ -92,11 +92,13 @@ def delete(
     keep_bus: Annotated[bool, typer.Option("--keep-bus", help="Delete the folders only.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> int:
-    """Delete runs: their folders, with checkpoints, and their streams and buckets on NATS. Refuses a run that is live."""
+    """Delete runs: their folders, with checkpoints, and what NATS stores of them. Refuses a run that is live."""
     log.configure(LogConfig(level="error"), service="runs")
     if url:
         if keep_bus:
-            raise ConfigError(f"--url={url} deletes from NATS only, and --keep-bus leaves it as it is; give one of them")
+            raise ConfigError(
+                f"--url={url} deletes from NATS only, and --keep-bus leaves it as it is; give one of them"
+            )
         for run in map(str, runs):
             _delete_stored(run, BusConfig(url=url), yes=yes)
         return 0
@@ -210,6 +212,12 @@ def _print(rows: Sequence[_Row]) -> None:
         stored = "" if row.bus_bytes is None else f"{describe_size(row.bus_bytes)} at {row.bus_url}"
         step = f"{row.step} of {row.num_steps}" if row.num_steps else "-"
         table.add_row(
-            row.run, row.folder or "-", row.state, step, age, describe_size(row.size_bytes) if row.folder else "", stored
+            row.run,
+            row.folder or "-",
+            row.state,
+            step,
+            age,
+            describe_size(row.size_bytes) if row.folder else "",
+            stored,
         )
     open_console().print(table)

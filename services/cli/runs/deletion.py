@@ -9,11 +9,7 @@ from services.cli.runs.folders import FolderOfRun, read_folder
 def newer_folders(found: FolderOfRun) -> list[str]:
     """Return later runs of the same name on the same NATS, in the same parent folder: what NATS stores is theirs."""
     here = found.folder.path.absolute()
-    others = (
-        read_folder(file.parent)
-        for file in sorted(here.parent.glob("*/config.toml"))
-        if file.parent != here
-    )
+    others = (read_folder(file.parent) for file in sorted(here.parent.glob("*/config.toml")) if file.parent != here)
     return [
         str(each.folder.path)
         for each in others

@@ -15,7 +15,7 @@ from penstock.config import BusConfig
 from penstock.testing.local_cluster import local_cluster
 from tests.support.waiting import until
 
-_STEP_AT_KILL, _STEP_AT_FREEZE, _NUM_STEPS = 3, 25, 60
+_STEP_AT_KILL, _STEP_AT_FREEZE, _NUM_STEPS = 3, 12, 30
 _FROZEN_S = 8.0
 _POOL = Scenario(
     replicas=3,
@@ -29,7 +29,7 @@ _POOL = Scenario(
         max_tokens=200,
         token_s=0.001,
         train_token_s=1e-5,
-        train_fixed_s=0.2,
+        train_fixed_s=0.1,
     ),
 )
 
