@@ -2,12 +2,14 @@
 
     python bench/chaos.py [--kills 50] [--freezes 50] [--replicas 1] [--prefill 1] [--decode 2] [--transport auto]
     python bench/chaos.py --recipe tiny-multi-turn --kills 8 --freezes 8 --prefill 0 --decode 0 --replicas 2
+    python bench/chaos.py --nats-servers 3 --kills 8 --freezes 8
 
 It runs a whole `penstock train` of a tiny recipe with real processes. A victim is drawn among the services, trainer and
 nats-server included (`--spare trainer` leaves some out). At a random moment it is killed with -9, or stopped with all
 its descendants by SIGSTOP and continued after 2 to 20 s. Fault n is due when the run has trained n times
 `--steps-between` steps, whether or not the last victim is back; steps that pass during a freeze bring the next faults
-closer together, so that the run lasts for all of them. Every group index is trained exactly once, or a bar
+closer together, so that the run lasts for all of them. With `--nats-servers` the bus is a cluster, whose killed servers
+start again after 2 to 20 s, too. Every group index is trained exactly once, or a bar
 fails. Only the counting matters here: bench_demo.py measures speed.
 """
 
@@ -28,6 +30,7 @@ from typing import Any
 
 import psutil
 
+from penstock.testing.local_cluster import LocalCluster, local_cluster
 from penstock.testing.tolerance import MAX_DLOGP
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 
@@ -89,13 +92,18 @@ def main() -> int:
         "run.seed": arguments.seed,
         "trainer.weight_sync.transport": arguments.transport,
     }
-    with tempfile.TemporaryDirectory() as scratch:
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
         folder = arguments.runs or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
+        cluster = LocalCluster()
+        if arguments.nats_servers > 1:
+            cluster = stack.enter_context(local_cluster(folder / "cluster", size=arguments.nats_servers))
+            settings |= {"bus.url": cluster.url, "bus.replicas": arguments.nats_servers}
         overrides = [f"--{key}={value}" for key, value in {**settings, "run.dir": folder / "runs"}.items()]
         begun = time.monotonic()
         with started(folder, arguments.recipe, *overrides) as train:
-            faults = break_at_random(train, services, arguments)
+            faults = break_at_random(train, cluster, services, arguments)
             exit_code = train.wait(STALL_S + 5.0 * num_steps)
             wall_s = time.monotonic() - begun
             return tell(train, faults, exit_code, num_steps=num_steps, wall_s=wall_s)
@@ -112,27 +120,37 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--spare", nargs="*", default=[], choices=SERVICES, help="leave these alone")
+    parser.add_argument("--nats-servers", type=int, default=1, choices=(1, 3, 5), help="with more, all store the run")
     parser.add_argument("--transport", default="auto", help="trainer.weight_sync.transport")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, help="where to keep the run folder; default: a folder that is removed")
     return parser.parse_args()
 
 
-def break_at_random(train: TrainProcess, services: set[str], arguments: argparse.Namespace) -> Faults:
+def break_at_random(
+    train: TrainProcess, cluster: LocalCluster, services: set[str], arguments: argparse.Namespace
+) -> Faults:
     """Kill and freeze the wanted number of processes, one after the other, at random moments of the run."""
     draw = random.Random(arguments.seed)
-    faults, due = Faults(), 0
+    faults, due, back_at = Faults(), 0, dict[str, float]()
 
     def last_step() -> int:
         return max((row["step"] for row in train.rows()[-1:]), default=0)
 
+    def all_processes() -> dict[str, int]:
+        for name in [name for name, at in back_at.items() if time.monotonic() >= at]:
+            del back_at[name]
+            cluster.named(name).start()
+        running = {server.name: server.pid for server in cluster.servers if server.process is not None}
+        return {**train.processes(), **running}
+
     def is_due() -> bool:
-        faults.look(train.processes(), time.monotonic())
+        faults.look(all_processes(), time.monotonic())
         return last_step() >= due
 
     def nobody_is_away() -> bool:
         has_ended = train.process.poll() is not None
-        faults.look(train.processes(), time.monotonic())
+        faults.look(all_processes(), time.monotonic())
         return has_ended or not faults.away
 
     kinds = ["kill"] * arguments.kills + ["freeze"] * arguments.freezes
@@ -141,14 +159,19 @@ def break_at_random(train: TrainProcess, services: set[str], arguments: argparse
         due = number * arguments.steps_between
         train.wait_until(is_due, f"step {due}", STALL_S)
         time.sleep(draw.random())  # somewhere in the step, not at its end
-        processes = {name: pid for name, pid in train.processes().items() if _service(name) in services}
+        processes = {name: pid for name, pid in all_processes().items() if _service(name) in services}
         faults.look(processes, time.monotonic())
         present = sorted({_service(name) for name in processes})
         service = draw.choice(present)
         name = draw.choice(sorted(name for name in processes if _service(name) == service))
         step = last_step()
         if kind == "kill":
-            os.kill(processes[name], signal.SIGKILL)
+            if service == "nats" and cluster.servers:
+                server = cluster.named(name)
+                server.kill()
+                back_at[name] = time.monotonic() + draw.uniform(*FREEZE_S)
+            else:
+                os.kill(processes[name], signal.SIGKILL)
             faults.add(name, processes[name], time.monotonic())
             _say(f"{number}/{len(kinds)}: killed {name} after step {step}")
         else:

@@ -1,4 +1,4 @@
-"""A run's streams and buckets on a NATS server.
+"""A run's streams and buckets on a NATS server, or on a cluster of them.
 
 A publish is retried until the server has stored it; its message id makes repetitions harmless. Stored messages survive
 a kill of any process, including the server. A server that comes back without its store is an error.
@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 import nats.js.errors
@@ -17,7 +17,8 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext, api
 from nats.js.kv import KeyValue
 
-from penstock.bus.failures import BUS_ERRORS, Presence, setting_up
+from penstock.bus.cluster.creation import ELECTION_S, create, describe_other_settings
+from penstock.bus.failures import BUS_ERRORS, Presence
 from penstock.bus.nats_client import connected_client
 from penstock.config import BusConfig
 from penstock.errors import InvalidRequestError, SetupError, UnavailableError
@@ -27,13 +28,16 @@ log = structlog.get_logger()
 
 StoredT = TypeVar("StoredT")
 
-CONNECT_TIMEOUT_S = 10.0
+BUCKETS = ("replicas", "locks", "policy")
+"""The run's key-value buckets."""
+_CONNECT_TIMEOUT_S = 10.0
 """Limit of the first connection: a starting nats-server listens within a second or two."""
 _DUPLICATE_WINDOW_S = 600.0
 _DEAD_LETTER_AGE_S = 30 * 24 * 3600.0
 _DEAD_LETTER_BYTES = 2 * 2**30
 """Dead letters wait for a person. The oldest are dropped beyond this total size, or beyond their age limit."""
 _PUBLISH_TIMEOUT_S = 5.0
+_CHANGE_REPLICAS = "set bus.replicas to that, change the stream (`nats stream edit --replicas`)"
 _MAX_RECORD_BYTES = 32 * 2**20
 """JetStream's file store refuses larger records, whatever max_payload says."""
 _OVERHEAD_BYTES = 4096
@@ -67,6 +71,8 @@ class Bus:
         self.calls = Stream(name=f"{run}_CALLS", subject=f"{run}.calls", retention=api.RetentionPolicy.LIMITS)
         self.sessions = Stream(name=f"{run}_SESSIONS", subject=f"{run}.sessions", retention=api.RetentionPolicy.LIMITS)
         self.spans = Stream(name=f"{run}_SPANS", subject=f"{run}.spans", retention=api.RetentionPolicy.LIMITS)
+        self.streams = (self.prompts, self.groups, self.images, self.calls, self.sessions, self.spans, self.dead)
+        """All of them; each exists once a process has needed it."""
 
     @property
     def client(self) -> Client:
@@ -98,14 +104,38 @@ class Bus:
                 max_age=_DEAD_LETTER_AGE_S if stream is self.dead else None,
                 max_bytes=_DEAD_LETTER_BYTES if stream is self.dead else None,
             )
-            try:
-                with setting_up(f"stream {stream.name}", self.config.url, passing=nats.js.errors.BadRequestError):
-                    await self._js.add_stream(config)
-            except nats.js.errors.BadRequestError as error:
-                raise SetupError(
-                    f"stream {stream.name} exists with other settings ({error.description}); delete it "
-                    "(`nats stream rm`) or choose another run.name"
-                ) from None
+            await self.ensure_stream(config)
+
+    async def ensure_stream(self, config: api.StreamConfig, *, update: bool = False) -> None:
+        """Create a stream with as many replicas as the run has, if it does not exist.
+
+        Args:
+            config: The stream; its replicas are set here.
+            update: Whether to give an existing stream these settings; never its replicas.
+
+        Raises:
+            SetupError: the stream exists with other settings, or cannot be created.
+        """
+        config = config.evolve(num_replicas=self.config.replicas)
+        assert config.name is not None
+        name, what = config.name, f"stream {config.name}"
+        try:
+            await create(self.config, what, lambda: self._js.add_stream(config), passing=nats.js.errors.BadRequestError)
+        except nats.js.errors.BadRequestError as error:
+            found = await self._replicas_of(name)
+            if update and found in (None, self.config.replicas):
+                await create(self.config, what, lambda: self._js.update_stream(config))
+                return
+            described = describe_other_settings(what, error, found=found, wanted=self.config.replicas)
+            remedy = _CHANGE_REPLICAS if found not in (None, self.config.replicas) else "delete it (`nats stream rm`)"
+            raise SetupError(f"{described}; {remedy} or choose another run.name") from None
+
+    async def _replicas_of(self, stream: str) -> int | None:
+        """Return how many servers store a stream; None if it is not there or the server does not answer."""
+        try:
+            return (await self._js.stream_info(stream)).config.num_replicas
+        except BUS_ERRORS:
+            return None
 
     async def bucket(self, name: str, *, ttl_s: float | None = None) -> KeyValue:
         """Return the run's KV bucket `name`, creating it if needed; values expire `ttl_s` after their last write.
@@ -114,14 +144,20 @@ class Bus:
             SetupError: it exists with other settings, or cannot be created.
         """
         full_name = f"{self._run}_{name}"
-        config = api.KeyValueConfig(bucket=full_name, history=1, ttl=ttl_s)
+        # Without direct reads: followers answer those, and may be behind what was written.
+        config = api.KeyValueConfig(bucket=full_name, history=1, ttl=ttl_s, replicas=self.config.replicas, direct=False)
         try:
-            with setting_up(f"bucket {full_name}", self.config.url, passing=nats.js.errors.BadRequestError):
-                return await self._js.create_key_value(config)
+            return await create(
+                self.config,
+                f"bucket {full_name}",
+                lambda: self._js.create_key_value(config),
+                passing=nats.js.errors.BadRequestError,
+            )
         except nats.js.errors.BadRequestError as error:
+            found = await self._replicas_of(f"KV_{full_name}")
+            described = describe_other_settings(f"bucket {full_name}", error, found=found, wanted=self.config.replicas)
             raise SetupError(
-                f"bucket {full_name} exists with other settings ({error.description}); give every process of the run "
-                "the same [bus] section, or choose another run.name"
+                f"{described}; give every process of the run the same [bus] section, or choose another run.name"
             ) from None
 
     async def publish(
@@ -209,29 +245,34 @@ class Bus:
         return await self._stored(f"purge of {stream.name}", attempt, presence)
 
     async def delete_run(self) -> None:
-        """Remove the run's streams, for tests and for starting over."""
-        for stream in (self.prompts, self.groups, self.dead, self.calls, self.images, self.sessions, self.spans):
-            try:
-                await self._js.delete_stream(stream.name)
-            except nats.js.errors.NotFoundError:
-                continue
+        """Remove the run's streams and buckets with all that they hold, whoever uses them.
+
+        Raises:
+            nats.errors.Error: the server does not answer; call it again.
+        """
+        buckets = (f"KV_{self._run}_{bucket}" for bucket in BUCKETS)
+        for name in (*(stream.name for stream in self.streams), *buckets):
+            with suppress(nats.js.errors.NotFoundError):
+                await self._js.delete_stream(name)
 
 
 @asynccontextmanager
 async def connect(
-    config: BusConfig, *, run: str, security: Security | None = None, timeout_s: float = CONNECT_TIMEOUT_S
+    config: BusConfig, *, run: str, security: Security | None = None, timeout_s: float | None = None
 ) -> AsyncIterator[Bus]:
-    """Connect to the server of `config` during the context, and reconnect without limit.
+    """Connect to a server of `config` during the context, and reconnect without limit.
 
     Args:
-        config: The server.
+        config: The servers.
         run: Name of the run.
         security: Token and TLS; None: the tokens of the environment.
-        timeout_s: Limit of the first connection.
+        timeout_s: Limit of the first connection; None: 10 s, and for a cluster as long as an election may take.
 
     Raises:
         AccessError: the server refuses the token.
         SetupError: no server answers within `timeout_s`, or it has no JetStream.
     """
+    if timeout_s is None:
+        timeout_s = ELECTION_S if config.is_cluster else _CONNECT_TIMEOUT_S
     async with connected_client(config, security or Security.from_environment(), timeout_s=timeout_s) as client:
         yield Bus(client, config, run)

@@ -14,9 +14,10 @@ import structlog
 from nats.aio.msg import Msg
 from nats.js import api
 
+from penstock.bus.cluster.creation import create
 from penstock.bus.connection import Bus, Stream
 from penstock.bus.dead_letters import letter_headers
-from penstock.bus.failures import BUS_ERRORS, describe, setting_up
+from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.bus.pull import NO_MESSAGES, PullRequests
 from penstock.runtime.process import end_task
 
@@ -203,12 +204,18 @@ async def consuming(
         max_ack_pending=max_ack_pending,
     )
     pull = PullRequests(bus.client, stream=stream.name, durable=durable)
-    with setting_up(f"consumer {durable} of stream {stream.name}", bus.config.url):
-        if fresh:
+    is_forgotten = not fresh
+
+    async def open_consumer() -> None:
+        nonlocal is_forgotten
+        if not is_forgotten:
             with suppress(nats.js.errors.NotFoundError):
                 await js.delete_consumer(stream.name, durable)
+            is_forgotten = True
         await js.add_consumer(stream.name, config)
-        await pull.open()
+
+    await create(bus.config, f"consumer {durable} of stream {stream.name}", open_consumer)
+    await pull.open()
     consumer = Consumer(bus, stream, durable, pull)
 
     async def keep_beating() -> None:

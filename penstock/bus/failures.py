@@ -1,12 +1,12 @@
 """What an error of NATS means: a server to wait for, or a fault that a person must fix.
 
-Penstock waits without limit for a server that is unreachable, slow or not ready. Two kinds of error are not waited out:
-a server that has lost what the run stored in it, which nothing brings back, and any failure at the start.
+Penstock waits without limit for a server that is unreachable, slow or not ready, and for a cluster without a leader.
+Two kinds of error are not waited out: a server that has lost what the run stored in it, which nothing brings back, and
+any failure at the start.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 
 import nats.errors
 import nats.js.errors
@@ -21,6 +21,8 @@ _GONE_AFTER_S = 2.0
 """Seconds that a "not found" must persist to be believed: a starting server may not know yet what it has."""
 _NOT_READY_S = 30.0
 """Seconds that a connected server may be without JetStream."""
+NO_LEADER = 10008
+"""JetStream's code for a cluster without a leader: it elects one, or waits for servers that are away."""
 
 
 _DEADLINE_DELIVERIES = 2
@@ -41,20 +43,6 @@ def deliveries_allowed(error: BaseException, max_deliveries: int) -> int:
 def describe(error: BaseException) -> str:
     """Return the error's own message, without the library's prefix."""
     return getattr(error, "description", None) or str(error) or type(error).__name__
-
-
-@contextmanager
-def setting_up(what: str, url: str, *, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Turn errors of NATS in this context, except `passing`, into a SetupError: `what` could not be set up at `url`."""
-    try:
-        yield
-    except passing:
-        raise
-    except BUS_ERRORS as error:
-        raise SetupError(
-            f"NATS at {url}: {what} could not be set up ({describe(error)}); see that the server runs, that its "
-            "JetStream is enabled and that it has room to store"
-        ) from None
 
 
 class Presence:
@@ -82,8 +70,9 @@ class Presence:
             await self._look()
         except nats.js.errors.NotFoundError:
             self._missing_since = self._missing_since or time.monotonic()
-        except nats.js.errors.ServiceUnavailableError:
-            self._not_ready_since = self._not_ready_since or time.monotonic()
+        except nats.js.errors.ServiceUnavailableError as error:
+            if error.err_code != NO_LEADER:
+                self._not_ready_since = self._not_ready_since or time.monotonic()
         except BUS_ERRORS:
             return
         else:

@@ -18,7 +18,7 @@ import structlog
 from nats.js import api
 
 from penstock.bus.connection import Bus
-from penstock.bus.failures import BUS_ERRORS, Presence, describe, setting_up
+from penstock.bus.failures import BUS_ERRORS, Presence, describe
 from penstock.errors import InvalidRequestError, MissingImageError, UnavailableError
 from penstock.runtime.backoff import Backoff
 
@@ -59,18 +59,17 @@ class ImageStore:
             SetupError: it exists with other settings, or the server does not create it.
         """
         stream = self._bus.images
-        with setting_up(f"stream {stream.name}", self._bus.config.url):
-            await self._bus.jetstream.add_stream(
-                api.StreamConfig(
-                    name=stream.name,
-                    subjects=[f"{stream.subject}.>"],
-                    retention=stream.retention,
-                    storage=api.StorageType.FILE,
-                    max_msgs_per_subject=1,
-                    max_age=MAX_AGE_S,
-                    allow_direct=True,
-                )
+        await self._bus.ensure_stream(
+            api.StreamConfig(
+                name=stream.name,
+                subjects=[f"{stream.subject}.>"],
+                retention=stream.retention,
+                storage=api.StorageType.FILE,
+                max_msgs_per_subject=1,
+                max_age=MAX_AGE_S,
+                allow_direct=True,
             )
+        )
 
     async def put(self, scope: str, data: bytes) -> str:
         """Store the image for `scope` and return its hash; safe to repeat.
@@ -156,6 +155,8 @@ class ImageStore:
         try:
             message = await self._bus.jetstream.get_msg(self._bus.images.name, subject=subject, direct=True)
         except nats.js.errors.NotFoundError:
+            if await self._is_stored(subject):
+                raise UnavailableError(f"image {sha256} has not reached the server that was asked") from None
             raise MissingImageError(f"image {sha256} is not stored under {subject}; store it again") from None
         except BUS_ERRORS as error:
             raise UnavailableError(f"image {sha256} cannot be fetched from NATS: {describe(error)}") from None
@@ -164,6 +165,22 @@ class ImageStore:
             raise MissingImageError(f"what is stored under {subject} has another hash; store the image again")
         self._cache.add(sha256, data)
         return data
+
+    async def _is_stored(self, subject: str) -> bool:
+        """Ask the stream's leader; any of its servers answers a direct read, and may be behind.
+
+        Raises:
+            UnavailableError: the server does not answer.
+        """
+        if self._bus.config.replicas == 1:
+            return False
+        try:
+            found = await self._bus.jetstream.stream_info(self._bus.images.name, subjects_filter=subject)
+        except nats.js.errors.NotFoundError:
+            return False
+        except BUS_ERRORS as error:
+            raise UnavailableError(f"images cannot be looked up in NATS: {describe(error)}") from None
+        return bool(found.state.subjects)
 
     def _subject(self, scope: str, sha256: str) -> str:
         if not _HASH.fullmatch(sha256):

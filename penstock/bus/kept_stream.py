@@ -14,7 +14,7 @@ import structlog
 from nats.js import api
 
 from penstock.bus.connection import Bus, Stream
-from penstock.bus.failures import BUS_ERRORS, describe, setting_up
+from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.errors import InvalidRequestError, OverloadedError, UnavailableError
 
 log = structlog.get_logger()
@@ -25,7 +25,9 @@ _DUPLICATE_WINDOW_S = 120.0
 _TIMEOUT_S = 15.0
 _RETRY_S = 0.25
 _WRONG_SEQUENCE = 10071
-"""JetStream's code for a message whose expected last message is not the last one."""
+"""JetStream's code for a message whose expected last message is not the last one.
+
+10164 is none: a message for that subject is on its way through the cluster, maybe this one, sent before."""
 _IS_FULL = (10077, 10122, 10023)
 """JetStream's codes for a stream, or a server, that is full."""
 
@@ -74,11 +76,7 @@ class KeptStream:
             max_bytes=max_bytes,
             duplicate_window=min(_DUPLICATE_WINDOW_S, max_age_s),
         )
-        with setting_up(f"stream {self._stream.name}", self._bus.config.url):
-            try:
-                await self._js.add_stream(config)
-            except nats.js.errors.BadRequestError:
-                await self._js.update_stream(config)
+        await self._bus.ensure_stream(config, update=True)
 
     async def publish(
         self, subject: str, payload: bytes, *, message_id: str, seen: tuple[str, int] | None = None

@@ -86,9 +86,14 @@ def become_server(config: BusConfig, folder: Path, security: Security) -> NoRetu
     """Replace this process by a nats-server at `bus.url` (by default at the usual port) that stores in `folder`.
 
     Raises:
-        ConfigError: the URL has no port, or an impossible one.
+        ConfigError: the URL has no port, or an impossible one, or it names several servers.
         SetupError: the port is taken, or the binary is not installed.
     """
+    if len(config.servers) > 1:
+        raise ConfigError(
+            f"bus.url = {config.url!r} names {len(config.servers)} servers, and this starts a single one that joins no "
+            "cluster; give its own URL, or start the servers of a cluster with nats-server itself"
+        )
     url = config.url or "nats://127.0.0.1:4222"
     try:
         address = urlsplit(url)

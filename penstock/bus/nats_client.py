@@ -1,15 +1,18 @@
-"""One connection to nats-server: access, error mapping, and a clean close."""
+"""One connection to a nats-server: access, error mapping, and a clean close."""
 
 import asyncio
+import random
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import nats.errors
 import nats.js.errors
 import structlog
 from nats.aio.client import Client
 
+from penstock.bus.cluster.keeper import kept_in_cluster
+from penstock.bus.failures import BUS_ERRORS, NO_LEADER
 from penstock.config import BusConfig
 from penstock.errors import AccessError, SetupError
 from penstock.runtime.process import end_task
@@ -21,19 +24,21 @@ _REFUSED = "Authorization Violation"
 """nats-server's answer to a client without the right token."""
 _REFUSAL = f"token missing or wrong; set {NATS_TOKEN}, or {TOKEN} where both are the same"
 _CLOSE_TIMEOUT_S = 2.0
+_ANSWER_TIMEOUT_S = 5.0
+_RETRY_S = 0.5
 _CLIENT_TASKS = ("_reconnection_task", "_reading_task", "_ping_interval_task", "_flusher_task")
 """The tasks that keep a connection of nats-py alive."""
 
 
 @asynccontextmanager
 async def connected_client(config: BusConfig, security: Security, *, timeout_s: float) -> AsyncIterator[Client]:
-    """Yield a connected client, which reconnects without limit until the context ends.
+    """Yield a connected client, which reconnects without limit until the context ends: of several servers, to the next.
 
     Raises:
         AccessError: the server refuses the token.
         SetupError: no server answers within `timeout_s`, or it has no JetStream.
     """
-    if not config.url:
+    if not config.servers:
         raise SetupError(
             "bus.url is empty; start a server with `penstock serve nats` and give --bus.url=nats://host:4222"
         )
@@ -54,39 +59,54 @@ async def connected_client(config: BusConfig, security: Security, *, timeout_s: 
         if not client.is_closed:
             log.warning("bus.disconnected", url=config.url)
 
-    try:
-        async with asyncio.timeout(timeout_s):
-            await client.connect(
-                config.url,
-                name="penstock",
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=1,
-                connect_timeout=2,
-                ping_interval=10,
-                error_cb=on_error,
-                disconnected_cb=on_disconnect,
-                token=_token_for(client, security),
-                tls=None if security.tls is None else security.tls.client_context(),
-                tls_hostname=None if security.tls is None else security.tls.server_name or None,
-            )
-            was_admitted = True
-            await client.jetstream().account_info()
-    except (AccessError, asyncio.CancelledError):
-        await _close_quietly(client)
-        raise
-    except (TimeoutError, OSError, nats.errors.Error, nats.js.errors.Error) as error:
-        await _close_quietly(client)
-        reason = "JetStream is not enabled" if isinstance(error, nats.js.errors.Error) else "no answer"
-        if isinstance(last_error, ssl.SSLError | _PlainTextError):
-            reason = f"no answer that TLS allows ({last_error})"
-        raise SetupError(
-            f"bus.url = {config.url!r}: {reason} within {timeout_s:g} s; correct the URL, or start a server there with "
-            "`penstock serve nats`"
-        ) from None
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_close_quietly, client)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client.connect(
+                    random.sample(config.servers, len(config.servers)),
+                    name="penstock",
+                    dont_randomize=True,  # a server that is left is the last to be tried again
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=1,
+                    connect_timeout=2,
+                    ping_interval=10,
+                    error_cb=on_error,
+                    disconnected_cb=on_disconnect,
+                    token=_token_for(client, security),
+                    tls=None if security.tls is None else security.tls.client_context(),
+                    tls_hostname=None if security.tls is None else security.tls.server_name or None,
+                )
+                was_admitted = True
+                await stack.enter_async_context(kept_in_cluster(client, config))
+                await _require_jetstream(client, config)
+        except (TimeoutError, OSError, nats.errors.Error, nats.js.errors.Error) as error:
+            reason = "JetStream is not enabled" if isinstance(error, nats.js.errors.Error) else "no answer"
+            if isinstance(last_error, ssl.SSLError | _PlainTextError):
+                reason = f"no answer that TLS allows ({last_error})"
+            raise SetupError(
+                f"bus.url = {config.url!r}: {reason} within {timeout_s:g} s; correct the URL, or start a server there "
+                "with `penstock serve nats`"
+            ) from None
         yield client
-    finally:
-        await _close_quietly(client)
+
+
+async def _require_jetstream(client: Client, config: BusConfig) -> None:
+    """Return if JetStream answers; wait while a cluster has no leader.
+
+    Raises:
+        nats.js.errors.Error: it is not enabled.
+        nats.errors.Error: there is no answer.
+    """
+    while True:
+        try:
+            await client.jetstream(timeout=_ANSWER_TIMEOUT_S).account_info()
+            return
+        except BUS_ERRORS as error:
+            is_silent = not isinstance(error, nats.js.errors.Error)
+            if not config.is_cluster or not (is_silent or getattr(error, "err_code", None) == NO_LEADER):
+                raise
+        await asyncio.sleep(_RETRY_S)
 
 
 def _token_for(client: Client, security: Security) -> Callable[[], str] | None:

@@ -6,15 +6,23 @@ Invariant: every message that the server has sent is returned by this call or th
 import asyncio
 import json
 import time
+from contextlib import suppress
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from penstock.bus.failures import BUS_ERRORS
+
 _LOOK_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 30.0
 """Seconds after its end at which a request is given up. Not sooner: while a large message is in transit on a slow link,
 each further request would bring one more message."""
+_LOST_AFTER_S = 2.0
+"""Seconds after its end at which this process looks whether the request is lost, as when the server of a cluster that
+had it has died. It sends itself a message, which arrives after everything that its server had for it."""
+_ROUTE_S = 1.0
+"""Seconds that an answer may still take from another server of the cluster."""
 NO_MESSAGES = ("404", "408")
 """Statuses of a request that found fewer messages than it asked for."""
 
@@ -66,7 +74,8 @@ class PullRequests:
         if max_bytes is not None:
             limits["max_bytes"] = max_bytes
         await self._client.publish(self._subject, json.dumps(limits).encode(), reply=reply)
-        num_reconnects, give_up_at = self._client.stats["reconnects"], time.monotonic() + wait_s + _ANSWER_TIMEOUT_S
+        num_reconnects, ends_at = self._client.stats["reconnects"], time.monotonic() + wait_s
+        give_up_at, echo = ends_at + _ANSWER_TIMEOUT_S, ""
         while len(taken) < batch:
             try:
                 async with asyncio.timeout(_LOOK_EVERY_S):
@@ -75,10 +84,16 @@ class PullRequests:
                 is_lost = not self._client.is_connected or self._client.stats["reconnects"] != num_reconnects
                 if is_lost or time.monotonic() > give_up_at:
                     return taken, "503"
+                if not echo and time.monotonic() > ends_at + _LOST_AFTER_S:
+                    echo = f"{reply}-echo"
+                    with suppress(*BUS_ERRORS):
+                        await self._client.publish(echo)
                 continue
             status = _status_of(message)
             if status is None:
                 taken.append(message)
+            elif message.subject == echo:
+                give_up_at = min(give_up_at, time.monotonic() + _ROUTE_S)
             elif message.subject == reply and status != "100":
                 return taken, status
         return taken, ""

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-import nats.js.errors
 import structlog
 from nats.js import JetStreamContext, api
 
@@ -58,6 +57,7 @@ async def ensure_span_stream(bus: Bus) -> None:
             discard=api.DiscardPolicy.OLD,
             max_bytes=_MAX_BYTES,
             max_age=_MAX_AGE_S,
+            num_replicas=bus.config.replicas,
         )
     )
 
@@ -206,7 +206,7 @@ class SpanReader:
         if self._consumer is not None:
             try:
                 await self._consumer.consumer_info()
-            except nats.js.errors.NotFoundError:
+            except BUS_ERRORS:  # only one server of a cluster has it, which may be away for long
                 await self.close()
 
 

@@ -46,10 +46,7 @@ async def report_streams(bus: Bus, *, with_ages: bool = True) -> list[StreamRepo
         UnavailableError: the server does not answer.
     """
     try:
-        reports = [
-            await _report(bus, stream, with_age=with_ages)
-            for stream in (bus.prompts, bus.groups, bus.images, bus.calls, bus.sessions, bus.spans, bus.dead)
-        ]
+        reports = [await _report(bus, stream, with_age=with_ages) for stream in bus.streams]
     except BUS_ERRORS as error:
         raise UnavailableError(f"NATS at {bus.config.url} does not answer: {describe(error)}") from None
     return [report for report in reports if report is not None]

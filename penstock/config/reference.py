@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import inspect
+import json
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -116,7 +117,7 @@ def _as_toml(value: Any) -> str:
 def _kind(annotation: Any, metadata: Sequence[Any]) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return " or ".join(f'"{value}"' for value in arguments)
+        return " or ".join(json.dumps(value) for value in arguments)
     if origin is typing.Annotated:
         return _kind(arguments[0], [*metadata, *arguments[1:]])
     if origin in (typing.Union, types.UnionType):

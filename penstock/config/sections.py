@@ -60,10 +60,14 @@ class TraceConfig(Config):
 
 
 class BusConfig(Config):
-    """NATS server, and how long it waits for other processes."""
+    """NATS servers, and how long they wait for other processes."""
 
     url: str = ""
-    """NATS server, for example nats://127.0.0.1:4222. Empty: `penstock train` starts its own."""
+    """NATS server, for example nats://127.0.0.1:4222; several servers of one cluster with commas between them. Empty:
+    `penstock train` starts its own."""
+    replicas: Literal[1, 3, 5] = 1
+    """Servers of the cluster that store each stream and bucket. With 3, the run goes on while one of them is away; with
+    5, while two are. All processes of a run must have the same number."""
     lease_ttl_s: float = pydantic.Field(default=5.0, ge=1.0)
     """Seconds after which an unrenewed lease lapses, and its replica or trainer counts as dead. Leases are renewed
     three times as often."""
@@ -75,7 +79,22 @@ class BusConfig(Config):
         # Validate the whole section, and first, so that no message shows the URL.
         if "@" in self.url:
             raise ValueError("url holds a secret, which would be written to the run folder; set PENSTOCK_NATS_TOKEN")
+        if self.replicas > 1 and not self.url:
+            raise ValueError(
+                f"replicas = {self.replicas} needs url, the servers of a NATS cluster; the server that "
+                "`penstock train` starts is a single one"
+            )
         return self
+
+    @property
+    def servers(self) -> list[str]:
+        """The URLs in `url`, without blanks."""
+        return [server for part in self.url.split(",") if (server := part.strip())]
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether there is another server to go to when one does not answer."""
+        return self.replicas > 1 or len(self.servers) > 1
 
 
 class SecurityConfig(Config):

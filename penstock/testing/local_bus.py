@@ -8,7 +8,8 @@ import nats.js.errors
 from penstock.bus.connection import Bus, connect
 from penstock.config import BusConfig
 
-_BUCKETS = ("replicas", "policy", "leases", "locks")
+_LEASES = "leases"
+"""A bucket that only tests have."""
 
 
 @contextlib.asynccontextmanager
@@ -18,6 +19,5 @@ async def temporary_run(config: BusConfig, run: str) -> AsyncIterator[Bus]:
         await bus.ensure_streams()
         yield bus
         await bus.delete_run()
-        for name in _BUCKETS:
-            with contextlib.suppress(nats.js.errors.NotFoundError):
-                await bus.jetstream.delete_key_value(f"{run}_{name}")
+        with contextlib.suppress(nats.js.errors.NotFoundError):
+            await bus.jetstream.delete_key_value(f"{run}_{_LEASES}")

@@ -24,6 +24,7 @@ from services.cli.init_command import init
 from services.cli.plan_command import plan
 from services.cli.replay.command import replay
 from services.cli.replicas import command as replicas
+from services.cli.runs import command as runs
 from services.cli.score.command import score
 from services.cli.serve import serve
 from services.cli.sft.command import sft
@@ -58,6 +59,7 @@ app.command()(view)
 app.command()(status)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(bus.app, name="bus")
+app.add_typer(runs.app, name="runs")
 
 
 def main(arguments: list[str] | None = None) -> int:

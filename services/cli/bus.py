@@ -15,6 +15,7 @@ from penstock.config import LogConfig
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
 from penstock.telemetry import log
+from services.cli.console import describe_age, open_console
 from services.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def letters(
         _print_json([_described(letter) for letter in found])
         return 0
     for letter in found:
-        sys.stdout.write(f"{letter.number}  {letter.message_id}  {_age(letter.age_s)} ago  {letter.reason}\n")
+        sys.stdout.write(f"{letter.number}  {letter.message_id}  {describe_age(letter.age_s)} ago  {letter.reason}\n")
     return 0
 
 
@@ -124,11 +125,9 @@ def _described(letter: Any) -> dict[str, Any]:
 def _print_streams(streams: "list[StreamReport]") -> None:
     from rich.table import Table
 
-    from services.cli.console import open_console
-
     table = Table("stream", "messages", "MiB", "oldest", "consumer", "pending", "in hand", "redelivered", box=None)
     for stream in streams:
-        age = "" if stream.oldest_age_s is None else _age(stream.oldest_age_s)
+        age = "" if stream.oldest_age_s is None else describe_age(stream.oldest_age_s)
         row = [stream.name, str(stream.num_messages), f"{stream.size_bytes / 2**20:.1f}", age]
         for consumer in stream.consumers:
             counts = (consumer.num_pending, consumer.num_in_hand, consumer.num_redelivered)
@@ -137,13 +136,6 @@ def _print_streams(streams: "list[StreamReport]") -> None:
         if not stream.consumers:
             table.add_row(*row)
     open_console().print(table)
-
-
-def _age(age_s: float) -> str:
-    for unit, seconds in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if age_s >= 2 * seconds:
-            return f"{age_s / seconds:.0f} {unit}"
-    return f"{age_s:.0f} s"
 
 
 def _print_json(value: Any) -> None:

@@ -67,7 +67,7 @@ def checks_of(recipe: Recipe | None, *, is_sft: bool = False) -> list[Check]:
         looks |= {
             "ports": lambda: [network.check_ports(recipe)],
             "hosts": lambda: [network.check_hosts(list(network.hosts_of(recipe)), network.resolve)],
-            "bus": lambda: [network.check_bus(recipe.bus.url, socket.create_connection)],
+            "bus": lambda: [network.check_bus(recipe.bus.servers, socket.create_connection)],
         }
     return [
         Check(name=name, look=look, deadline_s=DEADLINE_S + (gpu.PROBE_TIMEOUT_S if name == "GPUs" else 0))

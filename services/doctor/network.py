@@ -33,8 +33,8 @@ def hosts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
     network = recipe.network
     if network.advertised != network.host:
         yield "network.advertise_host" if network.advertise_host else OWN_NAME, network.advertised
-    if recipe.bus.url:
-        yield "bus.url", urlsplit(recipe.bus.url).hostname or recipe.bus.url
+    for server in recipe.bus.servers:
+        yield "bus.url", urlsplit(server).hostname or server
     for key, address in (
         ("worker.router_address", recipe.worker.router_address),
         ("worker.reward_address", recipe.worker.reward_address),
@@ -82,23 +82,29 @@ def resolve(host: str) -> list[str]:
     return sorted({str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)})
 
 
-def check_bus(url: str, connect: Callable[[tuple[str, int], float], socket.socket]) -> Finding | None:
-    """Check that a server listens at bus.url; None if the run starts its own server.
+def check_bus(servers: Sequence[str], connect: Callable[[tuple[str, int], float], socket.socket]) -> Finding | None:
+    """Check that the servers in bus.url listen; None if the run starts its own server.
 
     Args:
-        url: bus.url.
+        servers: The URLs in bus.url.
         connect: Connects to (host, port) within the given seconds. Raises OSError.
     """
-    if not url:
+    if not servers:
         return None
-    parts = urlsplit(url)
-    address = (parts.hostname or "", parts.port or 4222)
-    try:
-        connect(address, CONNECT_TIMEOUT_S).close()
-    except OSError as error:
+    silent: list[str] = []
+    for url in servers:
+        parts = urlsplit(url)
+        try:
+            connect((parts.hostname or "", parts.port or 4222), CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            silent.append(f"{url!r} does not answer: {error.strerror or error}")
+    if len(silent) == len(servers):
         return fault(
             "bus",
-            f"bus.url = {url!r} does not answer: {error.strerror or error}",
+            f"bus.url = {'; '.join(silent)}",
             "start it first (`penstock serve nats`), or leave bus.url out, and `penstock train` starts its own",
         )
-    return ok("bus", f"{url} answers")
+    if silent:
+        seen = f"of {len(servers)} servers in bus.url, {'; '.join(silent)}"
+        return warning("bus", seen, "start it: the run goes on without it, and fewer others may be away")
+    return ok("bus", f"{', '.join(servers)} {'answers' if len(servers) == 1 else 'answer'}")

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import structlog
 
-from penstock.bus.buckets.lock import locked
+from penstock.bus.buckets.lock import TRAINER, locked
 from penstock.bus.connection import connect
 from penstock.bus.metrics import BusMetrics
 from penstock.rpc.server import RpcServer, service_name
@@ -46,7 +46,7 @@ async def serve(
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))
         await bus.ensure_streams()
-        lock = await stack.enter_async_context(locked(bus, "trainer", ttl_s=settings.bus.lease_ttl_s))
+        lock = await stack.enter_async_context(locked(bus, TRAINER, ttl_s=settings.bus.lease_ttl_s))
         start = await find_starting_point(settings, bus)
         if settings.trace.max_gib:
             collecting = collecting_spans(bus, start.folder, max_bytes=int(settings.trace.max_gib * 2**30))

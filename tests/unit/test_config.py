@@ -217,3 +217,15 @@ def test_configuration_cannot_be_changed(recipe: Path) -> None:
 def test_every_shared_setting_has_a_help_text(model: type[Config]) -> None:
     """Field docstrings are the help text."""
     assert [name for name, field in model.model_fields.items() if not field.description] == []
+
+
+def test_a_bus_has_one_server_or_several() -> None:
+    """With commas between them; copies of what is stored need a cluster, of an odd number of servers."""
+    assert BusConfig().servers == []
+    assert not BusConfig(url="nats://a:4222").is_cluster
+    several = BusConfig(url="nats://a:4222, nats://b:4222,", replicas=3)
+    assert (several.servers, several.is_cluster) == (["nats://a:4222", "nats://b:4222"], True)
+    with pytest.raises(pydantic.ValidationError, match="replicas = 3 needs url, the servers of a NATS cluster"):
+        BusConfig(replicas=3)
+    with pytest.raises(pydantic.ValidationError, match="1, 3 or 5"):
+        BusConfig(url="nats://a:4222", replicas=2)  # type: ignore[arg-type]

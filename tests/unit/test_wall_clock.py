@@ -10,6 +10,7 @@ _READERS = {
     "services/rollout/worker/prompt_handler.py",
     "penstock/bus/dead_letters.py",
     "penstock/bus/stream_report.py",
+    "services/cli/runs/command.py",
     # Stamps of records, answers and evaluations, and names of runs.
     "services/cli/evaluation/run.py",
     "services/launch/run_folder.py",

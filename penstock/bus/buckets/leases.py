@@ -21,16 +21,18 @@ log = structlog.get_logger()
 class Lease:
     """A value of this process in a bucket, which lapses unless renewed."""
 
-    def __init__(self, bucket: KeyValue, key: str, describe: Callable[[], bytes]) -> None:
-        """Use `held`; `describe` returns the value at each renewal."""
+    def __init__(self, bucket: KeyValue, key: str, describe: Callable[[], bytes], *, timeout_s: float) -> None:
+        """Use `held`; `describe` returns the value at each renewal, which is given up after `timeout_s`."""
         self._bucket = bucket
         self._key = key
         self._describe = describe
+        self._timeout_s = timeout_s
 
     async def renew(self) -> None:
         """Write the value now, so that others see a change at once."""
         try:
-            await self._bucket.put(self._key, self._describe())
+            async with asyncio.timeout(self._timeout_s):
+                await self._bucket.put(self._key, self._describe())
         except BUS_ERRORS as error:
             log.warning("lease.renew_failed", key=self._key, error=describe(error))
 
@@ -40,9 +42,10 @@ async def held(bucket: KeyValue, key: str, describe: Callable[[], bytes], *, ttl
     """Hold a lease during the context: renew it every third of `ttl_s`, and delete it at the end.
 
     The time of a slow renewal is subtracted from the next pause: otherwise a renewal that takes two thirds of `ttl_s`
-    would let the lease lapse.
+    would let the lease lapse. After a third of `ttl_s` without an answer the next one is sent: what a server was sent
+    that has died is not answered, and another server may have taken over.
     """
-    lease = Lease(bucket, key, describe)
+    lease = Lease(bucket, key, describe, timeout_s=ttl_s / 3)
 
     async def keep() -> None:
         while True:

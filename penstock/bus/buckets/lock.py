@@ -25,6 +25,8 @@ from penstock.runtime.process import end_task
 
 log = structlog.get_logger()
 
+TRAINER = "trainer"
+"""Name of the lock that the run's trainer holds."""
 _BUCKET = "locks"
 _POLL_S = 0.25
 _PATIENCE_S = 2.0

@@ -1,13 +1,21 @@
 """A key of a bucket that only writers that know its newest value may overwrite (compare-and-set).
 
-Invariant: if two processes have read the same value, at most one replaces it; the other gets a `SupersededError`.
+Invariants: if two processes have read the same value, at most one replaces it; the other gets a `SupersededError`. A
+write returns only if the server has acknowledged it during the call: what a read says is no proof, because a server
+that was cut off from its cluster may still answer reads as it did before.
 """
+
+import time
 
 import nats.js.errors
 from nats.js.kv import KeyValue
 
 from penstock.bus.connection import Bus
 from penstock.errors import SupersededError
+
+_BELIEVED_AFTER_S = 30.0
+"""Seconds after which a value that is older than the known one is taken for the newest: the bucket was made again. A
+server of a cluster that is no longer the leader answers with older values for about ten seconds."""
 
 
 class Register:
@@ -50,7 +58,7 @@ class Register:
     async def write(self, value: bytes) -> None:
         """Replace the value that this process knows, retrying while the server is unreachable.
 
-        A write whose answer is lost is retried, and then recognised by its value.
+        A write whose answer is lost is recognised by its value, and written again.
 
         Args:
             value: A value that no other process writes, for example because it names the writer.
@@ -60,17 +68,23 @@ class Register:
             SetupError: the server no longer has the bucket.
         """
 
+        begun = time.monotonic()
+
         async def attempt() -> int:
             try:
                 return await self._bucket.update(self._key, value, last=self._revision)
             except nats.js.errors.KeyWrongLastSequenceError:
                 found, revision = await self._newest()
+                is_newer = revision > self._revision or time.monotonic() - begun > _BELIEVED_AFTER_S
+                if not is_newer:
+                    raise  # an earlier attempt is on its way through the cluster, or its leader has just changed
             if found != value:
                 raise SupersededError(
                     f"another process has written {self._key!r}, which this process held; see that the run has one "
                     "trainer only"
                 )
-            return revision
+            self._revision = revision
+            return await self._bucket.update(self._key, value, last=revision)
 
         self._revision = await self._bus.retried(f"write of {self._key}", attempt, self._bucket)
         self._value = value

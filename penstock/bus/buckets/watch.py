@@ -1,6 +1,9 @@
 """Watched values in NATS KV: the current contents of a bucket, held locally.
 
 A watch continues if the server comes back without its store and the bucket is created again.
+
+Invariant: values age only while their bucket is seen to work. While it does not (its server is away, or its cluster
+elects a leader) nobody can renew them, and afterwards each has its whole time to live again.
 """
 
 import asyncio
@@ -22,12 +25,13 @@ from penstock.runtime.process import end_task
 log = structlog.get_logger()
 
 _OPEN_TIMEOUT_S = 10.0
+_MAX_SILENCE_S = 2.0
 _ABANDONED_S = 10.0
 """Seconds without a listener after which the server drops a watch."""
 
 
 class _Seen(NamedTuple):
-    """A value, its revision, and the monotonic time at which it arrived."""
+    """A value, its revision, and when it arrived, by the clock of `Watch._now`."""
 
     value: bytes
     revision: int
@@ -45,12 +49,23 @@ class Watch:
         self._values: dict[str, _Seen] = {}
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
+        # A silent watch is reopened, because it may have died with the server. It is reopened well within the time to
+        # live: otherwise a restart of the server would make all leases look expired.
+        self._silence_s = min(_MAX_SILENCE_S, (ttl_s or math.inf) / 2)
         self._heard_at = -math.inf
+        self._worked_at = time.monotonic()
+        """When the bucket was last seen to work: its leader answered, or a new value arrived."""
+        self._stalled_s = 0.0
+        """Seconds for which values did not age."""
+        self._has_failed = False
+        """Whether the leader was asked in vain since then."""
+        self._back_at = -math.inf
+        """When the bucket last worked again after it had not."""
 
     @property
     def values(self) -> dict[str, bytes]:
         """Return the values by key, without expired ones."""
-        oldest = -math.inf if self._ttl_s is None else time.monotonic() - self._ttl_s
+        oldest = -math.inf if self._ttl_s is None else self._now() - self._ttl_s
         return {key: seen.value for key, seen in self._values.items() if seen.at >= oldest}
 
     async def changed(self, timeout_s: float) -> bool:
@@ -69,31 +84,44 @@ class Watch:
         return True
 
     async def _follow(self, ready: asyncio.Event) -> None:
-        # A silent watch is reopened, because it may have died with the server. It is reopened well within the time to
-        # live: otherwise a restart of the server would make all leases look expired. The old watch may also be alive
-        # with nothing to report, so it is read until the new one is open, which takes a slow server long.
-        silence_s = min(2.0, (self._ttl_s or math.inf) / 2)
+        # The old watch may also be alive with nothing to report, so it is read until the new one is open, which takes
+        # a slow server long.
         last = AsyncExitStack()
         try:
             while True:
                 try:
+                    await self._ask_leader()
                     opened = AsyncExitStack()
                     watcher = await opened.enter_async_context(_opened(self._bucket, self._keys))
                     reading = asyncio.create_task(self._read(watcher, ready))
                     opened.push_async_callback(end_task, reading)
                     before, last = last, opened
                     await before.aclose()
-                    await self._until_silent(reading, silence_s)
+                    await self._until_silent(reading)
                 except BUS_ERRORS as error:
                     log.debug("watch.reopened", error=describe(error))
                     await asyncio.sleep(0.2)
         finally:
             await last.aclose()
 
-    async def _until_silent(self, reading: asyncio.Task[None], silence_s: float) -> None:
-        """Return when the watch has been silent for `silence_s`; raise the error that ended the reading."""
+    async def _ask_leader(self) -> None:
+        """Return if the bucket works: only its leader answers, which also takes what is written.
+
+        Raises:
+            TimeoutError, nats.errors.Error: it does not work.
+        """
+        try:
+            async with asyncio.timeout(_MAX_SILENCE_S):
+                await self._bucket.status()
+        except BUS_ERRORS:
+            self._has_failed = True
+            raise
+        self._note_work()
+
+    async def _until_silent(self, reading: asyncio.Task[None]) -> None:
+        """Return when the watch has been silent for long; raise the error that ended the reading."""
         self._heard_at = time.monotonic()
-        while (rest_s := self._heard_at + silence_s - time.monotonic()) > 0:
+        while (rest_s := self._heard_at + self._silence_s - time.monotonic()) > 0:
             await asyncio.wait({reading}, timeout=rest_s)
             if reading.done():
                 return await reading
@@ -111,11 +139,26 @@ class Watch:
             else:
                 is_complete = bool(seen) or not await _has_sent(watcher)
             if is_complete and not caught_up:
-                for gone in set(self._values) - seen:
-                    self._values.pop(gone)
-                    self._announce()
+                # While the bucket did not work, values aged by the server's clock.
+                if self._ttl_s is None or time.monotonic() - self._back_at >= self._ttl_s:
+                    for gone in set(self._values) - seen:
+                        self._values.pop(gone)
+                        self._announce()
                 caught_up = True
                 ready.set()
+
+    def _now(self) -> float:
+        """Return the time by which values age; it stands still while the bucket is not seen to work."""
+        return min(time.monotonic(), self._worked_at + self._silence_s) - self._stalled_s
+
+    def _note_work(self) -> None:
+        """Note that the bucket works; if it did not before, all values get their whole time to live."""
+        silent_s = time.monotonic() - self._worked_at
+        self._stalled_s += max(0.0, silent_s - self._silence_s)
+        self._worked_at += silent_s
+        if self._has_failed or silent_s >= (self._ttl_s or math.inf):
+            self._has_failed, self._back_at = False, self._worked_at
+            self._values = {key: seen._replace(at=self._now()) for key, seen in self._values.items()}
 
     def _store(self, entry: KeyValue.Entry) -> None:
         """Store an update, or remove the value that it deletes."""
@@ -126,7 +169,8 @@ class Watch:
             # A value that was seen before keeps its age. The revision alone does not identify it: a recreated bucket
             # counts from 1 again.
             assert entry.revision is not None, "the server numbers what it stores"
-            self._values[entry.key] = _Seen(entry.value, entry.revision, time.monotonic())
+            self._note_work()
+            self._values[entry.key] = _Seen(entry.value, entry.revision, self._now())
             self._announce()
 
     def _announce(self) -> None:

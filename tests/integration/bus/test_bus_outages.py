@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
+from penstock.bus.pull import PullRequests
 from penstock.config import BusConfig
 from penstock.errors import (
     SetupError,
@@ -88,6 +89,34 @@ async def test_a_restarted_server_is_given_time_to_be_ready(bus: Bus) -> None:
         await presence.check()
     with unittest.mock.patch("penstock.bus.failures._NOT_READY_S", 0.0), pytest.raises(SetupError, match="JetStream"):
         await presence.check()
+
+
+async def test_a_cluster_without_a_leader_is_waited_for(bus: Bus) -> None:
+    """However long it takes to elect one, or to start the servers that are away."""
+    without_leader = nats.js.errors.ServiceUnavailableError(code=503, err_code=10008, description="no leader")
+
+    async def look() -> None:
+        raise without_leader
+
+    presence = bus.presence("stream s", look)
+    with unittest.mock.patch("penstock.bus.failures._NOT_READY_S", 0.0):
+        for _ in range(3):
+            await presence.check()
+
+
+async def test_a_request_that_was_lost_with_its_server_is_given_up_within_seconds(bus: Bus) -> None:
+    """Of a cluster, the one that had the consumer; half a minute would pass if a large message were on its way."""
+
+    async def ignore(_: object) -> None:
+        pass
+
+    listening = await bus.client.subscribe("$JS.API.CONSUMER.MSG.NEXT.s.d", cb=ignore)
+    pull = PullRequests(bus.client, stream="s", durable="d")
+    await pull.open()
+    async with asyncio.timeout(15.0):
+        assert await pull.request(1, wait_s=0.1) == ([], "503")
+    await pull.close()
+    await listening.unsubscribe()
 
 
 async def test_what_cannot_be_set_up_is_one_line(workers: OpenConsumer, tmp_path: Path, run_name: str) -> None:

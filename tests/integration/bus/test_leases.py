@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import os
 import signal
 import sys
 import time
@@ -322,3 +323,29 @@ async def test_a_watch_is_read_until_the_next_is_open(bus: Bus, monkeypatch: pyt
         while time.monotonic() < ends_at:
             assert watch.values == {"r": b"x"}
             await watch.changed(0.1)
+
+
+async def test_no_lease_lapses_while_nobody_can_renew_it(tmp_path: Path, run_name: str) -> None:
+    """The server is frozen for longer than the ttl, as while a cluster elects a leader; after that, the dead vanish."""
+    async with contextlib.AsyncExitStack() as stack:
+        url = await stack.enter_async_context(local_server(tmp_path))
+        pid = int((tmp_path / "nats.pid").read_text())
+        bus, holder = [await stack.enter_async_context(connect(BusConfig(url=url), run=run_name)) for _ in range(2)]
+        watch = await stack.enter_async_context(watched(await bus.bucket("leases", ttl_s=TTL_S), ttl_s=TTL_S))
+        bucket = await holder.bucket("leases", ttl_s=TTL_S)
+        await stack.enter_async_context(held(bucket, "living", lambda: b"x", ttl_s=TTL_S))
+        async with killed_at_the_end(url, run_name):
+            await until(watch, lambda values: values.keys() == {"living", "trainer"})
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            ends_at = time.monotonic() + 3 * TTL_S
+            while time.monotonic() < ends_at:
+                assert watch.values.keys() == {"living", "trainer"}
+                await asyncio.sleep(0.02)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        ends_at = time.monotonic() + HANG_S
+        while "trainer" in watch.values:
+            assert "living" in watch.values
+            assert time.monotonic() < ends_at
+            await asyncio.sleep(0.02)

@@ -5,7 +5,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import nats.js.errors
 import pytest
+from nats.js.kv import KeyValue
 from structlog.testing import capture_logs
 
 from penstock.bus.buckets.lock import claim, locked
@@ -214,7 +216,7 @@ async def test_of_two_writers_that_read_the_same_value_one_is_refused(bus: Bus, 
 
 
 async def test_a_write_whose_answer_was_lost_counts(bus: Bus) -> None:
-    """The repetition finds its own value, and goes on from the revision that it has."""
+    """The repetition finds its own value, and writes it again on the revision that it has."""
     bucket = await bus.bucket("policy")
     register = await open_register(bus, bucket, "reserved")
     await bucket.create("reserved", b"7 by me")  # what the server stored, unheard
@@ -231,3 +233,37 @@ async def test_a_deleted_key_can_be_written(bus: Bus) -> None:
     register = await open_register(bus, bucket, "reserved")
     assert register.value == b""
     await register.write(b"2")
+
+
+async def test_a_write_that_waits_for_an_earlier_one_is_no_loss(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster refuses a second write while the first is on its way through it; nobody else has written."""
+    register = await open_register(bus, await bus.bucket("policy"), "claimed")
+    await register.write(b"1 by me")
+    refusals = iter([nats.js.errors.KeyWrongLastSequenceError(description="wrong last sequence")] * 2)
+    write = KeyValue.update
+
+    async def write_behind_another(self: KeyValue, *args: object, **options: object) -> int:
+        if error := next(refusals, None):
+            raise error
+        return await write(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KeyValue, "update", write_behind_another)
+    await register.write(b"2 by me")
+    assert (await (await bus.bucket("policy")).get("claimed")).value == b"2 by me"
+
+
+async def test_a_holder_is_confirmed_by_a_write_and_never_by_a_read(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was cut off from its cluster goes on saying who held the lock, while another process takes it."""
+    lock = await claim(bus, "trainer", ttl_s=3.0)
+    num_written, write = 0, KeyValue.update
+
+    async def count(self: KeyValue, *args: object, **options: object) -> int:
+        nonlocal num_written
+        num_written += 1
+        if num_written <= 3:
+            raise nats.js.errors.KeyWrongLastSequenceError(description="wrong last sequence")
+        return await write(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KeyValue, "update", count)
+    await lock.confirm()
+    assert num_written == 4

@@ -163,14 +163,17 @@ def test_ports_and_the_bus() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert check_ports(load(Recipe, [], [f"--trainer.port={port}"])).status is Status.FAULT
-        answering = check_bus(f"nats://127.0.0.1:{port}", socket.create_connection)
+        answering = check_bus([f"nats://127.0.0.1:{port}"], socket.create_connection)
         assert answering is not None
         assert answering.status is Status.OK
+        one_away = check_bus([f"nats://127.0.0.1:{port}", f"nats://127.0.0.1:{free}"], socket.create_connection)
+        assert one_away is not None
+        assert (one_away.status, f"127.0.0.1:{free}' does not answer" in one_away.seen) == (Status.WARNING, True)
     assert check_ports(load(Recipe, [], [f"--trainer.port={free}"])).status is Status.OK
-    silent = check_bus(f"nats://127.0.0.1:{free}", socket.create_connection)
+    silent = check_bus([f"nats://127.0.0.1:{free}"], socket.create_connection)
     assert silent is not None
     assert (silent.status, "penstock serve nats" in silent.remedy) == (Status.FAULT, True)
-    assert check_bus("", socket.create_connection) is None
+    assert check_bus([], socket.create_connection) is None
     assert resolve("127.0.0.1") == ["127.0.0.1"]
     with pytest.raises(socket.gaierror):
         resolve("no-such-host.invalid")

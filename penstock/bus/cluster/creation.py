@@ -1,0 +1,135 @@
+"""Creates streams, buckets and consumers, and says what is wrong if a server or a cluster does not.
+
+In a cluster there are seconds without a leader after a server has died, in which nothing can be created. A process that
+starts then waits for the election.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import nats.js.errors
+import structlog
+
+from penstock.bus.failures import BUS_ERRORS, describe
+from penstock.config import BusConfig
+from penstock.errors import SetupError
+
+log = structlog.get_logger()
+
+CreatedT = TypeVar("CreatedT")
+
+ELECTION_S = 30.0
+"""Seconds that a cluster may be without a leader. Servers elect one after 4 to 9 s of silence."""
+_FORMING_S = 10.0
+"""Seconds that the servers of a cluster may take to find each other."""
+_RETRY_S = 0.5
+_INFO_TIMEOUT_S = 2.0
+_NO_PEERS, _NO_CLUSTER = 10005, 10074
+"""JetStream's codes: no suitable peers for placement; replicas > 1 not supported in non-clustered mode."""
+_NO_STORAGE = "insufficient storage"
+
+
+async def create(
+    config: BusConfig,
+    what: str,
+    attempt: Callable[[], Awaitable[CreatedT]],
+    *,
+    passing: type[Exception] | tuple[()] = (),
+) -> CreatedT:
+    """Return what `attempt` creates. In a cluster it is repeated while there is no leader, and must be repeatable.
+
+    Args:
+        config: The servers.
+        what: What is created, for error messages: "stream run_PROMPTS".
+        attempt: Creates it, or finds it as it should be.
+        passing: Errors to raise unchanged.
+
+    Raises:
+        SetupError: the servers do not create it.
+    """
+    begun = time.monotonic()
+    ends_at = begun + (ELECTION_S if config.is_cluster else 0.0)
+    while True:
+        try:
+            return await attempt()
+        except BUS_ERRORS as error:
+            code = getattr(error, "err_code", None)
+            if code in (_NO_PEERS, _NO_CLUSTER):
+                without = await servers_without_jetstream(config)
+                if code == _NO_PEERS and not without and time.monotonic() < begun + _FORMING_S:
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                raise SetupError(_describe_few_servers(config, what, describe(error), without)) from None
+            if passing and isinstance(error, passing):
+                raise
+            if not _is_of_an_election(error) or time.monotonic() >= ends_at:
+                raise SetupError(
+                    f"NATS at {config.url}: {what} could not be set up ({describe(error)}); see that the server runs, "
+                    "that its JetStream is enabled and that it has room to store"
+                ) from None
+            log.warning("bus.creation_retried", what=what, error=describe(error))
+        await asyncio.sleep(_RETRY_S)
+
+
+def _is_of_an_election(error: Exception) -> bool:
+    """Return whether the error may be over when there is a leader: no answer, or the answer that there is none."""
+    return isinstance(error, nats.js.errors.ServiceUnavailableError) or not isinstance(error, nats.js.errors.APIError)
+
+
+def _describe_few_servers(config: BusConfig, what: str, reason: str, without: list[str]) -> str:
+    start = f"NATS at {config.url}: {what} cannot have bus.replicas = {config.replicas} ({reason})"
+    if _NO_STORAGE in reason:
+        return f"{start}; make room on the disks of the servers"
+    if without:
+        return (
+            f"{start}: {', '.join(without)} runs without JetStream; add a jetstream block to its configuration and "
+            "start it again"
+        )
+    return (
+        f"{start}; start {config.replicas} nats-servers with JetStream that form one cluster, or set bus.replicas to "
+        "how many there are (1, 3 or 5)"
+    )
+
+
+async def servers_without_jetstream(config: BusConfig) -> list[str]:
+    """Return the URLs of `config` whose server says in its greeting that it has no JetStream."""
+    answers = await asyncio.gather(*(_greeting_of(server) for server in config.servers))
+    return [
+        server
+        for server, greeting in zip(config.servers, answers, strict=True)
+        if greeting is not None and not greeting.get("jetstream")
+    ]
+
+
+async def _greeting_of(server: str) -> dict[str, object] | None:
+    """Return what a nats-server says to every client before TLS and token; None if it says nothing."""
+    address, writer = urlsplit(server), None
+    try:
+        async with asyncio.timeout(_INFO_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(address.hostname, address.port or 4222, limit=2**20)
+            line = await reader.readline()
+        greeting = json.loads(line.removeprefix(b"INFO "))
+    except (OSError, TimeoutError, ValueError):
+        return None
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    return greeting if isinstance(greeting, dict) else None
+
+
+def describe_other_settings(what: str, error: nats.js.errors.BadRequestError, *, found: int | None, wanted: int) -> str:
+    """Return the start of an error text: `what` exists with other settings, above all with other replicas.
+
+    Args:
+        what: "stream run_PROMPTS".
+        error: The server's refusal.
+        found: Replicas of the existing one; None if they are unknown.
+        wanted: bus.replicas.
+    """
+    if found is None or found == wanted:
+        return f"{what} exists with other settings ({error.description})"
+    return f"{what} exists with {found} {'replica' if found == 1 else 'replicas'}, and bus.replicas = {wanted}"

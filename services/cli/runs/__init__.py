@@ -1,0 +1,1 @@
+"""`penstock runs`: lists runs and deletes them."""

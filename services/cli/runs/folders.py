@@ -1,0 +1,81 @@
+"""The folders of runs, with what they say of their runs, whatever version of Penstock wrote them."""
+
+import socket
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pydantic
+
+from penstock.config import BusConfig, SecurityConfig
+from penstock.errors import ConfigError
+from services.launch.run_folder import RunFolder
+
+_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderOfRun:
+    """A run folder, and where its run is on NATS."""
+
+    folder: RunFolder
+    run: str
+    """The recipe's run.name; empty if the recipe cannot be read."""
+    bus: BusConfig
+    """Without a URL if the run has a nats-server of its own, whose store is in the folder."""
+    security: SecurityConfig
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files."""
+        files = (path for path in self.folder.path.rglob("*") if path.is_file() and not path.is_symlink())
+        return sum(path.lstat().st_size for path in files)
+
+    @property
+    def started_at(self) -> float:
+        """When the recipe was written, in seconds since 1970."""
+        return self.folder.config_file.stat().st_mtime
+
+    def find_own_server(self) -> str:
+        """Return the URL of the nats-server that serves the store in the folder; empty if none does."""
+        url = "" if self.bus.url else str(_section(_read(self.folder.live_file), "bus").get("url", ""))
+        address = urlsplit(url)
+        try:
+            if url and address.hostname and address.port:
+                socket.create_connection((address.hostname, address.port), _TIMEOUT_S).close()
+                return url
+        except OSError:
+            pass
+        return ""
+
+
+def read_folder(path: Path) -> FolderOfRun:
+    """Return the run folder at `path`, which holds a config.toml.
+
+    Raises:
+        ConfigError: the recipe does not say where its NATS is.
+    """
+    folder = RunFolder(path)
+    recipe = _read(folder.config_file)
+    known = {name: value for name, value in _section(recipe, "bus").items() if name in BusConfig.model_fields}
+    tls = {name: value for name, value in _section(recipe, "security").items() if name in SecurityConfig.model_fields}
+    try:
+        bus, security = BusConfig.model_validate(known), SecurityConfig.model_validate(tls)
+    except pydantic.ValidationError as error:
+        reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+        raise ConfigError(f"{folder.config_file}: [bus] or [security] cannot be read: {reason}; correct it") from None
+    return FolderOfRun(folder=folder, run=str(_section(recipe, "run").get("name", "")), bus=bus, security=security)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _section(recipe: dict[str, Any], name: str) -> dict[str, Any]:
+    section = recipe.get(name, {})
+    return section if isinstance(section, dict) else {}

@@ -1,0 +1,118 @@
+"""`penstock runs`, as a person would run it, on folders and on a real nats-server."""
+
+import asyncio
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from penstock.bus.buckets.leases import held
+from penstock.bus.buckets.lock import TRAINER, locked
+from penstock.bus.connection import Bus
+from tests.support.view_runs import make_run
+
+PENSTOCK = Path(sys.executable).parent / "penstock"
+
+
+async def penstock_runs(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `penstock runs`."""
+    command = [sys.executable, "-m", "services.cli", "runs", *map(str, arguments)]
+    return await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+    )
+
+
+def make_stored_run(folder: Path, bus: Bus, run: str, *, started_at: float = 1e9) -> Path:
+    """A run folder of three steps, whose NATS is that of `bus`."""
+    make_run(folder, num_steps=3)
+    (folder / "config.toml").write_text(
+        f'[run]\nname = "{run}"\n[bus]\nurl = "{bus.config.url}"\nlease_ttl_s = 3.0\nfrom_a_later_version = 1\n'
+    )
+    os.utime(folder / "config.toml", (started_at, started_at))
+    return folder
+
+
+async def test_lists_runs_in_folders_and_on_nats(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    """State, step, age and size; what NATS stores counts for the latest folder of the run; others have no folder."""
+    old = make_stored_run(tmp_path / "old", bus, run_name, started_at=1e9)
+    new = make_stored_run(tmp_path / "new", bus, run_name, started_at=2e9)
+    for folder, age in ((old, 1e9), (new, 1.5e9)):
+        os.utime(folder / "metrics.jsonl", (age, age))
+    make_run(tmp_path / "own-bus", num_steps=200)
+    await bus.publish(bus.prompts, b"x" * 5000, message_id="a")
+    async with locked(bus, TRAINER, ttl_s=3.0):
+        listed = await penstock_runs("list", tmp_path, "--json")
+        assert listed.returncode == 0, listed.stderr
+        rows = {row["folder"]: row for row in json.loads(listed.stdout)}
+        assert (rows[str(new)]["state"], rows[str(old)]["state"]) == ("running", "stopped")
+    table = await penstock_runs("list", tmp_path)
+    assert rows[str(new)]["bus_bytes"] > 5000
+    assert rows[str(old)]["bus_bytes"] is None
+    assert (rows[str(new)]["step"], rows[str(new)]["num_steps"]) == (3, 200)
+    assert rows[str(new)]["size_bytes"] > 0
+    assert rows[str(tmp_path / "own-bus")]["state"] == "finished"
+    assert "3 of 200" in table.stdout
+    elsewhere = await penstock_runs("list", tmp_path / "nothing", "--url", bus.config.url, "--json")
+    [row] = [row for row in json.loads(elsewhere.stdout) if row["run"] == run_name]
+    assert (row["folder"], row["state"]) == ("", "stopped")
+    away = await penstock_runs("list", tmp_path / "nothing", "--url", "nats://127.0.0.1:9")
+    assert (away.returncode, "no runs" in away.stdout, "127.0.0.1:9" in away.stderr) == (0, True, True)
+
+
+async def test_deletes_a_run_in_both_places(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    """Streams, buckets and folder go together; another run's stay; what a later run of that name uses is its own."""
+    old = make_stored_run(tmp_path / "old", bus, run_name)
+    new = make_stored_run(tmp_path / "new", bus, run_name, started_at=2e9)
+    await bus.bucket("policy")
+    await bus.bucket("locks")
+    asked = await penstock_runs("delete", new)
+    assert (asked.returncode, "give --yes" in asked.stderr, new.exists()) == (2, True, True)
+    first = await penstock_runs("delete", old, "--yes")
+    assert first.returncode == 0, first.stderr
+    assert "is a later run of that name" in first.stdout
+    assert (old.exists(), await stored_names(bus, run_name)) == (False, 5)
+    second = await penstock_runs("delete", new, "--yes")
+    assert second.returncode == 0, second.stderr
+    assert (new.exists(), await stored_names(bus, run_name)) == (False, 0)
+    by_name = await penstock_runs("delete", run_name, "--url", bus.config.url, "--yes")
+    assert (by_name.returncode, f"stores no run {run_name!r}" in by_name.stderr) == (2, True)
+    await bus.ensure_streams()
+    by_name = await penstock_runs("delete", run_name, "--url", bus.config.url, "--yes")
+    assert (by_name.returncode, await stored_names(bus, run_name)) == (0, 0)
+
+
+async def test_a_run_that_is_live_stays(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    """Its launcher works in the folder, or its trainer or an engine is alive on any machine."""
+    folder = make_stored_run(tmp_path / "live", bus, run_name)
+    async with locked(bus, TRAINER, ttl_s=3.0):
+        trainer = await penstock_runs("delete", folder, "--yes")
+    assert "a trainer of this run is running already" in trainer.stderr
+    async with held(await bus.bucket("replicas", ttl_s=3.0), "engine-7", lambda: b"x", ttl_s=3.0) as lease:
+        await lease.renew()
+        engine = await penstock_runs("delete", folder, "--yes")
+    assert "has engines on NATS" in engine.stderr
+    assert "engine-7" in engine.stderr
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        launcher = await penstock_runs("delete", folder, "--yes", "--keep-bus")
+    assert "stop it first" in launcher.stderr
+    assert {each.returncode for each in (trainer, engine, launcher)} == {2}
+    assert (folder.exists(), await stored_names(bus, run_name) >= 3) == (True, True)
+
+
+async def test_only_run_folders_are_deleted(tmp_path: Path) -> None:
+    """Neither any other folder nor what a link leads to."""
+    run, other = make_run(tmp_path / "run", num_steps=1), tmp_path / "other"
+    other.mkdir()
+    (tmp_path / "link").symlink_to(run)
+    for path in (other, tmp_path / "link", tmp_path / "missing"):
+        refused = await penstock_runs("delete", run, path, "--yes")
+        assert (refused.returncode, f"{path} is no run folder" in refused.stderr) == (2, True)
+    assert run.exists()
+
+
+async def stored_names(bus: Bus, run: str) -> int:
+    """How many streams, those of buckets among them, NATS has of the run."""
+    return sum(run in (info.config.name or "") for info in await bus.jetstream.streams_info())
