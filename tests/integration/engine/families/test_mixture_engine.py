@@ -15,6 +15,7 @@ from penstock.clients.resumable import ResumableTurn
 from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group, GroupId, Sample
 from penstock.testing.engine_process import EngineProcess
+from penstock.v1 import generate_pb2
 from services.rollout.worker.episodes.trajectory import Trajectory
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.batching.packing import Block
@@ -162,11 +163,15 @@ async def test_a_turn_that_spans_a_push_has_the_experts_of_the_weights_that_ende
     await push.prepare()
     trajectory = Trajectory(min_version=0)
     trajectory.add_observation(prompt(random.Random(7), num_images=0, image_id=None))
-    asked = request(trajectory.token_ids, max_new_tokens=400)
-    asked.sampling.ignore_end = True
-    asked.routed_experts_from = 0
-    traffic = Traffic(lambda _: mixture_engine.generation.Generate(asked, timeout=60), 4)
-    await traffic.under_way()  # and another turn begins as soon as one has ended
+
+    async def play(number: int) -> generate_pb2.GenerateResponse:
+        asked = request(trajectory.token_ids, max_new_tokens=100 * (1 + number % 4))
+        asked.sampling.ignore_end = True
+        asked.routed_experts_from = 0
+        return await mixture_engine.generation.Generate(asked, timeout=60)
+
+    traffic = Traffic(play, 4)
+    await traffic.under_way()  # two of different lengths have ended, so the other two are in their middle
     await push.pause()
     traffic.stop()
     await push.deliver()
