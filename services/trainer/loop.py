@@ -185,8 +185,10 @@ class TrainingLoop:
             yield
             return
         before, self.progress.phase = self.progress.phase, trainer_pb2.RUN_PHASE_EVALUATING
-        yield
-        self.progress.phase, self.progress.evaluated_at = before, time.monotonic()
+        try:
+            yield
+        finally:
+            self.progress.phase, self.progress.evaluated_at = before, time.monotonic()
 
     def _is_evaluation_due(self) -> bool:
         return self.evaluator is not None and self.evaluator.is_due(self.position.step)

@@ -6,7 +6,7 @@ from pathlib import Path
 from penstock.v1 import trainer_pb2
 from services.trainer.admission.group_state import GroupStatus
 from tests.support.trainer.runs.gated_loop import GatedEvaluator, running
-from tests.support.waiting import promptly, settled
+from tests.support.waiting import promptly, settled, until
 
 
 async def test_an_update_waits_for_the_evaluation_of_the_weights_that_it_changes(tmp_path: Path) -> None:
@@ -17,9 +17,8 @@ async def test_an_update_waits_for_the_evaluation_of_the_weights_that_it_changes
         assert await run.backend.next_call() == [0, 1, 2, 3]
         assert evaluator.began == [(0, 1)]
         run.backend.go_on(2)
-        await settled()
+        await until(lambda: run.progress.phase == trainer_pb2.RUN_PHASE_EVALUATING)
         assert (run.position.step, evaluator.done) == (0, [])
-        assert run.progress.phase == trainer_pb2.RUN_PHASE_EVALUATING
         assert run.progress.evaluated_at == 0.0
         evaluator.is_played.set()
         assert await run.backend.next_call() == "finish_step"
