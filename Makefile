@@ -21,9 +21,9 @@ export UV_PYTHON_DOWNLOADS ?= never
 # Many containers set it; then every process would compile anew what it imports, which takes longer than most of them run.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
-test test-families test-lora test-mooncake test-nats-cluster test-ranks test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
+test test-variants test-families test-lora test-mooncake test-nats-cluster test-ranks test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-ranks-push bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-lora test-mooncake test-nats-cluster test-observability test-ranks test-tensor-parallel test-trackers test-wheel lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-ranks-push bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-lora test-mooncake test-nats-cluster test-observability test-ranks test-tensor-parallel test-trackers test-variants test-wheel lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -71,6 +71,9 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out what takes long.
 	@$(BIN)/pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
+test-variants: setup ## Run the tests that `make test` leaves out, because others protect most of what they do; four minutes on two cores.
+	@$(BIN)/pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder -m variant $(ARGS)
+
 test-adapters: setup ## Play environments of verifiers, skyrl-gym, reasoning-gym, TRL and slime, the real packages; fetches them into .clients.
 	[ -x .clients/verifiers/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/verifiers
 	$(UV) pip install --quiet --python .clients/verifiers/bin/python --requirement tests/adapters/verifiers.txt
@@ -108,7 +111,7 @@ test-mooncake: setup ## Test prefill/decode pairs with mooncake, which needs lib
 	@PYTHONPATH=.mooncake PENSTOCK_TEST_TRANSFER_BACKEND=mooncake $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)
 
 test-nats-cluster: setup ## Train with real SGLang on three nats-servers, each away once, in about five minutes on two cores.
-	@$(BIN)/pytest tests/e2e/run_nats_cluster.py $(ARGS)
+	@$(BIN)/pytest tests/e2e/run_nats_cluster.py tests/integration/trainer/run_on_a_cluster.py $(ARGS)
 
 # In an environment of its own: lmms-eval brings torch and much else, and another protobuf. It reads filelock._api, which 4.0 renamed.
 test-lmms-eval: setup ## Play a local task of lmms-eval over the OpenAI-compatible API; fetches it into .lmms-eval, several GB.

@@ -9,7 +9,7 @@ from penstock.bus.connection import Bus
 from services.trainer.demonstrations.config import DemonstrationsConfig
 from tests.support.trainer.runs.simulated_run import WITHIN_S, simulated_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * WITHIN_S)]
+pytestmark = [pytest.mark.slow, pytest.mark.variant, pytest.mark.timeout(4 * WITHIN_S)]
 
 POOL = Scenario(
     replicas=1,

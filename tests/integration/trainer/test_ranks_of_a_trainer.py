@@ -77,7 +77,7 @@ def is_gone(pid: int) -> bool:
     return has_ended()
 
 
-@pytest.fixture(params=["dense", "mixture"])
+@pytest.fixture(params=["dense", pytest.param("mixture", marks=pytest.mark.variant)])
 def model(request: pytest.FixtureRequest, tiny_model_path: Path, tmp_path: Path) -> Path:
     """A dense one, and one whose experts the ranks divide."""
     if request.param == "dense":
@@ -166,7 +166,7 @@ def test_a_rank_that_cannot_begin_ends_the_trainer(tiny_model_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["rank 0", "rank 1"])
+@pytest.mark.parametrize("killed", [pytest.param("rank 0", marks=pytest.mark.variant), "rank 1"])
 def test_a_rank_killed_while_all_write_leaves_the_checkpoint_before(
     tiny_model_path: Path, tmp_path: Path, killed: str
 ) -> None:
@@ -222,6 +222,7 @@ def two_machines(model: Path, folder: Path, *arguments: str) -> tuple[list[int |
 
 
 @pytest.mark.slow
+@pytest.mark.variant
 def test_torchrun_starts_ranks_of_two_machines(tiny_model_path: Path, tmp_path: Path) -> None:
     """Each as the trainer is started; the other machine's follows the first to its end."""
     backend = backend_of(ALONE, tiny_model_path)

@@ -61,6 +61,7 @@ def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.variant
 def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its id is kept in the run's folder; a new run in the same folder gets another one."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -31,7 +31,7 @@ from tests.support.trainer.routing import chosen_experts, disturb_routers, excha
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
 
-@pytest.fixture(scope="module", params=MIXTURES)
+@pytest.fixture(scope="module", params=["qwen3_vl_moe", pytest.param("qwen3_moe", marks=pytest.mark.variant)])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder."""
     model = heard(MIXTURES[request.param](), std_of_embedding=0.1)

@@ -29,6 +29,7 @@ from tests.support.weights.publishing import kept_current
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.variant,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("rendezvous"),
     pytest.mark.leaves_behind("SGLang leaves the files of its sockets in TMPDIR", "file"),

@@ -1,4 +1,5 @@
-"""A run on a cluster of three nats-servers, one killed and one frozen while it trains; engines are simulated."""
+"""A run on a cluster of three nats-servers, one killed and one frozen while it trains; engines are simulated.
+Not collected by default: `make test-nats-cluster`."""
 
 import asyncio
 import contextlib
