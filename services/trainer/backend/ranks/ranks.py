@@ -126,7 +126,8 @@ class Ranks:
         """Return how many collectives of commands this rank has entered, as torch counts them; see `beats`."""
         meshes = [self.mesh, *self._replicated.values(), *(each.mesh for each in self._expert_groups.values())]
         groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-        groups += [each.exchange for each in (*self._expert_groups.values(), *self._sequence_groups.values())]
+        groups += [each.exchange for each in self._expert_groups.values()]
+        groups += [each.exchange for each in self._sequence_groups.values()]
         different = {id(group): group for group in (dist.group.WORLD, self._values, *groups)}
         return sum(group._get_sequence_number_for_group() for group in different.values())
 
