@@ -50,7 +50,7 @@ def main(model: Path, num_ranks: int, silence_s: float, commands: Iterable[str],
     }
     if odd:
         arguments["odd"] = odd
-        start.InProcessBackend = OddBackend  # type: ignore[misc, attr-defined]
+        vars(start)["InProcessBackend"] = OddBackend
     if is_follower():
         follow_torchrun(arguments, num_ranks=num_ranks)
         return
