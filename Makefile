@@ -110,8 +110,8 @@ test-mooncake: setup ## Test prefill/decode pairs with mooncake, which needs lib
 	$(UV) pip install --quiet --python $(BIN)/python --target .mooncake --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
 	@PYTHONPATH=.mooncake PENSTOCK_TEST_TRANSFER_BACKEND=mooncake $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)
 
-test-nats-cluster: setup ## Train with real SGLang on three nats-servers, each away once, in about five minutes on two cores.
-	@$(BIN)/pytest tests/e2e/run_nats_cluster.py tests/integration/trainer/run_on_a_cluster.py $(ARGS)
+test-nats-cluster: setup ## Kill, freeze and cut off servers of a NATS cluster, also while a run with real SGLang trains on it.
+	@$(BIN)/pytest tests/integration/bus/run_cluster_faults.py tests/integration/trainer/run_on_a_cluster.py tests/e2e/run_nats_cluster.py $(ARGS)
 
 # In an environment of its own: lmms-eval brings torch and much else, and another protobuf. It reads filelock._api, which 4.0 renamed.
 test-lmms-eval: setup ## Play a local task of lmms-eval over the OpenAI-compatible API; fetches it into .lmms-eval, several GB.

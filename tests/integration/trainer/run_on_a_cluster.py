@@ -1,13 +1,13 @@
-"""A run on a cluster of three nats-servers, one killed and one frozen while it trains; engines are simulated.
-Not collected by default: `make test-nats-cluster`."""
+"""`make test-nats-cluster`: a run with simulated engines on three nats-servers, one killed and one frozen meanwhile.
+
+Not collected: a group that was on its way to the trainer comes again after a minute.
+"""
 
 import asyncio
 import contextlib
 import json
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from bench.async_loop.measured_loop import recipe_of, serving, until_serving
 from bench.async_loop.workload import Scenario, Workload
@@ -35,7 +35,6 @@ _POOL = Scenario(
 )
 
 
-@pytest.mark.slow
 async def test_a_killed_and_a_frozen_server_cost_no_group(tmp_path: Path) -> None:
     """Each group is trained once, no version is used twice, and no process gives up."""
     workload, steps, metrics = (tmp_path / name for name in ("workload.json", "steps.jsonl", "run/metrics.jsonl"))

@@ -44,8 +44,11 @@ async def lead_all(bus: Bus, run: str, server: ClusterServer) -> None:
                     continue
 
                 async def leader(stream: str = stream, name: str = consumer.name) -> str:
-                    info = await bus.jetstream.consumer_info(stream, name)
-                    return "" if info.cluster is None else info.cluster.leader or ""
+                    try:
+                        cluster = (await bus.jetstream.consumer_info(stream, name)).cluster
+                    except BUS_ERRORS:
+                        return ""
+                    return "" if cluster is None else cluster.leader or ""
 
                 await _lead(bus, server, f"CONSUMER.LEADER.STEPDOWN.{stream}.{consumer.name}", leader)
 
