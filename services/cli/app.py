@@ -24,6 +24,7 @@ from services.cli.init_command import init
 from services.cli.plan_command import plan
 from services.cli.replay.command import replay
 from services.cli.replicas import command as replicas
+from services.cli.scale_command import scale
 from services.cli.score.command import score
 from services.cli.serve import serve
 from services.cli.sft.command import sft
@@ -56,6 +57,7 @@ app.command()(init)
 app.command()(export)
 app.command()(view)
 app.command()(status)
+app.command()(scale)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(bus.app, name="bus")
 
