@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-variants test-families test-lora test-mooncake test-nats-cluster test-ranks test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-ranks-push bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-lora test-mooncake test-nats-cluster test-observability test-ranks test-tensor-parallel test-trackers test-variants test-wheel lock clean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' Makefile)
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -137,6 +137,11 @@ test-observability: setup ## Test alerts and dashboards on a real Prometheus tha
 	done
 	@$(BIN)/pytest tests/observability/run_prometheus.py -p no:randomly $(ARGS)
 
+# In a folder of its own: the lock has no Ray.
+test-ray: setup ## Train on a real Ray cluster of several nodes here, kill one, scale and submit a job; fetches Ray into .clients, 300 MB.
+	$(UV) pip install --quiet --python $(BIN)/python --target .clients/ray --constraints requirements.lock --requirement tests/on_ray/ray.txt
+	@PYTHONPATH=$(CURDIR)/.clients/ray $(BIN)/pytest tests/on_ray/run_ray.py -p no:randomly $(ARGS)
+
 test-wheel: setup ## Build the wheel, install it with its packages from the index into an empty environment, and train there.
 	@$(BIN)/pytest tests/integration/deploy/run_wheel.py -s -p no:randomly $(ARGS)
 
@@ -213,7 +218,7 @@ test-compose: setup ## Test the compose stack on a real Docker engine, and measu
 	@$(BIN)/pytest tests/compose/run_stack.py -s -p no:randomly $(ARGS)
 
 lock: .uv/bin/uv ## Resolve the dependencies anew.
-	$(UV) pip compile --quiet --all-extras --no-emit-index-url --no-header --annotation-style line \
+	$(UV) pip compile --quiet --extra dev --no-emit-index-url --no-header --annotation-style line \
 		--python-version 3.11 --output-file requirements.lock pyproject.toml
 
 clean: ## Remove what setup and the tools made; runs/ stays.

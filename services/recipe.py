@@ -19,6 +19,7 @@ from penstock.config import (
     SecurityConfig,
     TraceConfig,
 )
+from services.launch.config import LaunchConfig
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import MAX_PUSH_S, RolloutConfig
 from services.rollout.worker.config import WorkerConfig
@@ -43,6 +44,7 @@ class Recipe(Config):
 
     model: ModelConfig | None = None
     run: RunConfig = RunConfig()
+    launch: LaunchConfig = LaunchConfig()
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

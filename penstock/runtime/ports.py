@@ -1,5 +1,6 @@
 """Finds, holds and checks ports before a slow or foreign server listens on them."""
 
+import errno
 import random
 import socket
 from collections.abc import Iterator
@@ -41,26 +42,29 @@ def held_port(host: str, port: int, *, key: str) -> Iterator[None]:
 
 
 @contextmanager
-def held_ports(count: int) -> Iterator[list[int]]:
-    """Hold distinct free ports during the context: a server that is given one can listen on it, no other gets it.
+def held_ports(count: int, *, host: str = "127.0.0.1") -> Iterator[list[int]]:
+    """Hold distinct free ports of `host` during the context: a server that is given one can listen on it, no other
+    gets it.
 
     Each port is bound but not listened on, with SO_REUSEADDR set after the bind: a server that sets SO_REUSEADDR, as
     gRPC, asyncio and nats-server do, may then bind and listen. A process that probes without it, as this function and
     SGLang do, finds the port taken.
 
     Raises:
-        SetupError: there are not enough free ports.
+        SetupError: there are not enough free ports, or `host` is not an address of this machine.
     """
     with ExitStack() as held:
         ports: list[int] = []
         for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
             if len(ports) == count:
                 break
-            holder = socket.socket()
+            holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             try:
-                holder.bind(("127.0.0.1", port))
-            except OSError:
+                holder.bind((host, port))
+            except OSError as error:
                 holder.close()
+                if error.errno == errno.EADDRNOTAVAIL:
+                    raise SetupError(f"{host} is not an address of this machine") from None
                 continue
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.enter_context(holder)

@@ -25,6 +25,7 @@ from services.cli.plan_command import plan
 from services.cli.replay.command import replay
 from services.cli.replicas import command as replicas
 from services.cli.runs import command as runs
+from services.cli.scale_command import scale
 from services.cli.score.command import score
 from services.cli.serve import serve
 from services.cli.sft.command import sft
@@ -57,6 +58,7 @@ app.command()(init)
 app.command()(export)
 app.command()(view)
 app.command()(status)
+app.command()(scale)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(bus.app, name="bus")
 app.add_typer(runs.app, name="runs")

@@ -236,6 +236,18 @@ def require_inputs(recipe: Recipe) -> None:
     require_shareable(trainer.sequence_parallel, num_ranks=trainer.ranks, num_heads=heads, num_kv_heads=kv_heads)
 
 
+def require_at_launcher(recipe: Recipe) -> None:
+    """Check what the launcher of a run uses itself, if engines, workers and trainer may be on other hosts.
+
+    Raises:
+        ConfigError: the sampling cannot be trained on, a name is unknown, or the router needs a model that is not here.
+        SetupError: a model is on the Hub, which cannot be reached.
+    """
+    recipe.sampling.require_trainable()
+    require_names(recipe, sets=recipe.evaluation.is_in_training)
+    for_router(recipe)
+
+
 def _require_trained_type(path: Path) -> None:
     """Refuse a model that the trainer would refuse, before engines have loaded it."""
     model_type = read_json(path / "config.json").get("model_type")

@@ -1,7 +1,9 @@
-"""`penstock train`: runs a whole training run on this machine."""
+"""`penstock train`: runs a whole training run on this machine, or on a Ray cluster."""
 
 import asyncio
+import functools
 import sys
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Annotated
 
@@ -14,6 +16,7 @@ from services.cli import browser, hub_models, service_settings, view_command
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
 from services.cli.extras import import_with_extra
 from services.launch.run_folder import RunFolder
+from services.recipe import Recipe
 
 
 def train(
@@ -36,6 +39,9 @@ def train(
 
     recipes, overrides = sort_arguments(recipe, context.args)
     settings, folder = load_run(recipes, overrides, resume=resume)
+    if settings.launch.backend == "ray":
+        on_ray = import_with_extra("services.cli.train_on_ray", "penstock train --launch.backend=ray", extra="ray")
+        return int(on_ray.train(settings, folder, dry_run=dry_run, view=view))
     service_settings.require_trainable_without_model(settings)
     unfetched: list[str] = []
     if dry_run:
@@ -58,6 +64,22 @@ def train(
     rows.check_rows(settings, with_sets=settings.evaluation.is_in_training, say=typer.echo)
     is_new = folder is None
     folder = folder or RunFolder.create(settings.run)
+    run = functools.partial(launcher.launch, settings, folder, security=security)
+    return run_in_folder(settings, folder, run, is_new=is_new, view=view)
+
+
+def run_in_folder(
+    settings: Recipe, folder: RunFolder, launch: Callable[[asyncio.Event], Awaitable[None]], *, is_new: bool, view: bool
+) -> int:
+    """Launch a run in its folder, which no other launcher may use meanwhile, and return the exit code.
+
+    Args:
+        settings: The recipe, which the folder keeps.
+        folder: The run's folder.
+        launch: Runs the processes until its event is set, or the run ends.
+        is_new: Whether the folder goes if no process was started.
+        view: Whether the run is shown in a browser.
+    """
     showing = view_command.prepare([folder.path], command="penstock train --view") if view else None
     hide_secrets()
     with folder.locked():
@@ -73,7 +95,7 @@ def train(
                     sys.stdout.write(f"view    {shown.address}\n")
                     if browser.has_person():
                         await asyncio.to_thread(browser.open_page, shown.address_once)
-                await launcher.launch(settings, folder, stop, security)
+                await launch(stop)
             interrupted = stop.is_set()
 
         code = process.run(run)

@@ -99,6 +99,38 @@ def plan_gpus(
     return GpuPlan(devices=tuple(devices), of_process=of_process, is_shared=False)
 
 
+def extend_plan(plan: GpuPlan, engines: Sequence[str], *, tensor_parallel: int) -> GpuPlan:
+    """Give further engines `tensor_parallel` GPUs each that no process has.
+
+    Raises:
+        ConfigError: too few are free.
+    """
+    if not plan.devices or not engines:
+        return plan
+    if plan.is_shared:
+        raise ConfigError(
+            f"GPU {plan.devices[0]} is the only one, and its memory was divided at the start; to change the number of "
+            "engines, end the run and continue it with --resume, rollout.replicas and rollout.gpu_memory_fraction"
+        )
+    used = {device for devices in plan.of_process.values() for device in devices}
+    free = [device for device in plan.devices if device not in used]
+    num_needed = len(engines) * tensor_parallel
+    if num_needed > len(free):
+        raise ConfigError(
+            f"{len(engines)} more {'engine' if len(engines) == 1 else 'engines'} with rollout.tensor_parallel = "
+            f"{tensor_parallel} need {num_needed} GPUs, and {len(free)} of {len(plan.devices)} are free; add at most "
+            f"{len(free) // tensor_parallel}"
+        )
+    left = iter(free)
+    added = {name: tuple(next(left) for _ in range(tensor_parallel)) for name in engines}
+    return dataclasses.replace(plan, of_process={**plan.of_process, **added})
+
+
+def without(plan: GpuPlan, name: str) -> GpuPlan:
+    """Return the plan after the end of a process."""
+    return dataclasses.replace(plan, of_process={key: value for key, value in plan.of_process.items() if key != name})
+
+
 def _explain_shortage(num_devices: int, num_engines: int, tensor_parallel: int, trainer_ranks: int) -> str:
     needed = (
         f"{num_engines} {'engine' if num_engines == 1 else 'engines'} with rollout.tensor_parallel = {tensor_parallel}"

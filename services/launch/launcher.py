@@ -1,4 +1,4 @@
-"""Runs a whole training run on this machine: its processes, their addresses, and the display.
+"""Runs a whole training run: its processes, their addresses, and the display. By default all are on this machine.
 
 All processes are started at once and find each other through addresses fixed beforehand, so each can die and come back
 while the others notice only its absence.
@@ -8,7 +8,7 @@ import asyncio
 import functools
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -16,25 +16,30 @@ import structlog
 
 from penstock import config as configuration
 from penstock.bus.local_server import server_command
+from penstock.errors import PenstockError
 from penstock.runtime.ports import held_port, held_ports
 from penstock.runtime.security import Security
 from services.launch.bounded_log import BoundedLog
-from services.launch.child import ProcessSpec, StopPhase
-from services.launch.gpu_plan import find_gpus
+from services.launch.gpu_plan import extend_plan, find_gpus, without
 from services.launch.metrics import MetricsFollower, describe_run
+from services.launch.process.backend import Backend
+from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.process_trace import ProcessTrace
 from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.run_folder import RunFolder
 from services.launch.run_follower import RunFollower
-from services.launch.run_plan import LOCAL, PORTS, PlannedProcess, RunPlan, make_plan
+from services.launch.run_plan import LOCAL, PORTS, SERVING, PlannedProcess, RunPlan, make_plan
 from services.launch.run_status import describe_phase, fetch_run
+from services.launch.scaling import request
+from services.launch.scaling.fleet import Fleet
 from services.launch.supervisor import Supervisor, supervised
 from services.launch.terminal.display import Display, open_display
 from services.recipe import Recipe
 
 log = structlog.get_logger()
 
-_BUS_START_TIMEOUT_S = 10.0
+_BUS_START_TIMEOUT_S = 60.0
+"""Seconds that the other processes are not started for if the bus does not listen; on Ray its actor starts first."""
 REFRESH_S = 0.5
 """Seconds between updates of the display and checks of the processes."""
 KILL_MARGIN_S = 10.0
@@ -65,7 +70,25 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
         sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
         specs = process_specs(plan, folder, security)
         trace = ProcessTrace(folder.path) if recipe.trace.max_gib else None
-        await run_processes(specs, folder, stop, security, grace_s=recipe.run.grace_s, trace=trace)
+        fleet = local_fleet(plan, folder, security)
+        await run_processes(specs, folder, stop, security, grace_s=recipe.run.grace_s, trace=trace, fleet=fleet)
+
+
+def local_fleet(plan: RunPlan, folder: RunFolder, security: Security) -> Fleet:
+    """Return the processes of `plan`; further engines get GPUs that no process has."""
+
+    def make_specs(recipe: Recipe, added: Sequence[PlannedProcess]) -> list[ProcessSpec]:
+        nonlocal plan
+        engines = [process.name for process in added if process.service == "rollout"]
+        gpus = extend_plan(plan.gpus, engines, tensor_parallel=recipe.rollout.tensor_parallel)
+        plan = RunPlan(processes=plan.processes, gpus=gpus)
+        return process_specs(RunPlan(processes=added, gpus=gpus), folder, security)
+
+    def forget(name: str) -> None:
+        nonlocal plan
+        plan = RunPlan(processes=plan.processes, gpus=without(plan.gpus, name))
+
+    return Fleet(folder.live_file, plan.processes, make_specs=make_specs, forget=forget)
 
 
 async def run_processes(
@@ -76,11 +99,20 @@ async def run_processes(
     *,
     grace_s: float,
     trace: ProcessTrace | None = None,
+    fleet: Fleet | None = None,
+    backend: Backend | None = None,
 ) -> None:
     """Run the processes until the one that ends the run has ended or `stop` is set; show them and the run's result.
 
-    `security` has the tokens with which the trainer is asked for its progress. `grace_s` is the seconds that processes
-    give to running work when they are asked to stop. `trace` gets their starts and ends.
+    Args:
+        specs: The processes at the start.
+        folder: Gets their logs.
+        stop: Ends the run in order.
+        security: Has the tokens with which the trainer is asked for its progress.
+        grace_s: Seconds that processes give to running work when they are asked to stop.
+        trace: Gets starts and ends of processes.
+        fleet: Answers requests to change their number; None: nobody does.
+        backend: Starts them; None: they run on this machine.
 
     Raises:
         UserError: a process found a fault that a person must fix.
@@ -92,6 +124,7 @@ async def run_processes(
     evaluations.poll()
     follower = RunFollower(folder.path, metrics, evaluations)
     display = open_display(str(folder.path))
+    request.forget_all(folder)
     try:
         async with (
             supervised(
@@ -100,8 +133,10 @@ async def run_processes(
                 report=display.write,
                 kill_after_s=grace_s + KILL_MARGIN_S,
                 trace=trace,
+                backend=backend,
             ) as supervisor,
             _watched(supervisor, follower, display, BoundedLog(folder.launcher_log)),
+            _scaled(supervisor, fleet, folder, display.write),
         ):
             try:
                 await start_processes(supervisor, specs, display.write, stop)
@@ -109,7 +144,7 @@ async def run_processes(
             finally:
                 if stop.is_set():
                     display.write("stopping; Ctrl-C again kills all processes at once")
-                async with _trainer_reported(specs, display, security):
+                async with _trainer_reported(supervisor, display, security):
                     await supervisor.stop()
         new_rows = follower.poll(display.write)  # the trainer may have finished a step after it was asked to stop
         display.show(supervisor.children, metrics.rows, new_rows, follower.standing(is_running=False))
@@ -120,11 +155,19 @@ async def run_processes(
 
 
 @contextmanager
-def addressed(recipe: Recipe, folder: RunFolder) -> Iterator[Recipe]:
+def addressed(
+    recipe: Recipe, folder: RunFolder, *, host: str = LOCAL, on_this_machine: Collection[str] = SERVING
+) -> Iterator[Recipe]:
     """Yield the recipe with its run folder, its bus and a port for each server without one; all ports are held during
     the context, including those that the recipe gives.
 
     The processes start later, and again whenever they die: no other program can take their ports in between.
+
+    Args:
+        recipe: The recipe.
+        folder: The run's folder.
+        host: This machine's address, on which the bus listens.
+        on_this_machine: The services that run here; the others' ports are left as they are.
 
     Raises:
         SetupError: a process listens on a port that the recipe gives.
@@ -133,24 +176,37 @@ def addressed(recipe: Recipe, folder: RunFolder) -> Iterator[Recipe]:
     tree["run"]["folder"] = folder.path
     with ExitStack() as held:
         for section, name in PORTS:
-            if port := tree[section][name]:
+            if section in on_this_machine and (port := tree[section][name]):
                 held.enter_context(held_port(recipe.network.host, port, key=f"{section}.{name}"))
-        ports = iter(held.enter_context(held_ports(4)))
+        ports = iter(held.enter_context(held_ports(4, host=host)))
         if not recipe.bus.url:
-            tree["bus"]["url"] = f"nats://{LOCAL}:{next(ports)}"
+            tree["bus"]["url"] = f"nats://{host}:{next(ports)}"
         for section in ("reward", "router", "trainer"):
-            tree[section]["port"] = tree[section]["port"] or next(ports)
+            if section in on_this_machine:
+                tree[section]["port"] = tree[section]["port"] or next(ports)
         yield Recipe.model_validate(tree)
 
 
 def process_specs(plan: RunPlan, folder: RunFolder, security: Security) -> list[ProcessSpec]:
-    """Return the specs of the processes of `plan`; `security` is required by their servers."""
+    """Return the specs of the processes of `plan` on this machine; `security` is required by their servers."""
     environment = child_environment(has_gpu=bool(plan.gpus.devices))
+
+    def environment_of(process: PlannedProcess) -> dict[str, str]:
+        return environment if process.service == "nats" else {**environment, **plan.gpus.environment(process.name)}
+
+    return specs_of(plan.processes, folder, security, environment_of)
+
+
+def specs_of(
+    processes: Sequence[PlannedProcess],
+    folder: RunFolder,
+    security: Security,
+    environment_of: Callable[[PlannedProcess], Mapping[str, str]],
+) -> list[ProcessSpec]:
+    """Return the specs of planned processes with these environments; `security` is required by their servers."""
     return [
-        _nats_spec(process, folder, environment, security)
-        if process.service == "nats"
-        else _service_spec(process, folder, {**environment, **plan.gpus.environment(process.name)}, security)
-        for process in plan.processes
+        (_nats_spec if process.service == "nats" else _service_spec)(process, folder, environment_of(process), security)
+        for process in processes
     ]
 
 
@@ -164,12 +220,13 @@ def child_environment(*, has_gpu: bool) -> dict[str, str]:
 
 
 def _nats_spec(
-    process: PlannedProcess, folder: RunFolder, environment: dict[str, str], security: Security
+    process: PlannedProcess, folder: RunFolder, environment: Mapping[str, str], security: Security
 ) -> ProcessSpec:
-    port = int(process.address.rpartition(":")[2])
-    command = server_command(folder.nats, host=LOCAL, port=port, security=security)
+    host, _, port = process.address.rpartition(":")
+    command = server_command(folder.nats.absolute(), host=host, port=int(port), security=security)
     return ProcessSpec(
         name=process.name,
+        service=process.service,
         command=command.arguments,
         environment={**environment, **command.environment},
         phase=process.phase,
@@ -179,12 +236,13 @@ def _nats_spec(
 
 
 def _service_spec(
-    process: PlannedProcess, folder: RunFolder, environment: dict[str, str], security: Security
+    process: PlannedProcess, folder: RunFolder, environment: Mapping[str, str], security: Security
 ) -> ProcessSpec:
     error_file = folder.logs / f"{process.name}.error.json"
     serve = [sys.executable, "-P", "-m", "services.cli", "serve", process.service, "--config", str(folder.live_file)]
     return ProcessSpec(
         name=process.name,
+        service=process.service,
         command=[*serve, "--name", process.name, "--error-file", str(error_file), *process.overrides],
         environment=environment,
         phase=process.phase,
@@ -192,6 +250,7 @@ def _service_spec(
         address=process.address,
         port_key=process.port_key,
         is_ready=functools.partial(serves_grpc, security=security),
+        recipe_file=folder.live_file,
         error_file=error_file,
     )
 
@@ -236,25 +295,49 @@ async def _watched(
         yield
 
 
+@asynccontextmanager
+async def _scaled(
+    supervisor: Supervisor, fleet: Fleet | None, folder: RunFolder, write: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Answer the requests of `penstock scale`."""
+
+    async def answer() -> None:
+        while fleet is not None:
+            for asked in request.pending(folder):
+                try:
+                    lines = fleet.scale(asked.counts, supervisor)
+                except PenstockError as error:
+                    asked.refuse(str(error))
+                    continue
+                asked.answer(lines)
+                for line in lines:
+                    write(f"penstock scale: {line}")
+            await asyncio.sleep(REFRESH_S)
+
+    async with background(answer()):
+        yield
+
+
 async def look_after(supervisor: Supervisor, write: Callable[[str], None], own_log: BoundedLog) -> None:
     """Report the processes that have become ready since the last call, and keep the logs within their bound."""
-    are_new = await asyncio.gather(*(child.check_ready() for child in supervisor.children))
-    for child, is_new in zip(supervisor.children, are_new, strict=True):
+    children = list(supervisor.children)  # they may change meanwhile
+    are_new = await asyncio.gather(*(child.check_ready() for child in children))
+    for child, is_new in zip(children, are_new, strict=True):
         if is_new:
             write(f"{child.spec.name} is up after {child.age_s:.1f} s")
-    for each in (own_log, *(child.log for child in supervisor.children)):
+    for each in (own_log, *(child.log for child in children)):
         await asyncio.to_thread(each.bound)
 
 
 @asynccontextmanager
-async def _trainer_reported(specs: Sequence[ProcessSpec], display: Display, security: Security) -> AsyncIterator[None]:
+async def _trainer_reported(supervisor: Supervisor, display: Display, security: Security) -> AsyncIterator[None]:
     """Report what the trainer is still doing, whenever that changes: stopping waits for it without a limit."""
-    address = next((spec.address for spec in specs if spec.ends_run), None)
+    trainer = next((child for child in supervisor.children if child.spec.ends_run), None)
 
     async def report() -> None:
         last = ""
-        while address is not None:
-            run = await fetch_run(address, security)
+        while trainer is not None:
+            run = await fetch_run(trainer.address, security)
             phase = "" if run is None else describe_phase(run)
             if phase and phase != last:
                 display.write(f"waiting for the trainer: {phase}")

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from penstock.errors import ConfigError
-from services.launch.child import StopPhase
 from services.launch.gpu_plan import TRAINER, GpuPlan, plan_gpus
+from services.launch.process.spec import StopPhase
 from services.recipe import Recipe
 
 LOCAL = "127.0.0.1"
@@ -19,6 +19,8 @@ PORTS = (
     ("trainer", "port"),
 )
 """The settings of servers' ports."""
+SERVING = frozenset(section for section, _ in PORTS)
+"""The sections of processes that serve on a port."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,22 @@ class RunPlan:
         return process.name, address, ", ".join(self.gpus.of_process.get(process.name, ())) or "-"
 
 
+def plan_processes(recipe: Recipe, *, own_bus: bool, trains: bool = True) -> list[PlannedProcess]:
+    """Return the processes of a run of `recipe`, wherever they run.
+
+    Args:
+        recipe: The recipe, its ports chosen or not.
+        own_bus: Whether the run has its own nats-server.
+        trains: Whether it has a trainer; without one, engines serve the recipe's model.
+
+    Raises:
+        ConfigError: several processes would have the same port.
+    """
+    _require_own_ports(recipe)
+    _require_own_metrics_ports(recipe)
+    return list(_processes(recipe, own_bus=own_bus, trains=trains))
+
+
 def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool, trains: bool = True) -> RunPlan:
     """Return the processes of a run of `recipe` on this machine.
 
@@ -77,9 +95,7 @@ def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool, trains: 
     Raises:
         ConfigError: there are too few GPUs, or several processes would have the same port.
     """
-    _require_own_ports(recipe)
-    _require_own_metrics_ports(recipe)
-    processes = list(_processes(recipe, own_bus=own_bus, trains=trains))
+    processes = plan_processes(recipe, own_bus=own_bus, trains=trains)
     gpus = plan_gpus(
         devices,
         [process.name for process in processes if process.service == "rollout"],
@@ -114,8 +130,8 @@ def _require_own_metrics_ports(recipe: Recipe) -> None:
 
 def _processes(recipe: Recipe, *, own_bus: bool, trains: bool) -> Iterator[PlannedProcess]:
     if own_bus:
-        port = recipe.bus.url.rpartition(":")[2] or "0"
-        yield PlannedProcess(name="nats", service="nats", phase=StopPhase.BUS, address=f"{LOCAL}:{port}")
+        address = recipe.bus.url.rpartition("/")[2] or f"{LOCAL}:0"
+        yield PlannedProcess(name="nats", service="nats", phase=StopPhase.BUS, address=address)
     # The engines come first because they take longest to start.
     counts = {"unified": recipe.rollout.replicas, "prefill": recipe.rollout.prefill, "decode": recipe.rollout.decode}
     for role, count in counts.items():
@@ -134,6 +150,7 @@ def _processes(recipe: Recipe, *, own_bus: bool, trains: bool) -> Iterator[Plann
             service="trainer",
             phase=StopPhase.WORK,
             address=f"{recipe.network.local}:{recipe.trainer.port}",
+            port_key="trainer.port",
             ends_run=True,
         )
     for service in ("reward", "router"):

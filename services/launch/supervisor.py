@@ -6,16 +6,20 @@ as a frozen NATS server. However the run ends, none of its processes is left.
 """
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import PenstockError, UserError
 from penstock.runtime.backoff import Backoff
 from penstock.runtime.process import EXIT_USER_ERROR
-from penstock.runtime.reaper import Reaper
 from services.launch.bounded_log import BoundedLog
-from services.launch.child import Child, ProcessSpec, State, StopPhase
+from services.launch.child import Child, State
+from services.launch.process.backend import Backend
+from services.launch.process.local import local_backend
+from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.process_trace import ProcessTrace
 
 MAX_RESTARTS = 10
@@ -41,7 +45,8 @@ class Supervisor:
 
     def __init__(
         self,
-        children: Sequence[Child],
+        specs: Sequence[ProcessSpec],
+        make_child: Callable[[ProcessSpec], Child],
         report: Callable[[str], None],
         *,
         kill_after_s: float,
@@ -49,8 +54,19 @@ class Supervisor:
         first_backoff_s: float = _FIRST_BACKOFF_S,
         failed_run_grace_s: float = _FAILED_RUN_GRACE_S,
     ) -> None:
-        """Supervise `children`; `report` gets a line for each event, `kill_after_s` is the seconds each has to stop."""
-        self.children = children
+        """Supervise the processes of `specs`.
+
+        Args:
+            specs: The processes; `add` brings further ones.
+            make_child: Returns a process that is not started yet.
+            report: Gets a line for each event.
+            kill_after_s: Seconds that each has to stop.
+            max_restarts: Deaths in a row, without a trained step in between, after which the run ends.
+            first_backoff_s: Seconds until the first restart.
+            failed_run_grace_s: Seconds for the process that ends the run after another has failed.
+        """
+        self.children = [make_child(spec) for spec in specs]
+        self._make_child = make_child
         self._max_restarts = max_restarts
         self._num_deaths: dict[str, int] = {}
         self._report = report
@@ -60,12 +76,38 @@ class Supervisor:
         self.has_begun_to_stop = False
         self._has_failed = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._retiring: dict[str, asyncio.Task[None]] = {}
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set by the first process that ends the run, in order or not."""
 
     def start(self, name: str) -> Child:
         """Start the process `name`, and restart it whenever it dies."""
         child = next(child for child in self.children if child.spec.name == name)
-        self._tasks[name] = asyncio.create_task(self._keep(child))
+        task = self._tasks[name] = asyncio.create_task(self._keep(child))
+        task.add_done_callback(functools.partial(self._note_end, child))
         return child
+
+    def add(self, spec: ProcessSpec) -> Child:
+        """Start a process that the run did not have, and restart it whenever it dies."""
+        self.children.append(self._make_child(spec))
+        return self.start(spec.name)
+
+    def retire(self, name: str, ended: Callable[[], None]) -> None:
+        """Have the process `name` end in order while the run goes on, and forget it; then call `ended`."""
+        child = next(child for child in self.children if child.spec.name == name)
+        child.terminate()
+
+        async def retire() -> None:
+            await self._end(child)
+            await asyncio.wait({self._tasks[name]})
+            await child.forget()
+            self.children.remove(child)
+            del self._tasks[name], self._retiring[name]
+            self._num_deaths.pop(name, None)
+            self._report(f"{name} has left the run")
+            ended()
+
+        self._retiring[name] = asyncio.create_task(retire())
 
     def note_progress(self) -> None:
         """Record that the run trained a step: earlier deaths no longer count."""
@@ -80,14 +122,13 @@ class Supervisor:
         """
         stopped = asyncio.create_task(stop.wait())
         try:
-            running: set[asyncio.Task[None]] = set(self._tasks.values())
-            await asyncio.wait({stopped, *running}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {stopped, self._ended}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
-        for task in running:
-            if task.done():
-                self._has_failed = task.exception() is not None
-                task.result()
+        if self._ended.done():
+            self._has_failed = self._ended.exception() is not None
+            self._ended.result()
 
     async def stop(self) -> None:
         """End all processes, phase by phase; a process that exceeds its grace is killed.
@@ -113,6 +154,9 @@ class Supervisor:
 
     async def kill(self) -> None:
         """Kill the remaining processes at once."""
+        for retiring in self._retiring.values():
+            retiring.cancel()
+        await asyncio.gather(*self._retiring.values(), return_exceptions=True)
         for child in self.children:
             child.stop_requested.set()
             child.kill()
@@ -122,6 +166,19 @@ class Supervisor:
             for task in pending:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._ended.done() and not self._ended.cancelled():
+            self._ended.exception()  # whoever stopped the run knows it, or did not ask
+        for child in self.children:
+            await child.forget()
+
+    def _note_end(self, child: Child, task: "asyncio.Task[None]") -> None:
+        """Note that `child` is no longer kept: the run has ended, unless it only leaves."""
+        if task.cancelled() or self._ended.done():
+            return
+        if (failure := task.exception()) is not None:
+            self._ended.set_exception(failure)
+        elif child.spec.name not in self._retiring:
+            self._ended.set_result(None)
 
     async def _end(self, child: Child) -> BaseException | None:
         """Wait for the end of `child` and kill it after its grace; return the failure that limited its time, if any."""
@@ -131,7 +188,7 @@ class Supervisor:
             if not self._has_failed and (failure := await self._failure_before_end_of(task)) is not None:
                 self._report(f"{failure}\n{child.spec.name} has {limit_s:g} s to stop")
         await asyncio.wait({task}, timeout=limit_s)
-        if not task.done() and child.pid is not None:
+        if not task.done() and child.is_running:
             self._report(f"{child.spec.name} did not stop within {limit_s:g} s; killed")
             child.kill()
         return failure
@@ -151,15 +208,15 @@ class Supervisor:
         name = child.spec.name
         num_failures = 0
         while not child.stop_requested.is_set():
-            code = await child.run()
+            ending = await child.run()
             ended_in, child.state = child.state, State.STOPPED
-            if child.stop_requested.is_set() or (code == 0 and child.spec.ends_run):
+            if child.stop_requested.is_set() or (ending.code == 0 and child.spec.ends_run):
                 return
-            if code == EXIT_USER_ERROR and not child.lacks_what_it_had(ended_in):
+            if ending.code == EXIT_USER_ERROR and not child.lacks_what_it_had(ended_in):
                 raise UserError(child.read_error() or f"{name} cannot start; see {child.log.path}")
             num_deaths = 1 if child.age_s > _RECOVERED_S else self._num_deaths.get(name, 0) + 1
             self._num_deaths[name] = num_deaths
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+            how = ending.describe()
             if num_deaths > self._max_restarts:
                 raise ProcessFailedError(_describe_failure(child, how, num_deaths))
             num_failures = 1 if child.age_s > _MAX_BACKOFF_S else num_failures + 1
@@ -182,30 +239,36 @@ async def supervised(
     first_backoff_s: float = _FIRST_BACKOFF_S,
     failed_run_grace_s: float = _FAILED_RUN_GRACE_S,
     trace: ProcessTrace | None = None,
+    backend: Backend | None = None,
 ) -> AsyncIterator[Supervisor]:
     """Yield a supervisor of `specs`; at the end of the context, stop all processes that are not stopped yet.
 
-    A cancellation while they are being stopped, here or in the context, kills them at once.
+    `backend` starts them; None: they run on this machine. A cancellation while they are being stopped, here or in the
+    context, kills them at once.
     """
-    reaper = await Reaper.start()
-    children = [Child(spec, log=BoundedLog(logs / f"{spec.name}.log"), reaper=reaper, trace=trace) for spec in specs]
-    supervisor = Supervisor(
-        children,
-        report,
-        kill_after_s=kill_after_s,
-        max_restarts=max_restarts,
-        first_backoff_s=first_backoff_s,
-        failed_run_grace_s=failed_run_grace_s,
-    )
-    try:
+    async with AsyncExitStack() as stack:
+        place: Backend = await stack.enter_async_context(local_backend()) if backend is None else backend
+
+        def make_child(spec: ProcessSpec) -> Child:
+            return Child(spec, log=BoundedLog(logs / f"{spec.name}.log"), backend=place, trace=trace)
+
+        supervisor = Supervisor(
+            specs,
+            make_child,
+            report,
+            kill_after_s=kill_after_s,
+            max_restarts=max_restarts,
+            first_backoff_s=first_backoff_s,
+            failed_run_grace_s=failed_run_grace_s,
+        )
         try:
-            yield supervisor
+            try:
+                yield supervisor
+            finally:
+                if not supervisor.has_begun_to_stop:
+                    await supervisor.stop()
         finally:
-            if not supervisor.has_begun_to_stop:
-                await supervisor.stop()
-    finally:
-        await supervisor.kill()
-        await reaper.end()
+            await supervisor.kill()
 
 
 def _describe_failure(child: Child, how: str, num_deaths: int) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.launch.child import Child, ProcessSpec, StopPhase
+from services.launch.child import Child
+from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.supervisor import ProcessFailedError, Supervisor, supervised
 from tests.support.launch.fake_run import (
     NOTE,
@@ -29,13 +30,15 @@ DEAF = """
 import asyncio, os, sys
 from pathlib import Path
 from services.launch.bounded_log import BoundedLog
-from services.launch.child import Child, ProcessSpec, StopPhase
+from services.launch.child import Child
+from services.launch.process.local import LocalBackend
+from services.launch.process.spec import ProcessSpec, StopPhase
 from penstock.runtime.reaper import Reaper
 
 async def main():
     command, environment = [sys.executable, "-c", sys.argv[1]], dict(os.environ)
     spec = ProcessSpec(name="rollout-0", command=command, environment=environment, phase=StopPhase.SERVE)
-    child = Child(spec, log=BoundedLog(Path("log")), reaper=await Reaper.start())
+    child = Child(spec, log=BoundedLog(Path("log")), backend=LocalBackend(await Reaper.start()))
     start = asyncio.create_subprocess_exec
     async def start_and_hear_nothing(*command, **options):
         await start(*command, **options)

@@ -19,9 +19,12 @@ from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.launch import launcher
 from services.launch.bounded_log import BoundedLog
-from services.launch.child import Child, ProcessSpec, State, StopPhase
+from services.launch.child import Child, State
 from services.launch.launcher import run_processes
 from services.launch.metrics import MetricsFollower
+from services.launch.process.backend import Ending
+from services.launch.process.local import LocalBackend
+from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.run_folder import RunFolder
 from services.launch.run_follower import RunFollower
@@ -135,7 +138,7 @@ asyncio.run(main())
         is_ready=serves_grpc,
     )
     reaper = await Reaper.start()
-    child = Child(spec, log=BoundedLog(tmp_path / "router.log"), reaper=reaper)
+    child = Child(spec, log=BoundedLog(tmp_path / "router.log"), backend=LocalBackend(reaper))
     assert not await child.check_ready()
     running = asyncio.create_task(child.run())
     await until(lambda: "server.started" in "".join(child.log.last_lines(1)))
@@ -149,7 +152,7 @@ asyncio.run(main())
     assert child.address.startswith("127.0.0.1:")
     assert not await child.check_ready()  # it is no news any more
     child.kill()
-    assert await running == -signal.SIGKILL
+    assert await running == Ending(code=-signal.SIGKILL)
     first = child.address
     running = asyncio.create_task(child.run())
     await until(child.check_ready)

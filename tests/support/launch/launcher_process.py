@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.runtime import process
-from services.launch.child import ProcessSpec, StopPhase
+from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.supervisor import supervised
 
 

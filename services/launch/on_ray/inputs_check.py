@@ -1,0 +1,83 @@
+"""Checks, on the host that would use them, the model, the data and the packages that a service needs."""
+
+import contextlib
+import importlib.util
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from penstock import config as configuration
+from penstock.errors import PenstockError, SetupError
+from services.launch.on_ray.working_folder import working_folder
+from services.recipe import Recipe
+
+_PACKAGES: Final = {
+    "rollout": ("sglang", "torch"),
+    "trainer": ("torch", "transformers", "pyarrow"),
+    "worker": ("transformers",),
+}
+
+
+def check(recipe_text: str, services: Sequence[str], folder: str) -> tuple[dict[str, str], list[str]]:
+    """Return why each service cannot run on this host, if it cannot, and lines for a person.
+
+    A model on the Hugging Face Hub that this host has not cached is not looked at: the process fetches it.
+
+    Args:
+        recipe_text: The recipe, as TOML.
+        services: The services that may be placed here.
+        folder: The launcher's working directory.
+    """
+    reasons: dict[str, str] = {}
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch, contextlib.chdir(working_folder(folder)):
+        file = Path(scratch) / "recipe.toml"
+        file.write_text(recipe_text)
+        for service in services:
+            try:
+                _require_packages(service)
+                _CHECKS[service](configuration.load(Recipe, [file]), lines.append)
+            except PenstockError as error:
+                reasons[service] = " ".join(str(error).split())
+    return reasons, lines
+
+
+def _require_packages(service: str) -> None:
+    for package in _PACKAGES[service]:
+        if importlib.util.find_spec(package) is None:
+            raise SetupError(
+                f"the Python package {package!r} is not installed there; `pip install 'penstock[{service}]'`"
+            )
+
+
+def _check_engine(recipe: Recipe, say: Callable[[str], object]) -> None:
+    from services.cli import service_settings
+
+    recipe, unfetched = service_settings.with_cached_models(recipe)
+    if not unfetched:
+        service_settings.for_engine(recipe)
+
+
+def _check_worker(recipe: Recipe, say: Callable[[str], object]) -> None:
+    from services.cli import service_settings
+
+    recipe, unfetched = service_settings.with_cached_models(recipe)
+    if not unfetched:
+        anywhere = {"router_address": "host:1", "reward_address": "host:1", "router_url": "http://host:1"}
+        worker = recipe.worker.model_copy(update=anywhere)  # they are known once the ports are chosen
+        service_settings.for_worker(recipe.model_copy(update={"worker": worker}))
+
+
+def _check_trainer(recipe: Recipe, say: Callable[[str], object]) -> None:
+    from services.cli import service_settings
+    from services.launch.row_check import check_rows
+
+    service_settings.require_trainable_without_model(recipe)
+    recipe, unfetched = service_settings.with_cached_models(recipe)
+    if not unfetched:
+        service_settings.require_inputs(recipe)
+        check_rows(recipe, with_sets=recipe.evaluation.is_in_training, say=say)
+
+
+_CHECKS: Final = {"rollout": _check_engine, "worker": _check_worker, "trainer": _check_trainer}

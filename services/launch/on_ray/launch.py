@@ -1,0 +1,105 @@
+"""Runs a whole training run on a Ray cluster. Only addresses and the backend differ from a run on this machine."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from penstock import config as configuration
+from penstock.errors import ConfigError
+from penstock.runtime.security import Security
+from services.launch.launcher import addressed, background, run_processes, specs_of
+from services.launch.on_ray.addresses import listening, with_peers
+from services.launch.on_ray.backend import RayBackend
+from services.launch.on_ray.cluster import Cluster
+from services.launch.on_ray.placement import (
+    AT_THE_LAUNCHER,
+    describe_hosts,
+    describe_processes,
+    require_room,
+)
+from services.launch.process.spec import ProcessSpec
+from services.launch.process_trace import ProcessTrace
+from services.launch.run_folder import RunFolder
+from services.launch.run_plan import PlannedProcess, plan_processes
+from services.launch.scaling.fleet import Fleet
+from services.recipe import Recipe
+
+_RESERVE_TIMEOUT_S: Final = 60.0
+_LOOK_EVERY_S: Final = 10.0
+
+
+async def examine(cluster: Cluster, recipe: Recipe) -> list[str]:
+    """Examine the cluster's hosts, and return the plan of the run in lines.
+
+    Raises:
+        ConfigError: hosts are missing, have too few GPUs, or cannot run the recipe.
+    """
+    await cluster.look()
+    processes = plan_processes(recipe, own_bus=not recipe.bus.url)
+    lines = [
+        *describe_hosts(cluster.hosts),
+        *describe_processes(processes, recipe, has_gpus=cluster.has_gpus),
+        *cluster.lines,
+    ]
+    try:
+        require_room(cluster.hosts, processes, recipe)
+    except ConfigError:
+        sys.stdout.write("\n".join([*describe_hosts(cluster.hosts), ""]))
+        raise
+    return lines
+
+
+async def launch(
+    recipe: Recipe, folder: RunFolder, stop: asyncio.Event, *, security: Security, cluster: Cluster
+) -> None:
+    """Run `recipe` in `folder` on the hosts of `cluster` to its end, or until `stop` is set; no process is left.
+
+    Raises:
+        UserError: a process found a fault that a person must fix, or other jobs use the GPUs.
+        ProcessFailedError: a process died too often.
+    """
+    folder.forget_targets()
+    own = cluster.own_address
+    here = listening(recipe, own)
+    with addressed(here, folder, host=own, on_this_machine=AT_THE_LAUNCHER) as ported:
+        live = with_peers(ported, own)
+        folder.live_file.write_text(configuration.dump(live))
+        own_bus = not recipe.bus.url
+        processes = plan_processes(live, own_bus=own_bus)
+
+        def make_specs(wanted: Recipe, added: Sequence[PlannedProcess]) -> list[ProcessSpec]:
+            require_room(cluster.hosts, plan_processes(wanted, own_bus=own_bus), wanted)
+            return _specs(added, folder, security)
+
+        backend = RayBackend(cluster, live, has_gpus=cluster.has_gpus, write=_write)
+        order = require_room(cluster.hosts, processes, live)
+        await backend.reserve(order, stop, timeout_s=_RESERVE_TIMEOUT_S)
+        cluster.report = _write
+        async with background(_keep_looking(cluster)):
+            await run_processes(
+                _specs(processes, folder, security),
+                folder,
+                stop,
+                security,
+                grace_s=recipe.run.grace_s,
+                trace=ProcessTrace(folder.path) if recipe.trace.max_gib else None,
+                fleet=Fleet(folder.live_file, processes, make_specs=make_specs),
+                backend=backend,
+            )
+
+
+async def _keep_looking(cluster: Cluster) -> None:
+    """Notice hosts that come and go, so that `penstock scale` knows what there is room for."""
+    while True:
+        await cluster.look()
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _specs(processes: Sequence[PlannedProcess], folder: RunFolder, security: Security) -> list[ProcessSpec]:
+    return specs_of(processes, folder, security, lambda process: {})
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -1,0 +1,175 @@
+"""Where the processes of a run may be placed, and whether a cluster has room for them. Pure: Ray is not asked.
+
+NATS, router and reward service stay on the launcher's host, whose addresses all others know; they end with it anyway.
+The trainer needs the run folder. Engines and workers run anywhere.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from penstock.errors import ConfigError
+from services.launch.run_plan import PlannedProcess
+from services.recipe import Recipe
+
+AT_THE_LAUNCHER: Final = ("nats", "reward", "router")
+"""Services that stay on the launcher's host."""
+_NODE_ID: Final = "ray.io/node-id"
+"""The label with which Ray marks each node."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A node of the cluster, and what was found there."""
+
+    node_id: str
+    address: str
+    """As the other nodes reach it."""
+    num_gpus: int
+    """GPUs that Ray manages, free or not."""
+    is_launchers: bool = False
+    unfit: str = ""
+    """Why no process can run there; empty if some can."""
+    unfit_for: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Why a service cannot run there, by its name."""
+    sees_run_folder: bool = False
+
+    def refuses(self, service: str) -> str:
+        """Return why `service` cannot run there; empty if it can."""
+        if service == "trainer" and not (self.sees_run_folder or self.is_launchers):
+            return self.unfit or "it does not see the run folder"
+        return self.unfit or self.unfit_for.get(service, "")
+
+
+def num_gpus_of(service: str, recipe: Recipe, *, has_gpus: bool) -> int:
+    """Return how many GPUs of one host a process of the service needs.
+
+    `has_gpus` tells whether the cluster has any; without, everything is computed on CPUs.
+    """
+    if not has_gpus:
+        return 0
+    needed = {
+        "rollout": recipe.rollout.tensor_parallel,
+        "trainer": recipe.trainer.ranks if recipe.trainer.device != "cpu" else 0,
+    }
+    return needed.get(service, 0)
+
+
+def bundle(num_gpus: int) -> dict[str, float]:
+    """Return the bundle of a placement group for one process. One CPU stands for the process: it may use more."""
+    return {"CPU": 1.0, **({"GPU": float(num_gpus)} if num_gpus else {})}
+
+
+def label_selector(node_ids: Sequence[str]) -> dict[str, str]:
+    """Return the selector that restricts a bundle to these nodes."""
+    return {_NODE_ID: node_ids[0] if len(node_ids) == 1 else f"in({', '.join(sorted(node_ids))})"}
+
+
+def allowed(hosts: Sequence[Host], service: str) -> list[Host]:
+    """Return the hosts on which a process of the service can run."""
+    return [host for host in hosts if not host.refuses(service)]
+
+
+def require_room(hosts: Sequence[Host], processes: Sequence[PlannedProcess], recipe: Recipe) -> list[PlannedProcess]:
+    """Check that the hosts that can run the processes have enough GPUs for all of them, if nobody else uses any.
+
+    Returns the processes that may be on several hosts, in an order in which they fit.
+
+    Raises:
+        ConfigError: they do not fit in any order tried, or no host can run a service.
+    """
+    has_gpus = any(host.num_gpus for host in hosts)
+    if not has_gpus and recipe.rollout.tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel = {recipe.rollout.tensor_parallel}, and the cluster has no GPU; set it to 1, or "
+            "add hosts with GPUs"
+        )
+    missing: list[str] = []
+    for order in _orders(processes, recipe, has_gpus=has_gpus):
+        missing = _without_room(hosts, order, recipe, has_gpus=has_gpus)
+        if not missing:
+            return order
+    raise ConfigError(_explain_shortage(hosts, processes, recipe, missing))
+
+
+def _orders(processes: Sequence[PlannedProcess], recipe: Recipe, *, has_gpus: bool) -> Iterator[list[PlannedProcess]]:
+    """Yield orders in which to place processes: the largest first, and the one with the least choice of hosts first."""
+    anywhere = [process for process in processes if process.service not in AT_THE_LAUNCHER]
+
+    def size(process: PlannedProcess) -> tuple[int, bool]:
+        return -num_gpus_of(process.service, recipe, has_gpus=has_gpus), process.service != "trainer"
+
+    by_size = sorted(anywhere, key=size)
+    yield by_size
+    yield sorted(by_size, key=lambda process: process.service != "trainer")
+
+
+def _without_room(
+    hosts: Sequence[Host], order: Sequence[PlannedProcess], recipe: Recipe, *, has_gpus: bool
+) -> list[str]:
+    """Return those that find no room if each is placed on the fullest host that has enough, as Ray does."""
+    free = {host.node_id: host.num_gpus for host in hosts}
+    missing = []
+    for process in order:
+        fit = allowed(hosts, process.service)
+        if not fit:
+            raise ConfigError(f"no host can run {process.name}: {'; '.join(_refusals(hosts, process.service))}")
+        needed = num_gpus_of(process.service, recipe, has_gpus=has_gpus)
+        with_room = [host for host in fit if free[host.node_id] >= needed]
+        if with_room:
+            free[min(with_room, key=lambda host: (free[host.node_id], host.node_id)).node_id] -= needed
+        else:
+            missing.append(process.name)
+    return missing
+
+
+def describe_hosts(hosts: Sequence[Host]) -> Iterator[str]:
+    """Yield a line for each host, the launcher's first."""
+    for host in sorted(hosts, key=lambda host: (not host.is_launchers, host.address, host.node_id)):
+        name = f"host {host.address}{' (this one)' if host.is_launchers else ''}"
+        if host.unfit:
+            yield f"{name} is left out: {host.unfit}"
+            continue
+        yield f"{name}: {host.num_gpus} {'GPU' if host.num_gpus == 1 else 'GPUs'}"
+        for service, reason in host.unfit_for.items():
+            yield f"  no {service} there: {reason}"
+
+
+def describe_processes(processes: Sequence[PlannedProcess], recipe: Recipe, *, has_gpus: bool) -> Iterator[str]:
+    """Yield a line for each process."""
+    width = max(len(process.name) for process in processes)
+    for process in processes:
+        num_gpus = num_gpus_of(process.service, recipe, has_gpus=has_gpus)
+        where = "this host" if process.service in AT_THE_LAUNCHER else "any host"
+        where += " with the run folder" if process.service == "trainer" else ""
+        where += f", {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}" if num_gpus else ""
+        yield f"{process.name.ljust(width)}  {where}"
+
+
+def _refusals(hosts: Sequence[Host], service: str) -> list[str]:
+    reasons = [host.refuses(service) for host in hosts]
+    if len(set(reasons)) == 1 and reasons[0] not in ("", "it does not see the run folder"):
+        return [reasons[0]]
+    return [f"{host.address}: {reason}" for host, reason in zip(hosts, reasons, strict=True)]
+
+
+def _explain_shortage(
+    hosts: Sequence[Host], processes: Sequence[PlannedProcess], recipe: Recipe, missing: Sequence[str]
+) -> str:
+    num_engines = sum(process.service == "rollout" for process in processes)
+    ranks = num_gpus_of("trainer", recipe, has_gpus=True)
+    described = ", ".join(f"{host.address} {0 if host.unfit else host.num_gpus}" for host in hosts)
+    left_out = [f"{host.address} is left out: {host.unfit}" for host in hosts if host.unfit and host.num_gpus]
+    if "trainer" in missing:
+        seeing = [host.address for host in allowed(hosts, "trainer")]
+        return (
+            f"trainer.ranks = {ranks} needs {ranks} GPUs of one host that has the run folder; hosts with it: "
+            f"{', '.join(seeing)}; GPUs by host: {described}; set run.dir to a folder that hosts with GPUs share, or "
+            "lower trainer.ranks" + "".join(f"; {line}" for line in left_out)
+        )
+    return (
+        f"{num_engines} engines with rollout.tensor_parallel = {recipe.rollout.tensor_parallel}, each on one host, and "
+        f"a trainer with {ranks} GPUs do not fit: no room for {', '.join(missing)}; GPUs by host: {described}; lower "
+        "the number of engines (rollout.replicas, prefill, decode), or add hosts to the cluster"
+        + "".join(f"; {line}" for line in left_out)
+    )

@@ -1,0 +1,1 @@
+"""One process of a run: what it is, and the place that starts, watches and ends it."""

@@ -1,0 +1,1 @@
+"""`penstock scale`: changes how many engines and workers a run has while it goes on."""

@@ -1,0 +1,140 @@
+"""`penstock scale` on a run of small programs: processes join and leave while it goes on."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.config import dump, load
+from penstock.errors import ConfigError, SetupError
+from penstock.runtime.security import Security
+from services.cli.app import main
+from services.launch.launcher import run_processes
+from services.launch.process.spec import ProcessSpec
+from services.launch.run_folder import RunFolder
+from services.launch.run_plan import PlannedProcess, plan_processes
+from services.launch.scaling.fleet import Fleet
+from services.launch.scaling.request import ask
+from services.recipe import Recipe
+from tests.support.launch.fake_run import NOTE, SERVE
+from tests.support.waiting import promptly, until
+
+SLOW = (
+    NOTE
+    + """
+def stop(*_):
+    while not os.path.exists("may-end"):
+        time.sleep(0.02)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+note("up")
+while True:
+    signal.pause()
+"""
+)
+
+
+def spec_of(process: PlannedProcess, folder: Path, program: str) -> ProcessSpec:
+    """A small program in place of a process."""
+    head = f"import os; os.chdir({str(folder)!r}); NAME = {process.name!r}\n"
+    return ProcessSpec(
+        name=process.name,
+        command=[sys.executable, "-c", head + program],
+        environment=dict(os.environ),
+        phase=process.phase,
+        ends_run=process.ends_run,
+    )
+
+
+@asynccontextmanager
+async def running(folder: RunFolder, program: str) -> AsyncIterator[asyncio.Event]:
+    """A run with one engine and one worker; yields the event that stops it."""
+    recipe = load(Recipe, [])
+    folder.write_config(recipe)
+    folder.live_file.write_text(dump(recipe))
+    processes = plan_processes(recipe, own_bus=False)
+
+    def make_specs(wanted: Recipe, added: Sequence[PlannedProcess]) -> list[ProcessSpec]:
+        if wanted.rollout.replicas > 3:
+            raise ConfigError("no room")
+        return [spec_of(process, folder.path, program) for process in added]
+
+    fleet = Fleet(folder.live_file, processes, make_specs=make_specs)
+    specs = [spec_of(process, folder.path, program) for process in processes]
+    stop = asyncio.Event()
+    with folder.locked():
+        run = asyncio.create_task(run_processes(specs, folder, stop, Security(), grace_s=20.0, fleet=fleet))
+        try:
+            await until(lambda: num_noted(folder, "up") == len(specs))
+            yield stop
+        finally:
+            stop.set()
+            await promptly(run)
+
+
+def num_noted(folder: RunFolder, word: str) -> int:
+    """How many processes noted this."""
+    notes = folder.path / "notes"
+    lines = notes.read_text().splitlines() if notes.exists() else []
+    return sum(line.startswith(word) for line in lines)
+
+
+async def asked(folder: RunFolder, **counts: int) -> list[str]:
+    """The launcher's answer."""
+    return await promptly(asyncio.to_thread(ask, folder, counts, timeout_s=30.0))
+
+
+async def test_processes_join_and_leave_while_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that leave are asked to end and not started again; the others are left alone, and the run ends in order."""
+    folder = RunFolder(tmp_path)
+    async with running(folder, SERVE) as stop:
+        before = num_noted(folder, "up")
+        assert await asked(folder, rollout=3, worker=2) == ["starting rollout-1, rollout-2, worker-1"]
+        await until(lambda: num_noted(folder, "up") == before + 3)
+        assert await asked(folder, rollout=3) == ["the run has these numbers already"]
+        assert await asked(folder, rollout=1) == ["ending rollout-1, rollout-2"]
+        await until(lambda: num_noted(folder, "stopped-rollout-1") and num_noted(folder, "stopped-rollout-2"))
+        assert num_noted(folder, "stopped-rollout-0") == num_noted(folder, "stopped-worker") == 0
+        await until(lambda: "rollout-2 has left the run" in capsys.readouterr().out)
+        assert await asked(folder, rollout=2) == ["starting rollout-1"]
+        await until(lambda: num_noted(folder, "up") == before + 4)
+        assert not stop.is_set()
+    assert num_noted(folder, "stopped-rollout-0") == 1
+    assert num_noted(folder, "stopped-rollout-1") == 2
+    assert list((tmp_path / "scale").iterdir()) == []
+
+
+async def test_impossible_numbers_are_refused(tmp_path: Path) -> None:
+    """By the settings' own rules, by the room there is, and while a process of that name is still ending."""
+    folder = RunFolder(tmp_path)
+    async with running(folder, SLOW):
+        with pytest.raises(ConfigError, match="no room"):
+            await asked(folder, rollout=4)
+        with pytest.raises(ConfigError, match=r"worker\.num"):
+            await asked(folder, worker=0)
+        with pytest.raises(ConfigError, match="prefill = 1, but decode = 0"):
+            await asked(folder, rollout=0, prefill=1)
+        await asked(folder, rollout=2)
+        await until(lambda: num_noted(folder, "up") == 6)
+        await asked(folder, rollout=1)
+        with pytest.raises(ConfigError, match="rollout-1 is still ending; try again in a moment"):
+            await asked(folder, rollout=2)
+        (tmp_path / "may-end").touch()
+
+
+def test_a_run_that_is_over_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And so is a folder without a run."""
+    assert main(["scale", str(tmp_path), "rollout=2"]) == 2
+    assert "holds no run; give a run folder" in capsys.readouterr().err
+    folder = RunFolder(tmp_path)
+    folder.write_config(load(Recipe, []))
+    with pytest.raises(SetupError, match="no `penstock train` is running in"):
+        ask(folder, {"rollout": 2}, timeout_s=1.0)
+    assert main(["scale", str(tmp_path), "rollout=2"]) == 2
+    assert "continue the run with --resume" in capsys.readouterr().err

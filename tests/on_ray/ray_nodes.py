@@ -1,0 +1,47 @@
+"""A real Ray cluster whose nodes come and go, in a process of its own: `python ray_nodes.py <JSON of the head node>`.
+
+Each line of standard input is one command, answered by one line: {"add": {...}} with the node's id, {"kill": id} when
+nothing of the node is left. The cluster ends with the input.
+"""
+
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+
+def main() -> None:
+    """Obey until the input ends."""
+    logging.disable()
+    cluster = Cluster()
+    nodes: dict[str, Any] = {}
+
+    def add(options: dict[str, Any]) -> str:
+        node = cluster.add_node(**options)
+        nodes[node.node_id] = node
+        return str(node.node_id)
+
+    head = add(json.loads(sys.argv[1]))
+    say({"address": cluster.address, "dashboard": cluster.webui_url, "node": head})
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "add" in command:
+            say({"node": add(command["add"])})
+        else:
+            cluster.remove_node(nodes.pop(command["kill"]), allow_graceful=False)
+            say({})
+    cluster.shutdown()
+
+
+def say(answer: dict[str, Any]) -> None:
+    """Answer a command; Ray writes to the standard output as well."""
+    os.write(_ANSWERS, f"{json.dumps(answer)}\n".encode())
+
+
+if __name__ == "__main__":
+    _ANSWERS = os.dup(1)
+    os.dup2(2, 1)
+    main()

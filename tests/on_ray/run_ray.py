@@ -1,0 +1,205 @@
+"""Training runs on a real Ray cluster of several nodes on this machine, with pretended GPUs. Not collected by default:
+`make test-ray`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.runtime.ports import free_ports
+from penstock.testing.train_process import RECIPE, ROOT, TrainProcess, started
+from tests.e2e.test_killed_processes import assert_nothing_was_lost, overrides
+from tests.on_ray.nodes import Nodes, cluster
+from tests.support.processes import is_alive
+from tests.support.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.timeout(1200),
+    pytest.mark.leaves_behind("Ray's nodes and killed processes have no time to remove their files", "file"),
+]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    """A cluster whose head has no GPU."""
+    with cluster() as started_cluster:
+        yield started_cluster
+
+
+def on_ray(nodes: Nodes) -> list[str]:
+    """The overrides that put a run on the cluster."""
+    return ["--launch.backend=ray", f"--launch.ray_address={nodes.address}"]
+
+
+def placed(train: TrainProcess) -> dict[str, dict[str, Any]]:
+    """Where the launcher has started each process last."""
+    lines = (train.folder / "logs/launcher.log").read_text().splitlines()
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    return {each["process"]: each for each in events if each["event"] == "process.placed"}
+
+
+def penstock(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    """Run a command as a person does, in the tree under test."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+
+def test_a_run_loses_a_host_and_gains_engines(tmp_path: Path, nodes: Nodes) -> None:
+    """The host of the trainer dies, with all that runs there: the run goes on elsewhere, engines join and leave, and
+    each group is trained once. Logs, spans and samples are in the run folder."""
+    num_steps = 100
+    for num_gpus in (2, 2):
+        nodes.add(num_gpus=num_gpus)
+    settings = overrides(tmp_path, rollout__replicas=2, trainer__num_steps=num_steps)
+    with started(tmp_path, str(RECIPE), *settings, *on_ray(nodes)) as train:
+        train.wait_for_step(3, timeout_s=300)
+        before = placed(train)
+        assert {"nats", "router", "reward", "rollout-0", "rollout-1", "trainer", "worker-0"} == set(before)
+        assert {before[name]["node"] for name in ("nats", "router", "reward")} == {nodes.head}
+        assert before["trainer"]["node"] != nodes.head
+        victims = [name for name, each in before.items() if each["node"] == before["trainer"]["node"]]
+        nodes.kill(before["trainer"]["node"])
+        wait_until(lambda: not any(is_alive(before[name]["pid"]) for name in victims))
+        assert not [name for name in victims if is_alive(before[name]["pid"])]
+        nodes.add(num_gpus=3)
+        train.wait_for_step(7, timeout_s=400)
+        now = placed(train)
+        assert all(now[name]["pid"] != before[name]["pid"] for name in victims)
+        train.wait_until(lambda: train.rows()[-1]["num_replicas"] == 2, "two engines", 200)
+        more = penstock("scale", train.folder, "rollout=3")
+        assert more.returncode == 0, more.stderr
+        assert more.stdout == "starting rollout-2\n"
+        train.wait_until(lambda: train.rows()[-1]["num_replicas"] == 3, "three engines", 200)
+        assert "rollout-2" in placed(train)
+        fewer = penstock("scale", train.folder, "rollout=1")
+        assert fewer.stdout == "ending rollout-1, rollout-2\n", fewer.stderr
+        assert train.wait(400) == 0, train.tail()
+        assert_nothing_was_lost(train.rows(), num_steps)
+        assert train.rows()[-1]["num_replicas"] == 1
+        assert train.pids() == []
+        for name in before:
+            assert (train.folder / f"logs/{name}.log").stat().st_size, name
+        spans = "".join(path.read_text() for path in (train.folder / "trace").glob("*.jsonl"))
+        assert all(name in spans for name in ("trainer", "worker-0", "rollout-0", "launcher"))
+        assert (train.folder / "episodes/index.jsonl").read_text()
+        assert "scale: ending rollout-1, rollout-2" in train.output.read_text()
+
+
+def test_ctrl_c_and_resume(tmp_path: Path, nodes: Nodes) -> None:
+    """A run is stopped in order, and goes on with `--resume`; nothing of it stays on any host meanwhile."""
+    nodes.add(num_gpus=2)
+    settings = overrides(tmp_path, rollout__replicas=1, trainer__num_steps=5)
+    with started(tmp_path, str(RECIPE), *settings, *on_ray(nodes)) as train:
+        train.wait_for_step(2, timeout_s=300)
+        train.process.send_signal(2)
+        assert train.wait(200) == 130, train.tail()
+        assert train.pids() == []
+        folder = train.folder
+    with started(tmp_path, "--resume", str(folder)) as train:
+        assert train.wait(400) == 0, train.tail()
+        assert_nothing_was_lost(train.rows(), 5)
+
+
+def test_what_a_cluster_lacks_is_named_before_anything_starts(tmp_path: Path, nodes: Nodes) -> None:
+    """Too few GPUs, one host's other version, a model that is on none: no run folder is left."""
+    wanted = ["train", RECIPE, f"--run.dir={tmp_path}/runs", *on_ray(nodes)]
+    few = penstock(*wanted, "--rollout.replicas=40")
+    assert few.returncode == 2
+    assert (
+        "error: 40 engines with rollout.tensor_parallel = 1, each on one host, and a trainer with 1 GPUs do"
+        in few.stderr
+    )
+    assert "lower the number of engines (rollout.replicas, prefill, decode), or add hosts" in few.stderr
+    other = tmp_path / "other" / "penstock-9.9.9.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: penstock\nVersion: 9.9.9\n")
+    paths = os.pathsep.join([str(other.parent), os.environ["PYTHONPATH"]])
+    stranger = nodes.add(num_gpus=4, environment={"PYTHONPATH": paths})
+    seen = penstock(*wanted, "--dry-run", "--rollout.replicas=1")
+    assert "is left out: penstock 9.9.9 is there, 0.1.0 here; install the same version" in seen.stdout
+    nodes.kill(stranger)
+    missing = penstock(*wanted, f"--model.path={tmp_path}/nowhere", "--rollout.replicas=1")
+    assert missing.returncode == 2
+    assert f"{tmp_path}/nowhere" in missing.stderr
+    assert "no host can run" in missing.stderr
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_a_cluster_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its setting, with what to do; within seconds."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    wanted = ["train", RECIPE, f"--run.dir={tmp_path}/runs", "--launch.backend=ray"]
+    nobody = penstock(*wanted, "--launch.ray_address=127.0.0.1:1")
+    assert nobody.returncode == 2
+    assert "launch.ray_address = '127.0.0.1:1': no Ray cluster answers at 127.0.0.1:1" in nobody.stderr
+    client = penstock(*wanted, "--launch.ray_address=ray://head:10001")
+    assert (client.returncode, "ray job submit" in client.stderr) == (2, True)
+    assert not (tmp_path / "runs").exists()
+
+
+_ENVIRONMENT = """
+from penstock.environments import Observation, StepResult
+
+
+class Mine:
+    async def reset(self, task):
+        return Observation(messages=task.messages, images=task.images)
+
+    async def step(self, turn):
+        return StepResult(observation=None, reward=float(len(turn.text) % 2))
+
+    async def close(self):
+        pass
+"""
+_RECIPE = """
+[run]
+name = "submitted"
+
+[trainer]
+num_steps = 2
+groups_per_step = 8
+
+[rollout]
+replicas = 1
+
+[worker.environments]
+mine = "my_environment:Mine"
+
+[data]
+environment = "mine"
+"""
+
+
+def test_a_submitted_job_brings_its_code_and_recipe(tmp_path: Path) -> None:
+    """`ray job submit --working-dir`: the recipe and an environment of the user's own travel to every host."""
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+    job = tmp_path / "job"
+    job.mkdir()
+    (job / "my_environment.py").write_text(_ENVIRONMENT)
+    (job / "mine.toml").write_text(_RECIPE)
+    with cluster(include_dashboard=True, dashboard_port=free_ports(1)[0]) as nodes:
+        nodes.add(num_gpus=2)
+        client = JobSubmissionClient(f"http://{nodes.dashboard}")
+        arguments = ["tiny-cpu", "mine.toml", f"--run.dir={tmp_path}/runs", "--launch.backend=ray"]
+        identifier = client.submit_job(
+            entrypoint=f"{sys.executable} -m services.cli train {' '.join(arguments)}",
+            runtime_env={"working_dir": str(job)},
+        )
+        ended = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
+        wait_until(lambda: client.get_job_status(identifier) in ended, timeout_s=400)
+        assert client.get_job_status(identifier) is JobStatus.SUCCEEDED, client.get_job_logs(identifier)[-3000:]
+        (folder,) = [path for path in (tmp_path / "runs").iterdir() if path.name.startswith("submitted-")]
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2

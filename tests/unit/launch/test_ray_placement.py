@@ -1,0 +1,213 @@
+"""Hosts, placement and addresses of a run on Ray, without Ray."""
+
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import load
+from penstock.errors import ConfigError
+from services.cli.app import main
+from services.launch.on_ray import facts
+from services.launch.on_ray.actor import Order, environment_of
+from services.launch.on_ray.addresses import listening, require_launchable, with_peers
+from services.launch.on_ray.placement import (
+    Host,
+    allowed,
+    bundle,
+    describe_hosts,
+    label_selector,
+    num_gpus_of,
+    require_room,
+)
+from services.launch.run_plan import plan_processes
+from services.recipe import Recipe
+
+
+def recipe(*overrides: str) -> Recipe:
+    """The defaults with overrides."""
+    return load(Recipe, [], overrides)
+
+
+def host(name: str, num_gpus: int, **about: Any) -> Host:
+    """A host that sees the run folder, unless said otherwise."""
+    return Host(**{"node_id": name, "address": name, "num_gpus": num_gpus, "sees_run_folder": True, **about})
+
+
+def room(hosts: list[Host], *overrides: str) -> list[str]:
+    """The order in which the processes of a run with these settings fit."""
+    settings = recipe(*overrides)
+    return [process.name for process in require_room(hosts, plan_processes(settings, own_bus=True), settings)]
+
+
+def test_each_process_needs_gpus_of_one_host() -> None:
+    """Engines as many as they shard over, the trainer one for each rank, the others none; on CPUs nobody."""
+    settings = recipe("--rollout.tensor_parallel=4", "--trainer.ranks=2")
+    needed = {name: num_gpus_of(name, settings, has_gpus=True) for name in ("rollout", "trainer", "worker", "nats")}
+    assert needed == {"rollout": 4, "trainer": 2, "worker": 0, "nats": 0}
+    assert num_gpus_of("trainer", recipe("--trainer.device=cpu"), has_gpus=True) == 0
+    assert num_gpus_of("rollout", settings, has_gpus=False) == 0
+    assert bundle(4) == {"CPU": 1.0, "GPU": 4.0}
+    assert bundle(0) == {"CPU": 1.0}
+
+
+def test_the_order_leaves_the_fewest_splinters() -> None:
+    """Large processes are placed first; among equal ones, and where it has the least choice, the trainer."""
+    both = [host("a", 4), host("b", 4)]
+    settings = ("--rollout.replicas=2", "--rollout.tensor_parallel=2")
+    assert room(both, *settings) == ["rollout-0", "rollout-1", "trainer", "worker-0"]
+    assert room(both, "--rollout.replicas=2") == ["trainer", "rollout-0", "rollout-1", "worker-0"]
+    far = host("b", 4, sees_run_folder=False)
+    order = room([host("a", 2), far], "--rollout.replicas=2", "--rollout.tensor_parallel=2")
+    assert order == ["trainer", "rollout-0", "rollout-1", "worker-0"]
+
+
+def test_there_is_room_or_it_is_said_what_is_missing() -> None:
+    """GPUs count by host: an engine does not span two."""
+    room([host("a", 2), host("b", 2)], "--rollout.replicas=3")
+    with pytest.raises(ConfigError, match="no room for rollout-3; GPUs by host: a 2, b 2; lower the number of engines"):
+        room([host("a", 2), host("b", 2)], "--rollout.replicas=4")
+    room([host("a", 4), host("b", 5)], "--rollout.replicas=2", "--rollout.tensor_parallel=4")
+    with pytest.raises(ConfigError, match="no room for rollout-1"):
+        room([host("a", 3), host("b", 6)], "--rollout.replicas=2", "--rollout.tensor_parallel=4")
+    with pytest.raises(ConfigError, match=r"trainer\.ranks = 3 needs 3 GPUs of one host that has the run folder"):
+        room([host("a", 2), host("b", 2)], "--rollout.replicas=1", "--trainer.ranks=3")
+
+
+def test_a_cluster_without_gpus_computes_on_cpus() -> None:
+    """As many engines as wanted, but none over several GPUs."""
+    room([host("a", 0)], "--rollout.replicas=9")
+    with pytest.raises(ConfigError, match="tensor_parallel = 2, and the cluster has no GPU"):
+        room([host("a", 0)], "--rollout.tensor_parallel=2")
+
+
+def test_the_trainer_goes_where_the_run_folder_is() -> None:
+    """The launcher's host has it in any case; if that has too few GPUs, the folder must be shared."""
+    head = host("head", 0, is_launchers=True, sees_run_folder=False)
+    far = host("far", 8, sees_run_folder=False)
+    assert allowed([head, far], "trainer") == [head]
+    assert allowed([head, far], "rollout") == [head, far]
+    with pytest.raises(ConfigError, match=r"hosts with it: head; GPUs by host: head 0, far 8; set run\.dir to a"):
+        room([head, far], "--rollout.replicas=1")
+    room([head, host("near", 8)], "--rollout.replicas=1")
+
+
+def test_unfit_hosts_are_left_out_and_named() -> None:
+    """A run that fits on the others starts; one that does not is refused with the reasons."""
+    old = host("old", 8, unfit="penstock 0.0.1 is there, 0.1.0 here; install the same version")
+    bare = host("bare", 0, unfit_for={"rollout": "model.path = '/m': no such folder"})
+    room([host("a", 2), old], "--rollout.replicas=1")
+    with pytest.raises(
+        ConfigError, match=r"no room for rollout-1; GPUs by host: a 2, old 0; .* old is left out: penstock"
+    ):
+        room([host("a", 2), old], "--rollout.replicas=2")
+    with pytest.raises(ConfigError, match=r"no host can run rollout-0: model\.path = '/m': no such folder"):
+        room([bare], "--rollout.replicas=1")
+    assert list(describe_hosts([host("b", 1), old, bare, host("h", 2, is_launchers=True)])) == [
+        "host h (this one): 2 GPUs",
+        "host b: 1 GPU",
+        "host bare: 0 GPUs",
+        "  no rollout there: model.path = '/m': no such folder",
+        "host old is left out: penstock 0.0.1 is there, 0.1.0 here; install the same version",
+    ]
+
+
+def test_bundles_are_restricted_by_ray_s_label_of_nodes() -> None:
+    """One node, or one of several."""
+    assert label_selector(["f0"]) == {"ray.io/node-id": "f0"}
+    assert label_selector(["f1", "f0"]) == {"ray.io/node-id": "in(f0, f1)"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, ""),
+        ({"python": "3.11.2"}, "Python 3.11.2 is there, 3.11.7 here"),
+        ({"penstock": ""}, "penstock is not installed there; install penstock 1.0 as here"),
+        ({"penstock": "2.0"}, "penstock 2.0 is there, 1.0 here"),
+        ({"code": "beef"}, r"has other code \(beef\) than the one here \(cafe\)"),
+    ],
+)
+def test_hosts_that_differ_say_in_what(change: dict[str, str], words: str) -> None:
+    """Python and Penstock to the last digit, and the code of a checkout."""
+    own: facts.Facts = {"python": "3.11.7", "penstock": "1.0", "code": "cafe", "sees_run_folder": True}
+    said = facts.difference({**own, **change}, own)
+    assert bool(said) == bool(change)
+    assert re.search(words, said)
+
+
+def test_a_host_says_which_code_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest changes with a module's content; the run folder is seen by the launcher's mark in it."""
+    mark = tmp_path / "mark"
+    assert not facts.look(str(mark))["sees_run_folder"]
+    mark.touch()
+    found = facts.look(str(mark))
+    assert found["sees_run_folder"]
+    assert found["code"] == facts.code_digest() != ""
+    (tmp_path / "penstock").mkdir()
+    (tmp_path / "penstock/__init__.py").write_text("x = 1\n")
+    digests = set()
+    for text in ("x = 1\n", "x = 2\n"):
+        (tmp_path / "penstock/__init__.py").write_text(text)
+        monkeypatch.setattr(facts, "_PACKAGES", ("penstock",))
+        monkeypatch.setattr(importlib.util, "find_spec", _found_in(tmp_path))
+        digests.add(facts.code_digest())
+    assert len(digests) == 2
+
+
+def _found_in(folder: Path) -> Any:
+    return lambda name: type("Spec", (), {"submodule_search_locations": [str(folder / name)]})()
+
+
+def test_processes_elsewhere_know_the_launcher_s_address() -> None:
+    """Servers leave 127.0.0.1, and workers are told where router and reward service are."""
+    live = with_peers(listening(recipe("--router.port=7001", "--reward.port=7002"), "10.0.0.5"), "10.0.0.5")
+    assert live.network.host == "10.0.0.5"
+    assert (live.worker.router_address, live.worker.reward_address) == ("10.0.0.5:7001", "10.0.0.5:7002")
+    own = with_peers(listening(recipe("--network.host=0.0.0.0", "--worker.reward_address=r:1"), "10.0.0.5"), "10.0.0.5")
+    assert (own.network.host, own.worker.reward_address) == ("0.0.0.0", "r:1")
+
+
+def test_settings_that_cannot_hold_on_several_hosts_are_refused() -> None:
+    """A run folder that Ray removes with the job's, and one advertised address for all."""
+    job = Path("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1")
+    require_launchable(recipe(), Path("/home/me"))
+    require_launchable(recipe("--run.dir=/shared/runs"), job)
+    with pytest.raises(ConfigError, match=r"run\.dir = 'runs' is inside the folder of a submitted job"):
+        require_launchable(recipe(), job)
+    with pytest.raises(ConfigError, match=r"network\.advertise_host = 'n1' would be told by the processes of all"):
+        require_launchable(recipe("--network.advertise_host=n1"), Path("/home/me"))
+
+
+def order(**about: Any) -> Order:
+    """An order for a process without settings of its own."""
+    plain: dict[str, Any] = {"name": "rollout-0", "command": [], "replaced": {}, "environment": {}, "defaults": {}}
+    plain |= {"port": 0, "port_key": "", "takes_host": True, "advertises_only": False, "recipe_text": "", "folder": "/"}
+    return Order(**plain | about)
+
+
+def test_a_process_has_its_host_s_environment_with_the_launcher_s_tokens() -> None:
+    """Tokens are the launcher's; of other variables a host's own win; GPUs are those that Ray gave."""
+    wanted = order(environment={"PENSTOCK_TOKEN": "t"}, defaults={"HF_HOME": "/mine", "NCCL_DEBUG": "INFO"})
+    own = {"PATH": "/bin", "PENSTOCK_TOKEN": "old", "HF_HOME": "/its"}
+    found = environment_of(wanted, own, gpus=["2", "3"])
+    assert found["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert (found["PENSTOCK_TOKEN"], found["HF_HOME"], found["NCCL_DEBUG"]) == ("t", "/its", "INFO")
+    assert environment_of(wanted, own, gpus=[])["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_missing_ray_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is read or written."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("services.cli.train_on_ray", "services.launch.on_ray.cluster", "services.launch.on_ray.launch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    code = main(["train", "tiny-cpu", "--launch.backend=ray", f"--run.dir={tmp_path}/runs"])
+    assert code == 2
+    assert "`penstock train --launch.backend=ray` needs the Python package 'ray'" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
