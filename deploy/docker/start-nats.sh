@@ -1,9 +1,17 @@
 #!/bin/sh
-# Becomes a nats-server that asks for a token: PENSTOCK_NATS_TOKEN, or where that is empty, one that is drawn at the
-# first start. It is kept in /secrets, which the services that need it mount.
+# Becomes a nats-server that asks for a token: the one in the file that PENSTOCK_NATS_TOKEN_FILE names, as in the Helm
+# chart, or PENSTOCK_NATS_TOKEN, or where both are empty, one that is drawn at the first start. Without a file of its own
+# it is kept in /secrets, which the services that need it mount.
 set -eu
 
-for path in /data /data/jetstream /secrets /secrets/nats-token; do
+file=${PENSTOCK_NATS_TOKEN_FILE:-}
+if [ -n "$file" ] && ! [ -s "$file" ]; then
+    echo "error: PENSTOCK_NATS_TOKEN_FILE = '$file' cannot be read or is empty; name a file with the token" >&2
+    exit 2
+fi
+written='/data /data/jetstream'
+[ -n "$file" ] || written="$written /secrets /secrets/nats-token"
+for path in $written; do
     if [ -e "$path" ] && [ ! -w "$path" ]; then
         echo "error: $path belongs to user $(stat -c %u "$path"), not to PENSTOCK_UID $(id -u); set PENSTOCK_UID to that" \
             'one, or chown the volumes (docs/operation/deploy.md, "When something is red")' >&2
@@ -12,6 +20,9 @@ for path in /data /data/jetstream /secrets /secrets/nats-token; do
 done
 
 token=${PENSTOCK_NATS_TOKEN:-}
+if [ -n "$file" ]; then
+    token=$(cat "$file")
+fi
 if [ -z "$token" ] && [ -s /secrets/nats-token ]; then
     token=$(cat /secrets/nats-token)
 fi
@@ -19,8 +30,10 @@ if [ -z "$token" ]; then
     token=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 fi
 umask 077
-printf '%s' "$token" >/secrets/nats-token.new
-mv /secrets/nats-token.new /secrets/nats-token
+if [ -z "$file" ]; then
+    printf '%s' "$token" >/secrets/nats-token.new
+    mv /secrets/nats-token.new /secrets/nats-token
+fi
 {
     cat /etc/nats/nats.conf
     printf 'authorization { token: "%s" }\n' "$token"

@@ -30,15 +30,16 @@ ResultT = TypeVar("ResultT")
 class Client:
     """A channel to one server; use it as a context manager, or `close` it."""
 
-    def __init__(self, address: str, *, security: Security | None = None) -> None:
+    def __init__(self, address: str, *, security: Security | None = None, spread: bool = False) -> None:
         """Prepare a channel to `address` (host:port); it connects at the first call and reconnects automatically.
 
         Args:
             address: The server.
             security: Tokens and TLS; None: the tokens of the environment (PENSTOCK_TOKEN), in plain text.
+            spread: Send calls in turn to all addresses that the name has.
         """
         self.address = address
-        self._channel = connect(address, security)
+        self._channel = connect(address, security, spread=spread)
         self._failing = False
 
     async def close(self) -> None:

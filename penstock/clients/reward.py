@@ -15,11 +15,11 @@ from penstock.v1 import reward_pb2, reward_pb2_grpc
 
 
 class RewardClient(Client):
-    """The reward service."""
+    """The reward service; if its name has several addresses, all of them in turn."""
 
     def __init__(self, address: str, *, security: Security | None = None) -> None:
         """Prepare a channel to the reward service at `address` (host:port)."""
-        super().__init__(address, security=security)
+        super().__init__(address, security=security, spread=True)
         self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
 
     async def verify(

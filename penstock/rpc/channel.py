@@ -29,20 +29,32 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 
+_SPREADING = (
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    ("grpc.dns_min_time_between_resolutions_ms", 5_000),  # of 30 s by default
+)
 
-def connect(address: str, security: Security | None = None) -> grpc.aio.Channel:
+
+def connect(address: str, security: Security | None = None, *, spread: bool = False) -> grpc.aio.Channel:
     """Return a channel to `address` (host:port). It connects at its first call and reconnects within a second.
 
     Its calls carry the tokens of `security` (None: those of the environment), over TLS if `security` has it.
+
+    Args:
+        address: The server.
+        security: Tokens and TLS.
+        spread: Send calls in turn to all addresses that the name has, for servers that keep nothing between calls. The
+            name is asked again when a connection ends.
     """
     security = security or Security.from_environment()
+    options = (*_OPTIONS, *_SPREADING) if spread else _OPTIONS
     if security.tls is None:
-        channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        channel = grpc.aio.insecure_channel(address, options=options)
     else:
         tls = security.tls
         credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
         name = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
-        channel = grpc.aio.secure_channel(address, credentials, options=(*_OPTIONS, *name))
+        channel = grpc.aio.secure_channel(address, credentials, options=(*options, *name))
     return TokenChannel(channel, security) if security.token or security.control_token else channel
 
 

@@ -68,7 +68,15 @@ _QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 class RpcServer:
     """One gRPC server: add servicers, `start` it, and `drain` it at the end."""
 
-    def __init__(self, *, host: str, port: int, key: str = "port", security: Security | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        key: str = "port",
+        security: Security | None = None,
+        max_connection_age_s: float | None = None,
+    ) -> None:
         """Listen on `host`:`port`; port 0 takes any free one.
 
         Args:
@@ -76,6 +84,8 @@ class RpcServer:
             port: Port to listen on.
             key: The setting that holds the port, for example router.port.
             security: The tokens and TLS required of callers; None: the tokens of the environment.
+            max_connection_age_s: Ask callers to connect anew after this long, when their running calls have ended; they
+                then see servers that were added under the same name. None: never.
 
         Raises:
             ConfigError: TLS is on without a certificate for servers.
@@ -85,7 +95,10 @@ class RpcServer:
             self._security.tls.require_certificate()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         boundary = _Boundary(self._security, self._health)
-        self._server = grpc.aio.server(interceptors=[boundary], options=SERVER_OPTIONS)
+        age = (
+            () if max_connection_age_s is None else (("grpc.max_connection_age_ms", int(max_connection_age_s * 1000)),)
+        )
+        self._server = grpc.aio.server(interceptors=[boundary], options=(*SERVER_OPTIONS, *age))
         self._host = host
         self._port = port
         self._key = key

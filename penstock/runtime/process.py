@@ -25,7 +25,9 @@ EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 and the number of SIGINT."""
 
 
-def run(main: Callable[[asyncio.Event], Awaitable[None]], *, error_file: Path | None = None) -> int:
+def run(
+    main: Callable[[asyncio.Event], Awaitable[None]], *, error_file: Path | None = None, stopped_code: int = 0
+) -> int:
     """Run `main(stop)` and return the exit code.
 
     SIGINT and SIGTERM set `stop`, upon which `main` must end in order; a second signal cancels it. An error that
@@ -35,17 +37,18 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, error_file: Path | 
     Args:
         main: The process's work.
         error_file: Also gets the error, for the program that started this process.
+        stopped_code: Exit code if `main` ended in order after a signal.
     """
     _raise_file_limit()
     try:
-        asyncio.run(_until_signalled(main))
+        was_stopped = asyncio.run(_until_signalled(main))
     except PenstockError as error:
         if not isinstance(error, UserError):
             log.error("process.failed", exc_info=error)
         return report_error(error, file=error_file)
     except asyncio.CancelledError:
         return EXIT_FAILURE
-    return 0
+    return stopped_code if was_stopped else 0
 
 
 def report_error(error: PenstockError, *, file: Path | None = None) -> int:
@@ -97,7 +100,8 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> bool:
+    """Run `main`; return whether a signal asked it to stop."""
     stop = asyncio.Event()
     task = asyncio.ensure_future(main(stop))
     loop = asyncio.get_running_loop()
@@ -116,6 +120,7 @@ async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> 
         if (error := _first_reported(group)) is None:
             raise
         raise error from None
+    return stop.is_set()
 
 
 def _first_reported(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:

@@ -73,6 +73,15 @@ def serve(
         Path | None,
         typer.Option("--error-file", help="Also write the error that ends the process here, as JSON."),
     ] = None,
+    stopped_exit_code: Annotated[
+        int,
+        typer.Option(
+            "--stopped-exit-code",
+            min=0,
+            max=255,
+            help="Exit code of an orderly end after a signal; a Job of Kubernetes takes 0 for the end of the run.",
+        ),
+    ] = 0,
 ) -> int:
     """Run one process of a training run, or a server of environments, until SIGINT or SIGTERM.
 
@@ -109,4 +118,4 @@ def serve(
         async with sending_spans(recipe.bus, run=recipe.run.name, security=security):
             await module.serve(settings, stop, security=security)
 
-    return process.run(run, error_file=error_file)
+    return process.run(run, error_file=error_file, stopped_code=stopped_exit_code)

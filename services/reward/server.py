@@ -28,6 +28,8 @@ MAX_OVERTIME = 8
 OVERTIME_MEMORY_BYTES = 192 * 2**20
 """Memory that worker processes may allocate together; beyond it, the largest item is answered with OUT_OF_MEMORY. It
 bounds the total of hostile items in a container, as memory_limit_mb bounds each."""
+_MAX_CONNECTION_AGE_S = 60.0
+"""Callers connect anew after this long, and then also call services that were added meanwhile."""
 
 
 class RunningService(NamedTuple):
@@ -75,7 +77,9 @@ async def running(
     )
     verifier = Verifier(config, pool, verifiers, tls=security.tls, max_items=max_items)
     servicer = RewardServicer(verifier)
-    rpc = RpcServer(host=host, port=config.port, key="reward.port", security=security)
+    rpc = RpcServer(
+        host=host, port=config.port, key="reward.port", security=security, max_connection_age_s=_MAX_CONNECTION_AGE_S
+    )
     name = service_name(reward_pb2.DESCRIPTOR, "RewardService")
     rpc.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, name)
     try:

@@ -249,7 +249,8 @@ def test_what_a_service_may_take_fits_its_memory_limit() -> None:
 
 
 def test_nats_on_volumes_of_another_user_says_what_to_do(tmp_path: Path) -> None:
-    """In one line, and before it draws a token that the others would not have."""
+    """In one line, and before it draws a token that the others would not have. With a token in a file of its own it
+    needs no folder for it."""
     paths = {each: tmp_path / each for each in ("data", "secrets", "tmp", "etc")}
     for path in paths.values():
         path.mkdir()
@@ -262,9 +263,9 @@ def test_nats_on_volumes_of_another_user_says_what_to_do(tmp_path: Path) -> None
     server.chmod(0o755)
     environment = ENVIRONMENT | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
-    def start() -> "subprocess.CompletedProcess[str]":
+    def start(**more: str) -> "subprocess.CompletedProcess[str]":
         command = [*UNPRIVILEGED, "sh", "-c", script]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=20)
+        return subprocess.run(command, env=environment | more, capture_output=True, text=True, check=False, timeout=20)
 
     assert start().stdout == "started\n"
     token = (paths["secrets"] / "nats-token").read_bytes()
@@ -281,6 +282,14 @@ def test_nats_on_volumes_of_another_user_says_what_to_do(tmp_path: Path) -> None
         assert "set PENSTOCK_UID" in refused.stderr
         assert refused.stderr.count("\n") == 1
     assert start().stdout == "started\n"
+    given = tmp_path / "given"
+    assert start(PENSTOCK_NATS_TOKEN_FILE=str(given)).returncode == 2
+    given.write_text("of-the-cluster\n")
+    paths["secrets"].chmod(0o500)  # a pod has none
+    assert start(PENSTOCK_NATS_TOKEN_FILE=str(given)).stdout == "started\n"
+    paths["secrets"].chmod(0o700)
+    assert 'authorization { token: "of-the-cluster" }' in (paths["tmp"] / "nats.conf").read_text()
+    assert (paths["secrets"] / "nats-token").read_bytes() == token
 
 
 UNPRIVILEGED = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]

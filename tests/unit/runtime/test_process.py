@@ -142,3 +142,16 @@ async def test_a_task_that_swallowed_a_cancellation_ends_though_its_ending_is_in
     await asyncio.wait({ending_inner, inner}, timeout=HANG_S)
     assert ending_inner.cancelled()
     assert inner.cancelled()
+
+
+@pytest.mark.parametrize(("signalled", "code"), [(True, 143), (False, 0)])
+def test_an_orderly_end_after_a_signal_can_have_a_code_of_its_own(signalled: bool, code: int) -> None:
+    """Kubernetes takes 0 for the end of the work, also of a trainer that it has evicted itself."""
+
+    async def main(stop: asyncio.Event) -> None:
+        if signalled:
+            signal.raise_signal(signal.SIGTERM)
+            await stop.wait()
+
+    assert run(main, stopped_code=143) == code
+    assert run(main) == 0

@@ -1,0 +1,139 @@
+"""The chart's pods, started by podman from the rendered manifests: `make test-helm-pods`.
+
+Not collected by `make test`: its images take 13 GB, once for Docker and once for podman. It prints what it measures.
+"""
+
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from tests.helm.pods import Podman, Release, leftovers, missing, release
+
+pytestmark = pytest.mark.timeout(3600)
+
+NUM_STEPS = int(os.environ.get("NUM_STEPS", "60"))
+GROUPS_PER_STEP = 8
+RUN = "chart-test"
+VALUES = {
+    "run": RUN,
+    "settings": [
+        f"trainer.num_steps={NUM_STEPS}",
+        f"trainer.groups_per_step={GROUPS_PER_STEP}",
+        "trainer.samples_per_group=4",
+        "trainer.checkpoint_every=5",
+        "worker.concurrency=16",
+        "rollout.max_running=32",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def podman(tmp_path_factory: pytest.TempPathFactory) -> Podman:
+    """With all images in its storage."""
+    assert missing() == "", missing()
+    started = time.monotonic()
+    found = Podman.in_folder(tmp_path_factory.mktemp("podman"))
+    found.copy_images()
+    tell(f"images built and copied in {time.monotonic() - started:.0f} s")
+    return found
+
+
+def test_the_rendered_pods_train_through_kills_and_scaling(podman: Podman) -> None:
+    """One engine, then two, one of them killed, then one; the trainer is stopped and goes on: no group is lost or
+    trained twice."""
+    with release(podman, VALUES) as pods:
+        started = time.monotonic()
+        for workload in ("nats", "reward", "router"):
+            pods.play(workload)
+        for workload in ("nats", "reward", "router"):
+            pods.wait_until(lambda workload=workload: pods.is_ready(workload), f"a ready {workload}", 120)  # type: ignore[misc]
+        pods.play("rollout-unified", pod="rollout-unified-0")
+        pods.play("worker")
+        pods.play("trainer")
+        pods.wait_until(lambda: bool(pods.rows(RUN)), "the first trained step", 600)
+        tell(f"from the first pod to the first trained step: {time.monotonic() - started:.0f} s")
+        for workload in ("rollout-unified-0", "worker", "trainer"):
+            pods.wait_until(lambda workload=workload: pods.is_ready(workload), f"a ready {workload}", 60)  # type: ignore[misc]
+        assert_confined(pods)
+
+        pods.play("rollout-unified", pod="rollout-unified-1")
+        took_s = pods.wait_until(lambda: num_routable(pods) == 2, "two engines that take calls", 300)
+        tell(f"scaled up: two engines take calls after {took_s:.0f} s, at step {last_step(pods)}")
+
+        before = restarts(pods, "rollout-unified-0")
+        pods.crash("rollout-unified-0")
+        pods.wait_until(lambda: restarts(pods, "rollout-unified-0") > before, "a restart of the engine", 60)
+        took_s = pods.wait_until(lambda: pods.is_ready("rollout-unified-0"), "a ready engine", 300)
+        tell(f"killed engine: ready again after {took_s:.0f} s, at step {last_step(pods)}")
+        pods.wait_until(lambda: num_routable(pods) == 2, "two engines that take calls", 120)
+
+        assert pods.end("rollout-unified-1") == 0
+        tell(f"scaled down at step {last_step(pods)}")
+
+        goal = last_step(pods) + 2
+        pods.wait_until(lambda: last_step(pods) >= goal, f"step {goal}", 600)
+        assert last_step(pods) < NUM_STEPS, "the run was over before all was tried; raise NUM_STEPS"
+        code = pods.end("trainer")
+        tell(f"trainer stopped at step {last_step(pods)} with exit code {code}")
+        assert code == 143, "its Job would take the run for complete"
+        pods.play("trainer")
+        pods.wait_until(lambda: not pods.inspect("trainer")["State"]["Running"], "the end of the run", 1800)
+        assert pods.inspect("trainer")["State"]["ExitCode"] == 0, pods.logs()
+        tell(f"the run ended {time.monotonic() - started:.0f} s after the first pod")
+        rows = pods.rows(RUN)
+        name = pods.name
+    assert leftovers(podman, name) == []
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1)), "a step is missing or there twice"
+    trained = [index for row in rows for index in row["groups"]]
+    lost = set(range(NUM_STEPS * GROUPS_PER_STEP)) - {*trained}
+    tell(f"groups trained {len(trained)}, lost {len(lost)}, trained twice {len(trained) - len({*trained})}")
+    assert sorted(trained) == list(range(NUM_STEPS * GROUPS_PER_STEP)), "a group was lost or trained twice"
+
+
+def test_a_setting_that_is_wrong_ends_the_trainer_with_2(podman: Podman) -> None:
+    """The code that fails its Job at once."""
+    with release(podman, {**VALUES, "settings": ["trainer.device=cuda"]}) as pods:
+        pods.play("nats")
+        pods.wait_until(lambda: pods.is_ready("nats"), "a ready nats", 120)
+        pods.play("trainer")
+        pods.wait_until(lambda: not pods.inspect("trainer")["State"]["Running"], "the end of the trainer", 300)
+        assert pods.inspect("trainer")["State"]["ExitCode"] == 2, pods.logs()
+        name = pods.name
+    assert leftovers(podman, name) == []
+
+
+def assert_confined(pods: Release) -> None:
+    """As the manifests say: not root, nothing to write on; who comes without the token is refused."""
+    for pod in ("nats", "reward", "router", "rollout-unified-0", "worker", "trainer"):
+        done = pods.execute(pod, "sh", "-c", "id -u; touch /written && echo writable || echo read-only")
+        assert done.stdout.split() == ["10001", "read-only"], pod
+    asked = 'import urllib.request as u; u.urlopen("http://127.0.0.1:9400/metrics")'
+    assert "401" in pods.execute("reward", "python3", "-c", asked, check=False).stderr
+
+
+def num_routable(pods: Release) -> int:
+    """Engines that the router gives calls to."""
+    done = pods.execute("router", "penstock", "replicas", "--address", "127.0.0.1:7001", "--json", check=False)
+    if done.returncode != 0:
+        return 0
+    return sum(replica["routable"] for replica in json.loads(done.stdout)["replicas"])
+
+
+def restarts(pods: Release, pod: str) -> int:
+    """How often podman has started its container again."""
+    return int(pods.inspect(pod)["RestartCount"])
+
+
+def last_step(pods: Release) -> int:
+    """The last step that is in the metrics."""
+    rows = pods.rows(RUN)
+    return rows[-1]["step"] if rows else 0
+
+
+def tell(line: str) -> None:
+    """Write a measurement; `make test-helm-pods` lets it through."""
+    sys.stdout.write(f"  {line}\n")
+    sys.stdout.flush()
