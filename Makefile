@@ -157,7 +157,19 @@ test-helm-pods: setup ## Train in the pods of the Helm chart, started by podman;
 test-wheel: setup ## Build the wheel, install it with its packages from the index into an empty environment, and train there.
 	@$(BIN)/pytest tests/integration/deploy/run_wheel.py -s -p no:randomly $(ARGS)
 
-check: lint type proto-check settings-check test ## All that CI runs.
+# In an environment of its own, which needs nothing of .venv.
+.clients/docs/.installed: docs/site/requirements.lock | $(filter .uv/%,$(UV))
+	[ -x .clients/docs/bin/python ] || $(UV) venv --quiet --python $(PYTHON) .clients/docs
+	$(UV) pip sync --quiet --python .clients/docs/bin/python docs/site/requirements.lock
+	touch $@
+
+docs: .clients/docs/.installed ## Build the documentation as a site in build/site; a link or anchor that leads nowhere is an error.
+	.clients/docs/bin/sphinx-build --quiet --fail-on-warning --jobs auto --conf-dir docs/site . build/site
+
+docs-links: .clients/docs/.installed ## Check the links of the documentation that lead to other sites.
+	.clients/docs/bin/sphinx-build --quiet --builder linkcheck --conf-dir docs/site . build/links
+
+check: lint type proto-check settings-check docs test ## All that CI runs.
 
 recipes: setup ## Run the recipes for GPUs cut to size; ROWS=folder has their rows, ARGS=rlinf-geo3k-grpo picks.
 	@$(BIN)/python -m tools.run_recipes $(if $(ROWS),--rows $(ROWS)) $(ARGS)
@@ -232,7 +244,9 @@ test-compose: setup ## Test the compose stack on a real Docker engine, and measu
 lock: .uv/bin/uv ## Resolve the dependencies anew.
 	$(UV) pip compile --quiet --extra dev --no-emit-index-url --no-header --annotation-style line \
 		--python-version 3.11 --output-file requirements.lock pyproject.toml
+	$(UV) pip compile --quiet --no-emit-index-url --no-header --annotation-style line \
+		--python-version 3.11 --output-file docs/site/requirements.lock docs/site/requirements.in
 
 clean: ## Remove what setup and the tools made; runs/ stays.
-	rm -rf .venv .uv .clients .lmms-eval .mooncake .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .uv .clients build .lmms-eval .mooncake .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

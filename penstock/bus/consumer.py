@@ -56,7 +56,7 @@ class Delivery:
     def renew(self, message: Msg) -> None:
         """Continue with another delivery of the same message, which arrived because heartbeats were late.
 
-        `num_delivered` stays: nobody has failed at the message meanwhile.
+        `num_delivered` stays, since no attempt failed at the message meanwhile.
         """
         self._message = message
 

@@ -211,7 +211,7 @@ class SpanReader:
 
 
 def _is_line(payload: bytes) -> bool:
-    """Return whether this is one line of JSON: whoever has the token may send anything."""
+    """Return whether this is one line of JSON: anyone with the token may send anything."""
     if b"\n" in payload:
         return False
     try:

@@ -31,7 +31,7 @@ class StreamReport:
     num_messages: int
     size_bytes: int
     oldest_age_s: float | None
-    """Seconds since the oldest message was stored; None if there is none, or nobody asked."""
+    """Seconds since the oldest message was stored; None if there is none, or if it was not asked for."""
     consumers: tuple[ConsumerReport, ...]
 
 

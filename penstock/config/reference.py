@@ -28,7 +28,7 @@ class Setting:
     name: str
     """The key within its section."""
     kind: str
-    """The type and range, in words."""
+    """The type and range, as text for people."""
     default: str
     """The default as TOML; "required" or "unset" if there is none."""
     help: str
@@ -77,7 +77,7 @@ def as_markdown(described: Sequence[Section]) -> str:
     """Format the sections for a documentation page: a table for each."""
     lines = []
     for section in described:
-        lines += [f"## [{section.key}]", "", " ".join(section.help.split()), ""]
+        lines += [f"## [{_escaped(section.key)}]", "", " ".join(section.help.split()), ""]
         lines += ["| setting | takes | default | meaning |", "|---|---|---|---|"]
         for setting in section.settings:
             cells = (f"`{setting.name}`", setting.kind, f"`{setting.default}`", setting.help)

@@ -75,7 +75,7 @@ class Tool:
     """JSON schema of the arguments, of type object."""
     function: Callable[..., object]
     """Gets the arguments by name. Async, or blocking, which then runs in its own thread. It returns a `ToolResult`, a
-    text, or any JSON value, and raises `ToolError` to reject a call in words."""
+    text, or any JSON value, and raises `ToolError` with a text for the policy to reject a call."""
     timeout_s: float | None = 30.0
     """Seconds until an async function is cancelled. In a blocking one `SystemExit` is raised, which ends Python code at
     its next instruction but not a call that blocks in C. None for a function that enforces its own limit."""
@@ -129,7 +129,7 @@ class Tool:
         """Answer a call.
 
         Raises:
-            ToolError: the arguments do not fit, or the function failed or took too long; in words for the policy.
+            ToolError: the arguments do not fit, or the function failed or took too long; the message is for the policy.
             PenstockError: one of Penstock's servers failed.
         """
         if mistakes := self._find_mistakes(arguments):

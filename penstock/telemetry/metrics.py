@@ -1,7 +1,7 @@
 """What this process measures for Prometheus, and the page that shows it.
 
 Counters and histograms are the process's own, created once at import. A reading is a value that a service has anyway:
-its source is asked when somebody asks for the page. Every metric is declared here, so that docs/operation/prometheus.md
+its source is read when the page is requested. Every metric is declared here, so that docs/operation/prometheus.md
 can be compared with them.
 
 Invariant: a label takes few values, which the code or the recipe knows: never an id of a request, group or replica, and

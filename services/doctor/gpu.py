@@ -81,7 +81,7 @@ def probe_gpus(*, timeout_s: float = PROBE_TIMEOUT_S) -> GpuFacts:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _PROBE],
+            [sys.executable, "-P", "-W", "ignore", "-c", _PROBE],
             capture_output=True,
             text=True,
             timeout=timeout_s,

@@ -211,7 +211,7 @@ def _rows(paths: Iterable[Path]) -> Iterator[_Row]:
         for line in lines:
             try:
                 yield _decoder.decode(line)
-            except msgspec.DecodeError:  # whoever has the run's token may send anything
+            except msgspec.DecodeError:  # anyone with the run's token may send anything
                 continue
 
 

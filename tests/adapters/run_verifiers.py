@@ -50,7 +50,7 @@ async def serving(taskset: str, folder: Path) -> AsyncIterator[str]:
         "PATH": f"{ROOT / '.uv/bin'}:{os.environ['PATH']}",
     }
     process = await asyncio.create_subprocess_exec(
-        *(str(PYTHON), str(ROOT / "examples/verifiers_agent.py"), "serve", taskset, "--port", str(port)),
+        *(str(PYTHON), str(ROOT / "examples/verifiers/verifiers_agent.py"), "serve", taskset, "--port", str(port)),
         env=environment,
     )
 

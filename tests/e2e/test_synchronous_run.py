@@ -57,7 +57,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainPr
         "run.dir": tmp_path / "runs",
         "data.path": data,
         "data.environment_column": "environment",
-        f"worker.agents.{AGENT}.function": "examples.retry_agent:play",
+        f"worker.agents.{AGENT}.function": "examples.agent.retry_agent:play",
         f"worker.environments.{SECOND_PICTURE}.class": f"{second_picture.__name__}:SecondPicture",
         "router.http_port": free_ports(1)[0],
         "trainer.max_staleness": 0,

@@ -21,7 +21,7 @@ _GIVEN = re.compile(r"--([a-z_]+\.[\w.]+)=")
 _EVENT = re.compile(r"log\.\w+\(\s*'?\"([a-z_.]+)\"")
 _DOCUMENTS = sorted(
     path.relative_to(_ROOT).as_posix()
-    for path in (_ROOT / "README.md", _ROOT / "CHANGELOG.md", *(_ROOT / "docs").rglob("*.md"))
+    for path in (*_ROOT.glob("*.md"), *(_ROOT / "docs").rglob("*.md"), *(_ROOT / "examples").rglob("*.md"))
 )
 
 _NO_SETTINGS = {"data.lengths", "model.visual", "model.language_model", "sampling.constraint.json_schema"}

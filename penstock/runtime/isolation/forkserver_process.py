@@ -87,7 +87,7 @@ class Forkserver:
             arguments = [msgspec.json.encode(part).decode() for part in (settings, self._workers)]
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", self._module, *arguments),
+                *("-P", "-m", self._module, *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 env=self._environment,

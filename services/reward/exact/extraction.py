@@ -75,7 +75,7 @@ def extract_answer(
         response: The policy's own text.
         max_chars: Only the last `max_chars` characters are searched for the answer.
         forms: The forms in which an answer counts.
-        stated: Finds answers that are stated in words.
+        stated: Finds answers that are stated in a sentence.
         contradicts: Whether the second answer, which comes later in a less formal form, takes back the first.
     """
     closed = response.rfind("</think>")

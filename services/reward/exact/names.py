@@ -35,7 +35,7 @@ _QUANTITY_PHRASE = re.compile(_PHRASE, re.IGNORECASE)
 
 
 def is_quantity(text: str) -> bool:
-    """Return whether `text` names a quantity in words."""
+    """Return whether `text` names a quantity in plain language."""
     return _QUANTITY_PHRASE.fullmatch(text) is not None
 
 

@@ -1,4 +1,4 @@
-r"""Answers that a response says in words, without a box, in time linear in the text.
+r"""Answers that a response states in a sentence, without a box; found in time linear in the text.
 
     The final answer is $0.5$. I hope it is correct.        ## Final Answer
     #### 42                                                 $$x = 5$$

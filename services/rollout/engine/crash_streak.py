@@ -1,6 +1,6 @@
 """Counts calls that crashed with no token of any call in between; beyond a bound, the engine is of no use.
 
-A crash is an error that nobody raised on purpose: a bug, or a SGLang whose processes live but no longer answer as they
+A crash is an unexpected error: a bug, or a SGLang whose processes live but no longer answer as they
 should. A new process may heal that, and if not, the run's supervisor ends the run with the reason.
 """
 

@@ -140,7 +140,7 @@ class PromptChecker:
             raise InvalidRequestError(f"prompt_logprobs is set, but {reason}; leave it out")
 
     def _check_experts(self, request: generate_pb2.GenerateRequest, num_tokens: int) -> int | None:
-        """Return from which token on experts are to be reported; `num_tokens` are those of the prompt."""
+        """Return the first token whose experts are reported; `num_tokens` counts those of the prompt."""
         if not request.HasField("routed_experts_from"):
             return None
         first = request.routed_experts_from

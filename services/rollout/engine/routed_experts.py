@@ -27,7 +27,7 @@ def message_of(
         num_tokens: Tokens of prompt and output; the last has not been computed.
 
     Raises:
-        RuntimeError: these are not the experts of so many tokens in this model.
+        RuntimeError: the number of experts does not match that of the tokens in this model.
     """
     num_computed = num_tokens - 1 - first_token
     expected = num_computed * shape.num_layers * shape.num_experts_per_token

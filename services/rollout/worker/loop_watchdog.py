@@ -1,4 +1,4 @@
-"""Notices that the event loop stands still, and says what holds it.
+"""Notices that the event loop is blocked, and logs what blocks it.
 
 An async environment that blocks stops every episode of its worker, and the heartbeats that keep prompts from being
 delivered to another one. Nothing in the loop can tell that meanwhile, so a thread does.
@@ -31,7 +31,7 @@ class LoopWatchdog:
     """Watches the running event loop during its context."""
 
     def __init__(self, environments: Callable[[], Sequence[str]], *, limit_s: float = LIMIT_S) -> None:
-        """Log `loop.blocked` each time that the loop stands still for `limit_s` seconds; `environments` returns the
+        """Log `loop.blocked` each time that the loop is blocked for `limit_s` seconds; `environments` returns the
         names of those with an episode in the loop."""
         self._environments = environments
         self._limit_s = limit_s

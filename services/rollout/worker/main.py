@@ -62,7 +62,7 @@ async def serve(
 
     Needs its own process, because it keeps transformers from importing torch. A group that has failed `max_deliveries`
     times is given up and reported to the trainer as failed. A turn may wait `wait_timeout_s` for a replica, and a group
-    for its verdicts. A loop that stands still for `loop_limit_s` is logged with what holds it.
+    for its verdicts. A loop that is blocked for `loop_limit_s` is logged with what blocks it.
 
     Raises:
         ConfigError: an environment or agent cannot be loaded, or the model has no tokenizer.

@@ -38,7 +38,7 @@ def _require(name: str, section: str, arguments: tuple[str, ...], options: Mappi
     except TypeError as error:
         raise ConfigError(
             f"{section}.function = {name!r} cannot be called with {', '.join(arguments)} and the options "
-            f"{sorted(options)}: {error}; mend {section}.options or the function (examples/own_axes.py)"
+            f"{sorted(options)}: {error}; mend {section}.options or the function (examples/algorithm/own_axes.py)"
         ) from None
 
 

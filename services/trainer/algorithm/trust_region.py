@@ -117,7 +117,7 @@ def _custom(step: Step, config: TrustRegionConfig) -> Surrogate:
     if not isinstance(surrogate, Surrogate):
         raise DataError(
             f"algorithm.trust_region.function = {config.function!r} returned a {type(surrogate).__name__}, not a "
-            "Surrogate; see examples/own_axes.py"
+            "Surrogate; see examples/algorithm/own_axes.py"
         )
     for name, values_N in (
         ("objective_N", surrogate.objective_N),

@@ -39,7 +39,7 @@ _REFERENCE = "reference"
 class InProcessBackend:
     """A `TrainBackend` on one device.
 
-    Beside other ranks each method is to be called on all of them, with the same arguments, in the same order.
+    With several ranks, call each method on all of them, with the same arguments, in the same order.
     """
 
     def __init__(

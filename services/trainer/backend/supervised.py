@@ -44,7 +44,7 @@ class InProcessSupervisedBackend:
             hsdp_replicas: Groups of ranks that each hold shards of all weights.
             expert_parallel: Ranks among which the experts of a layer are divided.
             sequence_parallel: Ranks that compute each row together.
-            ranks: All that compute. Beside others, each method is to be called on all of them, in the same order.
+            ranks: All that compute. With several, call each method on all of them, in the same order.
 
         Raises:
             ConfigError: the device is not there.

@@ -5,7 +5,7 @@ Legend: G = samples of the batch, N = the policy's own tokens of a row, L = laye
 Invariants: loss, gradient and metrics are the same however the batch is cut into chunks and rows, and in whichever
 order its groups come, up to the order of float32 sums; one order and cut gives the same bits again. Groups without an
 advantage add nothing to the policy gradient, but count in every denominator, and so do groups that cannot be trained
-because one of their numbers is not finite. A step without a gradient that could be trusted leaves weights and AdamW's
+because one of their numbers is not finite. A step without a trustworthy gradient leaves weights and AdamW's
 averages unchanged, and says why.
 
 How a batch is trained in chunks: the gradient of each is summed with the denominator of the first, and put
@@ -19,8 +19,8 @@ step learns them alone, as a regulariser would act alone. A batch of which no gr
 it is broken, and must end the run if others follow.
 
 How a batch is trained by many ranks: each has all groups and plans all rows, computes those that are its own, and
-learns from the others what their tokens gave. So all take the same decisions on the same numbers, whatever is not a
-row's own work is done alike on each, and the gradient alone is summed by `ranks.sharding`.
+gets the results of the others' tokens from them. So all take the same decisions on the same numbers, work that belongs
+to no row is repeated on each, and only the gradient is summed, by `ranks.sharding`.
 """
 
 import time

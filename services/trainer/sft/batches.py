@@ -126,7 +126,7 @@ class BatchesAhead:
         self.position = batch.stop
 
     async def close(self) -> None:
-        """Wait for what is being read, and forget it: whoever goes on at `position` meets its errors again."""
+        """Wait for what is being read, and forget it: a caller that goes on at `position` gets its errors again."""
         if self._reading is not None:
             await asyncio.wait({self._reading})
             if not self._reading.cancelled():

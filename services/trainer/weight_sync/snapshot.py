@@ -45,7 +45,7 @@ class WeightSnapshot:
     ) -> Self:
         """Copy weights bucket by bucket, into memory of `pool` if given. Blocking: it reads every byte.
 
-        Besides the copy, memory holds the tensors of only one bucket at a time, once as they come and once packed.
+        Besides the copy, memory holds the tensors of only one bucket at a time, once as given and once packed.
 
         Args:
             version: Version of the weights.

@@ -12,6 +12,7 @@ from penstock.v1 import reward_pb2
 from services.reward.config import RewardConfig
 from services.reward.profiles.custom import find_verifiers
 from services.reward.server import running
+from tests.conftest import ROOT
 from tests.support.reward.service import OK, TIMEOUT, reward_service
 
 _FAILED = reward_pb2.VERDICT_STATUS_FAILED
@@ -139,3 +140,15 @@ async def test_installed_packages_offer_verifiers(tmp_path: Path, monkeypatch: p
     async with reward_service() as (client, _):
         assert (await client.verify_batch([_item("offered", "")], timeout_s=30.0))[0].score == 1.0
     assert "offered" not in sys.modules
+
+
+async def test_the_example_s_reward_falls_with_the_distance() -> None:
+    """In a real service: 1 for the right number, 4/5 for one beside it, 0 from five on, and 0 without a number."""
+    near = f"{ROOT / 'examples' / 'reward' / 'near.py'}:verify"
+    responses = {r"\boxed{7}": 1.0, r"\boxed{6}": 0.8, r"It is 3, so \boxed{ 9.5 }": 0.5, r"\boxed{12}": 0.0, "7": 0.0}
+    items = [reward_pb2.VerifyItem(golds=["7"], response=each, profile="near") for each in responses]
+    async with reward_service(verifiers={"near": near}) as (client, _):
+        verdicts = await client.verify_batch(items, timeout_s=30.0)
+    assert [verdict.status for verdict in verdicts] == [OK] * len(items)
+    assert [verdict.score for verdict in verdicts] == pytest.approx(list(responses.values()))
+    assert [verdict.extracted for verdict in verdicts] == ["7", "6", "9.5", "12", ""]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.reward.process import reward_process
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "other_trainers"
 NAMES = ("verl_reward", "trl_reward", "areal_reward")
 
 
@@ -26,7 +26,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def here(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment that examples/README.md asks for."""
+    """The environment that examples/other_trainers/README.md asks for."""
     monkeypatch.setenv("PENSTOCK_REWARD_URL", url + "/")
     monkeypatch.setenv("PENSTOCK_REWARD_RETRY_S", "5")
 

@@ -36,7 +36,7 @@ async def test_a_group_played_by_the_agent_of_the_guide(
     bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str
 ) -> None:
     """Each sample is one sequence of exactly the engine's ids, drawn as the prompt says and rewarded by the agent."""
-    recipe = await make_harness({"guesser": "examples.agent:play"})
+    recipe = await make_harness({"guesser": "examples.agent.guesser:play"})
     sampling = Sampling(temperature=0.75, top_p=0.5, top_k=9, max_new_tokens=500)
     await publish(bus, make_prompt(run_name, environment="guesser", sampling=sampling, **TEXT))
     async with working(recipe):

@@ -36,7 +36,7 @@ COEF = 0.5
 @pytest.fixture(autouse=True)
 def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The examples can be imported."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "algorithm")
     load_function.cache_clear()
 
 

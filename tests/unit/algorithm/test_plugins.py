@@ -1,4 +1,4 @@
-"""A person's own axes: those of examples/own_axes.py against their papers, and what is said about wrong ones."""
+"""A person's own axes: examples/algorithm/own_axes.py against their papers, and what is said about wrong ones."""
 
 import math
 from pathlib import Path
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.config import load
 from penstock.errors import ConfigError, DataError
+from services.recipe import Recipe
 from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.axes import AdvantageConfig
 from services.trainer.algorithm.config import AlgorithmConfig
@@ -32,7 +34,7 @@ def importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "    none_N = step.ratio_N < 0\n"
         "    return Surrogate(objective_N=step.ratio_N.mean(), bounded_N=none_N, outside_N=none_N)\n"
     )
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "algorithm")
     monkeypatch.syspath_prepend(tmp_path)
     load_function.cache_clear()
 
@@ -79,6 +81,12 @@ def test_gmpo_is_the_papers(seed: int) -> None:
     torch.testing.assert_close(loss.value, expected)
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
     assert loss.region.outside_N.any()
+
+
+def test_the_example_s_overlay_is_what_is_compared_here() -> None:
+    """Its algorithm is that of `with_gmpo`, with OPO's baseline."""
+    recipe = load(Recipe, [ROOT / "examples" / "algorithm" / "recipe.toml"], [])
+    assert recipe.algorithm == with_gmpo(advantage={"kind": "custom", "function": "own_axes:opo"})
 
 
 def test_opo_weighs_the_baseline_by_length() -> None:

@@ -315,4 +315,4 @@ def test_a_session_key_opens_its_session_and_says_nothing_of_the_token() -> None
 
 def test_the_guide_shows_the_example() -> None:
     """Line for line."""
-    assert (ROOT / "examples/agent.py").read_text() in (ROOT / "docs/rollouts/agents.md").read_text()
+    assert (ROOT / "examples/agent/guesser.py").read_text() in (ROOT / "docs/rollouts/agents.md").read_text()

@@ -127,7 +127,7 @@ class EnvironmentRegistry:
 
     def in_loop(self) -> list[str]:
         """Return the names of the environments that have an episode in the event loop, sorted. Any thread may ask while
-        the loop stands still."""
+        the loop is blocked."""
         return sorted(name for name, number in self._num_in_loop.items() if number)
 
     def require_room(self, name: str) -> None:

@@ -74,8 +74,8 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         """Compute only a share of each row from now on; `forward` returns what all ranks computed of it.
 
         Args:
-            divide_row: Returns this rank's share of a row of so many tokens. All ranks that share a row call `forward`
-                with it together, and go backward together.
+            divide_row: Returns this rank's share of a row of the given number of tokens. All ranks that share a row
+                call `forward` with it together, and go backward together.
         """
         self._divide_row = divide_row
 

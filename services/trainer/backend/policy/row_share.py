@@ -2,7 +2,7 @@
 
 Outside attention each rank computes neighbouring tokens of the row, as equally many as possible. In attention it
 computes some of the heads for all tokens: an all-to-all exchange before it and another after it swap one division for
-the other. Heads of keys and values that are fewer than the ranks are repeated, as often as they must.
+the other. Heads of keys and values are repeated where there are fewer of them than ranks.
 
 Embeddings and the vision tower are computed for the whole row on each rank, which then takes its tokens' part. So a
 gradient reaches every weight through each rank's own tokens alone, and its sum over the ranks is that of the row.

@@ -2,8 +2,8 @@
 
 torch's `fully_shard` does this by units: a unit's parameters are gathered before its forward pass and again before its
 backward pass, which sums their gradient over the ranks and leaves each with its shard. Units are the text's layers, and
-everything else as one: embedding, tower, norm and head. So a rank whose row has no picture gathers the tower all the
-same, and nobody waits for it.
+everything else as one: embedding, tower, norm and head. So a rank whose row has no picture gathers the tower too,
+and no rank waits for another.
 
 With replicas (HSDP) a group of neighbouring ranks holds shards of all weights: they gather and sum among themselves,
 and then each sums its shard of the gradient with the ranks that hold the same one. So all replicas stay equal.

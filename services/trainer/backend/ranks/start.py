@@ -169,7 +169,7 @@ def _join_torchrun(device: str, pulse: Pulse) -> tuple[Ranks, TorchrunRanks]:
 
 
 def _num_started(num_ranks: int) -> int:
-    """Return how many ranks there are to be."""
+    """Return the number of ranks to start."""
     started = int(os.environ.get("WORLD_SIZE", num_ranks))
     if num_ranks not in (1, started):
         raise ConfigError(

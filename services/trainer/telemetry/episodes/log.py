@@ -178,7 +178,7 @@ class EpisodeLog:
             self._put(_Kept(group=group, images=images or {}, fate=fate, trained={}), [group])
 
     def why_keep_evaluated(self, step: int, row: EvaluatedRow, group: Group, *, pass_score: float) -> str | None:
-        """Return why a group of an evaluation is to be kept, empty if all are; None if it is not.
+        """Return the reason to keep a group of an evaluation, empty if all are kept; None if it is not kept.
 
         Call it once for each group, before `keep_evaluated`.
 

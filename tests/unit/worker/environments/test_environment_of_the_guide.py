@@ -1,25 +1,28 @@
-"""The environment of docs/rollouts/environments.md, as it stands there."""
+"""The environment of examples/environment, which docs/rollouts/environments.md shows."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.model.chat_template import Renderer
+from tests.conftest import ROOT
 from tests.support.worker.scripted_episodes import END, ScriptedPolicy, make_player, make_prompt, play
 from tests.support.worker.verifiers import Boxes
 
-PAGE = Path(__file__).parents[4] / "docs" / "rollouts" / "environments.md"
+FOLDER = ROOT / "examples" / "environment"
 
 
 @pytest.fixture
-def second_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def second_chance(monkeypatch: pytest.MonkeyPatch) -> str:
     """Where workers find it."""
-    [block] = re.findall(r"^## Write your own\n\n```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (tmp_path / "second_chance_of_the_guide.py").write_text(block)
-    monkeypatch.syspath_prepend(tmp_path)
-    return "second_chance_of_the_guide:SecondChance"
+    monkeypatch.syspath_prepend(FOLDER)
+    return "second_chance:SecondChance"
+
+
+def test_the_guide_shows_the_example() -> None:
+    """Line for line."""
+    page = (ROOT / "docs" / "rollouts" / "environments.md").read_text()
+    assert f"```python\n{(FOLDER / 'second_chance.py').read_text()}```\n" in page
 
 
 @pytest.mark.parametrize(

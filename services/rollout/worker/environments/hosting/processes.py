@@ -216,7 +216,7 @@ class _Forkserver:
             )
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "services.rollout.worker.environments.hosting.forkserver"),
+                *("-P", "-m", "services.rollout.worker.environments.hosting.forkserver"),
                 msgspec.json.encode(argument).decode(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,

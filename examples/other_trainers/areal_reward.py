@@ -1,4 +1,4 @@
-"""AReaL: `RLVRWorkflow(reward_fn=penstock_reward, ...)`. See examples/README.md.
+"""AReaL: `RLVRWorkflow(reward_fn=penstock_reward, ...)`. See README.md.
 
 AReaL calls a reward function for each completion, in a process of its own, with the dataset's other keys by name
 (areal/api/reward_api.py). It takes what lasts longer than 15 seconds for 0, so this gives up before that.

@@ -1,7 +1,6 @@
 """An agent for the tiny recipe, as it stands: a wrong answer gets a second try.
 
-    PYTHONPATH=examples penstock train tiny-cpu --data.environment=retry \\
-        --worker.agents.retry.function=retry_agent:play --router.http_port=7080 --trainer.num_steps=20
+PYTHONPATH=examples/agent penstock train tiny-cpu examples/agent/recipe.toml --trainer.num_steps=20
 """
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient

@@ -1,21 +1,8 @@
 """An advantage and a trust region of your own: GMPO and OPO, which Penstock does not have.
 
-    [algorithm]
-    preset = "ppo"                                # the anchor is the engine
+The module must be importable where the trainer starts:
 
-    [algorithm.trust_region]
-    kind = "custom"
-    function = "own_axes:gmpo"
-    options = { low = 0.4, high = 0.4 }
-
-    [algorithm.aggregation]
-    kind = "sequence"
-
-    [algorithm.advantage]
-    kind = "custom"
-    function = "own_axes:opo"
-
-The module must be importable where the trainer starts: PYTHONPATH=examples penstock train RECIPE.
+    PYTHONPATH=examples/algorithm penstock train tiny-cpu examples/algorithm/recipe.toml
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""TRL: `GRPOTrainer(reward_funcs=penstock_reward, ...)`. See examples/README.md.
+"""TRL: `GRPOTrainer(reward_funcs=penstock_reward, ...)`. See README.md.
 
 TRL calls a reward function with lists over the batch, prompts and completions as text or as chat messages, and the
 dataset's other columns by name (trl/rewards/accuracy_rewards.py); a reward of None leaves the sample out.

@@ -1,6 +1,6 @@
 """An agent that Penstock trains: a loop of your own around the OpenAI client, in your own process.
 
-    PYTHONPATH=examples penstock train RECIPE --worker.agents.guesser.function=agent:play
+    PYTHONPATH=examples/agent penstock train RECIPE --worker.agents.guesser.function=guesser:play
 
 docs/rollouts/agents.md says how it is trained.
 """

@@ -1,4 +1,4 @@
-"""verl: `custom_reward_function.path=verl_reward.py`. See examples/README.md.
+"""verl: `custom_reward_function.path=verl_reward.py`. See README.md.
 
 verl calls `compute_score` for each response and takes the number for its reward (verl/workers/reward_manager/naive.py).
 """

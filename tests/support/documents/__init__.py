@@ -1,0 +1,1 @@
+"""The code blocks of the documents, and what is wrong with them."""
