@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.errors import PenstockError
 from penstock.model import hub
 from penstock.runtime.security import Security
-from services.cli import service_settings
+from services.cli import hub_models, service_settings
 from services.launch.on_ray import launch
 from services.launch.on_ray.addresses import require_launchable
 from services.launch.on_ray.cluster import Cluster, connected
@@ -30,7 +30,7 @@ def train(settings: Recipe, folder: RunFolder | None, *, dry_run: bool, view: bo
     require_launchable(settings, Path.cwd())
     security = Security.load(settings.security)
     with connected(settings.launch):  # before signals are handled: Ray has handlers of its own
-        settings = service_settings.with_models(settings, _without_weights)
+        settings = hub_models.with_models(settings, _without_weights)
         service_settings.require_at_launcher(settings)
         if dry_run:
             cluster = Cluster(settings, None if folder is None else folder.path)

@@ -81,9 +81,7 @@ class Podman:
         """Run podman and return its standard output."""
         return self.done(*arguments, check=check, timeout_s=timeout_s).stdout
 
-    def done(
-        self, *arguments: str, check: bool = True, timeout_s: float = 120.0
-    ) -> "subprocess.CompletedProcess[str]":
+    def done(self, *arguments: str, check: bool = True, timeout_s: float = 120.0) -> "subprocess.CompletedProcess[str]":
         """Run podman and return all that it said."""
         own = {"CONTAINERS_CONF": str(self.folder / "containers.conf"), "DISABLE_HC_SYSTEMD": "true"}
         return _run(["podman", *arguments], environment={**os.environ, **own}, check=check, timeout_s=timeout_s)
@@ -168,7 +166,9 @@ class Release:
 
     def rows(self, run: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """Finished steps of the run, out of its claim."""
-        mounted = self.podman("volume", "inspect", "--format", "{{.Mountpoint}}", self.full("runs"), check=False).strip()
+        mounted = self.podman(
+            "volume", "inspect", "--format", "{{.Mountpoint}}", self.full("runs"), check=False
+        ).strip()
         path = Path(mounted) / run / file
         if not mounted or not path.exists():
             return []

@@ -52,17 +52,17 @@ def _require_packages(service: str) -> None:
 
 
 def _check_engine(recipe: Recipe, say: Callable[[str], object]) -> None:
-    from services.cli import service_settings
+    from services.cli import hub_models, service_settings
 
-    recipe, unfetched = service_settings.with_cached_models(recipe)
+    recipe, unfetched = hub_models.with_cached_models(recipe)
     if not unfetched:
         service_settings.for_engine(recipe)
 
 
 def _check_worker(recipe: Recipe, say: Callable[[str], object]) -> None:
-    from services.cli import service_settings
+    from services.cli import hub_models, service_settings
 
-    recipe, unfetched = service_settings.with_cached_models(recipe)
+    recipe, unfetched = hub_models.with_cached_models(recipe)
     if not unfetched:
         anywhere = {"router_address": "host:1", "reward_address": "host:1", "router_url": "http://host:1"}
         worker = recipe.worker.model_copy(update=anywhere)  # they are known once the ports are chosen
@@ -70,11 +70,11 @@ def _check_worker(recipe: Recipe, say: Callable[[str], object]) -> None:
 
 
 def _check_trainer(recipe: Recipe, say: Callable[[str], object]) -> None:
-    from services.cli import service_settings
+    from services.cli import hub_models, service_settings
     from services.launch.row_check import check_rows
 
     service_settings.require_trainable_without_model(recipe)
-    recipe, unfetched = service_settings.with_cached_models(recipe)
+    recipe, unfetched = hub_models.with_cached_models(recipe)
     if not unfetched:
         service_settings.require_inputs(recipe)
         check_rows(recipe, with_sets=recipe.evaluation.is_in_training, say=say)
