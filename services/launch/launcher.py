@@ -202,8 +202,8 @@ def bus_host(network: NetworkConfig) -> str:
             return host
     except SetupError:
         raise SetupError(
-            f"the run's NATS cannot listen on {host}; give --network.advertise_host=, a name or address of this machine "
-            "under which others reach it"
+            f"the run's NATS cannot listen on {host}; give --network.advertise_host=, a name or address of this "
+            "machine under which others reach it"
         ) from None
 
 

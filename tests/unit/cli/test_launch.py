@@ -140,7 +140,7 @@ def test_the_bus_listens_where_the_services_do(recipe: Recipe) -> None:
         assert f'listen: "{nats.address}"' in (folder.nats / "nats.conf").read_text()
         assert spec.address == nats.address
     for elsewhere in ("192.0.2.200", "no-such-host.invalid"):
-        with pytest.raises(SetupError, match=f"NATS cannot listen on {re.escape(elsewhere)}; give --network.advertise_"):
+        with pytest.raises(SetupError, match=f"NATS cannot listen on {re.escape(elsewhere)}; give --network.adv"):
             bus_host(opened.model_copy(update={"advertise_host": elsewhere}))
 
 
