@@ -154,6 +154,15 @@ test-helm-pods: setup ## Train in the pods of the Helm chart, started by podman;
 	$(HELM_LIBRARY)
 	@PYTHONPATH=.clients/helm $(BIN)/pytest tests/helm/run_pods.py -s -p no:randomly $(ARGS)
 
+# Of Debian. What the packages would start as services is not started: the test has its own.
+test-slurm: setup ## Train on a real Slurm of two nodes, all on this machine, through preemption and time limit; needs root, and installs slurmctld, slurmd, slurm-client and munge.
+	@[ "$$(id -u)" = 0 ] || { echo "test-slurm makes network namespaces, which needs root: run it in a privileged container"; exit 1; }
+	@for name in slurmctld slurmd sbatch munged ip; do \
+		PATH=/usr/sbin:$$PATH command -v $$name > /dev/null || { \
+			apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client munge iproute2; break; }; \
+	done
+	@$(BIN)/pytest tests/slurm/run_slurm.py -s -p no:randomly $(ARGS)
+
 test-wheel: setup ## Build the wheel, install it with its packages from the index into an empty environment, and train there.
 	@$(BIN)/pytest tests/integration/deploy/run_wheel.py -s -p no:randomly $(ARGS)
 

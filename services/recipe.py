@@ -20,6 +20,7 @@ from penstock.config import (
     TraceConfig,
 )
 from services.launch.config import LaunchConfig
+from services.launch.slurm.config import SlurmConfig
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import MAX_PUSH_S, RolloutConfig
 from services.rollout.worker.config import WorkerConfig
@@ -66,6 +67,7 @@ class Recipe(Config):
     security: SecurityConfig = SecurityConfig()
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
+    slurm: SlurmConfig = SlurmConfig()
 
     @pydantic.model_validator(mode="before")
     @classmethod

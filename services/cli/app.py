@@ -30,6 +30,8 @@ from services.cli.score.command import score
 from services.cli.serve import serve
 from services.cli.sft.command import sft
 from services.cli.show_config import show_config
+from services.cli.slurm.command import slurm
+from services.cli.slurm.node_command import slurm_node
 from services.cli.status_command import status
 from services.cli.train import train
 from services.cli.view_command import view
@@ -51,9 +53,11 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "config": show_config,
     "doctor": doctor,
     "plan": plan,
+    "slurm": slurm,
 }
 for _name, _command in _COMMANDS.items():
     app.command(name=_name, cls=RecipeCommand, context_settings=TAKES_OVERRIDES)(_command)
+app.command(name="slurm-node", hidden=True, context_settings=TAKES_OVERRIDES)(slurm_node)
 app.command()(init)
 app.command()(export)
 app.command()(view)

@@ -16,9 +16,10 @@ import structlog
 
 from penstock import config as configuration
 from penstock.bus.local_server import server_command
-from penstock.errors import PenstockError
+from penstock.config import NetworkConfig
+from penstock.errors import PenstockError, SetupError
 from penstock.runtime.ports import held_port, held_ports
-from penstock.runtime.security import Security
+from penstock.runtime.security import NATS_TOKEN, Security, is_loopback
 from services.launch.bounded_log import BoundedLog
 from services.launch.gpu_plan import extend_plan, find_gpus, without
 from services.launch.metrics import MetricsFollower, describe_run
@@ -64,7 +65,7 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
         ProcessFailedError: a process died too often.
     """
     folder.forget_targets()
-    with addressed(recipe, folder) as live:
+    with addressed(recipe, folder, host=LOCAL if recipe.bus.url else bus_host(recipe.network)) as live:
         folder.live_file.write_text(configuration.dump(live))
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
         sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
@@ -187,6 +188,25 @@ def addressed(
         yield Recipe.model_validate(tree)
 
 
+def bus_host(network: NetworkConfig) -> str:
+    """Return where the run's own NATS listens: where other hosts reach it, if they reach this run's services at all.
+
+    Raises:
+        SetupError: the name under which others reach them is not this machine's.
+    """
+    if is_loopback(network.host):
+        return LOCAL
+    host = network.advertised
+    try:
+        with held_port(host, 0, key="network.advertise_host"):
+            return host
+    except SetupError:
+        raise SetupError(
+            f"the run's NATS cannot listen on {host}; give --network.advertise_host=, a name or address of this "
+            "machine under which others reach it"
+        ) from None
+
+
 def process_specs(plan: RunPlan, folder: RunFolder, security: Security) -> list[ProcessSpec]:
     """Return the specs of the processes of `plan` on this machine; `security` is required by their servers."""
     environment = child_environment(has_gpu=bool(plan.gpus.devices))
@@ -224,6 +244,7 @@ def _nats_spec(
 ) -> ProcessSpec:
     host, _, port = process.address.rpartition(":")
     command = server_command(folder.nats.absolute(), host=host, port=int(port), security=security)
+    security.tell_if_open(host, process.address, secret=NATS_TOKEN)
     return ProcessSpec(
         name=process.name,
         service=process.service,

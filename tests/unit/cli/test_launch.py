@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from penstock.runtime.reaper_process import groups_left
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2
 from services.launch.bounded_log import BoundedLog
-from services.launch.launcher import addressed, child_environment, process_specs
+from services.launch.launcher import addressed, bus_host, child_environment, process_specs
 from services.launch.metrics import MetricsFollower, describe_run, describe_step, describe_waits, sparkline
 from services.launch.process.spec import StopPhase
 from services.launch.run_folder import RunFolder
@@ -123,6 +124,24 @@ def test_every_server_gets_an_address(recipe: Recipe) -> None:
         assert live.rollout.port == 0
         assert live.run.folder == folder.path
         assert again == live
+
+
+def test_the_bus_listens_where_the_services_do(recipe: Recipe) -> None:
+    """On this machine alone by default; under the advertised name where other hosts reach the services."""
+    assert bus_host(recipe.network) == "127.0.0.1"
+    opened = recipe.network.model_copy(update={"host": "0.0.0.0", "advertise_host": "127.0.0.2"})
+    folder = RunFolder.create(recipe.run)
+    with addressed(recipe, folder, host=bus_host(opened)) as live:
+        assert live.bus.url.startswith("nats://127.0.0.2:")
+        plan = make_plan(live, [], own_bus=True)
+        nats = next(process for process in plan.processes if process.name == "nats")
+        assert f"nats://{nats.address}" == live.bus.url
+        (spec,) = [spec for spec in process_specs(plan, folder, Security()) if spec.name == "nats"]
+        assert f'listen: "{nats.address}"' in (folder.nats / "nats.conf").read_text()
+        assert spec.address == nats.address
+    for elsewhere in ("192.0.2.200", "no-such-host.invalid"):
+        with pytest.raises(SetupError, match=f"NATS cannot listen on {re.escape(elsewhere)}; give --network.adv"):
+            bus_host(opened.model_copy(update={"advertise_host": elsewhere}))
 
 
 def test_addresses_are_kept_until_the_run_ends(recipe: Recipe) -> None:

@@ -1,0 +1,114 @@
+"""`penstock slurm`: writes the sbatch file of a training run, and submits it."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock import config as configuration
+from penstock.errors import ConfigError
+from penstock.runtime.files import write_atomically
+from services.cli import hub_models, service_settings
+from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
+from services.launch.known_names import require_names
+from services.launch.run_folder import RunFolder
+from services.launch.run_plan import make_plan
+from services.launch.slurm import submission
+from services.launch.slurm.placement import NodeShare, place
+from services.launch.slurm.script import job_script
+from services.recipe import Recipe
+
+
+def slurm(
+    context: typer.Context,
+    recipe: RecipeArgument = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the job.")] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write the run folder with its sbatch file, and submit nothing.")
+    ] = False,
+) -> int:
+    """Train on a Slurm cluster: write an sbatch file into a new run folder, and submit it.
+
+    Section [slurm] has the job's partition, account, time, GPUs and container. Engines and workers are divided among
+    the nodes; the first one also has the trainer. Any --section.key=value overrides the recipe.
+    """
+    if not dry_run:
+        submission.require_sbatch()
+    recipes, overrides = sort_arguments(recipe, context.args)
+    settings = load_recipes(recipes, overrides)
+    if settings.launch.backend != "local":
+        raise ConfigError(
+            f"launch.backend = {settings.launch.backend!r}: a job of `penstock slurm` starts each node's processes "
+            "there; leave it out"
+        )
+    if not settings.slurm.container_image:  # else model and data may be in the container only
+        settings = _checked(settings)
+    shares = place(settings, num_nodes=nodes)
+    plan = make_plan(_of_first(settings, shares[0]), _gpus(settings), own_bus=not settings.bus.url)
+    folder = RunFolder.create(settings.run)
+    absolute = folder.path.absolute()
+    script = absolute / "job.sh"
+    write_atomically(absolute / "recipe.toml", configuration.dump(settings))
+    write_atomically(script, job_script(settings, absolute, shares, working_directory=Path.cwd()))
+    lines = [f"run folder {absolute}", *plan.describe(), *_others(shares)]
+    if dry_run:
+        lines.append(f"not submitted; read {script}, then `sbatch {script}`")
+    else:
+        lines += _what_to_look_at(submission.submit(script), absolute)
+    sys.stdout.write("\n".join([*lines, ""]))
+    return 0
+
+
+def _checked(recipe: Recipe) -> Recipe:
+    """Check what `penstock train` checks, as far as it needs no download; return the recipe with its cached models.
+
+    Raises:
+        ConfigError: the recipe does not fit its model or data.
+    """
+    service_settings.require_trainable_without_model(recipe)
+    recipe, unfetched = hub_models.with_cached_models(recipe)
+    if unfetched:
+        require_names(recipe, sets=recipe.evaluation.is_in_training)
+    else:
+        service_settings.require_inputs(recipe)
+    return recipe
+
+
+def _of_first(recipe: Recipe, share: NodeShare) -> Recipe:
+    """Return the recipe of the first node."""
+    rollout = {"replicas": share.unified, "prefill": share.prefill, "decode": share.decode}
+    return recipe.model_copy(
+        update={
+            "rollout": recipe.rollout.model_copy(update=rollout),
+            "worker": recipe.worker.model_copy(update={"num": share.workers}),
+        }
+    )
+
+
+def _gpus(recipe: Recipe) -> list[str]:
+    if recipe.trainer.device == "cuda" and not recipe.slurm.gpus_per_node:
+        raise ConfigError(
+            "trainer.device = 'cuda', and slurm.gpus_per_node = 0; set it to the number of GPUs that each node has"
+        )
+    return [str(index) for index in range(recipe.slurm.gpus_per_node)]
+
+
+def _others(shares: Sequence[NodeShare]) -> Iterator[str]:
+    if len(shares) > 1:
+        yield "the above on the first node"
+        for number, share in enumerate(shares[1:], start=2):
+            yield f"node {number}: {share.describe()}"
+
+
+def _what_to_look_at(job: str, folder: Path) -> list[str]:
+    return [
+        f"job {job} is submitted",
+        f"  squeue --jobs={job}                       # whether it runs",
+        f"  tail -F {folder}/slurm-{job}.log",
+        f"  penstock status {folder}",
+        f"  penstock view {folder}",
+        f"  scancel --batch --signal=USR1 {job}       # ends it after its step, with a checkpoint",
+        f"  sbatch {folder}/job.sh      # continues it then",
+    ]

@@ -1,0 +1,89 @@
+"""Findings from what two hosts say of themselves. Pure."""
+
+from collections.abc import Iterator
+
+from penstock.config import RunConfig
+from services.doctor.finding import Finding, fault, ok, warning
+from services.doctor.hosts.facts import HostFacts, shared_folder
+
+MAX_CLOCK_S = 1.0
+"""Above it, the timeline and the ages of what waits in queues are wrong by more than people would overlook."""
+BROKEN_CLOCK_S = 60.0
+"""Above it, certificates may not be valid yet, and the newest file of a shared folder is not the newest."""
+
+_CODE = "Penstock's files"
+
+
+def compare(own: HostFacts, other: HostFacts, *, run: RunConfig, ahead_s: float) -> Iterator[Finding]:
+    """Yield the findings on another host.
+
+    Args:
+        own: This host.
+        other: The other, after it was asked.
+        run: Says which folder is shared.
+        ahead_s: Seconds by which its clock is ahead.
+    """
+    name = other.advertised
+    yield _clock(f"{name}: clock", ahead_s)
+    yield _versions(f"{name}: versions", own, other)
+    yield _shared(f"{name}: shared path", run, sees_marker=other.sees_marker)
+    if own.model or other.model:
+        yield _model(f"{name}: model", own.model, other.model)
+    yield _name(f"{name}: name and port", own.advertised, other.reach_error)
+
+
+def _clock(name: str, ahead_s: float) -> Finding:
+    seen = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this host's"
+    remedy = "have both hosts synchronise their clocks: look at `timedatectl` and `chronyc tracking`"
+    if abs(ahead_s) > BROKEN_CLOCK_S:
+        return fault(name, seen, remedy)
+    if abs(ahead_s) > MAX_CLOCK_S:
+        return warning(name, seen, remedy)
+    return ok(name, "the same, within a second")
+
+
+def _versions(name: str, own: HostFacts, other: HostFacts) -> Finding:
+    pairs = {each: (version, other.versions.get(each, version)) for each, version in own.versions.items()}
+    pairs[_CODE] = (own.code, other.code)
+    differing = {each: pair for each, pair in pairs.items() if pair[0] != pair[1]}
+    if differing:
+        seen = ", ".join(f"{each} {there} there and {here} here" for each, (here, there) in differing.items())
+        return fault(name, seen, "install the same on all hosts, best in one environment that they share")
+    if own.python.split(".")[:2] != other.python.split(".")[:2]:
+        seen = f"Python {other.python} there and {own.python} here"
+        return warning(name, seen, "make the environments of all hosts with the same Python")
+    return ok(name, ", ".join(f"{each} {version}" for each, version in own.versions.items()))
+
+
+def _shared(name: str, run: RunConfig, *, sees_marker: bool) -> Finding:
+    folder = shared_folder(run)
+    if sees_marker:
+        return ok(name, f"{folder} is the same folder")
+    seen = f"a file written here into {folder} is not there"
+    if run.folder is None:
+        remedy = (
+            "set run.dir to a folder that all hosts share; without one, copy live.toml to the other host, and do not "
+            "use trainer.weight_sync.transport = 'disk'"
+        )
+        return warning(name, seen, remedy)
+    return fault(name, seen, "set run.dir or run.folder to a folder that all hosts share under the same path")
+
+
+def _model(name: str, own: str, other: str) -> Finding:
+    remedy = "give model.path a folder that all hosts have, or a model on the Hugging Face Hub"
+    if not own or not other:
+        return fault(name, f"the folder of model.path is {'there' if other else 'here'} only", remedy)
+    if own != other:
+        return fault(name, "the folder of model.path has other files there than here", remedy)
+    return ok(name, "the same files")
+
+
+def _name(name: str, advertised: str, error: str) -> Finding:
+    if error:
+        return fault(
+            name,
+            f"this host was not reached from there as {advertised}: {error}",
+            "give --network.host=0.0.0.0 and --network.advertise_host=, a name or address under which others reach "
+            "this host, and open its ports to them: engines, weights and the trainer's ranks use any free one",
+        )
+    return ok(name, f"this host was reached from there as {advertised}")

@@ -1,0 +1,229 @@
+"""`penstock doctor --serve` and `--with`: two processes of one machine, as two hosts."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import RunConfig
+from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
+from services.cli.app import main
+from services.doctor.finding import Finding, Status
+from services.doctor.hosts import asking
+from services.doctor.hosts.comparison import compare
+from services.doctor.hosts.facts import HostFacts, code_digest, installed_versions, model_digest
+from services.recipe import Recipe
+from tests.support.waiting import HANG_S
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "models" / "tiny-qwen3-vl"
+
+
+def facts(**changes: Any) -> HostFacts:
+    told = {
+        "host": "b",
+        "advertised": "b",
+        "python": "3.11.2",
+        "versions": {"penstock": "0.1.0", "torch": "2.11.0"},
+        "code": "c0de",
+        "model": "d1",
+        "sees_marker": True,
+        "reach_error": "",
+        "clock": 0.0,
+    }
+    return HostFacts(**told | changes)
+
+
+def found(other: HostFacts, *, ahead_s: float = 0.0, run: RunConfig | None = None) -> dict[str, Finding]:
+    findings = compare(facts(), other, run=run or RunConfig(folder=Path("/runs/x")), ahead_s=ahead_s)
+    return {finding.name.removeprefix("b: "): finding for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "status", "words"),
+    [
+        (0.3, "ok", "the same"),
+        (-0.9, "ok", "the same"),
+        (2.5, "warning", "2.5 s ahead of this host's"),
+        (-90.0, "fault", "90.0 s behind this host's"),
+    ],
+)
+def test_clocks(ahead_s: float, status: str, words: str) -> None:
+    """A second makes timelines wrong, a minute may break certificates."""
+    clock = found(facts(), ahead_s=ahead_s)["clock"]
+    assert (clock.status, words in clock.seen, bool(clock.remedy)) == (Status(status), True, status != "ok")
+
+
+def test_versions_that_differ_are_named() -> None:
+    """Of packages that both have, and of Penstock's own files; another Python is a warning."""
+    other = facts(versions={"penstock": "0.1.0", "torch": "2.10.0", "sglang": "0.5.23"}, python="3.12.1")
+    versions = found(other)["versions"]
+    assert (versions.status, versions.seen) == (Status.FAULT, "torch 2.10.0 there and 2.11.0 here")
+    assert "Penstock's files" in found(facts(code="other"))["versions"].seen
+    assert found(facts(python="3.12.1"))["versions"].status is Status.WARNING
+    assert found(facts(versions={"penstock": "0.1.0"}, python="3.11.9"))["versions"].status is Status.OK
+
+
+def test_models_that_differ_are_named() -> None:
+    """A folder that one of them lacks, or that has other files; a model of the Hub is each host's own matter."""
+    assert found(facts())["model"].status is Status.OK
+    assert found(facts(model=""))["model"].seen == "the folder of model.path is here only"
+    assert found(facts(model="d2"))["model"].status is Status.FAULT
+    assert "model" not in {
+        each.name.removeprefix("b: ")
+        for each in compare(facts(model=""), facts(model=""), run=RunConfig(), ahead_s=0.0)
+    }
+
+
+def test_a_folder_that_is_not_shared() -> None:
+    """A fault where the run's folder is given, as in a Slurm job; else a warning, for runs can do without."""
+    away = facts(sees_marker=False)
+    assert found(away)["shared path"].status is Status.FAULT
+    shared = found(away, run=RunConfig(dir=Path("/runs")))["shared path"]
+    assert (shared.status, "/runs" in shared.seen) == (Status.WARNING, True)
+
+
+def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
+    """Names, sizes, and what JSON files say."""
+    copy = tmp_path / "model"
+    shutil.copytree(MODEL, copy)
+    assert model_digest(copy) == model_digest(MODEL) != ""
+    config = copy / "config.json"
+    config.write_text(config.read_text().replace("{", "{ ", 1))
+    assert model_digest(copy) != model_digest(MODEL)
+    assert model_digest(tmp_path / "none") == ""
+
+
+def test_what_a_host_says_of_itself() -> None:
+    """Versions of what is installed, and one digest of one tree."""
+    assert installed_versions().keys() >= {"penstock", "torch", "sglang", "transformers"}
+    assert code_digest() == code_digest()
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Callable[..., tuple[str, "subprocess.Popen[str]"]]]:
+    """Start `penstock doctor --serve`; returns its address and the process."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, **environment: str) -> tuple[str, "subprocess.Popen[str]"]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "doctor", "--json", "--serve=0", *arguments],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
+                **environment,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        address = re.search(r"--with (\S+)`", line)
+        assert address is not None, line + process.stderr.read()
+        return address[1], process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    capsys.readouterr()
+    code = main(["doctor", "--json", *arguments])
+    return code, {each["name"].partition(": ")[2]: each for each in json.loads(capsys.readouterr().out)["checks"]}
+
+
+def test_hosts_that_fit(
+    tmp_path: Path, serving: Callable[..., tuple[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every check has a line; the one that answers ends when all have asked, and nothing is left in the folder."""
+    settings = (f"--model.path={MODEL}", f"--run.folder={tmp_path}/run")
+    address, process = serving("--peers=2", *settings)
+    for _ in range(2):
+        code, told = asked(capsys, f"--with={address}", *settings)
+        assert code == 0, told
+        assert {name: each["status"] for name, each in told.items()} == dict.fromkeys(
+            ("clock", "versions", "shared path", "model", "name and port"), "ok"
+        )
+    out, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0
+    assert json.loads(out)["checks"][0]["seen"] == "127.0.0.1, 127.0.0.1 asked"
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_hosts_that_do_not_fit(
+    tmp_path: Path, serving: Callable[..., tuple[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another folder of runs and another model under the same settings, and a name that leads elsewhere."""
+    for host in ("a", "b"):
+        (tmp_path / host).mkdir()
+    shutil.copytree(MODEL, tmp_path / "a" / "model")
+    address, process = serving(f"--model.path={tmp_path}/b/model", f"--run.folder={tmp_path}/b/run")
+    code, told = asked(
+        capsys,
+        f"--with={address}",
+        f"--model.path={tmp_path}/a/model",
+        f"--run.folder={tmp_path}/a/run",
+        "--network.advertise_host=no-such-host.invalid",
+    )
+    assert code == 1
+    faults = {name: each["seen"] for name, each in told.items() if each["status"] == "fault"}
+    assert faults.keys() == {"shared path", "model", "name and port"}
+    assert "here only" in faults["model"]
+    assert "not reached from there as no-such-host.invalid" in faults["name and port"]
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0  # it has answered until it was stopped
+    assert "no-such-host.invalid asked" in out
+
+
+def test_the_token_is_asked_for(
+    tmp_path: Path,
+    serving: Callable[..., tuple[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host without it learns nothing, one with it everything."""
+    address, _ = serving(f"--run.folder={tmp_path}", PENSTOCK_TOKEN="5b0e7c1d9a3f4862")
+    code, told = asked(capsys, f"--with={address}", f"--run.folder={tmp_path}")
+    assert code == 1
+    assert told.keys() == {"access"}
+    monkeypatch.setenv("PENSTOCK_TOKEN", "5b0e7c1d9a3f4862")
+    assert asked(capsys, f"--with={address}", f"--run.folder={tmp_path}")[0] == 0
+
+
+def test_a_host_that_does_not_answer(tmp_path: Path) -> None:
+    """Named with its address, after a while."""
+    (port,) = free_ports(1)
+    recipe = Recipe(run=RunConfig(folder=tmp_path))
+    (finding,) = asking.ask(f"127.0.0.1:{port}", recipe, Security(), patience_s=0.1)
+    assert (finding.status, finding.name) == (Status.FAULT, f"127.0.0.1:{port}: name and port")
+    assert "refused" in finding.seen
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--serve=0", "--with=a:1"), "the two sides of a comparison"),
+        (("--peers=2", "--with=a:1"), "give --serve PORT"),
+        (("--with=node2",), "write HOST:PORT"),
+    ],
+)
+def test_contradictions_are_refused(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is asked."""
+    assert main(["doctor", *arguments]) == 2
+    assert words in capsys.readouterr().err

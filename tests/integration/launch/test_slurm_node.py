@@ -1,0 +1,54 @@
+"""A node of a Slurm job waits for the run of the first node, serves it, and ends with it."""
+
+import asyncio
+from pathlib import Path
+
+from penstock import config as configuration
+from penstock.bus.local_server import local_server
+from penstock.config import load
+from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
+from services.launch.run_folder import RunFolder
+from services.launch.slurm.node import serve_node
+from services.launch.slurm.placement import NodeShare
+from services.recipe import Recipe
+from tests.support.waiting import promptly, until
+
+
+def node(folder: Path, stop: asyncio.Event, lines: list[str]) -> "asyncio.Task[None]":
+    (folder / "logs").mkdir(exist_ok=True)
+    return asyncio.create_task(serve_node(RunFolder(folder), NodeShare(), [], stop, Security(), lines.append))
+
+
+def write_addresses(folder: Path, bus_url: str) -> None:
+    """As the launcher of the first node does."""
+    (trainer,) = free_ports(1)
+    live = load(Recipe, [], [f"--bus.url={bus_url}", f"--trainer.port={trainer}"])
+    (folder / "live.toml").write_text(configuration.dump(live))
+
+
+async def test_a_node_serves_from_the_first_answer_of_the_bus_to_the_end_of_the_run(tmp_path: Path) -> None:
+    """Neither without live.toml, nor by the addresses of an earlier start, whose NATS is gone."""
+    lines: list[str] = []
+    serving = node(tmp_path, asyncio.Event(), lines)
+    await asyncio.sleep(0.7)
+    write_addresses(tmp_path, f"nats://127.0.0.1:{free_ports(1)[0]}")
+    await asyncio.sleep(0.7)
+    assert (serving.done(), lines) == (False, [])
+    async with local_server(tmp_path / "nats") as url:
+        write_addresses(tmp_path, url)
+        await until(lambda: lines == ["serving nothing"])
+        await asyncio.sleep(0.7)
+        assert not serving.done()
+        (tmp_path / "live.toml").unlink()
+        await promptly(serving)
+
+
+async def test_a_node_that_waits_ends_at_a_signal(tmp_path: Path) -> None:
+    """The run may never have begun."""
+    stop, lines = asyncio.Event(), list[str]()
+    waiting = node(tmp_path, stop, lines)
+    await asyncio.sleep(0)
+    stop.set()
+    await promptly(waiting)
+    assert lines == []
