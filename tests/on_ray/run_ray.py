@@ -27,8 +27,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    """A cluster whose head has no GPU."""
+    """A cluster whose head has no GPU, and two other nodes two each."""
     with cluster() as started_cluster:
+        for _ in range(2):
+            started_cluster.add(num_gpus=2)
         yield started_cluster
 
 
@@ -60,8 +62,6 @@ def test_a_run_loses_a_host_and_gains_engines(tmp_path: Path, nodes: Nodes) -> N
     """The host of the trainer dies, with all that runs there: the run goes on elsewhere, engines join and leave, and
     each group is trained once. Logs, spans and samples are in the run folder."""
     num_steps = 100
-    for num_gpus in (2, 2):
-        nodes.add(num_gpus=num_gpus)
     settings = overrides(tmp_path, rollout__replicas=2, trainer__num_steps=num_steps)
     with started(tmp_path, str(RECIPE), *settings, *on_ray(nodes)) as train:
         train.wait_for_step(3, timeout_s=300)
@@ -99,7 +99,6 @@ def test_a_run_loses_a_host_and_gains_engines(tmp_path: Path, nodes: Nodes) -> N
 
 def test_ctrl_c_and_resume(tmp_path: Path, nodes: Nodes) -> None:
     """A run is stopped in order, and goes on with `--resume`; nothing of it stays on any host meanwhile."""
-    nodes.add(num_gpus=2)
     settings = overrides(tmp_path, rollout__replicas=1, trainer__num_steps=5)
     with started(tmp_path, str(RECIPE), *settings, *on_ray(nodes)) as train:
         train.wait_for_step(2, timeout_s=300)

@@ -73,7 +73,10 @@ class Started:
 
 
 class ProcessActor:
-    """Starts, watches and ends one process; its methods may be called from several threads."""
+    """Starts, watches and ends one process; its methods may be called from several threads.
+
+    None is a coroutine: Ray would then call all of them in one event loop, which `wait` would block.
+    """
 
     def __init__(self) -> None:
         """Start the event loop in which the process is watched: Ray's own may be one that cannot start processes."""
@@ -93,7 +96,27 @@ class ProcessActor:
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         host, node_id = ray.util.get_node_ip_address(), context.get_node_id()
-        return self._run(self._start(order, host=host, node_id=node_id, gpus=gpus))
+        recipe_file = self._scratch / "live.toml"
+        recipe_file.write_text(order.recipe_text)
+        own = {"python": sys.executable, "recipe": str(recipe_file), "error": str(self._error_file)}
+        command = [
+            own[order.replaced[argument]] if argument in order.replaced else argument for argument in order.command
+        ]
+        if order.takes_host:
+            command.append(f"--network.advertise_host={host}")
+            if not order.advertises_only:
+                command.append(f"--network.host={host}")
+        os.chdir(working_folder(order.folder))
+        spec = ProcessSpec(
+            name=order.name,
+            command=command,
+            environment=environment_of(order, os.environ, gpus=gpus),
+            phase=StopPhase.WORK,
+            address=f"{host}:{order.port}",
+            port_key=order.port_key,
+        )
+        self._process = self._run(_started(spec, self._log, self._stack, host=host))
+        return Started(address=self._process.address, host=host, node_id=node_id, pid=self._process.pid)
 
     def wait(self) -> tuple[int, str | None]:
         """Wait for the end of the process; return its exit code and the content of its error file, if it wrote one."""
@@ -137,29 +160,10 @@ class ProcessActor:
     def _run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _start(self, order: Order, *, host: str, node_id: str, gpus: Sequence[str]) -> Started:
-        recipe_file = self._scratch / "live.toml"
-        recipe_file.write_text(order.recipe_text)
-        own = {"python": sys.executable, "recipe": str(recipe_file), "error": str(self._error_file)}
-        command = [
-            own[order.replaced[argument]] if argument in order.replaced else argument for argument in order.command
-        ]
-        if order.takes_host:
-            command.append(f"--network.advertise_host={host}")
-            if not order.advertises_only:
-                command.append(f"--network.host={host}")
-        backend = await self._stack.enter_async_context(local_backend(host=host))
-        os.chdir(working_folder(order.folder))
-        spec = ProcessSpec(
-            name=order.name,
-            command=command,
-            environment=environment_of(order, os.environ, gpus=gpus),
-            phase=StopPhase.WORK,
-            address=f"{host}:{order.port}",
-            port_key=order.port_key,
-        )
-        self._process = await backend.start(spec, self._log, asyncio.Event())
-        return Started(address=self._process.address, host=host, node_id=node_id, pid=self._process.pid)
+
+async def _started(spec: ProcessSpec, log: BoundedLog, stack: AsyncExitStack, *, host: str) -> LocalProcess:
+    backend = await stack.enter_async_context(local_backend(host=host))
+    return await backend.start(spec, log, asyncio.Event())
 
 
 def environment_of(order: Order, own: Mapping[str, str], *, gpus: Sequence[str]) -> dict[str, str]:

@@ -61,8 +61,8 @@ def bundle(num_gpus: int) -> dict[str, float]:
 
 
 def label_selector(node_ids: Sequence[str]) -> dict[str, str]:
-    """Return the selector that restricts a bundle to these nodes."""
-    return {_NODE_ID: node_ids[0] if len(node_ids) == 1 else f"in({', '.join(sorted(node_ids))})"}
+    """Return the selector that restricts a bundle to these nodes; Ray does not strip spaces between them."""
+    return {_NODE_ID: node_ids[0] if len(node_ids) == 1 else f"in({','.join(sorted(node_ids))})"}
 
 
 def allowed(hosts: Sequence[Host], service: str) -> list[Host]:

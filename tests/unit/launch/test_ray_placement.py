@@ -119,7 +119,7 @@ def test_unfit_hosts_are_left_out_and_named() -> None:
 def test_bundles_are_restricted_by_ray_s_label_of_nodes() -> None:
     """One node, or one of several."""
     assert label_selector(["f0"]) == {"ray.io/node-id": "f0"}
-    assert label_selector(["f1", "f0"]) == {"ray.io/node-id": "in(f0, f1)"}
+    assert label_selector(["f1", "f0"]) == {"ray.io/node-id": "in(f0,f1)"}
 
 
 @pytest.mark.parametrize(
