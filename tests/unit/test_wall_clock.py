@@ -29,6 +29,9 @@ _READERS = {
     "services/trainer/telemetry/trace.py",
     "services/view/export/page.py",
     "services/view/summary.py",
+    # The clocks of hosts, which `penstock doctor` compares.
+    "services/doctor/hosts/asking.py",
+    "services/doctor/hosts/facts.py",
 }
 _WALL_CLOCK = {
     *(("time", name) for name in ("time", "time_ns", "localtime", "gmtime", "strftime", "ctime")),
