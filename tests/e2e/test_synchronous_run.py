@@ -30,7 +30,10 @@ from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import open_reader
 from services.trainer.data.geometry import GeometryDataset
 from services.trainer.replay.recording import read_recording
+from services.view.trace_events import write_trace_events
+from services.view.trace_reader import Span, TraceReader
 from tests.support.certificates import make_certificates, security_of
+from tests.support.perfetto import find_faults
 from tests.support.strangers import TOKEN, WRONG, assert_rpc_is_closed
 from tests.support.waiting import until
 from tests.support.worker import second_picture
@@ -43,6 +46,8 @@ AGENT = "retry"
 SECOND_PICTURE = "second_picture"
 """An environment that plays a quarter of them; the others have one turn."""
 
+_CLOCK_S = 0.1
+"""Seconds by which two processes' times of one moment may differ: below 50 ms nothing is corrected."""
 NATS_TOKEN = "5b0e7c1d9a3f48628d1f0c2e4b6a7988"
 
 
@@ -255,6 +260,33 @@ def test_parameters_equal_a_plain_synchronous_loop(run: TrainProcess) -> None:
     )
     for name, tensor in trained.export():
         assert torch.equal(tensor, weights[name]), name
+
+
+def test_perfetto_shows_every_span(run: TrainProcess) -> None:
+    """What all processes recorded is exported without a slice that Perfetto drops, on one clock: a call runs in the
+    router and in an engine while the worker waits for its turn.
+    """
+    spans, file = TraceReader(run.folder).read().spans, io.BytesIO()
+    write_trace_events(spans, file)
+    assert find_faults(file.getvalue()) == []
+    slices = [event for event in json.loads(file.getvalue())["traceEvents"] if event["ph"] == "X"]
+    assert len(slices) == len(spans)
+    processes = {span.process.partition("-")[0] for span in spans}
+    assert processes == {"trainer", "worker", "router", "rollout", "reward", "launcher"}
+    played = {_request_of(span): span for span in spans if span.name == "turn"}
+    for name in ("route.attempt", "call"):
+        calls = [span for span in spans if span.name == name and _request_of(span) in played]
+        assert calls, f"no {name} belongs to a turn: the test proves nothing"
+        for span in calls:
+            turn = played[_request_of(span)]
+            assert turn.start - _CLOCK_S < span.start, (turn, span)
+            assert span.start + span.seconds < turn.start + turn.seconds + _CLOCK_S, (turn, span)
+
+
+def _request_of(span: Span) -> str:
+    """The group, sample and turn of a call, as the request's identity has them before its random end."""
+    about = span.attributes
+    return f"{about['group']}/{about['sample']}/{about['turn']}" if span.name == "turn" else about["request"][:-9]
 
 
 def test_the_run_leaves_what_it_promises(run: TrainProcess) -> None:

@@ -118,7 +118,7 @@ def test_the_export_is_in_the_trace_event_format() -> None:
     bars = [each for each in events if each["ph"] == "X"]
     assert [(each["ts"], each["dur"]) for each in bars] == [(0, 2e6), (5e5, 1e6), (1e6, 2e6), (2e6, 5e5)]
     assert bars[0]["args"] == {"turn": 0}
-    assert {names["process_name", each["pid"], 0] for each in bars} == {"worker-0", "router"}
+    assert {names["process_name", each["pid"], each["pid"]] for each in bars} == {"worker-0", "router"}
     assert all(("thread_name", each["pid"], each["tid"]) in names for each in bars)
     turns = [each["tid"] for each in bars if each["name"] == "turn"]
     assert turns[0] != turns[1]
