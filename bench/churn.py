@@ -47,6 +47,7 @@ from penstock.telemetry import log
 from penstock.v1 import generate_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
+ENGINES_SCRIPT = ROOT / "bench" / "support" / "churn_engines.py"
 FIRST_ID = 1000
 """First token id of simulated engines' answers."""
 TIMEOUT_S = 120.0
@@ -162,7 +163,7 @@ async def churn(fleet: Fleet, options: argparse.Namespace, until: float) -> None
 
 @contextlib.asynccontextmanager
 async def fleet_of(url: str, options: argparse.Namespace) -> AsyncIterator[Fleet]:
-    command = [sys.executable, ROOT / "bench" / "churn_engines.py", f"--url={url}", f"--run={RUN}"]
+    command = [sys.executable, ENGINES_SCRIPT, f"--url={url}", f"--run={RUN}"]
     command += [f"--token-s={options.token_s}", f"--grace-s={options.grace_s}"]
     zygote = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
     fleet = Fleet(zygote, options.sizes)

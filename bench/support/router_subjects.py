@@ -22,6 +22,7 @@ from penstock.runtime.ports import free_ports
 from penstock.v1 import generate_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
+ENGINE_SCRIPT = Path(__file__).with_name("simulated_engine_process.py")
 RUN = "bench"
 TIMEOUT_S = 120.0
 
@@ -81,10 +82,9 @@ async def process(*command: str | Path) -> AsyncIterator[asyncio.subprocess.Proc
 async def engines(url: str, options: argparse.Namespace) -> AsyncIterator[list[tuple[str, str]]]:
     """Yield the gRPC and HTTP address of each simulated engine."""
     async with contextlib.AsyncExitStack() as stack:
-        script = ROOT / "bench" / "simulated_engine_process.py"
         started = [
             await stack.enter_async_context(
-                process(sys.executable, script, f"--url={url}", f"--run={RUN}", f"--replica-id=engine-{number}",
+                process(sys.executable, ENGINE_SCRIPT, f"--url={url}", f"--run={RUN}", f"--replica-id=engine-{number}",
                         f"--tokens={options.tokens}")
             )
             for number in range(options.engines)
