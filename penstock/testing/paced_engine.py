@@ -1,9 +1,9 @@
 """A simulated engine that keeps time: a number of slots, answers of given lengths, tokens at a given rate, pushes.
 
 It is so cheap that hundreds of them fit into one process. Delivery is the real engine's (the first token at once, then
-`chunk_tokens` or the tokens of one second), and so is the push: it reads the trainer's shared memory, answers with true
-digests, and changes its version at commit. It counts a prompt as cached once another call of the same group and version
-has begun. Invariant: while it is paused no answer makes progress.
+`chunk_tokens` or the tokens of one second, more of long answers), and so is the push: it reads the trainer's shared
+memory, answers with true digests, and changes its version at commit. It counts a prompt as cached once another call of
+the same group and version has begun. Invariant: while it is paused no answer makes progress.
 """
 
 import asyncio
@@ -19,6 +19,8 @@ from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 
 _CHUNK_INTERVAL_S = 1.0
+_GROWTH = 16
+"""A chunk may have, and wait for, one in this many of the tokens before it."""
 _TOKEN = 65
 """Every token that it generates: a letter in any vocabulary of bytes."""
 
@@ -174,9 +176,14 @@ class PacedEngine(SimulatedEngine):
 
 
 def _chunk_ends(pace: Pace, chunk_tokens: int) -> list[int]:
-    """Return 0 and the tokens sent after each chunk: one, then steps of `chunk_tokens` or the interval's tokens."""
-    size = min(max(1, chunk_tokens), int(_CHUNK_INTERVAL_S / pace.token_s) + 1)
-    return [0, *range(1, pace.num_tokens, size), pace.num_tokens]
+    """Return 0 and the tokens sent after each chunk: one, then steps of `chunk_tokens` or the interval's tokens, which
+    grow with the answer."""
+    ends, least = [0, 1], int(_CHUNK_INTERVAL_S / pace.token_s) + 1
+    while ends[-1] < pace.num_tokens:
+        grown = ends[-1] // _GROWTH if chunk_tokens > 1 else 0
+        size = min(max(1, chunk_tokens, grown), max(least, grown))
+        ends.append(min(ends[-1] + size, pace.num_tokens))
+    return ends
 
 
 class PausableClock:

@@ -198,7 +198,8 @@ class GenerateRequest(_message.Message):
     """The oldest policy version that may answer; 0 for any."""
     chunk_tokens: _builtins.int
     """Streams only: a chunk is sent when it has this many tokens, or when its first token has waited a second. The first
-    token of a stream is sent at once.
+    token of a stream is sent at once. Of a long answer a chunk may have one in 16 of the tokens before it, and wait one
+    in 16 of the seconds.
     0: each token is sent at once. Callers that do not show single tokens should ask for more.
     """
     group_id: _builtins.str

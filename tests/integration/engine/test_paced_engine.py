@@ -34,6 +34,17 @@ async def test_tokens_come_as_from_a_real_engine(bus: Bus) -> None:
     assert (chunks[-1].usage.num_prompt_tokens, chunks[-1].usage.num_output_tokens) == (3, 150)
 
 
+async def test_chunks_of_a_long_answer_grow_as_a_real_engines_do(bus: Bus) -> None:
+    """Up to one in 16 of the tokens before."""
+    async with _engine(bus, num_tokens=4000).running() as engine, GenerateClient(engine.replica.address) as client:
+        request = _request()
+        request.sampling.max_new_tokens = 4000
+        sizes = [len(chunk.output_ids) async for chunk in client.stream(request, timeout_s=HANG_S)]
+    assert sum(sizes) == 4000
+    assert set(sizes[1:16]) == {64}
+    assert sizes[-3:-1] == [sum(sizes[:-3]) // 16, sum(sizes[:-2]) // 16]
+
+
 async def test_a_prompt_is_cached_once_its_group_has_begun(bus: Bus) -> None:
     """The first call of a group computes it, the next finds it; calls without a group share nothing."""
     found = []

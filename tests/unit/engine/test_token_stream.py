@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.async_loop import virtual_time
 from penstock.errors import InvalidRequestError, UnavailableError
 from services.rollout.engine import token_stream
 from services.rollout.engine.generation import Generation
@@ -86,6 +87,36 @@ async def test_the_first_token_is_delivered_at_once() -> None:
     assert not taking.done()
     stream.close()
     assert await taking is not None
+
+
+@pytest.mark.parametrize("tokens_per_s", [16, 400])
+def test_parts_of_a_long_answer_grow_with_it(tokens_per_s: int) -> None:
+    """16,000 tokens are a quarter of the parts of 64, and at 16 tokens a second a tenth of those of a second.
+
+    None holds more than 64 tokens, a second's or one in 16 of those before it. Each token for itself stays so.
+    """
+
+    async def play(min_tokens: int) -> list[int]:
+        sglang, stream, sizes = Sglang(), TokenStream(min_tokens=min_tokens), []
+
+        async def pump() -> None:
+            for _ in range(0, 16_000, 4):
+                stream.put(sglang.make(4))
+                await asyncio.sleep(4 / tokens_per_s)
+            stream.close()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pump())
+            while (part := await stream.take()) is not None:
+                sizes.append(len(part.output_ids))
+        return sizes
+
+    sizes = virtual_time.run(play(64))
+    assert sum(sizes) == 16_000
+    assert len(sizes) < 90
+    for number, size in enumerate(sizes[1:], 1):
+        assert size <= max(64, tokens_per_s, sum(sizes[:number]) // token_stream.GROWTH) + 4
+    assert virtual_time.run(play(1)) == [4] * 4000
 
 
 async def test_a_response_holds_what_it_accounts_for_though_its_lists_have_grown() -> None:

@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 CHUNK_TOKENS = 64
 """Tokens of a chunk. A turn that is cut loses the tokens of an incomplete chunk: fewer than these, and none older than
-a second."""
+a second; of a long turn, fewer than one in 16."""
 WAIT_TIMEOUT_S = 900.0
 """Maximum seconds that a turn waits while no replica works on it, and a group for its verdicts: longer than an engine
 takes to load a large model. A sample without a token by then puts its group back for another delivery; one with tokens
