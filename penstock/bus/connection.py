@@ -17,6 +17,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext, api
 from nats.js.kv import KeyValue
 
+from penstock.bus.buckets.unsynced import UnsyncedStreams
 from penstock.bus.cluster.creation import ELECTION_S, create, describe_other_settings
 from penstock.bus.failures import BUS_ERRORS, Presence
 from penstock.bus.nats_client import connected_client
@@ -62,6 +63,7 @@ class Bus:
         self.config = config
         self._client = client
         self._js: JetStreamContext = client.jetstream(timeout=_PUBLISH_TIMEOUT_S)
+        self._unsynced = UnsyncedStreams(client, timeout=_PUBLISH_TIMEOUT_S)
         self._run = run
         work = api.RetentionPolicy.WORK_QUEUE
         self.prompts = Stream(name=f"{run}_PROMPTS", subject=f"{run}.prompts", retention=work)
@@ -138,7 +140,8 @@ class Bus:
             return None
 
     async def bucket(self, name: str, *, ttl_s: float | None = None) -> KeyValue:
-        """Return the run's KV bucket `name`, creating it if needed; values expire `ttl_s` after their last write.
+        """Return the run's KV bucket `name`, creating it if needed; values expire `ttl_s` after their last write, and
+        one server does not sync them to the disk one by one.
 
         Raises:
             SetupError: it exists with other settings, or cannot be created.
@@ -146,11 +149,12 @@ class Bus:
         full_name = f"{self._run}_{name}"
         # Without direct reads: followers answer those, and may be behind what was written.
         config = api.KeyValueConfig(bucket=full_name, history=1, ttl=ttl_s, replicas=self.config.replicas, direct=False)
+        js = self._unsynced if ttl_s is not None and self.config.replicas == 1 else self._js
         try:
             return await create(
                 self.config,
                 f"bucket {full_name}",
-                lambda: self._js.create_key_value(config),
+                lambda: js.create_key_value(config),
                 passing=nats.js.errors.BadRequestError,
             )
         except nats.js.errors.BadRequestError as error:

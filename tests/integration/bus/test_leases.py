@@ -81,6 +81,16 @@ async def test_a_watch_knows_what_is_there_on_entry_and_what_comes(bus: Bus) -> 
         await until(watch, lambda values: values == {"current": b"2"})
 
 
+async def test_leases_do_not_wait_for_the_disk(bus: Bus, run_name: str) -> None:
+    """A thousand engines renew theirs more often than a disk syncs; what must survive a power cut is synced."""
+    await bus.bucket("leases", ttl_s=TTL_S)
+    await bus.bucket("policy")
+    modes = [
+        (await bus.jetstream.stream_info(f"KV_{run_name}_{name}")).config.persist_mode for name in ("leases", "policy")
+    ]
+    assert modes == [api.PersistMode.ASYNC, None]
+
+
 async def test_an_idle_watch_of_one_key_costs_the_same_whatever_else_the_bucket_keeps(
     bus: Bus, bus_config: BusConfig, run_name: str
 ) -> None:

@@ -1,0 +1,18 @@
+"""Streams whose messages are acknowledged before they are on the disk, for values that soon expire.
+
+Leases are renewed all the time. With `sync_interval: always`, which queues need, nats-server would sync each renewal:
+some hundred a second are all that a disk takes, and the leases of a thousand engines are more. A lease that a crash of
+the server loses is renewed before it would have expired. A stream on several servers cannot be unsynced.
+"""
+
+from typing import Any
+
+from nats.js import JetStreamContext, api
+
+
+class UnsyncedStreams(JetStreamContext):
+    """Adds such streams and buckets: `persist_mode` of nats-server 2.12, which older servers ignore."""
+
+    async def add_stream(self, config: api.StreamConfig | None = None, **params: Any) -> api.StreamInfo:
+        """Add a stream, as `JetStreamContext.add_stream` does."""
+        return await super().add_stream(config, persist_mode=api.PersistMode.ASYNC, **params)
