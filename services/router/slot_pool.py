@@ -25,6 +25,7 @@ from services.router.balancing import (
     MISMATCHES,
     PD_ROLES,
     TRANSIENT,
+    UNBOUNDED,
     Balancer,
     Need,
     NoReplica,
@@ -86,7 +87,8 @@ class SlotPool:
         self._security = security
         self._clock = clock
         self._statuses: dict[str, ReplicaStatus] = {}
-        self.view = PoolView(self._statuses)
+        self._with_room: dict[str, ReplicaStatus] = {}
+        self.view = PoolView(self._statuses, self._with_room)
         """The replicas as balancing sees them."""
         self.replicas: dict[str, ReplicaSlots] = {}
         """The slots of each replica; read only."""
@@ -96,6 +98,8 @@ class SlotPool:
         """Queues by need, so that no call waits behind one with other needs. None is empty."""
         self._sizes: list[int] = []
         """The pool's sizes, which distinguish needs."""
+        self._largest = UNBOUNDED
+        """The most tokens that any replica or pair takes."""
         pool.on_change = self._follow
         pool.on_lease_interval = self._adapt_limits
         self._follow()
@@ -131,7 +135,7 @@ class SlotPool:
 
     def is_too_long(self, query: Query) -> bool:
         """Return whether no present replica is large enough for the call."""
-        return query.num_tokens > self.view.largest()
+        return query.num_tokens > self._largest
 
     def _follow(self) -> None:
         """Synchronise the replicas with their leases, and serve the queues."""
@@ -151,7 +155,7 @@ class SlotPool:
         for replica_id, replica in self.replicas.items():
             replica.hold_out(replica_id in held_out)
         self._pair_up()
-        sizes = self.view.sizes()
+        sizes, self._largest = self.view.sizes(), self.view.largest()
         for need in list(self._queues):
             if sizes != self._sizes or (need[-1] and need[-1] not in self.replicas):
                 self._queues.pop(need).dissolve()
@@ -166,6 +170,7 @@ class SlotPool:
     def _remove(self, replica_id: str) -> None:
         replica = self.replicas.pop(replica_id)
         del self._statuses[replica_id]
+        self._with_room.pop(replica_id, None)
         replica.is_gone = True
         log.info("replica.left", replica=replica_id, num_in_flight=replica.num_in_flight)
         self._close_if_unused(replica)
@@ -173,6 +178,10 @@ class SlotPool:
     def _publish(self, replica: ReplicaSlots, status: ReplicaStatus) -> None:
         if not replica.is_gone:
             self._statuses[status.replica_id] = status
+            if status.has_room:
+                self._with_room[status.replica_id] = status
+            else:
+                self._with_room.pop(status.replica_id, None)
 
     def _pair_up(self) -> None:
         for replica_id, partners in pair_up(self._pool.leases.values()).items():
@@ -212,7 +221,7 @@ class SlotPool:
         """Refuse a new call that is too large. A call that has been with a replica may wait for another as large."""
         if self.is_too_long(query) and not query.excluded:
             raise PromptTooLongError(
-                f"a prompt of {query.num_tokens - 1} ids is too long: the largest replica takes {self.view.largest()} "
+                f"a prompt of {query.num_tokens - 1} ids is too long: the largest replica takes {self._largest} "
                 "tokens, the response included; shorten it, or start a replica with a larger rollout.context_length"
             )
 

@@ -56,11 +56,20 @@ class Query:
 class PoolView:
     """The replicas by id, with the pairs that they form."""
 
-    __slots__ = ("replicas",)
+    __slots__ = ("_with_room", "replicas")
 
-    def __init__(self, replicas: Mapping[str, ReplicaStatus]) -> None:
-        """View `replicas`; the mapping's owner replaces its immutable values."""
+    def __init__(
+        self, replicas: Mapping[str, ReplicaStatus], with_room: Mapping[str, ReplicaStatus] | None = None
+    ) -> None:
+        """View `replicas`; the mappings' owner replaces their immutable values.
+
+        Args:
+            replicas: By id.
+            with_room: Those of them that have `has_room`, so that a full pool is not searched for each call that waits;
+                None: not known.
+        """
         self.replicas = replicas
+        self._with_room = replicas if with_room is None else with_room
 
     def is_fit(self, replica: ReplicaStatus, query: Query, now: float) -> bool:
         """Return whether balancers may choose the replica: it can take the call, and so can a partner if needed."""
@@ -72,7 +81,7 @@ class PoolView:
 
     def find_fit(self, query: Query, now: float) -> list[ReplicaStatus]:
         """Return the replicas that can take the call; if some of them take no push at the moment, only those."""
-        fit = [each for each in self.replicas.values() if self.is_fit(each, query, now)]
+        fit = [each for each in self._with_room.values() if self.is_fit(each, query, now)]
         return [each for each in fit if each.is_settled] or fit
 
     def find_partner(self, replica: ReplicaStatus, query: Query, now: float) -> ReplicaStatus | None:

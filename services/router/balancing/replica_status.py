@@ -85,6 +85,11 @@ class ReplicaStatus:
         return self.num_in_flight + self.num_elsewhere
 
     @property
+    def has_room(self) -> bool:
+        """Whether this router gives it another call."""
+        return self.num_in_flight < self.max_in_flight
+
+    @property
     def load(self) -> float:
         """Calls per slot, without partners."""
         return self.num_calls / self.max_running

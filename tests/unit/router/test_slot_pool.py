@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
+from penstock.bus.buckets.replica_lease import write_replica
 from penstock.errors import OverloadedError, UnavailableError
 from penstock.v1 import common_pb2
-from services.router.balancing import PoolView, Query
+from services.router.balancing import PoolView, Query, pool_view
 from services.router.pool import Pool
 from services.router.slot import Slot
 from services.router.slot_pool import SlotPool
@@ -302,6 +304,51 @@ async def test_a_call_that_joins_a_queue_looks_for_itself_alone(monkeypatch: pyt
         for slot, waiter in zip(held, waiting, strict=True):
             slot.release()
             assert (await waiter).replica_id == slot.replica_id
+
+
+async def test_calls_that_wait_do_not_search_a_full_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call waits for each of many replicas: neither joining nor news of the pool looks at each replica for each call.
+
+    A free slot is found nevertheless.
+    """
+    num = 40
+    async with slots(num_replicas=num) as (some, pool), asyncio.timeout(HANG_S):
+        held = [await some.take(sample(f"g{number}", 0)) for number in range(num)]
+        num_looks = 0
+
+        def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+            def look(*args: Any) -> Any:
+                nonlocal num_looks
+                num_looks += 1
+                return original(*args)
+
+            return look
+
+        for owner, name in ((pool_view, "_is_able"), (PoolView, "_size"), (pool_view, "_find_own_reason")):
+            monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+        waiting = [await waiting_for(some, sample(f"g{number}", 1)) for number in range(num)]
+        assert num_looks < 10 * num, "of those that joined"
+        num_looks = 0
+        pool.on_change()
+        assert num_looks < 10 * num, "of news"
+        for slot, waiter in zip(held, waiting, strict=True):
+            slot.release()
+            assert (await waiter).replica_id == slot.replica_id
+        assert some.num_waiting == 0
+
+
+async def test_calls_that_wait_share_what_a_change_frees() -> None:
+    """Two slots for three calls of equal needs, freed while nobody looks: the oldest two get one each."""
+    replicas = [replica(f"r{number}", max_running=1) for number in range(2)]
+    async with slot_pool(*replicas) as (some, pool, leases), asyncio.timeout(HANG_S):
+        held = [await some.take(ticket()) for _ in range(2)]
+        waiting = [await waiting_for(some, ticket()) for _ in range(3)]
+        leases.values |= {name: write_replica(replica(name, max_running=1)) for name in ("r2", "r3")}
+        pool.refresh()
+        assert {(await each).replica_id for each in waiting[:2]} == {"r2", "r3"}
+        assert not waiting[2].done()
+        held[0].release()
+        assert (await waiting[2]).replica_id == held[0].replica_id
 
 
 async def test_a_call_that_waits_for_one_replica_holds_up_no_other_queue() -> None:
