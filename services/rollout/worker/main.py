@@ -45,8 +45,9 @@ _CONSUMER = "workers"
 MAX_DELIVERIES = 20
 """With the pauses between them they span almost three minutes, in which a router or a reward service comes back. A
 group that still fails then fails for good."""
-_MAX_IN_HAND = 10_000
-"""Unacked prompts over all workers. The trainer's gate is the real bound; this only has to exceed it."""
+_MAX_IN_HAND = 100_000
+"""Unacked prompts over all workers. The trainer's gate is the real bound; this only has to exceed it: 2,048 engines
+that run 64 samples each play 16,384 groups of eight."""
 
 
 async def serve(

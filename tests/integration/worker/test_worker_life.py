@@ -58,6 +58,17 @@ async def test_workers_share_the_queue_and_play_each_prompt_once(
     assert engine.num_answered == 24
 
 
+async def test_workers_may_hold_what_thousands_of_engines_play(
+    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
+) -> None:
+    """The server hands out no prompt beyond this bound, and engines would idle."""
+    await publish(bus, make_prompt(run_name))
+    async with working(make_recipe(engine.replica.address)):
+        await until_done(bus, 1)
+    consumer = await bus.jetstream.consumer_info(bus.prompts.name, "workers")
+    assert (consumer.config.max_ack_pending or 0) > 2048 * 64 / 8
+
+
 async def test_a_long_group_is_kept_alive_and_played_once(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
