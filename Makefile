@@ -228,6 +228,9 @@ bench-zoom: setup ## Measure what the multi-turn demo learns, and how much of it
 bench-rounding: setup ## Tell whose float32 |dlogp| is, by a pass in float64; ARGS="-- --trainer.num_steps=16" is short.
 	@$(BIN)/python -W ignore bench/bench_rounding.py $(ARGS)
 
+bench-scale: setup ## Measure one router, bus and trainer around 64 to 2,048 simulated engines; ARGS="--replicas 64" is short.
+	@$(BIN)/python -W ignore bench/bench_scale.py $(ARGS)
+
 results: setup ## Make docs/results.md by seven training runs, in under an hour on two quiet cores; stop and repeat it at will.
 	@$(BIN)/python -m bench.results $(ARGS)
 

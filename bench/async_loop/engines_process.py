@@ -1,6 +1,8 @@
 """All simulated engines of a run in one process, which reports when they serve and ends with its standard input.
 
 python -m bench.async_loop.engines_process --config RECIPE --workload FILE --replicas N --slots N
+
+With --own-connections each engine has a connection of its own to nats-server, as real ones have.
 """
 
 import argparse
@@ -31,6 +33,7 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, required=True)
     parser.add_argument("--slots", type=int, required=True)
     parser.add_argument("--first", type=int, default=0, help="number of the first replica")
+    parser.add_argument("--own-connections", action="store_true", help="one to nats-server for each engine")
     options = parser.parse_args()
     recipe = configuration.load(Recipe, [options.config])
     log.configure(recipe.log, service="engines")
@@ -47,13 +50,18 @@ async def _serve(recipe: Recipe, options: argparse.Namespace, stop: asyncio.Even
     async with contextlib.AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(recipe.bus, run=recipe.run.name))
         await bus.ensure_streams()
-        engines = [
-            PacedEngine(bus, pace=pace, weights=weights, replica_id=f"engine-{n:04}", max_running=options.slots)
-            for n in range(options.first, options.first + options.replicas)
-        ]
-        for first in range(0, len(engines), _START_AT_ONCE):
-            part = engines[first : first + _START_AT_ONCE]
-            await asyncio.gather(*(stack.enter_async_context(engine.running()) for engine in part))
+
+        async def start(number: int) -> None:
+            own = bus
+            if options.own_connections:
+                own = await stack.enter_async_context(connect(recipe.bus, run=recipe.run.name))
+            name = f"engine-{number:04}"
+            engine = PacedEngine(own, pace=pace, weights=weights, replica_id=name, max_running=options.slots)
+            await stack.enter_async_context(engine.running())
+
+        numbers = range(options.first, options.first + options.replicas)
+        for first in range(0, len(numbers), _START_AT_ONCE):
+            await asyncio.gather(*map(start, numbers[first : first + _START_AT_ONCE]))
         gc.collect()
         gc.freeze()
         sys.stdout.write("serving\n")

@@ -111,7 +111,7 @@ async def run_loop(
             )
         )
         parts["trainer"] = trainer.pid
-        watch = _Watch(folder, steps_file, parts)
+        watch = Watch(folder, steps_file, parts)
         await watch.until(1, timeout_s=_START_TIMEOUT_S + timeout_s)
         await watch.until(num_warmup, timeout_s=timeout_s)
         before = watch.cpu_s()
@@ -227,7 +227,7 @@ async def until_serving(engines: asyncio.subprocess.Process, folder: Path) -> No
             raise LoopError(f"the engines did not start\n{_tails(folder)}")
 
 
-class _Watch:
+class Watch:
     """Watches a run from outside."""
 
     def __init__(self, folder: Path, steps_file: Path, parts: dict[str, int]) -> None:

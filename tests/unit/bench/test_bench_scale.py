@@ -1,0 +1,87 @@
+"""bench_scale: what it makes of measurements."""
+
+import math
+
+import pytest
+
+from bench import bench_scale
+from bench.scale.measured_run import Measured
+from bench.scale.saturation import Costs, Point, Use, costs_of, first_to_saturate
+from bench.scale.workload import SAMPLES_PER_GROUP, Load, mean_tokens
+
+LOAD = Load(replicas=64, tokens=16_384, samples_per_s=2.0, groups_per_step=8, num_workers=2, num_engine_processes=1)
+
+
+def test_the_load_is_what_the_engines_finish() -> None:
+    """Over many steps groups end at the rate asked for, if only engines take time; and a group fits on an engine."""
+    pool = LOAD.scenario()
+    assert LOAD.best_groups_per_s(num_warmup=2, num_steps=30) * SAMPLES_PER_GROUP == pytest.approx(2.0, rel=0.02)
+    assert pool.slots_per_replica == SAMPLES_PER_GROUP
+    assert 0.95 < mean_tokens(pool.workload, range(4096)) / LOAD.tokens < 1.1
+
+
+def test_the_first_to_saturate_has_least_room_for_further_groups() -> None:
+    """Two workers have two cores; what is spent without groups leaves less room; a free process never fills up."""
+    uses = {
+        "router": Use(idle_cores=0.2, cores=0.4),
+        "workers": Use(idle_cores=0.0, cores=0.4, num_processes=2),
+        "free": Use(idle_cores=0.1, cores=0.1),
+    }
+    assert uses["router"].ms_per_group(0.5) == pytest.approx(400)
+    assert [use.max_groups_per_s(0.5) for use in uses.values()] == pytest.approx([2.0, 2.5, math.inf])
+    assert first_to_saturate(uses, 0.5) == ("router", pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(
+    "true", [Costs(group_s=0.6, replica_cores=1e-4, push_s=2e-3), Costs(group_s=1.0, replica_cores=0.0, push_s=0.0)]
+)
+def test_costs_explain_both_measurements(true: Costs) -> None:
+    """Groups, leases and pushes are told apart from two numbers of engines at different rates."""
+
+    def point(replicas: int, groups_per_s: float) -> Point:
+        pushes_per_s = groups_per_s / 8
+        cores = true.cores(groups_per_s=groups_per_s, replicas=replicas, pushes_per_s=pushes_per_s)
+        idle = replicas * true.replica_cores
+        return Point(
+            replicas=replicas,
+            groups_per_s=groups_per_s,
+            pushes_per_s=pushes_per_s,
+            use=Use(idle_cores=idle, cores=cores),
+        )
+
+    found = costs_of(point(64, 0.25), point(2048, 0.22))
+    assert (found.group_s, found.replica_cores, found.push_s) == pytest.approx(
+        (true.group_s, true.replica_cores, true.push_s)
+    )
+    with pytest.raises(ValueError, match="must be fewer"):
+        costs_of(point(64, 0.25), point(64, 0.25))
+
+
+def test_the_report_names_what_fills_up_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """One row for each number of engines, and the costs from the fewest and the most."""
+    control = ("nats-server", "router", "workers", "trainer")
+
+    def measured(replicas: int) -> Measured:
+        use = Use(idle_cores=1e-4 * replicas, cores=0.05 + 2e-4 * replicas)
+        names = (*control, "engines (simulated)")
+        return Measured(
+            load=Load(**{**{name: getattr(LOAD, name) for name in Load.__slots__}, "replicas": replicas}),
+            groups_per_s=0.25,
+            offered_groups_per_s=0.25,
+            tokens_per_s=32_768.0,
+            bus_read_mb_per_s=1.0,
+            bus_written_mb_per_s=2.0,
+            uses={name: Use(idle_cores=0.0, cores=0.2) if name == "router" else use for name in names},
+            memory_mib=dict.fromkeys(names, 100.0),
+            num_descriptors=dict.fromkeys(names, 10),
+            push_s=0.1,
+            fewest_replicas=replicas,
+            num_steps=3,
+        )
+
+    bench_scale.report([measured(64), measured(2048)])
+    out = capsys.readouterr().out
+    assert "| 64 | 3 | 0.250 | 100% | 32,768 | 1.00 | 2.00 | 0.10 | 64 | router | 1.25 |" in out
+    assert "| 2048 | 3 | 0.250 | 100% | 32,768 | 1.00 | 2.00 | 0.10 | 2048 | nats-server |" in out
+    assert "| router | 800 | 0.000 | 0.00 |" in out
+    assert all(f"| {name} |" in out for name in control)
