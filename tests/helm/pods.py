@@ -38,9 +38,9 @@ log_driver = "k8s-file"
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "file"
-runtime = "crun-as-it-may"
+runtime = "as-it-may"
 [engine.runtimes]
-crun-as-it-may = ["{runtime}"]
+as-it-may = ["{runtime}"]
 """
 """Without systemd, and with a runtime that works in a container, too."""
 
@@ -49,9 +49,9 @@ def missing() -> str:
     """Why pods cannot be started here; empty: they can."""
     if os.geteuid() != 0:
         return "the pods are started by root, whose podman has networks of its own"
-    for name in ("podman", "crun", "aardvark-dns"):
+    for name in ("podman", "runc", "aardvark-dns"):
         if not _found(name):
-            return f"no {name}: apt-get install podman crun netavark aardvark-dns catatonit"
+            return f"no {name}: apt-get install podman runc netavark aardvark-dns catatonit"
     return missing_docker()
 
 
@@ -154,7 +154,9 @@ class Release:
 
     def crash(self, pod: str) -> None:
         """kill -9 of the pod's process, as of one that is out of memory."""
-        os.kill(int(self.inspect(pod)["State"]["Pid"]), signal.SIGKILL)
+        process = int(self.inspect(pod)["State"]["Pid"])
+        assert process > 0, f"{pod} does not run\n{self.logs()}"  # 0 would be this test itself
+        os.kill(process, signal.SIGKILL)
 
     def end(self, pod: str) -> int:
         """End a pod in order, as a Deployment that shrinks does; returns the exit code of its process."""

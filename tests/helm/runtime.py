@@ -1,7 +1,8 @@
-"""crun, without the limits that podman asks for: `python runtime.py ARGUMENT...`.
+"""runc, without the limits that podman asks for: `python runtime.py ARGUMENT...`.
 
-Podman 4.3 gives every container of root 1,048,576 open files. Where a hard limit is lower, as in many containers, crun
-may not raise it and starts nothing. Without a limit of its own a container has its starter's.
+Podman 4.3 gives every container of root 1,048,576 open files. Where a hard limit is lower, as in many containers, a
+runtime may not raise it and starts nothing. Without a limit of its own a container has its starter's. It is runc, as for
+Docker, because crun takes no host on which both versions of cgroups have controllers.
 """
 
 import json
@@ -11,12 +12,12 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> None:
-    """Become crun, after taking the limits out of the specification that it is to read."""
+    """Become runc, after taking the limits out of the specification that it is to read."""
     if "create" in arguments:
         forget(Path(_value_of(arguments, "--bundle")) / "config.json")
     if "exec" in arguments:
         forget(Path(_value_of(arguments, "--process")))
-    os.execvp("crun", ["crun", *arguments])
+    os.execvp("runc", ["runc", *arguments])
 
 
 def forget(file: Path) -> None:
