@@ -75,7 +75,7 @@ async def test_sessions_and_calls_are_recorded(
     bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str, buffer: spans.SpanBuffer
 ) -> None:
     """A span for each session, by the worker, and in it one for each call, by the router."""
-    recipe = await make_harness({"guesser": "examples.agent:play"})
+    recipe = await make_harness({"guesser": "examples.agent.guesser:play"})
     await publish(bus, make_prompt(run_name, environment="guesser", sampling=LONG, **TEXT))
     async with working(recipe):
         [group] = await until_done(bus, 1)
