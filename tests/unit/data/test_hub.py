@@ -195,7 +195,7 @@ def test_train_keeps_the_commit_and_starts_nothing_without_data(
 ) -> None:
     """The run folder is made once the data are there; resuming asks the Hub nothing."""
 
-    async def launch(settings: Recipe, *_: object) -> None:
+    async def launch(settings: Recipe, *_: object, **__: object) -> None:
         """Nothing: the run is over at once."""
 
     monkeypatch.setattr(launcher, "launch", launch)

@@ -188,7 +188,7 @@ def test_train_keeps_the_commit_and_starts_nothing_without_the_model(
     """The run folder is made once the model is there; resuming asks the Hub nothing."""
     launched: list[Recipe] = []
 
-    async def launch(settings: Recipe, *_: object) -> None:
+    async def launch(settings: Recipe, *_: object, **__: object) -> None:
         """Nothing: the run is over at once."""
         launched.append(settings)
 
