@@ -1,8 +1,8 @@
 """runc, without the limits that podman asks for: `python runtime.py ARGUMENT...`.
 
 Podman 4.3 gives every container of root 1,048,576 open files. Where a hard limit is lower, as in many containers, a
-runtime may not raise it and starts nothing. Without a limit of its own a container has its starter's. It is runc, as for
-Docker, because crun takes no host on which both versions of cgroups have controllers.
+runtime may not raise it and starts nothing. Without a limit of its own a container has its starter's. It is runc, as
+for Docker, because crun takes no host on which both versions of cgroups have controllers.
 """
 
 import json
