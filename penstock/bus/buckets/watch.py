@@ -148,8 +148,11 @@ class Watch:
                 ready.set()
 
     def _now(self) -> float:
-        """Return the time by which values age; it stands still while the bucket is not seen to work."""
-        return min(time.monotonic(), self._worked_at + self._silence_s) - self._stalled_s
+        """Return the time by which values age: the last at which the bucket was seen to work, less what it stood still.
+
+        What has passed since then may be the first moments of an outage, in which nobody could renew.
+        """
+        return self._worked_at - self._stalled_s
 
     def _note_work(self) -> None:
         """Note that the bucket works; if it did not before, all values get their whole time to live."""

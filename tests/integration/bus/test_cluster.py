@@ -115,7 +115,6 @@ async def kill(server: ClusterServer) -> None:
     server.start()
 
 
-@pytest.mark.variant
 @pytest.mark.slow
 @RESTARTS
 @pytest.mark.usefixtures("run")

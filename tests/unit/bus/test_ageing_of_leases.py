@@ -1,0 +1,68 @@
+"""How a watched value ages, on a clock that the test sets."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from nats.js.kv import KeyValue
+
+from penstock.bus.buckets import watch as module
+from penstock.bus.buckets.watch import Watch
+
+TTL_S = 3.0
+
+
+class Bucket:
+    """Its leader answers while it works."""
+
+    works = True
+
+    async def status(self) -> None:
+        if not self.works:
+            raise TimeoutError
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`at` is what the watch takes for now."""
+    clock = SimpleNamespace(at=0.0, monotonic=lambda: clock.at)
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def renewal(revision: int) -> KeyValue.Entry:
+    return KeyValue.Entry("leases", "r", b"x", revision, None, None, None)
+
+
+async def test_a_renewal_that_is_late_when_an_outage_begins_costs_no_lease(clock: Any) -> None:
+    """What passes until the outage is noticed is no time in which it could have been renewed."""
+    bucket = Bucket()
+    watch = Watch(bucket, ttl_s=TTL_S)  # type: ignore[arg-type]
+    watch._store(renewal(1))
+    for clock.at in (1.0, 1.9):
+        await watch._ask_leader()
+    bucket.works = False
+    for clock.at in (2.0, 3.1, 3.4, 20.0):
+        assert watch.values == {"r": b"x"}, clock.at
+        with pytest.raises(TimeoutError):
+            await watch._ask_leader()
+    bucket.works = True
+    await watch._ask_leader()
+    for clock.at in (21.4, 22.9):
+        await watch._ask_leader()
+        assert watch.values == {"r": b"x"}, "it has its whole time again"
+    clock.at = 23.1
+    await watch._ask_leader()
+    assert watch.values == {}
+
+
+async def test_what_is_not_renewed_while_the_bucket_works_lapses(clock: Any) -> None:
+    """As soon as the leader answers after its time."""
+    watch = Watch(Bucket(), ttl_s=TTL_S)  # type: ignore[arg-type]
+    watch._store(renewal(1))
+    for clock.at in (1.0, 2.0, 3.0):
+        await watch._ask_leader()
+        assert watch.values == {"r": b"x"}
+    clock.at = 3.1
+    await watch._ask_leader()
+    assert watch.values == {}
