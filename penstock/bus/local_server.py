@@ -28,10 +28,10 @@ max_pending: 512MB
 write_deadline: "60s"
 ports_file_dir: "{folder}"
 pid_file: "{folder}/nats.pid"
-jetstream {{ store_dir: "{folder}/store", sync_interval: always }}
+jetstream {{ store_dir: "{folder}/store", sync_interval: always, max_file_store: 1TB }}
 """
-"""Several of the largest messages may be in flight to one client, even over a slow link, and acknowledged messages are
-on disk; deploy/nats.conf gives the reasons and the cost."""
+"""Several of the largest messages may be in flight to one client, even over a slow link, acknowledged messages are on
+disk, and the bounds of streams are no reservations; deploy/nats.conf gives the reasons and the cost."""
 _TOKEN = "PENSTOCK_NATS_SERVER_TOKEN"
 _AUTHORIZATION = f"authorization {{ token: ${_TOKEN} }}\n"
 """The server reads the token from its environment, so that no file holds it."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import unittest.mock
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import nats.errors
 import nats.js.errors
 import pytest
+from nats.js import api
 from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus, connect
@@ -140,13 +142,19 @@ async def test_what_cannot_be_set_up_is_one_line(workers: OpenConsumer, tmp_path
             os.kill(pid, signal.SIGCONT)
 
 
+async def test_bounds_of_streams_need_no_room(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    """By default NATS refuses bounds above three quarters of the free disk, however little is stored."""
+    bound = min(shutil.disk_usage(tmp_path).free, 2**39)
+    await bus.ensure_stream(api.StreamConfig(name=bus.calls.name, subjects=[run_name], max_bytes=bound))
+
+
 @pytest.mark.parametrize("path", ["deploy/nats.conf", "deploy/docker/nats.conf", "penstock/bus/local_server.py"])
 def test_every_server_keeps_what_it_acknowledged_and_bears_several_large_groups(path: str) -> None:
     """With NATS' defaults a power cut loses two minutes, and a client is cut off that has 64 MB outstanding, or takes
     10 s for what was sent."""
     text = (Path(__file__).parents[3] / path).read_text()
     settings = ("max_payload: 32MB", "max_pending: 512MB", 'write_deadline: "60s"', "sync_interval: always")
-    assert all(setting in text for setting in settings)
+    assert all(setting in text for setting in (*settings, "max_file_store: 1TB"))
 
 
 async def test_no_server_is_one_line_that_says_what_to_do() -> None:
