@@ -152,15 +152,16 @@ async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nat
         await until(lambda: all(each.num_tokens > 0 for each in turns))
         short = asyncio.ensure_future(engine.generation.Generate(_request(5), timeout=60))
         await until(lambda: _have_arrived(engine, *plays, unary, short))
-        order = rollout_pb2.DrainReplicaRequest(grace_s=1.0)
-        draining = asyncio.ensure_future(engine.control.DrainReplica(order, timeout=60))
+        patient = rollout_pb2.DrainReplicaRequest(grace_s=HANG_S)
+        draining = asyncio.ensure_future(engine.control.DrainReplica(patient, timeout=60))
         await until(lambda: [each.state for each in _replicas(watch)] == [common_pb2.REPLICA_STATE_DRAINING])
         with pytest.raises(grpc.aio.AioRpcError, match="REPLICA_STATE_DRAINING") as caught:
             await engine.generation.Generate(_request(5), timeout=10)
         assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-        drained = await draining
-        assert drained.num_handed_over == 5
         assert (await short).output_ids
+        drained = await engine.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=0.0), timeout=60)
+        assert drained == await draining
+        assert drained.num_handed_over == 5
         for failed in await asyncio.gather(*plays, return_exceptions=True):
             assert isinstance(failed, UnavailableError)
             assert "play the rest on another replica" in str(failed)
