@@ -34,17 +34,18 @@ def overrides(tmp_path: Path, **settings: object) -> list[str]:
 
 
 def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
-    """An engine, both peers of a pair, the worker, the router, the reward service, the trainer and its second rank die
-    in turn; then Ctrl-C ends all, the newest checkpoint is damaged, and `--resume` without pairs goes on to the end.
+    """An engine, the worker, the router, the reward service and the trainer die in turn. Then Ctrl-C ends all, the
+    newest checkpoint is damaged, and `--resume` goes on to the end.
 
-    Weights are broadcast, the one way in which the members of a push wait for each other. The run evaluates itself, and
-    the trainer dies inside an evaluation. It starts its rank itself, so both come up again whichever of them dies.
+    A pair plays first, and an engine of both roles after the resume. Weights are broadcast, the one way in which the
+    members of a push wait for each other. The run evaluates itself, and the trainer, which has two ranks, dies inside
+    an evaluation.
     """
-    num_steps = 12
-    evaluation = {"every": 6, "at_end": "true", "sets__geometry__num_prompts": 24, "sets__held_out__num_prompts": 8}
+    num_steps = 10
+    evaluation = {"every": 5, "at_end": "true", "sets__geometry__num_prompts": 24, "sets__held_out__num_prompts": 8}
     settings = overrides(
         tmp_path,
-        rollout__replicas=1,
+        rollout__replicas=0,
         rollout__prefill=1,
         rollout__decode=1,
         trainer__num_steps=num_steps,
@@ -52,9 +53,7 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
         trainer__weight_sync__transport="broadcast",
         **{f"evaluation__{key}": value for key, value in evaluation.items()},
     )
-    victims = {
-        1: "rollout", 2: "worker", 3: "decode", 4: "router", 6: "trainer", 7: "prefill", 8: "rank", 9: "reward",
-    }  # fmt: skip
+    victims = {1: "decode", 2: "worker", 3: "router", 5: "trainer", 6: "reward"}
     with started(tmp_path, str(RECIPE), *settings) as train:
         for step, victim in victims.items():
             train.wait_for_step(step, timeout_s=240)
@@ -62,16 +61,17 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
                 begun = train.folder / f"evaluations/step-{step:06d}/samples.jsonl"
                 train.wait_until(lambda begun=begun: begun.exists() and begun.read_bytes(), "an evaluation", 120)
             train.kill(victim)
-        train.wait_for_step(10, timeout_s=240)
+        train.wait_for_step(8, timeout_s=240)
         os.kill(train.process.pid, signal.SIGINT)
         train.wait(HANG_S)
         assert train.pids() == []
         folder = train.folder
     damage_newest_checkpoint(folder)
-    with started(tmp_path, "--resume", str(folder), "--rollout.prefill=0", "--rollout.decode=0") as train:
+    alone = ("--rollout.replicas=1", "--rollout.prefill=0", "--rollout.decode=0")
+    with started(tmp_path, "--resume", str(folder), *alone) as train:
         assert train.wait(500) == 0, train.tail()
         assert_nothing_was_lost(train.rows(), num_steps)
-        assert_evaluated(train.folder, [6, num_steps], num_prompts={"geometry": 24, "held_out": 8})
+        assert_evaluated(train.folder, [5, num_steps], num_prompts={"geometry": 24, "held_out": 8})
         assert train.pids() == []
 
 

@@ -65,6 +65,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainPr
         f"worker.agents.{AGENT}.function": "examples.agent.retry_agent:play",
         f"worker.environments.{SECOND_PICTURE}.class": f"{second_picture.__name__}:SecondPicture",
         "router.http_port": free_ports(1)[0],
+        "rollout.replicas": 1,
         "trainer.max_staleness": 0,
         "trainer.num_steps": NUM_STEPS,
         "trainer.groups_per_step": GROUPS_PER_STEP,

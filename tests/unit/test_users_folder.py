@@ -39,7 +39,14 @@ def _run(folder: Path, *arguments: str, path: str = str(ROOT)) -> subprocess.Com
     )
 
 
-@pytest.mark.parametrize("command", ["config tiny-cpu", "train tiny-cpu --dry-run", "plan tiny-cpu --gpus 8x80"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "config tiny-cpu",
+        "train tiny-cpu --dry-run",
+        pytest.param("plan tiny-cpu --gpus 8x80", marks=pytest.mark.variant),
+    ],
+)
 def test_a_command_imports_nothing_of_its_folder(folder: Path, command: str) -> None:
     """Those that only read settings, and those that look at models."""
     done = _run(folder, *command.split())

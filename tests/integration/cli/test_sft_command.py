@@ -41,12 +41,12 @@ class SftCommand:
 
 @pytest.fixture
 def recipe(tiny_model_path: Path, tmp_path: Path) -> Path:
-    """Twenty small steps."""
+    """Ten small steps."""
     file = tmp_path / "recipe.toml"
     file.write_text(
         f'run.name = "t"\nrun.dir = "{tmp_path}"\nmodel.path = "{tiny_model_path}"\n'
         'data.answer_format = "{answer}"\nsft.batch_size = 4\n'
-        'trainer.num_steps = 20\ntrainer.checkpoint_every = 3\ntrainer.device = "cpu"\n'
+        'trainer.num_steps = 10\ntrainer.checkpoint_every = 2\ntrainer.device = "cpu"\n'
         "trainer.optimizer.learning_rate = 1e-3\n"
     )
     return file
@@ -59,7 +59,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def weights(folder: Path) -> bytes:
     """Of the last step."""
-    return (folder / "checkpoints/step-000020/model/model.safetensors").read_bytes()
+    return (folder / "checkpoints/step-000010/model/model.safetensors").read_bytes()
 
 
 @pytest.mark.timeout(300)
@@ -67,24 +67,24 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
     """kill -9 in a step, then Ctrl-C, which finishes the step, saves it and exits with 130; then to the end."""
     whole = SftCommand(recipe, f"--run.folder={tmp_path / 'whole'}")
     broken = SftCommand(recipe, f"--run.folder={tmp_path / 'broken'}")
-    broken.wait_for("step 5/20")
+    broken.wait_for("step 3/10")
     broken.process.kill()
     broken.finish()
-    assert not (tmp_path / "broken/checkpoints/step-000020").exists()
+    assert not (tmp_path / "broken/checkpoints/step-000010").exists()
 
     resumed = SftCommand("--resume", tmp_path / "broken")
-    resumed.wait_for("step 9/20")
+    resumed.wait_for("step 5/10")
     resumed.process.send_signal(signal.SIGINT)
     code, out, err = resumed.finish()
     last = rows(tmp_path / "broken")[-1]["step"]
     assert (code, err) == (130, "")
-    assert 9 <= last < 20
+    assert 5 <= last < 10
     assert f"model {tmp_path}/broken/checkpoints/step-{last:06d}/model" in out
 
     assert SftCommand("--resume", tmp_path / "broken").finish()[0] == 0
     code, out, err = whole.finish()
     assert (code, err) == (0, "")
-    assert "step 20/20  loss " in out
+    assert "step 10/10  loss " in out
     for ours, theirs in zip(rows(tmp_path / "broken"), rows(tmp_path / "whole"), strict=True):
         assert (ours["step"], ours["loss"], ours["grad_norm"]) == (theirs["step"], theirs["loss"], theirs["grad_norm"])
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")

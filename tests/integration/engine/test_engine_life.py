@@ -210,15 +210,6 @@ async def test_a_dead_child_ends_the_process(tiny_model_path: Path, nats_url: st
         assert not watch.values
 
 
-async def test_a_killed_engine_leaves_no_orphans(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
-    """kill -9 of the engine takes SGLang's processes with it."""
-    async with engine_process(tiny_model_path, nats_url, tmp_path) as engine:
-        children = _children(engine.process.pid)
-        engine.process.kill()
-        await engine.process.wait()
-        await until(lambda: not any(_runs(pid) for pid in children))
-
-
 _CRASHING = """
 from services.rollout.engine import crash_streak, generation
 

@@ -129,6 +129,7 @@ async def test_as_many_replicas_are_held_out_as_the_recipe_says(
         await assert_catches_up(run, row["policy_version"])
 
 
+@pytest.mark.variant
 async def test_a_killed_trainer_goes_on_with_the_evaluation(steady_bus: Bus, run_name: str, tmp_path: Path) -> None:
     """At the same version, though its checkpoint is of a later step; what was played counts. So it does when the
     held-out replica is killed with it."""

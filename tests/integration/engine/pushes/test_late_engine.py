@@ -5,6 +5,7 @@ import contextlib
 import random
 from pathlib import Path
 
+import psutil
 import pytest
 from structlog.testing import capture_logs
 
@@ -19,6 +20,7 @@ from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
 from tests.support.engine.adapters import with_adapters
 from tests.support.engine.reference import TOLERANCE, Reference, picture, prompt, request, until_replica
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.engine,
@@ -49,7 +51,7 @@ async def test_engines_that_join_late(
 
     A group, this machine's memory, a stream of all and one of what changed; real SGLang has the policy's logprobs each
     time. One engine is a process, the other's layers are shared by two; what changed is sent to the first alone. The
-    last versions are adapters, which both merge into what they hold.
+    last versions are adapters, which both merge into what they hold. kill -9 of an engine takes all its processes.
     """
     config = WeightSyncConfig(mode="in_place", bucket_bytes=1 << 16)
 
@@ -112,3 +114,9 @@ async def test_engines_that_join_late(
             received = [event["transport"] for event in log_events(engine.log) if event["event"] == "weights.received"]
             whole = ["disk", "broadcast", "shared_memory", "delta", "delta"]
             assert received == [*whole, "shared_memory", "broadcast", "delta", "delta"]
+        children = [each for engine in engines for each in psutil.Process(engine.process.pid).children(recursive=True)]
+        assert len(children) >= 2 + 3, "each has a detokenizer and a scheduler for each rank"
+        for engine in engines:
+            engine.process.kill()
+            await engine.process.wait()
+        await until(lambda: not any(each.is_running() for each in children))

@@ -76,7 +76,7 @@ async def test_in_place_goes_on_from_what_the_old_weights_computed(
     assert sum(difference > TOLERANCE for _, difference in seen) >= 4, seen
 
 
-@pytest.mark.parametrize("images", [[], IMAGES], ids=["text", "image"])
+@pytest.mark.parametrize("images", [IMAGES, pytest.param([], marks=pytest.mark.variant)], ids=["image", "text"])
 @pytest.mark.parametrize("mode", rollout_pb2.PauseMode.keys()[1:])
 async def test_nothing_computed_by_older_weights_serves_a_new_request(
     engine: EngineProcess, current: Reference, mode: str, images: list[bytes]

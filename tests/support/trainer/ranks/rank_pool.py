@@ -6,9 +6,11 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
+
+from penstock.runtime.parent_death import die_with
 
 _TIMEOUT_S = 240.0
 
@@ -19,17 +21,11 @@ class RankPool:
     def __init__(self, num_ranks: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, num_ranks, f"{self._folder.name}/store"), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._pipes, theirs = zip(*(context.Pipe() for _ in range(num_ranks)), strict=True)
+        self._parent = context.Process(target=_fork_ranks, args=(theirs, f"{self._folder.name}/store"), daemon=True)
+        self._parent.start()
+        for pipe in theirs:
+            pipe.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(ranks, *args)` returns on each rank.
@@ -53,23 +49,46 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            process.join(10.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        self._parent.join(10.0)
+        if self._parent.is_alive():
+            self._parent.kill()
+            self._parent.join()
         self._folder.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, size: int, path: str) -> None:
+def _fork_ranks(pipes: Sequence[Connection], path: str) -> None:
+    """Import for all ranks, and fork them: what they import takes longer than most tests."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     gc.disable()  # most of what it would search are modules
+    import torch
+
+    import tests.support.trainer.ranks.ranked_groups  # noqa: F401
+
+    torch.set_num_threads(1)
+    parent = os.getpid()
+    for rank, pipe in enumerate(pipes):
+        if os.fork():
+            continue
+        die_with(parent)
+        for other in pipes:
+            if other is not pipe:
+                other.close()
+        try:
+            _serve(pipe, rank, len(pipes), path)
+        finally:
+            os._exit(0)
+    for pipe in pipes:
+        pipe.close()
+    for _ in pipes:
+        os.wait()
+
+
+def _serve(pipe: Connection, rank: int, size: int, path: str) -> None:
     import torch
     import torch.distributed as dist
 
     from services.trainer.backend.ranks.ranks import Ranks
 
-    torch.set_num_threads(1)
     ranks = Ranks.join(dist.FileStore(path, size), rank=rank, size=size, device=torch.device("cpu"))
     while True:
         try:

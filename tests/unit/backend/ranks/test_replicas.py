@@ -34,7 +34,15 @@ def test_two_replicas_of_two_shards_take_the_steps_of_one_rank(
         assert_same(alone, together)
 
 
-@pytest.mark.parametrize("name", ["m2po", "cispo", "decoupled_ppo", "normalised", "gspo", "kl in reward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "m2po",
+        "normalised",
+        "kl in reward",
+        *(pytest.param(name, marks=pytest.mark.variant) for name in ("cispo", "decoupled_ppo", "gspo")),
+    ],
+)
 def test_four_ranks_compare_samples_over_the_batch_as_one(four: RankPool, tiny_model_path: Path, name: str) -> None:
     """Whole samples and statistics of the batch, of which each rank computes a part, are the same for any number."""
     settings = {"micro_batch_tokens": 90, "algorithm": ALGORITHMS[name]}
