@@ -26,7 +26,7 @@ from penstock import shipped
 
 COMMANDS: Final[Mapping[str, str]] = {
     "slime-geo3k-grpo": "train",
-    "slime-geo3k-multi-turn": "train",
+    "qwen3-vl-geo3k-multi-turn": "train",
     "rlinf-geo3k-grpo": "train",
     "slime-geo3k-sft": "sft",
 }

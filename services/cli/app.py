@@ -19,22 +19,22 @@ from services.cli.data.command import data
 from services.cli.doctor_command import doctor
 from services.cli.environment.command import env
 from services.cli.evaluation.command import eval_
-from services.cli.export_command import export
 from services.cli.init_command import init
 from services.cli.plan_command import plan
 from services.cli.replay.command import replay
 from services.cli.replicas import command as replicas
 from services.cli.runs import command as runs
-from services.cli.scale_command import scale
+from services.cli.runs.export_command import export
+from services.cli.runs.scale_command import scale
+from services.cli.runs.status_command import status
+from services.cli.runs.view_command import view
 from services.cli.score.command import score
 from services.cli.serve import serve
 from services.cli.sft.command import sft
 from services.cli.show_config import show_config
 from services.cli.slurm.command import slurm
 from services.cli.slurm.node_command import slurm_node
-from services.cli.status_command import status
-from services.cli.train import train
-from services.cli.view_command import view
+from services.cli.train.command import train
 
 app = typer.Typer(
     help="Fully asynchronous GRPO post-training on verifiable rewards.",

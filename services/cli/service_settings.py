@@ -20,8 +20,8 @@ from services.cli.hub_models import with_model, with_models
 from services.launch.known_names import require_names
 from services.recipe import Recipe
 from services.reward.config import RewardSettings
-from services.rollout.engine import sglang_settings
 from services.rollout.engine.config import EngineSettings
+from services.rollout.engine.sglang import recipe_settings as sglang_settings
 from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.config import EnvironmentServerSettings
 from services.router.config import RouterSettings

@@ -11,8 +11,8 @@ from services.doctor.finding import Finding, blamed, fault, ok, warning
 from services.doctor.memory import ModelSize
 from services.launch.known_names import require_names
 from services.recipe import Recipe
-from services.rollout.engine import sglang_settings
-from services.rollout.engine.settings import num_parameters
+from services.rollout.engine.sglang import recipe_settings as sglang_settings
+from services.rollout.engine.sglang.settings import num_parameters
 from services.trainer.config import TRAINED_MODEL_TYPES
 from services.trainer.data.sources.files import require_files
 from services.trainer.demonstrations.files import require_demonstrations

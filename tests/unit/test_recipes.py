@@ -33,7 +33,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "data": {"profile": "slime_math", "prompt_suffix": "", "system_prompt": ""},
     },
     # slime 2a60f00, examples/geo3k_vlm_multi_turn/run_geo3k_vlm_multi_turn.py and its config
-    "slime-geo3k-multi-turn": {
+    "qwen3-vl-geo3k-multi-turn": {
         "sampling": {"temperature": 1.0, "max_new_tokens": 4096, "top_p": 1.0, "top_k": -1},
         "trainer": {"num_steps": 3000, "groups_per_step": 64, "samples_per_group": 8, "max_staleness": 0},
         "trainer.optimizer": {"learning_rate": 1e-6, "betas": (0.9, 0.98), "warmup_steps": 0, **ADAMW},
@@ -84,7 +84,7 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "[evaluation]": "at the end of each epoch",
         "rollout.replicas": "8 GPUs",
     },
-    "slime-geo3k-multi-turn": {
+    "qwen3-vl-geo3k-multi-turn": {
         **_OF_SLIME,
         **_OF_SLIMES_ENGINES,
         "[evaluation]": "commented out",

@@ -1,1 +1,1 @@
-"""`penstock runs`: lists runs and deletes them."""
+"""Commands about runs that exist: `penstock runs`, `status`, `scale`, `export`, `view`."""

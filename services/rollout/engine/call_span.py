@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from penstock.telemetry import spans
 from penstock.v1 import generate_pb2
-from services.rollout.engine.generation import Generation
+from services.rollout.engine.sglang.generation import Generation
 
 
 class CallSpan:

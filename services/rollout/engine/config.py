@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pydantic
 
 from penstock.config import BusConfig, Config, MetricsConfig, ModelConfig, NetworkConfig, RunConfig
-from services.rollout.engine import sglang_settings
+from services.rollout.engine.sglang import recipe_settings as sglang_settings
 
 MAX_PUSH_S = 3600.0
 """Pushes with a longer deadline are refused: until it passes, the engine would neither generate nor report a fault."""

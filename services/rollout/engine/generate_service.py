@@ -13,12 +13,12 @@ from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from services.rollout.engine.call_span import CallSpan
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.crash_streak import CrashStreak
-from services.rollout.engine.generation import Generation, TopIds
 from services.rollout.engine.image_source import ImageSource
 from services.rollout.engine.prompt import CheckedRequest
 from services.rollout.engine.replica_view import ReplicaView
-from services.rollout.engine.routed_experts import message_of
-from services.rollout.engine.sglang_engine import SglangEngine
+from services.rollout.engine.sglang.engine import SglangEngine
+from services.rollout.engine.sglang.generation import Generation, TopIds
+from services.rollout.engine.sglang.routed_experts import message_of
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 
 Context = grpc.aio.ServicerContext[Any, Any]

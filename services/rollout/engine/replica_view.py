@@ -5,7 +5,7 @@ import uuid
 from penstock.v1 import common_pb2
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.sglang_engine import Load, SglangEngine
+from services.rollout.engine.sglang.engine import Load, SglangEngine
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 
 

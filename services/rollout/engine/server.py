@@ -25,7 +25,7 @@ from penstock.runtime.security import Security
 from penstock.telemetry.metrics import exposed
 from penstock.telemetry.serving import serving_metrics
 from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from services.rollout.engine import disaggregation, settings
+from services.rollout.engine import disaggregation
 from services.rollout.engine.config import MAX_PUSH_S, EngineSettings, RolloutConfig
 from services.rollout.engine.crash_streak import CrashStreak
 from services.rollout.engine.drain import Drain
@@ -35,8 +35,9 @@ from services.rollout.engine.metrics import EngineMetrics
 from services.rollout.engine.replica_view import ReplicaView
 from services.rollout.engine.rollout_service import RolloutServicer
 from services.rollout.engine.scratch_folder import note_segments, scratch_folder
-from services.rollout.engine.sglang_engine import SglangEngine
-from services.rollout.engine.sglang_metrics import SglangMetrics
+from services.rollout.engine.sglang import settings
+from services.rollout.engine.sglang.engine import SglangEngine
+from services.rollout.engine.sglang.metrics import SglangMetrics
 from services.rollout.engine.weight_sync.sglang_weights import SglangWeights
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 

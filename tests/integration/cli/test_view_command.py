@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from services.cli.browser import has_person, open_page
-from services.cli.view_command import find_runs, prepare
+from services.cli.runs.view_command import find_runs, prepare
 from tests.support.view_runs import make_run
 
 

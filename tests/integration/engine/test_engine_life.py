@@ -211,7 +211,8 @@ async def test_a_dead_child_ends_the_process(tiny_model_path: Path, nats_url: st
 
 
 _CRASHING = """
-from services.rollout.engine import crash_streak, generation
+from services.rollout.engine import crash_streak
+from services.rollout.engine.sglang import generation
 
 read = generation.read_generation
 

@@ -14,8 +14,8 @@ import pytest
 from penstock.errors import InvalidRequestError, UnavailableError
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.prompt import CheckedRequest
-from services.rollout.engine.sglang_engine import SglangEngine
-from services.rollout.engine.sglang_settings import known_names
+from services.rollout.engine.sglang.engine import SglangEngine
+from services.rollout.engine.sglang.recipe_settings import known_names
 
 REQUEST = CheckedRequest(
     input_ids=[1], images=[], temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=[]

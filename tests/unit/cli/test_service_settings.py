@@ -14,7 +14,7 @@ from services.launch.known_names import require_names
 from services.recipe import Recipe
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.settings import server_args
+from services.rollout.engine.sglang.settings import server_args
 from services.rollout.worker.agents.config import AgentConfig
 from services.rollout.worker.config import WorkerConfig
 from services.router.config import RouterConfig

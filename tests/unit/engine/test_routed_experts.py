@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.model.families.experts import MixtureShape
-from services.rollout.engine.routed_experts import message_of, read_ids
+from services.rollout.engine.sglang.routed_experts import message_of, read_ids
 
 IDS = np.arange(24, dtype="<i4")
 """Of 4 tokens in 3 layers of 2 experts each."""

@@ -8,8 +8,8 @@ from penstock.config import ModelConfig, NetworkConfig, SamplingConfig
 from penstock.errors import ConfigError
 from services.cli.service_settings import for_trainer
 from services.recipe import Recipe
-from services.rollout.engine import settings
 from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.sglang import settings
 
 
 @pytest.mark.parametrize(

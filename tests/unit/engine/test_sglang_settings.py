@@ -12,8 +12,8 @@ from penstock.errors import ConfigError
 from services.cli import service_settings
 from services.recipe import Recipe
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.settings import server_args
-from services.rollout.engine.sglang_settings import OWN_NAMES, known_names
+from services.rollout.engine.sglang.recipe_settings import OWN_NAMES, known_names
+from services.rollout.engine.sglang.settings import server_args
 
 DEFAULTS = {"log_level", "mm_preprocess_cache_size_mb", "mm_processor_worker_num"}
 """Arguments that give way to a recipe."""

@@ -9,9 +9,9 @@ import pytest
 
 from bench.async_loop import virtual_time
 from penstock.errors import InvalidRequestError, UnavailableError
-from services.rollout.engine import token_stream
-from services.rollout.engine.generation import Generation
-from services.rollout.engine.token_stream import TokenStream
+from services.rollout.engine.sglang import token_stream
+from services.rollout.engine.sglang.generation import Generation
+from services.rollout.engine.sglang.token_stream import TokenStream
 from tests.support.waiting import promptly
 
 

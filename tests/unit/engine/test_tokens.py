@@ -9,7 +9,7 @@ from penstock.config import NetworkConfig
 from penstock.errors import ConfigError
 from penstock.model.tokens import end_token_ids, forbidden_token_ids, image_token_id, vocab_size
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.settings import context_length, num_parameters, server_args
+from services.rollout.engine.sglang.settings import context_length, num_parameters, server_args
 
 
 def _model(folder: Path, *, pad: str, eos: list[int] | int, rows: int = 12) -> Path:

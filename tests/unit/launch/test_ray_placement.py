@@ -205,7 +205,7 @@ def test_a_missing_ray_is_named_with_its_extra(
 ) -> None:
     """Before anything is read or written."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    for name in ("services.cli.train_on_ray", "services.launch.on_ray.cluster", "services.launch.on_ray.launch"):
+    for name in ("services.cli.train.on_ray", "services.launch.on_ray.cluster", "services.launch.on_ray.launch"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     code = main(["train", "tiny-cpu", "--launch.backend=ray", f"--run.dir={tmp_path}/runs"])
     assert code == 2

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.config import NetworkConfig
-from services.rollout.engine import settings
 from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.sglang import settings
 
 HANDLING, SHARING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_MULTI_RANK_GPU_ENABLE"
 

@@ -17,7 +17,7 @@ import structlog
 from penstock.errors import UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.weights.manifest import Manifest
-from services.rollout.engine.sglang_engine import SglangEngine
+from services.rollout.engine.sglang.engine import SglangEngine
 from services.rollout.engine.sglang_plugin.transports import Transport
 from services.rollout.engine.sglang_plugin.variables import (
     DIGEST_ACTION,

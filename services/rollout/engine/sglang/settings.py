@@ -20,8 +20,9 @@ from penstock.model import tokens
 from penstock.model.families.experts import has_experts
 from penstock.model.folder import read_json
 from penstock.weights import nccl
-from services.rollout.engine import disaggregation, sglang_settings
+from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.sglang import recipe_settings as sglang_settings
 from services.rollout.engine.sglang_plugin.variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
 
 MAX_CPU_TOKENS = 65_536

@@ -27,12 +27,13 @@ from penstock.model.tokens import forbidden_token_ids
 from penstock.runtime.imports import kept_for_ever
 from penstock.runtime.ports import held_ports
 from penstock.v1 import generate_pb2
-from services.rollout.engine import disaggregation, settings
+from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.generation import Generation, read_generation, require_sound
 from services.rollout.engine.pd_barrier import PdBarrier
 from services.rollout.engine.prompt import CheckedRequest, PromptChecker
-from services.rollout.engine.token_stream import TokenStream
+from services.rollout.engine.sglang import settings
+from services.rollout.engine.sglang.generation import Generation, read_generation, require_sound
+from services.rollout.engine.sglang.token_stream import TokenStream
 
 log = structlog.get_logger()
 

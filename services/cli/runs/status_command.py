@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from services.cli.view_command import find_runs
+from services.cli.runs.view_command import find_runs
 from services.launch.metrics import StepRow
 from services.launch.terminal.standing import describe_alarm, describe_standing
 from services.view.run_reader import RunReader

@@ -6,7 +6,7 @@ Invariant: every token put before `close` is taken exactly once, in order, howev
 import asyncio
 from typing import Any
 
-from services.rollout.engine.generation import Generation, num_tokens_of, read_generation, require_sound
+from services.rollout.engine.sglang.generation import Generation, num_tokens_of, read_generation, require_sound
 
 MAX_WAIT_S = 1.0
 """Maximum seconds that a token waits to be delivered with others, but for long answers. Tokens that still wait are

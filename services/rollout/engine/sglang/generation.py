@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import InvalidRequestError, UnavailableError
-from services.rollout.engine.routed_experts import read_ids
+from services.rollout.engine.sglang.routed_experts import read_ids
 
 _BAD_REQUEST = 400
 _FINISHED_BY = {"stop": True, "length": False}

@@ -25,7 +25,7 @@ def train(settings: Recipe, folder: RunFolder | None, *, dry_run: bool, view: bo
     Raises:
         UserError: the recipe, the cluster or one of its hosts is not as it must be.
     """
-    from services.cli.train import run_in_folder
+    from services.cli.train.command import run_in_folder
 
     require_launchable(settings, Path.cwd())
     security = Security.load(settings.security)

@@ -12,9 +12,10 @@ import typer
 from penstock.runtime import process
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
-from services.cli import browser, hub_models, service_settings, view_command
+from services.cli import browser, hub_models, service_settings
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
 from services.cli.extras import import_with_extra
+from services.cli.runs import view_command
 from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
 
@@ -40,7 +41,7 @@ def train(
     recipes, overrides = sort_arguments(recipe, context.args)
     settings, folder = load_run(recipes, overrides, resume=resume)
     if settings.launch.backend == "ray":
-        on_ray = import_with_extra("services.cli.train_on_ray", "penstock train --launch.backend=ray", extra="ray")
+        on_ray = import_with_extra("services.cli.train.on_ray", "penstock train --launch.backend=ray", extra="ray")
         return int(on_ray.train(settings, folder, dry_run=dry_run, view=view))
     service_settings.require_trainable_without_model(settings)
     unfetched: list[str] = []

@@ -1,0 +1,1 @@
+"""Starts SGLang in this process, and reads what it returns."""
