@@ -198,7 +198,7 @@ def comments_of(text: str) -> dict[str, str]:
 
 def without_a_reason(text: str, name: str) -> list[str]:
     """Lines of a recipe that neither have the published value nor tell it and why another one stands there."""
-    framework = {"slime": "slime", "rlinf": "RLinf"}[name.partition("-")[0]]
+    framework = "RLinf" if name.startswith("rlinf-") else "slime"
     published = {f"{section}.{field}" for section, fields in PUBLISHED[name].items() for field in fields}
     comments = comments_of(text)
     wrong = [key for key in DIFFERENT[name] if key not in comments]

@@ -25,9 +25,9 @@ class Bucket:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`at` is what the watch takes for now."""
-    clock = SimpleNamespace(at=0.0, monotonic=lambda: clock.at)
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+    made = SimpleNamespace(at=0.0, monotonic=lambda: made.at)
+    monkeypatch.setattr(module, "time", made)
+    return made
 
 
 def renewal(revision: int) -> KeyValue.Entry:
