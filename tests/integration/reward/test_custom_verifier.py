@@ -56,6 +56,7 @@ def _item(profile: str, response: str, **fields: object) -> reward_pb2.VerifyIte
 
 async def test_verifiers_judge_in_workers(verifiers: dict[str, str]) -> None:
     """They see gold answers, response and prompt; what they return is a bool, a number, a dict or an object."""
+    before = set(sys.modules)
     async with reward_service(verifiers=verifiers) as (client, pool):
         right, wrong, half, record = await client.verify_batch(
             [_item("contains", "xax"), _item("contains", "c"), _item("half", "r", prompt="p"), _item("record", "r")],
@@ -69,7 +70,7 @@ async def test_verifiers_judge_in_workers(verifiers: dict[str, str]) -> None:
     assert (prompt, golds, record.extracted) == ("p", "['a', 'b']", "it")
     assert int(pid) in pids
     assert int(pid) != os.getpid()
-    assert not [name for name in sys.modules if name.startswith("penstock_verifier_")]
+    assert not [name for name in set(sys.modules) - before if name.startswith("penstock_verifier_")]
 
 
 async def test_a_verifier_that_fails_is_a_status_with_a_logged_reason(
