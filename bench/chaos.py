@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,13 +144,16 @@ def break_at_random(
         running = {server.name: server.pid for server in cluster.servers if server.process is not None}
         return {**train.processes(), **running}
 
-    def is_due() -> bool:
+    def look() -> None:
         faults.look(all_processes(), time.monotonic())
+
+    def is_due() -> bool:
+        look()
         return last_step() >= due
 
     def nobody_is_away() -> bool:
         has_ended = train.process.poll() is not None
-        faults.look(all_processes(), time.monotonic())
+        look()
         return has_ended or not faults.away
 
     kinds = ["kill"] * arguments.kills + ["freeze"] * arguments.freezes
@@ -177,15 +180,15 @@ def break_at_random(
         else:
             seconds = draw.uniform(*FREEZE_S)
             _say(f"{number}/{len(kinds)}: froze {name} for {seconds:.1f} s after step {step}")
-            freeze(processes[name], seconds)
+            freeze(processes[name], seconds, look)
             faults.frozen_s[service].append(seconds)
     train.wait_until(nobody_is_away, "the last to be back", STALL_S)
     faults.end(time.monotonic())
     return faults
 
 
-def freeze(pid: int, seconds: float) -> None:
-    """Stop a process and all its descendants for `seconds`; those that end meanwhile are no error."""
+def freeze(pid: int, seconds: float, look: Callable[[], None]) -> None:
+    """Stop a process and all its descendants for `seconds`, and `look` meanwhile; those that end are no error."""
     try:
         stopped = [psutil.Process(pid)]
         stopped += stopped[0].children(recursive=True)
@@ -194,7 +197,10 @@ def freeze(pid: int, seconds: float) -> None:
     for process in stopped:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.suspend()
-    time.sleep(seconds)
+    ends_at = time.monotonic() + seconds
+    while (rest_s := ends_at - time.monotonic()) > 0:
+        time.sleep(min(rest_s, 0.2))
+        look()
     for process in reversed(stopped):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
