@@ -71,7 +71,7 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out what takes long.
 	@$(BIN)/pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
-test-variants: setup ## Run the tests that `make test` leaves out, because others protect most of what they do; four minutes on two cores.
+test-variants: setup ## Run the tests that `make test` leaves out, because others protect most of what they do; five minutes on two cores.
 	@$(BIN)/pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder -m variant $(ARGS)
 
 test-adapters: setup ## Play environments of verifiers, skyrl-gym, reasoning-gym, TRL and slime, the real packages; fetches them into .clients.
