@@ -1,9 +1,12 @@
 """`make test-nats-cluster`: what a frozen or cut-off server of three costs. Not collected: each takes half a minute."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
+from structlog.typing import EventDict
 
 from penstock.bus.connection import connect
 from penstock.testing.local_cluster import ClusterServer, local_cluster
@@ -28,7 +31,9 @@ async def test_a_leader_that_freezes_loses_nothing(tmp_path: Path, run_name: str
     with local_cluster(tmp_path) as cluster:
         async with connect(config_of(cluster), run=run_name) as bus:
             await bus.ensure_streams()
-            await play_through(cluster, run_name, freeze)
+            with capture_logs() as events:
+                await play_through(cluster, run_name, freeze)
+    assert_left(events)
 
 
 async def test_a_leader_that_is_cut_off_loses_nothing(tmp_path: Path, run_name: str) -> None:
@@ -44,4 +49,11 @@ async def test_a_leader_that_is_cut_off_loses_nothing(tmp_path: Path, run_name: 
 
             async with connect(config_of(cluster), run=run_name) as bus:
                 await bus.ensure_streams()
-                await play_through(cluster, run_name, cut)
+                with capture_logs() as events:
+                    await play_through(cluster, run_name, cut)
+    assert_left(events)
+
+
+def assert_left(events: Sequence[EventDict]) -> None:
+    """Worker and trainer went on with another server, and did not wait for theirs to be back."""
+    assert [event["event"] for event in events].count("bus.server_left") >= 2

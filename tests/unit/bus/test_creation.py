@@ -1,0 +1,55 @@
+"""Creating streams while a cluster elects its leader."""
+
+import nats.errors
+import nats.js.errors
+import pytest
+
+from penstock.bus.cluster import creation
+from penstock.config import BusConfig
+from penstock.errors import SetupError
+
+ERRORS = [
+    nats.errors.TimeoutError(),
+    nats.errors.NoRespondersError(),
+    nats.js.errors.ServiceUnavailableError(code=503, description="JetStream system temporarily unavailable"),
+]
+
+
+class Attempts:
+    """Fails with each error in turn, then returns."""
+
+    def __init__(self, errors: list[Exception]) -> None:
+        self.errors = list(errors)
+
+    async def __call__(self) -> str:
+        if self.errors:
+            raise self.errors.pop(0)
+        return "made"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again at once."""
+    monkeypatch.setattr(creation, "_RETRY_S", 0.0)
+
+
+async def test_in_a_cluster_an_election_is_waited_for() -> None:
+    """What is asked meanwhile is lost, refused, or answered by nobody."""
+    config = BusConfig(url="nats://a:4222,nats://b:4222,nats://c:4222", replicas=3)
+    assert await creation.create(config, "stream S", Attempts(ERRORS)) == "made"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+async def test_one_server_elects_nothing(error: Exception) -> None:
+    """Its error is told at once."""
+    attempts = Attempts([error])
+    with pytest.raises(SetupError, match=r"NATS at nats://a:4222: stream S could not be set up"):
+        await creation.create(BusConfig(url="nats://a:4222"), "stream S", attempts)
+
+
+async def test_a_refusal_is_no_election() -> None:
+    """No leader would decide otherwise."""
+    full = nats.js.errors.ServerError(code=500, description="insufficient storage resources available")
+    config = BusConfig(url="nats://a:4222,nats://b:4222", replicas=1)
+    with pytest.raises(SetupError, match="insufficient storage"):
+        await creation.create(config, "stream S", Attempts([full]))
