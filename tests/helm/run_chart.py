@@ -241,7 +241,8 @@ def is_open(policies: list[Object], source: Object, target: Object, port: int) -
     """Whether a pod may connect to a pod on a port: by its own policies, and by the other's."""
 
     def is_among(given: Object) -> bool:
-        return given["protocol"] == "TCP" and given["port"] <= port <= given.get("endPort", given["port"])
+        first = int(given["port"])
+        return given["protocol"] == "TCP" and first <= port <= int(given.get("endPort", first))
 
     def admits(rules: list[Object], side: str, peer: Object) -> bool:
         return any(
