@@ -90,6 +90,8 @@ PORTS = {
     "worker": {7004, 9400},
     "trainer": {7000, 9400},
 }
+STARTUP_S = {"nats": 600, "reward": 120, "router": 300, "rollout": 1800, "worker": 600, "trainer": 1800}
+"""How long each may take to be ready, by the values of the chart."""
 ANY = 55555
 """Stands for the ports that process groups choose."""
 PICTURE = {
@@ -170,8 +172,9 @@ def test_the_schemas_are_strict() -> None:
 
 
 def test_selectors_select_their_own_pods_and_no_others(objects: list[Object]) -> None:
-    """Of workloads, Services, budgets, policies, and the spread over nodes."""
-    templates = pods(objects)
+    """Of workloads, Services, budgets, policies, and the spread over nodes; pods of another release are others."""
+    own, others = pods(objects), pods(render(release="another"))
+    templates = [*own, *others]
     for each in workloads(objects):
         if each["kind"] != "Job":
             labels = each["spec"]["selector"]["matchLabels"]
@@ -185,8 +188,9 @@ def test_selectors_select_their_own_pods_and_no_others(objects: list[Object]) ->
             "PodDisruptionBudget": lambda spec: spec["selector"]["matchLabels"],
             "NetworkPolicy": lambda spec: spec["podSelector"]["matchLabels"],
         }[each["kind"]](spec)
-        chosen = {component(pod) for pod in templates if selects(labels, pod)}
-        assert chosen == {component(each)}, each["metadata"]["name"]
+        chosen = [pod for pod in templates if selects(labels, pod)]
+        assert {component(pod) for pod in chosen} == {component(each)}, each["metadata"]["name"]
+        assert not [pod for pod in chosen if pod in others], each["metadata"]["name"]
 
 
 def test_every_port_is_in_a_service_under_its_name(objects: list[Object]) -> None:
@@ -223,6 +227,11 @@ def test_exactly_the_arrows_of_the_picture_are_open() -> None:
         assert found == expected
         for policy in policies:
             assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+            # Only pods of the release: no blocks of addresses, no namespaces, and no rule for everybody.
+            peers = [rule["from"] for rule in policy["spec"]["ingress"]]
+            peers += [rule["to"] for rule in policy["spec"]["egress"] if "to" in rule]
+            assert all(peers)
+            assert {key for each in peers for peer in each for key in peer} <= {"podSelector"}
             beyond = [rule for rule in policy["spec"]["egress"] if "to" not in rule]
             names = [] if component(policy) in ("nats", "reward") else [{("UDP", 53), ("TCP", 53)}]
             assert [{(port["protocol"], port["port"]) for port in rule["ports"]} for rule in beyond] == names
@@ -231,6 +240,10 @@ def test_exactly_the_arrows_of_the_picture_are_open() -> None:
 def is_open(policies: list[Object], source: Object, target: Object, port: int) -> bool:
     """Whether a pod may connect to a pod on a port: by its own policies, and by the other's."""
 
+    def is_among(given: Object) -> bool:
+        first = int(given["port"])
+        return given["protocol"] == "TCP" and first <= port <= int(given.get("endPort", first))
+
     def admits(rules: list[Object], side: str, peer: Object) -> bool:
         return any(
             any(
@@ -238,7 +251,7 @@ def is_open(policies: list[Object], source: Object, target: Object, port: int) -
                 for each in rule.get(side, [])
                 if "podSelector" in each
             )
-            and ("ports" not in rule or port in [each["port"] for each in rule["ports"]])
+            and ("ports" not in rule or any(is_among(each) for each in rule["ports"]))
             for rule in rules
         )
 
@@ -285,20 +298,22 @@ def test_outside_its_own_pods_a_release_reaches_what_was_asked_for() -> None:
         assert not any("namespaceSelector" in rule["from"][0] for rule in policy(render(), name)["ingress"])
 
 
-def test_every_container_is_probed_on_a_port_that_it_has(objects: list[Object]) -> None:
-    """By gRPC; with TLS, and NATS, by a command. A process gets minutes before it is called dead."""
+def test_every_container_is_probed_on_its_grpc_port(objects: list[Object]) -> None:
+    """With TLS by a command; NATS on the port of its configuration. A process gets minutes before it is called dead."""
+    nats = (ROOT / "deploy" / "docker" / "nats.conf").read_text()
+    (monitored,) = re.findall(r'^http: "127\.0\.0\.1:(\d+)"', nats, re.MULTILINE)
     for name, container in containers(objects):
         if container["name"] != name:  # waits for NATS, and ends
             continue
-        ports = {port["containerPort"] for port in container["ports"]}
+        ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             if "grpc" in container[probe]:
-                assert container[probe]["grpc"]["port"] in ports
-                assert container[probe]["grpc"]["port"] != 9400
+                asked = [str(container[probe]["grpc"]["port"])]
             else:
-                command = container[probe]["exec"]["command"]
-                assert name == "nats" or re.search(r"127\.0\.0\.1:(\d+)", " ".join(command))[1] in map(str, ports)  # type: ignore[index]
-        liveness = container["livenessProbe"]
+                asked = re.findall(r"127\.0\.0\.1:(\d+)", " ".join(container[probe]["exec"]["command"]))
+            assert asked == [monitored if name == "nats" else ports["grpc"]]
+        startup, liveness = container["startupProbe"], container["livenessProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] == STARTUP_S[name]
         assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 300
 
 
@@ -329,6 +344,7 @@ def test_every_container_has_its_limits(objects: list[Object]) -> None:
         claimed = {claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", [])}
         mounts = [mount for container in spec["containers"] for mount in container["volumeMounts"]]
         assert {mount["name"] for mount in mounts} == volumes.keys() | claimed
+        assert "/tmp" in [mount["mountPath"] for mount in mounts]  # the root is read-only
         if component(each) in ("rollout", "trainer"):
             assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
             assert {"name": "shm", "mountPath": "/dev/shm"} in mounts
@@ -374,7 +390,60 @@ def test_a_budget_lets_a_node_be_drained(objects: list[Object]) -> None:
     for each in budgets:
         assert each["spec"]["maxUnavailable"] == 1
         assert "minAvailable" not in each["spec"]
+        assert each["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    for each in of_kind(objects, "Deployment"):  # two budgets of one pod make its eviction an error
+        pod = each["spec"]["template"]
+        assert sum(selects(budget["spec"]["selector"]["matchLabels"], pod) for budget in budgets) == 1
     assert len(budgets) == len(of_kind(objects, "Deployment"))
+
+
+def test_engines_are_replaced_on_the_gpus_that_they_have(objects: list[Object]) -> None:
+    """One after the other, without a further one."""
+    for each in of_kind(objects, "Deployment"):
+        if component(each) == "rollout":
+            assert each["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_clients_find_pods_that_are_ready(objects: list[Object]) -> None:
+    """And NATS before it is."""
+    early = [each for each in of_kind(objects, "Service") if each["spec"].get("publishNotReadyAddresses")]
+    assert {component(each) for each in early} <= {"nats"}
+    assert len(early) == len(of_kind(objects, "StatefulSet"))
+
+
+def test_what_needs_nats_waits_for_it() -> None:
+    """At the address that its process has."""
+    for values, address in (({}, ["demo-nats", "4222"]), (ELSEWHERE, ["nats.bus.svc", "4333"])):
+        waits = {name: each for name, each in containers(render(values)) if each["name"] != name}
+        assert waits.keys() == {"router", "rollout", "worker", "trainer"}
+        assert [each["args"][1:] for each in waits.values()] == [address] * 4
+
+
+def test_nats_keeps_its_streams_in_the_claim() -> None:
+    """Which is larger than the bounds of a run's streams, 5 GiB (docs/operation/bus.md): a full disk stops a run."""
+    (nats,) = of_kind(render(), "StatefulSet")
+    (claim,) = nats["spec"]["volumeClaimTemplates"]
+    (folder,) = re.findall(
+        r'^  store_dir: "(.*)"', (ROOT / "deploy" / "docker" / "nats.conf").read_text(), re.MULTILINE
+    )
+    (container,) = nats["spec"]["template"]["spec"]["containers"]
+    assert {"name": claim["metadata"]["name"], "mountPath": folder} in container["volumeMounts"]
+    size = claim["spec"]["resources"]["requests"]["storage"]
+    assert int(size.removesuffix("Gi")) > 5
+
+
+def test_models_and_data_are_read_only_and_the_hub_is_not_asked() -> None:
+    """Where the values say so."""
+    for values, hub in ((CLAIMS, {"offline": True}), ({}, {"offline": False})):
+        for name, container in containers(render(values)):
+            mounts = {mount["name"]: mount for mount in container.get("volumeMounts", [])}
+            for folder in mounts.keys() & {"models", "datasets"}:
+                assert mounts[folder]["readOnly"]
+            if "hf" in mounts:
+                assert mounts["hf"].get("readOnly", False) == hub["offline"]
+                assert {"name": "HF_HUB_OFFLINE", "value": str(int(hub["offline"]))} in container["env"]
+            elif container["name"] == name:
+                assert name in ("nats", "reward")
 
 
 def test_the_reward_service_grows_with_its_load() -> None:
@@ -446,8 +515,10 @@ def test_secrets_are_files_of_those_who_need_them() -> None:
             }
             (folder,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "secrets"]
             assert variables == {f"PENSTOCK_{key.upper().replace('-', '_')}_FILE": f"{folder}/{key}" for key in wanted}
-            assert not any("secretKeyRef" in json.dumps(env) for env in container["env"])
-            assert "token" not in json.dumps(container.get("args", []))
+            for other in [*spec.get("initContainers", []), container]:
+                assert "secretKeyRef" not in json.dumps(other)
+                assert "secretRef" not in json.dumps(other)
+                assert "token" not in json.dumps(other.get("args", []))
 
 
 def test_processes_take_their_arguments(objects: list[Object]) -> None:
@@ -517,8 +588,11 @@ def test_prometheus_gets_the_alerts_and_the_labels_that_they_use() -> None:
     (endpoint,) = monitor["spec"]["endpoints"]
     assert {each["targetLabel"] for each in endpoint["relabelings"]} == {"job", "run", "service", "instance"}
     assert endpoint["tlsConfig"]["keySecret"] == {"name": "penstock-tls", "key": "tls.key"}
+    labels = monitor["spec"]["selector"]["matchLabels"]
     for service in of_kind(render(EVERYTHING), "Service"):
-        assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        assert selects(labels, service)
+    for service in of_kind(render(release="another"), "Service"):
+        assert not selects(labels, service)
 
 
 MISTYPED = {
@@ -558,6 +632,31 @@ EXAMPLES = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/operation/kubernetes.m
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_the_examples_of_the_document_render(example: str) -> None:
-    """And Kubernetes takes them."""
-    for each in of_kind(render(yaml.safe_load(example)), "Deployment", "Job", "StatefulSet", "NetworkPolicy"):
+    """Kubernetes takes the objects, and the processes their recipe and settings."""
+    objects = render(yaml.safe_load(example))
+    for each in of_kind(objects, "Deployment", "Job", "StatefulSet", "NetworkPolicy"):
         kubernetes_validate.validate(each, VERSIONS[-1], strict=True)
+    for name, container in containers(objects):
+        if container["name"] == name != "nats":
+            overrides = [each for each in container["args"] if "." in each.partition("=")[0]]
+            configuration.load(Recipe, [shipped.named_recipe(container["args"][1])], overrides)
+
+
+def test_every_value_is_listed() -> None:
+    """In values.yaml, whose comments name what every process takes besides."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    text = (CHART / "values.yaml").read_text()
+    (besides,) = re.findall(r"^# Each also takes: ((?:.*\n# )*.*)\.$", text, re.MULTILINE)
+    named = {*re.findall(r"\w+", besides)}
+
+    def missing(schema: Object, values: Object, place: str) -> list[str]:
+        found = []
+        for name, each in schema.get("properties", {}).items():
+            if name in values:
+                found += missing(each, values[name], f"{place}.{name}") if isinstance(values[name], dict) else []
+            elif name not in named:
+                found.append(f"{place}.{name}")
+        return found
+
+    not_listed = [each for each in missing(schema, yaml.safe_load(text), "") if each.count(".") > 1]
+    assert not_listed == [".networkPolicy.egress." + name for name in PORTS]
