@@ -138,8 +138,10 @@ test-observability: setup ## Test alerts and dashboards on a real Prometheus tha
 	@$(BIN)/pytest tests/observability/run_prometheus.py -p no:randomly $(ARGS)
 
 # In a folder of its own: the lock has no Ray.
+RAY = $(UV) pip install --quiet --python $(BIN)/python --target .clients/ray --constraints requirements.lock --requirement tests/on_ray/ray.txt
+
 test-ray: setup ## Train on a real Ray cluster of several nodes here, kill one, scale and submit a job; fetches Ray into .clients, 300 MB.
-	$(UV) pip install --quiet --python $(BIN)/python --target .clients/ray --constraints requirements.lock --requirement tests/on_ray/ray.txt
+	$(RAY)
 	@PYTHONPATH=$(CURDIR)/.clients/ray $(BIN)/pytest tests/on_ray/run_ray.py -p no:randomly $(ARGS)
 
 # Helm comes as a library for Python; no cluster and no other program is needed.
@@ -212,6 +214,10 @@ bench-demo-trl: setup ## Run the demo beside TRL on the same task; ARGS="--steps
 
 bench-async: setup ## Measure steps/s under each bound on staleness beside the best it allows; ARGS="--replicas 8" picks.
 	@$(BIN)/python -W ignore bench/bench_async.py $(ARGS)
+
+bench-ray: setup ## Measure start-up and steps on Ray beside the local launcher; fetches Ray into .clients; ARGS="--rounds 5" repeats.
+	$(RAY)
+	@PYTHONPATH=$(CURDIR)/.clients/ray $(BIN)/python -W ignore bench/ray_overhead.py $(ARGS)
 
 bench-images: setup ## Count the bytes of a group's images, by value and by hash; ARGS="--turns 8" picks.
 	@$(BIN)/python bench/bench_images.py $(ARGS)

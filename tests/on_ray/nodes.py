@@ -31,8 +31,16 @@ class Nodes:
     def add(self, *, num_gpus: int, num_cpus: int = 4, environment: dict[str, str] | None = None) -> str:
         """Add a node and return its id; `environment` is that of its processes."""
         self._num_nodes += 1
-        options: dict[str, Any] = {"num_gpus": num_gpus, "num_cpus": num_cpus, "env_vars": environment}
-        return str(self._ask({"add": {**options, "node_ip_address": f"127.0.0.{self._num_nodes}"}})["node"])
+        options: dict[str, Any] = {
+            "num_gpus": num_gpus,
+            "num_cpus": num_cpus,
+            "env_vars": environment,
+            "node_ip_address": f"127.0.0.{self._num_nodes}",
+            # Each host unpacks a job's folder for itself, removing what is there. In one folder for all nodes of this
+            # machine, the first task on a node would remove the folder in which the job runs on the head.
+            "runtime_env_dir_name": f"runtime_resources_{self._num_nodes}",
+        }
+        return str(self._ask({"add": options})["node"])
 
     def kill(self, node_id: str) -> None:
         """Kill a node's raylet, as if its host died."""

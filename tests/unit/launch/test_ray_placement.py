@@ -24,6 +24,7 @@ from services.launch.on_ray.placement import (
     num_gpus_of,
     require_room,
 )
+from services.launch.on_ray.working_folder import working_folder
 from services.launch.run_plan import plan_processes
 from services.recipe import Recipe
 
@@ -170,6 +171,29 @@ def test_processes_elsewhere_know_the_launcher_s_address() -> None:
     assert (live.worker.router_address, live.worker.reward_address) == ("10.0.0.5:7001", "10.0.0.5:7002")
     own = with_peers(listening(recipe("--network.host=0.0.0.0", "--worker.reward_address=r:1"), "10.0.0.5"), "10.0.0.5")
     assert (own.network.host, own.worker.reward_address) == ("0.0.0.0", "r:1")
+
+
+def test_agents_elsewhere_know_the_url_of_the_launcher_s_router() -> None:
+    """With https where servers have certificates; a URL of the recipe's own stays."""
+    agents = ("--worker.agents.mine.function=m:f", "--router.http_port=7003")
+    secured = ("--security.tls_cert=c.pem", "--security.tls_key=k.pem")
+    for settings, url in (
+        (agents, "http://10.0.0.5:7003"),
+        ((*agents, *secured), "https://10.0.0.5:7003"),
+        ((*agents, "--worker.router_url=http://r:1"), "http://r:1"),
+        (("--router.http_port=7003",), ""),
+    ):
+        assert with_peers(recipe(*settings), "10.0.0.5").worker.router_url == url
+
+
+def test_relative_paths_are_those_of_the_launcher_where_a_host_has_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere they are those of the host's own process: for a submitted job, the folder that Ray unpacked."""
+    (tmp_path / "launcher").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert working_folder(str(tmp_path / "launcher")) == str(tmp_path / "launcher")
+    assert working_folder(str(tmp_path / "nowhere")) == str(tmp_path)
 
 
 def test_settings_that_cannot_hold_on_several_hosts_are_refused() -> None:
