@@ -1,6 +1,6 @@
 """The replicas that hold a lease, the published policy version, and the held-out replicas, read from the bus.
 
-Invariant: a replica is listed exactly while its lease lives.
+Invariant: a replica is listed exactly while its lease lives for this process (`penstock.bus.buckets.watch`).
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Leases in NATS KV, which show which processes are alive.
 
 A lease is a value that its holder renews. The server drops it `ttl_s` after the last renewal, so the lease of a killed
-process lapses on its own. For something that only one process may hold at a time, use `penstock.bus.buckets.lock`.
+process lapses on its own; `penstock.bus.buckets.watch` says when it has lapsed for those who watch it. For something
+that only one process may hold at a time, use `penstock.bus.buckets.lock`.
 """
 
 import asyncio

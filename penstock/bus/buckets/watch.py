@@ -2,8 +2,9 @@
 
 A watch continues if the server comes back without its store and the bucket is created again.
 
-Invariant: values age only while their bucket is seen to work. While it does not (its server is away, or its cluster
-elects a leader) nobody can renew them, and afterwards each has its whole time to live again.
+Invariant: values age up to the last proof that their bucket works, because while it does not (its server is away, or
+its cluster elects a leader) nobody can renew them. After an outage that was noticed, because its leader was asked in
+vain or was silent for their whole time to live, each has that time again.
 """
 
 import asyncio
@@ -66,7 +67,7 @@ class Watch:
     def values(self) -> dict[str, bytes]:
         """Return the values by key, without expired ones."""
         oldest = -math.inf if self._ttl_s is None else self._now() - self._ttl_s
-        return {key: seen.value for key, seen in self._values.items() if seen.at >= oldest}
+        return {key: seen.value for key, seen in self._values.items() if seen.at > oldest}
 
     async def changed(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for the next change; return whether there was one. Several callers may wait at once.
@@ -167,6 +168,7 @@ class Watch:
         """Store an update, or remove the value that it deletes."""
         if entry.operation in ("DEL", "PURGE") or entry.value is None:
             if self._values.pop(entry.key, None) is not None:
+                self._note_work()
                 self._announce()
         elif (known := self._values.get(entry.key)) is None or known[:2] != (entry.value, entry.revision):
             # A value that was seen before keeps its age. The revision alone does not identify it: a recreated bucket

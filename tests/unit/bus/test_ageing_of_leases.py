@@ -1,5 +1,6 @@
 """How a watched value ages, on a clock that the test sets."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,10 @@ def renewal(revision: int) -> KeyValue.Entry:
     return KeyValue.Entry("leases", "r", b"x", revision, None, None, None)
 
 
+def deletion(key: str) -> KeyValue.Entry:
+    return KeyValue.Entry("leases", key, None, 9, None, None, "DEL")
+
+
 async def test_a_renewal_that_is_late_when_an_outage_begins_costs_no_lease(clock: Any) -> None:
     """What passes until the outage is noticed is no time in which it could have been renewed."""
     bucket = Bucket()
@@ -60,9 +65,37 @@ async def test_what_is_not_renewed_while_the_bucket_works_lapses(clock: Any) -> 
     """As soon as the leader answers after its time."""
     watch = Watch(Bucket(), ttl_s=TTL_S)  # type: ignore[arg-type]
     watch._store(renewal(1))
-    for clock.at in (1.0, 2.0, 3.0):
+    for clock.at in (1.0, 2.0, 2.9):
         await watch._ask_leader()
         assert watch.values == {"r": b"x"}
+    clock.at = 3.0
+    await watch._ask_leader()
+    assert watch.values == {}
+
+
+async def test_what_others_do_shows_that_the_bucket_works(clock: Any) -> None:
+    """Their renewals and their ends."""
+    watch = Watch(Bucket(), ttl_s=TTL_S)  # type: ignore[arg-type]
+    watch._store(renewal(1))
+    for revision, key in enumerate(("s", "t"), start=2):
+        watch._store(dataclasses.replace(renewal(revision), key=key))
+    for clock.at, entry in ((1.4, deletion("s")), (2.8, deletion("t"))):
+        watch._store(entry)
+        assert set(watch.values) >= {"r"}
     clock.at = 3.1
+    watch._store(dataclasses.replace(renewal(7), key="u"))
+    assert set(watch.values) == {"u"}
+
+
+async def test_silence_is_no_time_to_live(clock: Any) -> None:
+    """Beyond the time after which the watch asks, it counts as an outage."""
+    watch = Watch(Bucket(), ttl_s=TTL_S)  # type: ignore[arg-type]
+    watch._store(renewal(1))
+    clock.at = 2.5
+    await watch._ask_leader()
+    clock.at = 3.9
+    await watch._ask_leader()
+    assert watch.values == {"r": b"x"}, "1.5 s and 1.4 s of it count"
+    clock.at = 4.1
     await watch._ask_leader()
     assert watch.values == {}

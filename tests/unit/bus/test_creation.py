@@ -33,9 +33,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(creation, "_RETRY_S", 0.0)
 
 
-async def test_in_a_cluster_an_election_is_waited_for() -> None:
+@pytest.mark.parametrize(("url", "replicas"), [("nats://a:4222", 3), ("nats://a:4222,nats://b:4222", 1)])
+async def test_in_a_cluster_an_election_is_waited_for(url: str, replicas: int) -> None:
     """What is asked meanwhile is lost, refused, or answered by nobody."""
-    config = BusConfig(url="nats://a:4222,nats://b:4222,nats://c:4222", replicas=3)
+    config = BusConfig.model_validate({"url": url, "replicas": replicas})
     assert await creation.create(config, "stream S", Attempts(ERRORS)) == "made"
 
 
@@ -45,6 +46,13 @@ async def test_one_server_elects_nothing(error: Exception) -> None:
     attempts = Attempts([error])
     with pytest.raises(SetupError, match=r"NATS at nats://a:4222: stream S could not be set up"):
         await creation.create(BusConfig(url="nats://a:4222"), "stream S", attempts)
+
+
+async def test_an_election_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last error says why."""
+    monkeypatch.setattr(creation, "ELECTION_S", 0.0)
+    with pytest.raises(SetupError, match=r"could not be set up \(nats: timeout\)"):
+        await creation.create(BusConfig(url="nats://a:4222", replicas=3), "stream S", Attempts(ERRORS))
 
 
 async def test_a_refusal_is_no_election() -> None:
