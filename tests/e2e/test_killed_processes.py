@@ -1,4 +1,7 @@
-"""kill -9 of any process in the middle of a run: no group is lost, none is trained twice, none is stale."""
+"""kill -9 of processes in the middle of a run: no group is lost, none is trained twice, none is stale.
+
+`make chaos` kills and freezes all of them, engines of every role and nats-server too.
+"""
 
 import json
 import os
@@ -34,12 +37,12 @@ def overrides(tmp_path: Path, **settings: object) -> list[str]:
 
 
 def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
-    """An engine, the worker, the router, the reward service and the trainer die in turn. Then Ctrl-C ends all, the
-    newest checkpoint is damaged, and `--resume` goes on to the end.
+    """The decode engine of the only pair, the worker, the router, the trainer, its second rank and the reward service
+    die in turn. Then Ctrl-C ends all, the newest checkpoint is damaged, and `--resume` goes on to the end.
 
     A pair plays first, and an engine of both roles after the resume. Weights are broadcast, the one way in which the
-    members of a push wait for each other. The run evaluates itself, and the trainer, which has two ranks, dies inside
-    an evaluation.
+    members of a push wait for each other. The run evaluates itself, and the trainer dies inside an evaluation. It
+    starts its rank itself, so both come up again whichever of them dies.
     """
     num_steps = 10
     evaluation = {"every": 5, "at_end": "true", "sets__geometry__num_prompts": 24, "sets__held_out__num_prompts": 8}
@@ -53,7 +56,7 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
         trainer__weight_sync__transport="broadcast",
         **{f"evaluation__{key}": value for key, value in evaluation.items()},
     )
-    victims = {1: "decode", 2: "worker", 3: "router", 5: "trainer", 6: "reward"}
+    victims = {1: "decode", 2: "worker", 3: "router", 5: "trainer", 6: "rank", 7: "reward"}
     with started(tmp_path, str(RECIPE), *settings) as train:
         for step, victim in victims.items():
             train.wait_for_step(step, timeout_s=240)

@@ -98,9 +98,9 @@ def test_tensors_without_memory_take_what_real_ones_take(family: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "keeps_all": False},
         pytest.param({}, marks=pytest.mark.variant),
-        pytest.param({"keeps_all": False}, marks=pytest.mark.variant),
+        pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.variant),
     ],
 )
 def test_few_layers_say_what_many_take(

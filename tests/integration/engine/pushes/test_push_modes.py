@@ -76,8 +76,17 @@ async def test_in_place_goes_on_from_what_the_old_weights_computed(
     assert sum(difference > TOLERANCE for _, difference in seen) >= 4, seen
 
 
-@pytest.mark.parametrize("images", [IMAGES, pytest.param([], marks=pytest.mark.variant)], ids=["image", "text"])
-@pytest.mark.parametrize("mode", rollout_pb2.PauseMode.keys()[1:])
+@pytest.mark.parametrize(
+    ("mode", "images"),
+    [
+        pytest.param("PAUSE_MODE_RETRACT", IMAGES, id="RETRACT, image"),
+        pytest.param("PAUSE_MODE_IN_PLACE", IMAGES, id="IN_PLACE, image"),
+        pytest.param("PAUSE_MODE_DRAIN", [], id="DRAIN, text"),
+        pytest.param("PAUSE_MODE_RETRACT", [], id="RETRACT, text", marks=pytest.mark.variant),
+        pytest.param("PAUSE_MODE_IN_PLACE", [], id="IN_PLACE, text", marks=pytest.mark.variant),
+        pytest.param("PAUSE_MODE_DRAIN", IMAGES, id="DRAIN, image", marks=pytest.mark.variant),
+    ],
+)
 async def test_nothing_computed_by_older_weights_serves_a_new_request(
     engine: EngineProcess, current: Reference, mode: str, images: list[bytes]
 ) -> None:

@@ -1,9 +1,11 @@
 """Processes that are ranks of one group over gloo, and run what a test gives them."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -33,12 +35,16 @@ class RankPool:
         Raises:
             AssertionError: it raised on one of them, or a rank is gone.
         """
+        work, answers = pickle.dumps((function, args)), []
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps((function, args)))
-        answers = []
+            with contextlib.suppress(BrokenPipeError):  # it is gone, as its answer shows
+                pipe.send_bytes(work)
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(_TIMEOUT_S), f"rank {rank} has not answered within {_TIMEOUT_S:g} s"
-            value, problem = pickle.loads(pipe.recv_bytes())
+            try:
+                value, problem = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                raise AssertionError(f"rank {rank} is gone; its own traceback is on stderr") from None
             assert not problem, f"rank {rank}:\n{problem}"
             answers.append(value)
         return answers
@@ -58,6 +64,10 @@ class RankPool:
 
 def _fork_ranks(pipes: Sequence[Connection], path: str) -> None:
     """Import for all ranks, and fork them: what they import takes longer than most tests."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    assert starter.pid is not None
+    die_with(starter.pid)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     gc.disable()  # most of what it would search are modules
     import torch
@@ -65,6 +75,8 @@ def _fork_ranks(pipes: Sequence[Connection], path: str) -> None:
     import tests.support.trainer.ranks.ranked_groups  # noqa: F401
 
     torch.set_num_threads(1)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{len(threads)} threads: a forked rank could hang on what another one holds"
     parent = os.getpid()
     for rank, pipe in enumerate(pipes):
         if os.fork():
@@ -75,8 +87,11 @@ def _fork_ranks(pipes: Sequence[Connection], path: str) -> None:
                 other.close()
         try:
             _serve(pipe, rank, len(pipes), path)
-        finally:
-            os._exit(0)
+        except BaseException:  # noqa: BLE001 - nothing above this frame is the rank's
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
     for pipe in pipes:
         pipe.close()
     for _ in pipes:
