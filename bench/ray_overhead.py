@@ -11,6 +11,7 @@ same cores. Other work on the machine changes the numbers: the load when each ru
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -59,20 +60,24 @@ def measure(arguments: list[str]) -> tuple[float, float, float, float]:
     Raises:
         CalledProcessError: the run failed.
     """
-    with tempfile.TemporaryDirectory() as runs:
-        command = [sys.executable, "-m", "services.cli", "train", *arguments, f"--run.dir={runs}"]
-        began = time.monotonic()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        ends: list[float] = []
-        lines: list[str] = []
+    runs = Path(tempfile.mkdtemp())
+    command = [sys.executable, "-m", "services.cli", "train", *arguments, f"--run.dir={runs}"]
+    began = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    ends: list[float] = []
+    try:
         while process.poll() is None:
             time.sleep(0.02)
-            lines = _rows(Path(runs))
-            ends += [time.monotonic()] * (len(lines) - len(ends))
+            ends += [time.monotonic()] * (len(_rows(runs)) - len(ends))
         ended = time.monotonic()
-        lines = _rows(Path(runs))
+    finally:
+        process.terminate()
+        process.wait()
     if process.returncode:
+        sys.stderr.write(f"the run failed; its logs are in {runs}\n")
         raise subprocess.CalledProcessError(process.returncode, command)
+    lines = _rows(runs)
+    shutil.rmtree(runs)
     step_s = statistics.median(json.loads(line)["step_s"] for line in lines[_NUM_WARMUP:])
     return ends[0] - began, step_s, ended - ends[-1], ended - began
 
