@@ -188,7 +188,7 @@ recipes: setup ## Run the recipes for GPUs cut to size; ROWS=folder has their ro
 demo: setup ## Train a tiny vision-language model from start to end, in about ten minutes on two cores.
 	@$(BIN)/penstock train $(RECIPE) $(ARGS)
 
-demo-multi-turn: setup ## Train a tiny vision-language model to zoom in before it answers, in about eight minutes on two cores.
+demo-multi-turn: setup ## Train a tiny vision-language model to zoom in before it answers, in eight to twelve minutes on two cores.
 	@$(BIN)/penstock train recipes/tiny-multi-turn.toml $(ARGS)
 
 bench: setup ## Run the benchmarks.

@@ -21,7 +21,7 @@ from services.launch.known_names import require_names
 from services.recipe import Recipe
 from services.reward.config import RewardSettings
 from services.rollout.engine.config import EngineSettings
-from services.rollout.engine.sglang import recipe_settings as sglang_settings
+from services.rollout.engine.sglang import recipe_settings
 from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.config import EnvironmentServerSettings
 from services.router.config import RouterSettings
@@ -72,7 +72,7 @@ def for_engine(recipe: Recipe) -> EngineSettings:
             in rollout.sglang.
         SetupError: the model is on the Hub, which cannot be reached.
     """
-    sglang_settings.require_known(recipe.rollout.sglang)
+    recipe_settings.require_known(recipe.rollout.sglang)
     recipe = with_model(recipe)
     require_mixture(recipe.trainer.router_replay, num_experts=num_experts(_model(recipe).path))
     return EngineSettings(

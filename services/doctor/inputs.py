@@ -11,7 +11,7 @@ from services.doctor.finding import Finding, blamed, fault, ok, warning
 from services.doctor.memory import ModelSize
 from services.launch.known_names import require_names
 from services.recipe import Recipe
-from services.rollout.engine.sglang import recipe_settings as sglang_settings
+from services.rollout.engine.sglang import recipe_settings
 from services.rollout.engine.sglang.settings import num_parameters
 from services.trainer.config import TRAINED_MODEL_TYPES
 from services.trainer.data.sources.files import require_files
@@ -94,7 +94,7 @@ def check_settings(recipe: Recipe, *, is_sft: bool = False) -> Finding:
         lambda: Security.load(recipe.security),
         recipe.sampling.require_trainable,
         lambda: require_packages(recipe.trackers),
-        lambda: sglang_settings.require_known(recipe.rollout.sglang),
+        lambda: recipe_settings.require_known(recipe.rollout.sglang),
         lambda: require_names(recipe, sets=recipe.evaluation.is_in_training),
     )
     if is_sft:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pydantic
 
 from penstock.config import BusConfig, Config, MetricsConfig, ModelConfig, NetworkConfig, RunConfig
-from services.rollout.engine.sglang import recipe_settings as sglang_settings
+from services.rollout.engine.sglang import recipe_settings
 
 MAX_PUSH_S = 3600.0
 """Pushes with a longer deadline are refused: until it passes, the engine would neither generate nor report a fault."""
@@ -55,7 +55,7 @@ class RolloutConfig(Config):
     @pydantic.field_validator("sglang")
     @classmethod
     def _is_not_ours(cls, sglang: dict[str, Any]) -> dict[str, Any]:
-        sglang_settings.require_free(sglang)
+        recipe_settings.require_free(sglang)
         return sglang
 
     @pydantic.model_validator(mode="after")

@@ -16,7 +16,7 @@ _HAND_OVER_S = 5.0
 
 
 class Calls(Protocol):
-    """The running calls (`sglang.engine.SglangEngine`)."""
+    """The running calls (`services.rollout.engine.sglang.engine.SglangEngine`)."""
 
     @property
     def num_in_flight(self) -> int: ...

@@ -22,7 +22,7 @@ from penstock.model.folder import read_json
 from penstock.weights import nccl
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.sglang import recipe_settings as sglang_settings
+from services.rollout.engine.sglang import recipe_settings
 from services.rollout.engine.sglang_plugin.variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
 
 MAX_CPU_TOKENS = 65_536
@@ -153,7 +153,7 @@ def server_args(
     context = context_length(config, model_path)
     args.setdefault("max_total_tokens", max(context, min(MAX_CPU_TOKENS, config.max_running * context)))
     args = {**_CPU_DEFAULTS, **passed, **args, **_CPU_ARGS}
-    sglang_settings.require_used(config.sglang, args)
+    recipe_settings.require_used(config.sglang, args)
     return args
 
 
