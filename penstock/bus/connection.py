@@ -18,7 +18,8 @@ from nats.js import JetStreamContext, api
 from nats.js.kv import KeyValue
 
 from penstock.bus.buckets.unsynced import UnsyncedStreams
-from penstock.bus.cluster.creation import ELECTION_S, create, describe_other_settings
+from penstock.bus.cluster.creation import create, describe_other_settings
+from penstock.bus.cluster.election import ELECTION_S, through_election
 from penstock.bus.failures import BUS_ERRORS, Presence
 from penstock.bus.nats_client import connected_client
 from penstock.config import BusConfig
@@ -252,12 +253,14 @@ class Bus:
         """Remove the run's streams and buckets with all that they hold, whoever uses them.
 
         Raises:
-            nats.errors.Error: the server does not answer; call it again.
+            nats.errors.Error: the server does not answer, or a cluster elects no leader; call it again.
         """
         buckets = (f"KV_{self._run}_{bucket}" for bucket in BUCKETS)
         for name in (*(stream.name for stream in self.streams), *buckets):
             with suppress(nats.js.errors.NotFoundError):
-                await self._js.delete_stream(name)
+                await through_election(
+                    self.config, f"removal of {name}", functools.partial(self._js.delete_stream, name)
+                )
 
 
 @asynccontextmanager

@@ -1,8 +1,4 @@
-"""Creates streams, buckets and consumers, and says what is wrong if a server or a cluster does not.
-
-In a cluster there are seconds without a leader after a server has died, in which nothing can be created. A process that
-starts then waits for the election.
-"""
+"""Creates streams, buckets and consumers, and says what is wrong if a server or a cluster does not."""
 
 import asyncio
 import json
@@ -12,21 +8,16 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import nats.js.errors
-import structlog
 
+from penstock.bus.cluster.election import RETRY_S, through_election
 from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.config import BusConfig
 from penstock.errors import SetupError
 
-log = structlog.get_logger()
-
 CreatedT = TypeVar("CreatedT")
 
-ELECTION_S = 30.0
-"""Seconds that a cluster may be without a leader. Servers elect one after 4 to 9 s of silence."""
 _FORMING_S = 10.0
 """Seconds that the servers of a cluster may take to find each other."""
-_RETRY_S = 0.5
 _INFO_TIMEOUT_S = 2.0
 _NO_PEERS, _NO_CLUSTER = 10005, 10074
 """JetStream's codes: no suitable peers for placement; replicas > 1 not supported in non-clustered mode."""
@@ -51,33 +42,24 @@ async def create(
     Raises:
         SetupError: the servers do not create it.
     """
-    begun = time.monotonic()
-    ends_at = begun + (ELECTION_S if config.is_cluster else 0.0)
+    formed_at = time.monotonic() + _FORMING_S
     while True:
         try:
-            return await attempt()
+            return await through_election(config, what, attempt)
         except BUS_ERRORS as error:
             code = getattr(error, "err_code", None)
             if code in (_NO_PEERS, _NO_CLUSTER):
                 without = await servers_without_jetstream(config)
-                if code == _NO_PEERS and not without and time.monotonic() < begun + _FORMING_S:
-                    await asyncio.sleep(_RETRY_S)
+                if code == _NO_PEERS and not without and time.monotonic() < formed_at:
+                    await asyncio.sleep(RETRY_S)
                     continue
                 raise SetupError(_describe_few_servers(config, what, describe(error), without)) from None
             if passing and isinstance(error, passing):
                 raise
-            if not _is_of_an_election(error) or time.monotonic() >= ends_at:
-                raise SetupError(
-                    f"NATS at {config.url}: {what} could not be set up ({describe(error)}); see that the server runs, "
-                    "that its JetStream is enabled and that it has room to store"
-                ) from None
-            log.warning("bus.creation_retried", what=what, error=describe(error))
-        await asyncio.sleep(_RETRY_S)
-
-
-def _is_of_an_election(error: Exception) -> bool:
-    """Return whether the error may be over when there is a leader: no answer, or the answer that there is none."""
-    return isinstance(error, nats.js.errors.ServiceUnavailableError) or not isinstance(error, nats.js.errors.APIError)
+            raise SetupError(
+                f"NATS at {config.url}: {what} could not be set up ({describe(error)}); see that the server runs, "
+                "that its JetStream is enabled and that it has room to store"
+            ) from None
 
 
 def _describe_few_servers(config: BusConfig, what: str, reason: str, without: list[str]) -> str:

@@ -1,10 +1,15 @@
-"""Creating streams while a cluster elects its leader."""
+"""Creating and removing streams while a cluster elects its leader."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import nats.errors
 import nats.js.errors
 import pytest
 
-from penstock.bus.cluster import creation
+from penstock.bus.cluster import creation, election
+from penstock.bus.connection import Bus
 from penstock.config import BusConfig
 from penstock.errors import SetupError
 
@@ -30,7 +35,8 @@ class Attempts:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again at once."""
-    monkeypatch.setattr(creation, "_RETRY_S", 0.0)
+    monkeypatch.setattr(creation, "RETRY_S", 0.0)
+    monkeypatch.setattr(election, "RETRY_S", 0.0)
 
 
 @pytest.mark.parametrize(("url", "replicas"), [("nats://a:4222", 3), ("nats://a:4222,nats://b:4222", 1)])
@@ -50,7 +56,7 @@ async def test_one_server_elects_nothing(error: Exception) -> None:
 
 async def test_an_election_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last error says why."""
-    monkeypatch.setattr(creation, "ELECTION_S", 0.0)
+    monkeypatch.setattr(election, "ELECTION_S", 0.0)
     with pytest.raises(SetupError, match=r"could not be set up \(nats: timeout\)"):
         await creation.create(BusConfig(url="nats://a:4222", replicas=3), "stream S", Attempts(ERRORS))
 
@@ -61,3 +67,36 @@ async def test_a_refusal_is_no_election() -> None:
     config = BusConfig(url="nats://a:4222,nats://b:4222", replicas=1)
     with pytest.raises(SetupError, match="insufficient storage"):
         await creation.create(config, "stream S", Attempts([full]))
+
+
+class Streams:
+    """Of a server that leaves every first question about a stream unanswered, after it did what was asked."""
+
+    def __init__(self) -> None:
+        self.asked = Counter[str]()
+
+    async def delete_stream(self, name: str) -> None:
+        self.asked[name] += 1
+        if self.asked[name] == 1:
+            raise nats.errors.TimeoutError
+        raise nats.js.errors.NotFoundError
+
+
+def bus_of(streams: Streams, config: BusConfig) -> Bus:
+    client: Any = SimpleNamespace(jetstream=lambda **_: streams)
+    return Bus(client, config, "run")
+
+
+async def test_a_run_is_removed_through_an_election() -> None:
+    """Each of its streams, though what was asked first had no answer."""
+    streams = Streams()
+    bus = bus_of(streams, BusConfig(url="nats://a:4222,nats://b:4222,nats://c:4222", replicas=3))
+    await bus.delete_run()
+    assert set(streams.asked.values()) == {2}
+    assert {"run_PROMPTS", "run_DEAD", "KV_run_locks"} <= streams.asked.keys()
+
+
+async def test_one_server_that_does_not_answer_removes_nothing_more() -> None:
+    """The command says so, and can be called again."""
+    with pytest.raises(nats.errors.TimeoutError):
+        await bus_of(Streams(), BusConfig(url="nats://a:4222")).delete_run()
