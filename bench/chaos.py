@@ -8,8 +8,8 @@ It runs a whole `penstock train` of a tiny recipe with real processes. A victim 
 nats-server included (`--spare trainer` leaves some out). At a random moment it is killed with -9, or stopped with all
 its descendants by SIGSTOP and continued after 2 to 20 s. Fault n is due when the run has trained n times
 `--steps-between` steps, whether or not the last victim is back; steps that pass during a freeze bring the next faults
-closer together, so that the run lasts for all of them. With `--nats-servers` the bus is a cluster, whose killed servers
-start again after 2 to 20 s, too. Every group index is trained exactly once, or a bar
+closer together, and a freeze ends early if the run would end before its last fault. With `--nats-servers` the bus is a
+cluster, whose killed servers start again after 2 to 20 s, too. Every group index is trained exactly once, or a bar
 fails. Only the counting matters here: bench_demo.py measures speed.
 """
 
@@ -103,10 +103,11 @@ def main() -> int:
         overrides = [f"--{key}={value}" for key, value in {**settings, "run.dir": folder / "runs"}.items()]
         begun = time.monotonic()
         with started(folder, arguments.recipe, *overrides) as train:
-            faults = break_at_random(train, cluster, services, arguments)
+            faults = break_at_random(train, cluster, services, arguments, num_steps=num_steps)
             exit_code = train.wait(STALL_S + 5.0 * num_steps)
             wall_s = time.monotonic() - begun
-            return tell(train, faults, exit_code, num_steps=num_steps, wall_s=wall_s)
+            num_wanted = arguments.kills + arguments.freezes
+            return tell(train, faults, exit_code, num_steps=num_steps, num_wanted_faults=num_wanted, wall_s=wall_s)
 
 
 def parse() -> argparse.Namespace:
@@ -128,11 +129,12 @@ def parse() -> argparse.Namespace:
 
 
 def break_at_random(
-    train: TrainProcess, cluster: LocalCluster, services: set[str], arguments: argparse.Namespace
+    train: TrainProcess, cluster: LocalCluster, services: set[str], arguments: argparse.Namespace, *, num_steps: int
 ) -> Faults:
-    """Kill and freeze the wanted number of processes, one after the other, at random moments of the run."""
+    """Kill and freeze the wanted number of processes, one after the other, at random moments of the run; fewer if it
+    ends before."""
     draw = random.Random(arguments.seed)
-    faults, due, back_at = Faults(), 0, dict[str, float]()
+    faults, due, latest, back_at = Faults(), 0, 0, dict[str, float]()
 
     def last_step() -> int:
         return max((row["step"] for row in train.rows()[-1:]), default=0)
@@ -147,14 +149,19 @@ def break_at_random(
     def look() -> None:
         faults.look(all_processes(), time.monotonic())
 
+    def has_ended() -> bool:
+        return train.process.poll() is not None
+
     def is_due() -> bool:
         look()
-        return last_step() >= due
+        return last_step() >= due or has_ended()
+
+    def steps_run_out() -> bool:
+        return last_step() >= latest
 
     def nobody_is_away() -> bool:
-        has_ended = train.process.poll() is not None
         look()
-        return has_ended or not faults.away
+        return has_ended() or not faults.away
 
     kinds = ["kill"] * arguments.kills + ["freeze"] * arguments.freezes
     draw.shuffle(kinds)
@@ -164,6 +171,9 @@ def break_at_random(
         time.sleep(draw.random())  # somewhere in the step, not at its end
         processes = {name: pid for name, pid in all_processes().items() if _service(name) in services}
         faults.look(processes, time.monotonic())
+        if has_ended() or not processes:
+            _say(f"the run ended after step {last_step()}, before fault {number}")
+            break
         present = sorted({_service(name) for name in processes})
         service = draw.choice(present)
         name = draw.choice(sorted(name for name in processes if _service(name) == service))
@@ -178,35 +188,43 @@ def break_at_random(
             faults.add(name, processes[name], time.monotonic())
             _say(f"{number}/{len(kinds)}: killed {name} after step {step}")
         else:
-            seconds = draw.uniform(*FREEZE_S)
-            _say(f"{number}/{len(kinds)}: froze {name} for {seconds:.1f} s after step {step}")
-            freeze(processes[name], seconds, look)
+            # The faults to come get half of the steps that they would have had, at least.
+            latest = num_steps - arguments.steps_between * (1 + (len(kinds) - number + 1) // 2)
+            seconds = freeze(processes[name], draw.uniform(*FREEZE_S), look, until=steps_run_out)
             faults.frozen_s[service].append(seconds)
+            _say(f"{number}/{len(kinds)}: froze {name} for {seconds:.1f} s after step {step}")
     train.wait_until(nobody_is_away, "the last to be back", STALL_S)
     faults.end(time.monotonic())
     return faults
 
 
-def freeze(pid: int, seconds: float, look: Callable[[], None]) -> None:
-    """Stop a process and all its descendants for `seconds`, and `look` meanwhile; those that end are no error."""
+def freeze(pid: int, seconds: float, look: Callable[[], None], *, until: Callable[[], bool]) -> float:
+    """Stop a process and all its descendants for `seconds`, or `until` something holds, and `look` meanwhile.
+
+    Those that end are no error. Returns the seconds.
+    """
     try:
         stopped = [psutil.Process(pid)]
         stopped += stopped[0].children(recursive=True)
     except psutil.NoSuchProcess:
-        return
+        return 0.0
     for process in stopped:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.suspend()
-    ends_at = time.monotonic() + seconds
-    while (rest_s := ends_at - time.monotonic()) > 0:
+    begun = time.monotonic()
+    while (rest_s := begun + seconds - time.monotonic()) > 0 and not until():
         time.sleep(min(rest_s, 0.2))
         look()
+    frozen_s = time.monotonic() - begun
     for process in reversed(stopped):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
+    return frozen_s
 
 
-def tell(train: TrainProcess, faults: Faults, exit_code: int, *, num_steps: int, wall_s: float) -> int:
+def tell(
+    train: TrainProcess, faults: Faults, exit_code: int, *, num_steps: int, num_wanted_faults: int, wall_s: float
+) -> int:
     """Print the table; return 0 if every bar holds."""
     rows = train.rows()
     trained = collections.Counter(index for row in rows for index in row["groups"])
@@ -222,11 +240,14 @@ def tell(train: TrainProcess, faults: Faults, exit_code: int, *, num_steps: int,
             f"{sum(frozen_s):.0f} |"
         )
     last: dict[str, Any] = rows[-1] if rows else {}
+    num_kills, num_freezes = faults.by_service.total(), sum(map(len, faults.frozen_s.values()))
+    num_faults = num_kills + num_freezes
     checks = {
         "run finished": (
             exit_code == 0 and len(rows) == num_steps,
             f"exit {exit_code}, {len(rows)} of {num_steps} steps",
         ),
+        "faults": (num_faults == num_wanted_faults, f"{num_faults} of {num_wanted_faults}"),
         "groups lost": (len(trained) == num_wanted, f"{num_wanted - len(trained)} of {num_wanted}"),
         "groups trained twice": (max(trained.values(), default=0) == 1, f"{sum(trained.values()) - len(trained)}"),
         "trained beyond the staleness bound": _count(row["staleness_max"] > row["max_staleness"] for row in rows),
@@ -243,9 +264,8 @@ def tell(train: TrainProcess, faults: Faults, exit_code: int, *, num_steps: int,
     _say("\n| what | seen | |\n|---|---|---|")
     for what, (holds, seen) in checks.items():
         _say(f"| {what} | {seen} | {'holds' if holds else 'FAILS'} |")
-    num_freezes = sum(map(len, faults.frozen_s.values()))
     _say(
-        f"\n{faults.by_service.total()} kills and {num_freezes} freezes in {wall_s:.0f} s; played again: "
+        f"\n{num_kills} kills and {num_freezes} freezes in {wall_s:.0f} s; played again: "
         f"{last.get('num_stale_groups')} stale groups, {last.get('num_lost_groups')} lost by the bus"
     )
     return 0 if all(holds for holds, _ in checks.values()) else 1

@@ -1,11 +1,13 @@
 """What bench/chaos.py counts: every kill's time away, and no bar that holds without a measurement."""
 
+import subprocess
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
-from bench.chaos import GROUPS_PER_STEP, Faults, tell
+from bench.chaos import GROUPS_PER_STEP, Faults, freeze, tell
 
 
 def test_one_that_is_killed_again_before_it_was_seen_is_counted_twice() -> None:
@@ -33,9 +35,27 @@ def test_those_that_never_come_back_are_told() -> None:
     assert faults.num_not_back == {"decode": 1}
 
 
-@pytest.mark.parametrize(("dlogp", "exit_code"), [([], 1), ([1e-6], 0), ([1e-6, 1.0], 1), ([1e-6, float("nan")], 1)])
-def test_the_bar_on_logprobs_needs_a_measurement(dlogp: list[float], exit_code: int) -> None:
-    """Steps without a token of the current version measure nothing."""
+def test_a_freeze_ends_early_rather_than_let_the_run_end_before_the_last_fault() -> None:
+    """And goes on again in any case."""
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        states = []
+        looks = iter([False, True])
+
+        def look() -> None:
+            states.append(psutil.Process(victim.pid).status())
+
+        assert freeze(victim.pid, 60.0, look, until=lambda: next(looks)) < 50.0
+        assert states == [psutil.STATUS_STOPPED]
+        assert psutil.Process(victim.pid).status() == psutil.STATUS_SLEEPING
+        victim.kill()
+
+
+@pytest.mark.parametrize(
+    ("dlogp", "num_wanted_faults", "exit_code"),
+    [([], 0, 1), ([1e-6], 0, 0), ([1e-6, 1.0], 0, 1), ([1e-6, float("nan")], 0, 1), ([1e-6], 1, 1)],
+)
+def test_no_bar_holds_without_what_it_measures(dlogp: list[float], num_wanted_faults: int, exit_code: int) -> None:
+    """Steps without a token of the current version measure nothing, nor does a run that ended before its faults."""
     rows: list[dict[str, Any]] = [
         {
             "step": step,
@@ -51,4 +71,4 @@ def test_the_bar_on_logprobs_needs_a_measurement(dlogp: list[float], exit_code: 
     for row, value in zip(rows, dlogp, strict=False):
         row["dlogp_max_current"] = value
     train: Any = SimpleNamespace(rows=lambda: rows, pids=lambda: [])
-    assert tell(train, Faults(), 0, num_steps=3, wall_s=1.0) == exit_code
+    assert tell(train, Faults(), 0, num_steps=3, num_wanted_faults=num_wanted_faults, wall_s=1.0) == exit_code
