@@ -61,6 +61,7 @@ async def serve(
             if loop is None:
                 return
             await _run_beside_its_tasks(loop, stop)
+            await asyncio.to_thread(loop.metrics.end)
             await _draw(loop)
         log.info("run.ended", step=loop.position.step, num_steps=settings.trainer.num_steps, folder=str(start.folder))
 

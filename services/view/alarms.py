@@ -187,9 +187,12 @@ def _not_kept(rows: Sequence[Row]) -> Alarm | None:
     return _growth(rows, "not kept", "num_episodes_dropped", "groups were not kept for reading", remedy)
 
 
-def _restarted(rows: Sequence[Row]) -> Alarm | None:
+def _died(rows: Sequence[Row]) -> Alarm | None:
+    before = [{}, *rows]
     starts = [
-        later["step"] for row, later in pairwise(rows) if later.get("trainer_start", 1) > row.get("trainer_start", 1)
+        later["step"]
+        for row, later in pairwise(before)
+        if later.get("trainer_deaths", 0) > row.get("trainer_deaths", 0)
     ]
     if not starts:
         return None
@@ -197,7 +200,7 @@ def _restarted(rows: Sequence[Row]) -> Alarm | None:
     return Alarm(
         kind="restarts",
         step=starts[-1],
-        text=f"the trainer started again {len(starts)} times, last at step {steps}",
+        text=f"the trainer died {rows[-1]['trainer_deaths']} times; it went on with step {steps}",
         remedy="logs/ keeps the log of the process before; `penstock train` says why it ended",
     )
 
@@ -224,5 +227,5 @@ _RULES: Final[Sequence[Callable[[Sequence[Row]], Alarm | None]]] = (
     _pushes,
     _idle,
     _not_kept,
-    _restarted,
+    _died,
 )

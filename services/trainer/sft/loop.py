@@ -97,6 +97,8 @@ class SftLoop:
             await self.batches.close()
         if self.step and self.saved_step != self.step:
             await asyncio.to_thread(self._save)
+        for log in (self.metrics, self.validations):
+            await asyncio.to_thread(log.end)
 
     def _report(self, metrics: Row, *, step_s: float) -> None:
         row = {

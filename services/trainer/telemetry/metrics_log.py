@@ -1,8 +1,8 @@
 """The run's metrics: one JSON object per step, in the order of the weights' surviving history.
 
 Each row also says when it was written: `time` (UTC, ISO 8601), `trainer_start`, the number of the trainer's start that
-wrote it, from 1, and `elapsed_s`, the seconds that this trainer and those before it had run, without the pauses between
-them.
+wrote it, from 1, `trainer_deaths`, how many of those before it died, and `elapsed_s`, the seconds that this trainer and
+those before it had run, without the pauses between them. A trainer that dies leaves a file, `metrics-running`.
 
 Invariant: the file has each step at most once. When a run continues from a checkpoint, the lines that a crashed trainer
 wrote after it are moved to a separate file.
@@ -39,6 +39,11 @@ class MetricsLog:
         self._path = folder / f"{name}.jsonl"
         found = _rows(self._path)
         self._trainer_start = 1 + max((row.get("trainer_start", 0) for row in found), default=0)
+        self._mark = folder / f"{name}-running"
+        self._trainer_deaths = max((row.get("trainer_deaths", 0) for row in found), default=0)
+        if self._mark.exists():
+            self._trainer_deaths = 1 + max(self._trainer_deaths, _number_in(self._mark))
+        self._mark.write_text(str(self._trainer_deaths))  # those that die before their first row are counted, too
         keep_steps(self._path, last_step=last_step)
         kept = [row for row in found if _step_of(row) <= last_step]
         self._started = time.monotonic() - max((row.get("elapsed_s", 0.0) for row in kept), default=0.0)
@@ -50,11 +55,16 @@ class MetricsLog:
         stamp = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "trainer_start": self._trainer_start,
+            "trainer_deaths": self._trainer_deaths,
             "elapsed_s": round(time.monotonic() - self._started, 3),
         }
         logged = {key: as_logged(key, value) for key, value in row.items()}
         with self._path.open("a") as file:
             file.write(json.dumps(logged | stamp) + "\n")
+
+    def end(self) -> None:
+        """Note that the trainer ends as it should, at its last step or because it was asked to."""
+        self._mark.unlink(missing_ok=True)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return all steps so far."""
@@ -82,6 +92,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a file, which need not exist."""
     text = path.read_text(errors="replace") if path.exists() else ""
     return [row for line in text.split("\n") if (row := read_object(line))]
+
+
+def _number_in(path: Path) -> int:
+    text = path.read_text(errors="replace")
+    return int(text) if text.isdecimal() else 0
 
 
 def _step_of(row: Mapping[str, Any]) -> float:

@@ -39,7 +39,7 @@ def test_a_healthy_run_has_no_alarm() -> None:
         ("failed groups", {"num_failed_groups": 3}),
         ("stale groups", {"num_stale_groups": 3}),
         ("not kept", {"num_episodes_dropped": 2}),
-        ("restarts", {"trainer_start": 2}),
+        ("restarts", {"trainer_start": 2, "trainer_deaths": 1}),
     ],
 )
 def test_each_fault_is_an_alarm_of_its_own(kind: str, last: dict[str, Any]) -> None:

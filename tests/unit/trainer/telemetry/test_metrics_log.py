@@ -6,10 +6,12 @@ from pathlib import Path
 
 from services.trainer.telemetry.metrics_log import MetricsLog
 
+TIMES = ("time", "trainer_start", "trainer_deaths", "elapsed_s")
+
 
 def content(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     """Rows without what says when they were written."""
-    return [{key: row[key] for key in row if key not in ("time", "trainer_start", "elapsed_s")} for row in rows]
+    return [{key: row[key] for key in row if key not in TIMES} for row in rows]
 
 
 def test_what_was_written_after_the_checkpoint_is_moved_away(tmp_path: Path) -> None:
@@ -76,6 +78,26 @@ def test_rows_say_when_and_by_which_trainer_they_were_written(tmp_path: Path) ->
     assert row["trainer_start"] == 3
     assert 50.0 <= row["elapsed_s"] < 500.0
     assert datetime.fromisoformat(row["time"]).utcoffset() == timedelta(0)
+
+
+def test_deaths_are_counted_and_ends_are_not(tmp_path: Path) -> None:
+    """A trainer that dies says nothing: it is the next one that finds that it did not end."""
+    deaths = []
+    for step, ends in enumerate([True, False, True, False, False], start=1):
+        log = MetricsLog(tmp_path, last_step=step - 1)
+        log.write({"step": step})
+        deaths.append(log.rows()[-1]["trainer_deaths"])
+        if ends:
+            log.end()
+    assert deaths == [0, 0, 1, 1, 2]
+    for _ in range(3):
+        log = MetricsLog(tmp_path, last_step=4)  # it goes back by a step, and dies before its first one
+    log.write({"step": 5})
+    assert log.rows()[-1]["trainer_deaths"] == 5
+    (tmp_path / "metrics-running").write_text("")  # the disk was full
+    log = MetricsLog(tmp_path, last_step=5)
+    log.write({"step": 6})
+    assert log.rows()[-1]["trainer_deaths"] == 6
 
 
 def test_a_line_that_ends_within_a_character_is_moved_away(tmp_path: Path) -> None:
