@@ -25,6 +25,7 @@ _POOL = Scenario(
 
 
 @pytest.mark.slow
+@pytest.mark.variant
 async def test_the_real_loop_runs_around_simulated_engines(tmp_path: Path) -> None:
     """Every engine takes every push, nothing goes stale, and each process is accounted for."""
     run = await run_loop(_POOL, tmp_path / "run", max_staleness=1, num_warmup=1, num_steps=5, timeout_s=240.0)
