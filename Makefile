@@ -67,12 +67,12 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 	$(BIN)/buf lint proto
 	$(BIN)/python tools/generate_proto.py --check
 
-# Three at a time, also on two cores: a test that starts processes waits for half of its time.
+# Four at a time, also on two cores: tests that start processes wait for half of their time.
 test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out what takes long.
-	@$(BIN)/pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder $(ARGS)
+	@$(BIN)/pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder $(ARGS)
 
 test-variants: setup ## Run the tests that `make test` leaves out, because others protect most of what they do; five minutes on two cores.
-	@$(BIN)/pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder -m variant $(ARGS)
+	@$(BIN)/pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder -m variant $(ARGS)
 
 test-adapters: setup ## Play environments of verifiers, skyrl-gym, reasoning-gym, TRL and slime, the real packages; fetches them into .clients.
 	[ -x .clients/verifiers/bin/python ] || $(UV) venv --quiet --python $(BIN)/python .clients/verifiers

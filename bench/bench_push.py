@@ -35,10 +35,10 @@ from penstock.bus.connection import Bus, connect  # noqa: E402
 from penstock.bus.local_server import local_server  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
 from penstock.telemetry import log  # noqa: E402
-from penstock.testing.engine_process import engine_process  # noqa: E402
 from penstock.weights.digest import MULTILINEAR, XXH3, tensor_digests  # noqa: E402
 from penstock.weights.manifest import Manifest, specs_of  # noqa: E402
 from penstock.weights.named_weights import NamedWeights  # noqa: E402
+from services.rollout.testing.engine_process import engine_process  # noqa: E402
 from services.rollout.testing.simulated_replica import simulated_replica  # noqa: E402
 from services.trainer.config import WeightSyncConfig  # noqa: E402
 from services.trainer.weight_sync.publisher import WeightPublisher  # noqa: E402

@@ -39,10 +39,10 @@ from penstock.bus.connection import connect  # noqa: E402
 from penstock.bus.local_server import local_server  # noqa: E402
 from penstock.config import BusConfig, LogConfig  # noqa: E402
 from penstock.telemetry import log  # noqa: E402
-from penstock.testing.engine_process import EngineProcess, engine_process  # noqa: E402
 from penstock.v1 import generate_pb2  # noqa: E402
 from penstock.weights import nccl  # noqa: E402
 from penstock.weights.named_weights import NamedWeights  # noqa: E402
+from services.rollout.testing.engine_process import EngineProcess, engine_process  # noqa: E402
 from services.trainer.config import WeightSyncConfig  # noqa: E402
 from services.trainer.weight_sync.publisher import WeightPublisher  # noqa: E402
 

@@ -16,7 +16,7 @@ from penstock.config import SecurityConfig
 from tests.support.certificates import make_certificates
 
 if TYPE_CHECKING:
-    from penstock.testing.engine_process import EngineProcess
+    from services.rollout.testing.engine_process import EngineProcess
     from tests.support.engine.reference import Reference
 
 
@@ -33,6 +33,15 @@ def replica_forkserver() -> None:
     from services.rollout.testing.simulated_replica import start_forkserver
 
     start_forkserver()
+
+
+@pytest.fixture(scope="session")
+async def engine_forker() -> AsyncIterator[None]:
+    """The process that engines are forked from: most of an engine's start is its import of SGLang."""
+    from services.rollout.testing.engine_process import forking_engines
+
+    async with forking_engines():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -53,10 +62,10 @@ def reference(tiny_model_path: Path) -> Reference:
 
 @pytest.fixture(scope="session")
 async def engine(
-    tiny_model_path: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
+    engine_forker: None, tiny_model_path: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EngineProcess]:
     """One engine for all tests; each leaves it READY."""
-    from penstock.testing.engine_process import engine_process
+    from services.rollout.testing.engine_process import engine_process
 
     folder = tmp_path_factory.mktemp("engine")
     async with engine_process(

@@ -33,6 +33,8 @@ _CACHES = ("torchinductor_", ".hypothesis")
 clone, of what it has found."""
 _OF_CONNECTION = ("_read_loop", "_ping_interval", "_flusher")
 """A NATS client's coroutines that end with its connection."""
+_FORKER = "services.rollout.testing.engine_forker"
+"""What it forks is a test's as if the test had started it itself."""
 _LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 _ROOT = Path(__file__).parents[2]
@@ -150,8 +152,10 @@ def _holdings() -> Holdings:
     for thread in threading.enumerate():
         if not thread.name.startswith(_POOLS):
             found[thread] = f"thread {thread.name}"
-    for pid in _children():
+    for pid in _children("self"):
         found["process", pid] = _command(pid)
+        if _FORKER in found["process", pid]:
+            found.update({("process", forked): _command(forked) for forked in _children(str(pid))})
     for number, target in _descriptors():
         found["descriptor", number, target] = f"descriptor {number} of {target}"
     for folder in (Path(tempfile.gettempdir()), _ROOT):
@@ -170,10 +174,11 @@ def _nats_client(task: asyncio.Task[Any]) -> Client | None:
     return owner if isinstance(owner, Client) else None
 
 
-def _children() -> Iterator[int]:
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the thread has ended
-            yield from map(int, (thread / "children").read_text().split())
+def _children(process: str) -> Iterator[int]:
+    with contextlib.suppress(FileNotFoundError):  # it has ended
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                yield from map(int, (thread / "children").read_text().split())
 
 
 def _command(pid: int) -> str:

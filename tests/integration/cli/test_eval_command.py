@@ -21,10 +21,10 @@ from penstock.bus.connection import connect
 from penstock.config import BusConfig
 from penstock.errors import ConfigError
 from penstock.testing.answers import Saying
-from penstock.testing.engine_process import START_TIMEOUT_S
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import main
 from services.cli.model_folder import find_model
+from services.rollout.testing.engine_process import START_TIMEOUT_S
 from tests.support.openai_api import serving_api
 
 pytestmark = pytest.mark.timeout(600)

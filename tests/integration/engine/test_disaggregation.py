@@ -20,10 +20,10 @@ from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import connect
 from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
-from penstock.testing.engine_process import EngineProcess, log_events
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from penstock.weights.named_weights import NamedWeights
 from services.rollout.engine.config import RolloutConfig
+from services.rollout.testing.engine_process import EngineProcess, log_events
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
@@ -46,7 +46,7 @@ from tests.support.waiting import until
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
-    pytest.mark.usefixtures("rendezvous"),
+    pytest.mark.usefixtures("rendezvous", "engine_forker"),
     pytest.mark.leaves_behind("SGLang leaves the files of its sockets in TMPDIR", "file"),
 ]
 
@@ -75,8 +75,11 @@ async def host(
         "grace_s": 2.0,
         "tensor_parallel": TENSOR_PARALLEL,
     }
-    async with pair_host(tiny_model_path, nats_url, folder, run_of(engine), reference, **settings) as host:
-        yield host
+    with pytest.MonkeyPatch.context() as environment:
+        # Of the cache of a request whose prefill engine died; a push waits for it, and by default that takes 30 s.
+        environment.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT", "2")
+        async with pair_host(tiny_model_path, nats_url, folder, run_of(engine), reference, **settings) as host:
+            yield host
 
 
 def run_of(engine: EngineProcess) -> str:

@@ -20,12 +20,12 @@ from penstock.clients import GenerateClient
 from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
 from penstock.errors import UnavailableError
-from penstock.testing.engine_process import EngineProcess, engine_process, log_events
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from services.rollout.engine.crash_streak import MAX_IN_A_ROW
+from services.rollout.testing.engine_process import EngineProcess, engine_process, log_events
 from tests.support.waiting import HANG_S, promptly, until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("engine_forker")]
 
 LEASE_TTL_S = BusConfig().lease_ttl_s
 

@@ -12,8 +12,8 @@ import torch
 from penstock.clients import GenerateClient
 from penstock.clients.resumable import ResumableTurn
 from penstock.errors import DeadlineError, InvalidRequestError, UnavailableError
-from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2
+from services.rollout.testing.engine_process import EngineProcess
 from tests.support.engine.push import Push
 from tests.support.engine.reference import (
     TOLERANCE,

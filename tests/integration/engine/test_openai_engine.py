@@ -12,7 +12,7 @@ from penstock.bus.image_store import hash_of
 from penstock.bus.recordings import Recordings
 from penstock.config import BusConfig
 from penstock.records import Verdict
-from penstock.testing.engine_process import EngineProcess
+from services.rollout.testing.engine_process import EngineProcess
 from tests.support.engine.reference import TOLERANCE, Reference, picture
 from tests.support.engine.trained_logprobs import policy_of, trained_logprobs
 from tests.support.router.openai_harness import data_url

@@ -11,8 +11,8 @@ import torch
 from penstock.clients import GenerateClient
 from penstock.errors import InvalidRequestError
 from penstock.model.chat_template import Renderer
-from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import generate_pb2
+from services.rollout.testing.engine_process import EngineProcess
 from tests.support.engine.reference import TOLERANCE, Reference, prompt, request
 from tests.support.router.openai_harness import MODEL_PATH
 

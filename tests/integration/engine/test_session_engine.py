@@ -11,7 +11,7 @@ from penstock.bus.image_store import hash_of
 from penstock.config import BusConfig
 from penstock.model.chat_template import Renderer
 from penstock.records import Sample, Sampling
-from penstock.testing.engine_process import EngineProcess
+from services.rollout.testing.engine_process import EngineProcess
 from services.rollout.worker.agents.linearize import linearize, turns_of
 from tests.support.engine.reference import TOLERANCE, Reference, picture
 from tests.support.engine.trained_logprobs import policy_of, trained_logprobs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.testing.engine_process import EngineProcess, engine_process
+from services.rollout.testing.engine_process import EngineProcess, engine_process
 from tests.support.engine.push import Push
 from tests.support.engine.reference import Reference, picture, prompt, request
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 
 from penstock.clients.resumable import ResumableTurn
-from penstock.testing.engine_process import EngineProcess, engine_process
 from penstock.v1 import common_pb2, generate_pb2
+from services.rollout.testing.engine_process import EngineProcess, engine_process
 from tests.support.engine.push import Push
 from tests.support.engine.reference import Reference
 from tests.support.leftovers import for_the_session

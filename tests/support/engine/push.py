@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, rollout_pb2
 from penstock.weights.digest import XXH3, tensor_digest
 from penstock.weights.manifest import Manifest, pack, specs_of
+from services.rollout.testing.engine_process import EngineProcess
 from services.trainer.weight_sync.process_group import WeightProcessGroup
 
 

@@ -12,9 +12,9 @@ from PIL import Image, ImageDraw
 
 from penstock.model.images import decode_image
 from penstock.model.tokens import forbidden_token_ids, image_token_id
-from penstock.testing.engine_process import EngineProcess
 from penstock.testing.tolerance import MAX_DLOGP
 from penstock.v1 import common_pb2, generate_pb2
+from services.rollout.testing.engine_process import EngineProcess
 from tests.support.waiting import HANG_S, until
 
 TOLERANCE = MAX_DLOGP

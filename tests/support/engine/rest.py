@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from penstock.testing.engine_process import EngineProcess
+from services.rollout.testing.engine_process import EngineProcess
 from tests.support.waiting import until
 
 _NUM_LOOKS = 20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.testing.engine_process import EngineProcess
+from services.rollout.testing.engine_process import EngineProcess
 from tests.support.engine.family import FELT, difference, engine_of, require_same_through_pushes
 from tests.support.engine.push import Push
 from tests.support.engine.reference import Reference

@@ -14,8 +14,8 @@ from penstock.bus.image_store import hash_of
 from penstock.clients.resumable import ResumableTurn
 from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group, GroupId, Sample
-from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import generate_pb2
+from services.rollout.testing.engine_process import EngineProcess
 from services.rollout.worker.episodes.trajectory import Trajectory
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.batching.packing import Block
@@ -28,7 +28,7 @@ from tests.support.engine.traffic import Traffic
 from tests.support.trainer.families import EXPERTS, MIXTURES, heard, write_model
 from tests.support.trainer.routing import chosen_experts, disturb_routers, exchanged
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous", "engine_forker")]
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl_moe", pytest.param("qwen3_moe", marks=pytest.mark.variant)])

@@ -12,15 +12,15 @@ import torch
 from penstock.bus.image_store import hash_of
 from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group, GroupId, Sample, TokenSequence, Verdict, VersionSpan
-from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import generate_pb2
+from services.rollout.testing.engine_process import EngineProcess
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.batching.packing import pack
 from services.trainer.batching.rows import build_row
 from services.trainer.batching.sequences import open_reader
 from tests.support.engine.reference import Reference, picture, prompt, request
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous", "engine_forker")]
 
 TEMPERATURE = 0.7
 IMAGES = [[], [picture(96, 96)], [picture(200, 130, seed=1)], [picture(96, 96, seed=2), picture(150, 101, seed=3)]]

@@ -14,9 +14,9 @@ import torch
 from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import connect
 from penstock.config import BusConfig
-from penstock.testing.engine_process import EngineProcess, engine_process
 from penstock.v1 import common_pb2, generate_pb2
 from penstock.weights.named_weights import NamedWeights
+from services.rollout.testing.engine_process import EngineProcess, engine_process
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.process_group import WeightProcessGroup
 from services.trainer.weight_sync.publisher import WeightPublisher
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.variant,
     pytest.mark.timeout(600),
-    pytest.mark.usefixtures("rendezvous"),
+    pytest.mark.usefixtures("rendezvous", "engine_forker"),
     pytest.mark.leaves_behind("SGLang leaves the files of its sockets in TMPDIR", "file"),
 ]
 

@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import connect
 from penstock.config import BusConfig
-from penstock.testing.engine_process import EngineProcess, engine_process, log_events
 from penstock.v1 import common_pb2
 from penstock.weights.named_weights import NamedWeights
+from services.rollout.testing.engine_process import EngineProcess, engine_process, log_events
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
-    pytest.mark.usefixtures("rendezvous"),
+    pytest.mark.usefixtures("rendezvous", "engine_forker"),
     pytest.mark.leaves_behind("SGLang leaves the files of its sockets in TMPDIR", "file"),
 ]
 

@@ -9,8 +9,8 @@ import grpc
 import pytest
 import torch
 
-from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
+from services.rollout.testing.engine_process import EngineProcess
 from tests.support.engine.push import Push
 from tests.support.engine.reference import TOLERANCE, Reference, picture, prompt, request, until_replica
 from tests.support.engine.rest import until_at_rest

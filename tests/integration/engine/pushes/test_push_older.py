@@ -7,8 +7,8 @@ import grpc
 import pytest
 import torch
 
-from penstock.testing.engine_process import EngineProcess
 from penstock.v1 import rollout_pb2
+from services.rollout.testing.engine_process import EngineProcess
 from tests.support.engine.push import Push
 from tests.support.engine.reference import TOLERANCE, Reference, prompt, request, until_replica
 
