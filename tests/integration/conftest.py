@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that kill an engine which others share come last in their module: each start of one costs half a minute."""
+    """Tests that kill an engine which others share come last in their module: each start of one costs ten seconds."""
     modules = {item.path: number for number, item in reversed(list(enumerate(items)))}
     items.sort(key=lambda item: (modules[item.path], item.get_closest_marker("kills_engine") is not None))
 
