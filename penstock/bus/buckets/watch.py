@@ -4,7 +4,7 @@ A watch continues if the server comes back without its store and the bucket is c
 
 Invariant: values age up to the last proof that their bucket works, because while it does not (its server is away, or
 its cluster elects a leader) nobody can renew them. After an outage that was noticed, because its leader was asked in
-vain or was silent for their whole time to live, each has that time again.
+vain, took unusually long to answer or was silent for their whole time to live, each has that time again.
 """
 
 import asyncio
@@ -27,6 +27,8 @@ log = structlog.get_logger()
 
 _OPEN_TIMEOUT_S = 10.0
 _MAX_SILENCE_S = 2.0
+_OF_SILENCE = 1 / 3
+"""Share of the time after which the leader is asked; an answer that takes longer is slow."""
 _ABANDONED_S = 10.0
 """Seconds without a listener after which the server drops a watch."""
 
@@ -58,8 +60,10 @@ class Watch:
         """When the bucket was last seen to work: its leader answered, or a new value arrived."""
         self._stalled_s = 0.0
         """Seconds for which values did not age."""
-        self._has_failed = False
-        """Whether the leader was asked in vain since then."""
+        self._was_away = False
+        """Whether it is known that the bucket did not work at some time since then."""
+        self._is_slow = False
+        """Whether the leader took long for its last answer."""
         self._back_at = -math.inf
         """When the bucket last worked again after it had not."""
 
@@ -111,12 +115,16 @@ class Watch:
         Raises:
             TimeoutError, nats.errors.Error: it does not work.
         """
+        begun = time.monotonic()
         try:
             async with asyncio.timeout(_MAX_SILENCE_S):
                 await self._bucket.status()
         except BUS_ERRORS:
-            self._has_failed = True
+            self._was_away = True
             raise
+        # The question may have waited for an election. A leader that is always slow has not been away.
+        was_slow, self._is_slow = self._is_slow, time.monotonic() - begun > self._silence_s * _OF_SILENCE
+        self._was_away |= self._is_slow and not was_slow
         self._note_work()
 
     async def _until_silent(self, reading: asyncio.Task[None]) -> None:
@@ -160,8 +168,8 @@ class Watch:
         silent_s = time.monotonic() - self._worked_at
         self._stalled_s += max(0.0, silent_s - self._silence_s)
         self._worked_at += silent_s
-        if self._has_failed or silent_s >= (self._ttl_s or math.inf):
-            self._has_failed, self._back_at = False, self._worked_at
+        if self._was_away or silent_s >= (self._ttl_s or math.inf):
+            self._was_away, self._back_at = False, self._worked_at
             self._values = {key: seen._replace(at=self._now()) for key, seen in self._values.items()}
 
     def _store(self, entry: KeyValue.Entry) -> None:

@@ -17,13 +17,15 @@ class Bucket:
     """Its leader answers while it works."""
 
     works = True
+    takes_s = 0.0
 
     async def status(self) -> None:
+        module.time.at += self.takes_s  # type: ignore[attr-defined]
         if not self.works:
             raise TimeoutError
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`at` is what the watch takes for now."""
     made = SimpleNamespace(at=0.0, monotonic=lambda: made.at)
@@ -97,5 +99,36 @@ async def test_silence_is_no_time_to_live(clock: Any) -> None:
     await watch._ask_leader()
     assert watch.values == {"r": b"x"}, "1.5 s and 1.4 s of it count"
     clock.at = 4.1
+    await watch._ask_leader()
+    assert watch.values == {}
+
+
+async def test_a_question_that_waits_for_an_election_shows_an_outage(clock: Any) -> None:
+    """It was asked in time, and answered by the new leader just before the lease was over. The server has dropped
+    the lease meanwhile, and its holder has not renewed it yet."""
+    bucket = Bucket()
+    watch = Watch(bucket, ttl_s=TTL_S)  # type: ignore[arg-type]
+    watch._store(renewal(1))
+    clock.at, bucket.takes_s = 1.5, 1.4
+    await watch._ask_leader()
+    bucket.takes_s = 0.0
+    for clock.at in (4.4, 5.8):
+        await watch._ask_leader()
+        assert watch.values == {"r": b"x"}, "it has its whole time again"
+    clock.at = 6.0
+    await watch._ask_leader()
+    assert watch.values == {}
+
+
+async def test_under_a_leader_that_is_always_slow_leases_lapse(clock: Any) -> None:
+    """The first slow answer may be the end of an outage, those after it are not."""
+    bucket = Bucket()
+    watch = Watch(bucket, ttl_s=TTL_S)  # type: ignore[arg-type]
+    watch._store(renewal(1))
+    bucket.takes_s = 1.2
+    for clock.at in (1.0, 2.5):
+        await watch._ask_leader()
+        assert watch.values == {"r": b"x"}
+    clock.at = 4.0
     await watch._ask_leader()
     assert watch.values == {}
