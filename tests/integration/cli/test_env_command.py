@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.cli import main
 from tests.support.reward.process import reward_process
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
@@ -201,15 +202,26 @@ def test_it_starts_without_deep_learning_libraries() -> None:
         (("geo3k_tools", "no.jsonl"), ("no.jsonl cannot be read",)),
         (("geo3k_tools", "tiny-cpu", "--row", "99999999"), ("--row 99999999", "give 0 to")),
         (("geo3k_tools", "tiny-cpu", "--row", "0", "--source", "x"), ("--source x", "leave it out")),
-        (("geo3k_tools", "-", "--address", "127.0.0.1:1"), ("start a reward service there",)),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else "",
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
-    """Nothing is played."""
-    result = env(*arguments, text=lines(GOOD))
-    assert (result.returncode, result.stdout) == (2, "")
-    [error] = result.stderr.splitlines()
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is played. In this process, which has imported what the command needs."""
+    assert main(["env", *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    [error] = err.splitlines()
     assert error.startswith("error: ")
     for word in words:
         assert word in error
+
+
+def test_nobody_at_the_address() -> None:
+    """The first line that is to be judged ends it, with what to do."""
+    result = env("geo3k_tools", "-", "--address", "127.0.0.1:1", text=lines(GOOD))
+    assert (result.returncode, result.stdout) == (2, "")
+    [error] = result.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert "start a reward service there" in error

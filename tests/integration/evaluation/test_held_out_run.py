@@ -63,6 +63,7 @@ async def assert_catches_up(run: SimulatedRun, version: int) -> None:
     await until(lambda: not (run.folder / "run/evaluations/step-000000/weights").exists(), timeout_s=WITHIN_S)
 
 
+@pytest.mark.variant
 async def test_steps_go_on_whichever_replica_plays_an_evaluation(
     steady_bus: Bus, run_name: str, tmp_path: Path
 ) -> None:
@@ -154,6 +155,7 @@ async def test_a_killed_trainer_goes_on_with_the_evaluation(steady_bus: Bus, run
         await until_steps(run, 1)
 
 
+@pytest.mark.variant
 async def test_with_one_replica_training_waits_and_says_so(steady_bus: Bus, run_name: str, tmp_path: Path) -> None:
     """The first update is after the evaluation's end."""
     pool = Scenario(replicas=1, slots_per_replica=2, groups_per_step=2, workload=POOL.workload)

@@ -111,6 +111,7 @@ def test_wandb_keeps_an_evaluation_that_ends_after_later_steps(tmp_path: Path) -
     ]
 
 
+@pytest.mark.variant
 def test_tensorboard_keeps_an_evaluation_that_ends_after_later_steps(tmp_path: Path) -> None:
     """It has the step of its weights, and hides no row of a step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

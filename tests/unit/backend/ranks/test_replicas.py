@@ -58,6 +58,7 @@ def test_ranks_that_hold_all_weights_each_take_the_steps_of_one(four: RankPool, 
         assert_same(alone, together)
 
 
+@pytest.mark.variant
 def test_replicas_take_the_steps_of_one_with_a_mixture_of_experts(four: RankPool, tmp_path: Path) -> None:
     """Experts are shards as other weights are."""
     path = write_model(heard(MIXTURES["qwen3_moe"](), std_of_embedding=0.3), tmp_path / "model")
