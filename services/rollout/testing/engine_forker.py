@@ -13,7 +13,6 @@ import json
 import os
 import runpy
 import select
-import signal
 import sys
 import tempfile
 from typing import Any
@@ -89,7 +88,6 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     tempfile.tempdir = None  # it is found in the environment when it is needed
     sys.argv = ["penstock", *request["arguments"]]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.enable()
 
 

@@ -101,7 +101,7 @@ _forker: EngineForker | None = None
 
 @asynccontextmanager
 async def forking_engines() -> AsyncIterator[None]:
-    """Have `engine_process` fork its engines during the context, which takes a third of the time; not with a GPU."""
+    """Have `engine_process` fork its engines during the context, for their import of SGLang; not with a GPU."""
     global _forker
     if _HAS_GPU:
         yield
