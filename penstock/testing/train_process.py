@@ -17,6 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "tiny-cpu.toml"
 
+_HANG_S = 120.0
+"""A killed trainer's successor imports, waits until the lock has lapsed and starts its ranks: 25 s on slow cores."""
 _RANK = "services.trainer.backend.ranks.follower"
 
 
@@ -91,7 +93,7 @@ class TrainProcess:
         victim = self.pid_of(service)
         name = next(name for name, pid in self.processes().items() if pid == victim)
         os.kill(victim, signal.SIGKILL)
-        self.wait_until(lambda: self.processes().get(name, victim) != victim, f"a new {name}", 30.0)
+        self.wait_until(lambda: self.processes().get(name, victim) != victim, f"a new {name}", _HANG_S)
 
     def pids(self) -> list[int]:
         """Return every living process that descends from this launch."""
