@@ -2,6 +2,7 @@
 
 import base64
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -103,7 +104,10 @@ def test_a_setting_that_is_missing_is_named() -> None:
         ("gsm8k", 'env = "gsm8k" is a name of skyrl_gym, .*install skyrl_gym where workers run'),
     ],
 )
-def test_a_class_that_is_not_there_is_a_mistake_in_the_recipe(env: str, reason: str) -> None:
+def test_a_class_that_is_not_there_is_a_mistake_in_the_recipe(
+    env: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The message has the name and the remedy."""
+    monkeypatch.setitem(sys.modules, "skyrl_gym", None)  # `make test-adapters` may have installed it
     with pytest.raises(ConfigError, match=reason):
         SkyRLEnvironment.prepare(env)
