@@ -2,6 +2,8 @@
 
     process: record -> buffer -> (twice a second) -> [SPANS] -> trainer -> trace/spans-*.jsonl
 
+In an evaluation without a trainer, `penstock eval` is in its place.
+
 Invariants: no process waits for its spans, or fails for them. While NATS is away they wait in the process's buffer;
 while the trainer is away they wait in the stream. Either drops what exceeds its bound: a buffer the newest and counts
 them, the stream the oldest, which leaves a gap in the numbers of the batches.
@@ -12,6 +14,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 from nats.js import JetStreamContext, api
@@ -28,7 +31,7 @@ log = structlog.get_logger()
 _MAX_BYTES = 64 * 2**20
 """Spans that wait for a trainer that is being restarted: about half a million."""
 _MAX_AGE_S = 3600.0
-_SEND_EVERY_S = 0.5
+SEND_EVERY_S: Final = 0.5
 _BATCH = 500
 """Spans of one message: about 100 kB."""
 _RETRY_S = 5.0
@@ -88,7 +91,7 @@ async def _keep_sending(config: BusConfig, run: str, security: Security | None, 
             async with connect(config, run=run, security=security) as bus:
                 await ensure_span_stream(bus)
                 while not ending.is_set():
-                    await _pause(ending, _SEND_EVERY_S)
+                    await _pause(ending, SEND_EVERY_S)
                     await _send(bus)
                 await bus.client.flush(timeout=1)
                 return

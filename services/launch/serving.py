@@ -18,6 +18,7 @@ from services.launch.launcher import (
     process_specs,
     start_processes,
 )
+from services.launch.process_trace import ProcessTrace
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import RunPlan, make_plan
 from services.launch.supervisor import Supervisor, supervised
@@ -51,7 +52,11 @@ async def serving(
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url, trains=False)
         specs = process_specs(plan, folder, security)
         async with supervised(
-            specs, logs=folder.logs, report=write, kill_after_s=recipe.run.grace_s + KILL_MARGIN_S
+            specs,
+            logs=folder.logs,
+            report=write,
+            kill_after_s=recipe.run.grace_s + KILL_MARGIN_S,
+            trace=ProcessTrace(folder.path) if recipe.trace.max_gib else None,
         ) as supervisor:
 
             async def watch() -> None:

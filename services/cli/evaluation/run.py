@@ -5,13 +5,14 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from penstock import config as configuration
-from penstock.bus.connection import connect
+from penstock.bus.connection import Bus, connect
+from penstock.bus.span_stream import SEND_EVERY_S
 from penstock.runtime import process
 from penstock.runtime.process import end_task
 from penstock.runtime.security import Security, hide_secrets
@@ -34,6 +35,7 @@ from services.trainer.evaluation.samples_page import PAGE_FILE, write_page
 from services.trainer.evaluation.set_files import pin_sets
 from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from services.trainer.evaluation.summary import Summary, summarize
+from services.trainer.telemetry.span_files import collecting_spans
 
 API_KEY: Final = "OPENAI_API_KEY"
 """Environment variable with the key of --url."""
@@ -144,7 +146,10 @@ class _Evaluating:
                 )
 
                 async def play(on_played: OnPlayed) -> None:
-                    async with connect(live.bus, run=live.run.name, security=self._security) as bus:
+                    async with (
+                        connect(live.bus, run=live.run.name, security=self._security) as bus,
+                        self._collecting_spans(bus),
+                    ):
                         await play_on_bus(
                             self._sets, bus, version=_MODEL_VERSION, on_played=on_played, played=self._played
                         )
@@ -233,6 +238,16 @@ class _Evaluating:
             finally:
                 await end_task(playing)
                 await end_task(ending)
+
+    @asynccontextmanager
+    async def _collecting_spans(self, bus: Bus) -> AsyncIterator[None]:
+        max_gib = self._recipe.trace.max_gib
+        if not max_gib:
+            yield
+            return
+        async with collecting_spans(bus, self._folder.path, max_bytes=int(max_gib * 2**30)):
+            yield
+            await asyncio.sleep(SEND_EVERY_S)  # the last ones are on their way
 
     def _progress(self) -> EvaluationProgress:
         return open_progress({name: len(each) for name, each in self._sets.items()})

@@ -1,7 +1,8 @@
 """Writes the spans of all processes to the run folder, as they arrive from the bus.
 
-A file begins at each start of the trainer and whenever one is full, `trace/spans-<milliseconds since 1970>.jsonl`; each
-line holds one batch of one process. Above the bound, the oldest files are deleted. No fault in it ends the run.
+A file begins at each start of the trainer, or of `penstock eval`, and whenever one is full:
+`trace/spans-<milliseconds since 1970>.jsonl`. Each line holds one batch of one process. Above the bound, the oldest
+files are deleted. No fault in it ends the run.
 """
 
 import asyncio

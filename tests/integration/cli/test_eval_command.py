@@ -25,6 +25,7 @@ from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import main
 from services.cli.model_folder import find_model
 from services.rollout.testing.engine_process import START_TIMEOUT_S
+from services.view.trace_reader import TraceReader
 from tests.support.openai_api import serving_api
 
 pytestmark = pytest.mark.timeout(600)
@@ -79,7 +80,7 @@ async def finished(command: asyncio.subprocess.Process) -> tuple[str, str]:
 
 
 async def test_a_whole_evaluation(recipe: Path, engine: SimulatedEngine) -> None:
-    """Table, files and exit code; the numbers are those of the answers."""
+    """Table, files, trace and exit code; the numbers are those of the answers."""
     async with evaluating(recipe) as command:
         out, err = await finished(command)
     assert (command.returncode, err) == (0, ""), out
@@ -94,6 +95,13 @@ async def test_a_whole_evaluation(recipe: Path, engine: SimulatedEngine) -> None
     assert {tuple(line["versions"]) for line in lines} == {(0, 0)}
     assert (folder / "samples.html").read_text().count('class="answer right"') == 6
     assert not psutil.pid_exists(command.pid)
+    trace = TraceReader(folder).read()
+    played = [span for span in trace.spans if span.name == "group.played"]
+    assert (len(played), trace.num_dropped, trace.num_lost_batches) == (4, 0, 0)
+    names = {span.process: {each.name for each in trace.spans if each.process == span.process} for span in trace.spans}
+    assert names["worker-0"] >= {"group.queued", "episode", "turn", "verify"}
+    assert (names["router"], names["reward"]) == ({"route.queued", "route.attempt"}, {"judged"})
+    assert names["launcher"] == {"process", "process.starting"}
 
 
 @pytest.mark.parametrize("column", ["", "env"])
