@@ -17,6 +17,7 @@ log = structlog.get_logger()
 
 ResultT = TypeVar("ResultT")
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 EXIT_FAILURE = 1
 """Exit code of all other failures."""
 EXIT_USER_ERROR = 2
@@ -30,7 +31,8 @@ def run(
 ) -> int:
     """Run `main(stop)` and return the exit code.
 
-    SIGINT and SIGTERM set `stop`, upon which `main` must end in order; a second signal cancels it. An error that
+    SIGINT and SIGTERM set `stop`, upon which `main` must end in order; a second signal cancels it. They are unblocked
+    first: a thread of Ray that blocks one hands that down to the processes that it starts. An error that
     Penstock raised on purpose is printed, a `UserError` as one line; the log gets the traceback of any other. The
     open-file limit is raised to the hard limit.
 
@@ -112,8 +114,9 @@ async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> 
         stop.set()
         log.info("signal.received", signal=number.name)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOPPING:
         loop.add_signal_handler(number, on_signal, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     try:
         await task
     except BaseExceptionGroup as group:  # a TaskGroup wraps its tasks' errors; people want the error itself

@@ -95,7 +95,9 @@ def test_a_run_loses_a_host_and_gains_engines(tmp_path: Path, nodes: Nodes) -> N
         spans = "".join(path.read_text() for path in (train.folder / "trace").glob("*.jsonl"))
         assert all(name in spans for name in ("trainer", "worker-0", "rollout-0", "launcher"))
         assert (train.folder / "episodes/index.jsonl").read_text()
-        assert "scale: ending rollout-1, rollout-2" in train.output.read_text()
+        said = train.output.read_text()
+        assert "scale: ending rollout-1, rollout-2" in said
+        assert "did not stop" not in said
 
 
 def test_ctrl_c_and_resume(tmp_path: Path, nodes: Nodes) -> None:
@@ -106,6 +108,7 @@ def test_ctrl_c_and_resume(tmp_path: Path, nodes: Nodes) -> None:
         train.process.send_signal(2)
         assert train.wait(200) == 130, train.tail()
         assert train.pids() == []
+        assert "did not stop" not in train.output.read_text()
         folder = train.folder
     with started(tmp_path, "--resume", str(folder)) as train:
         assert train.wait(400) == 0, train.tail()

@@ -95,6 +95,27 @@ async def test_a_process_whose_log_nobody_reads_any_more_still_ends_in_order() -
         assert await process.wait() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_process_whose_parent_blocks_signals_is_stopped_by_them(number: signal.Signals) -> None:
+    """Threads of Ray block some, and a child inherits that; SGLang's engines could then only be killed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _PROGRAM),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM}),
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(HANG_S):
+            assert await process.stdout.readline() == b"running\n"
+            process.send_signal(number)
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
 async def test_what_was_done_although_stop_came_is_returned() -> None:
     """Up to Python 3.11 `asyncio.wait_for` swallows a cancellation that comes with the answer."""
     stop, done = asyncio.Event(), []
