@@ -1,11 +1,12 @@
 """Arguments of several commands: recipes and overrides in any order, the run to resume, completion of settings."""
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from penstock import config as configuration
 from penstock import shipped
@@ -19,6 +20,8 @@ TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 RECIPE_HELP = "Recipe: a TOML file, or the name of one that comes with Penstock; further ones override it."
 """Help of the argument that `load_recipes` reads."""
+
+_OVERRIDE = re.compile(r"--[a-z_]+\.")
 
 RecipeArgument = Annotated[Path | None, typer.Argument(metavar="RECIPE...", help=RECIPE_HELP, show_default=False)]
 """The first recipe; `sort_arguments` finds the others."""
@@ -38,6 +41,22 @@ class RecipeCommand(TyperCommand):
             item = type(super().shell_complete(ctx, "--help")[0])  # typer does not export the class of its items
             found += [item(key, help=text) for key, text in _overrides() if key.startswith(incomplete)]
         return found
+
+
+class RecipeGroup(TyperGroup):
+    """A group of commands that take overrides; `overrides_of` returns them. The group itself may be such a command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the overrides out: of a group, what follows its options would be the name of a command."""
+        overrides = [each for each in args if _OVERRIDE.match(each)]
+        ctx.meta[__name__] = overrides
+        return super().parse_args(ctx, [each for each in args if each not in overrides])
+
+
+def overrides_of(context: typer.Context) -> list[str]:
+    """Return the overrides of a command of a `RecipeGroup`."""
+    found: list[str] = context.meta[__name__]
+    return found
 
 
 def _overrides() -> Iterator[tuple[str, str]]:

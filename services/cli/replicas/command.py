@@ -10,9 +10,15 @@ import typer
 from penstock import config as configuration
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
+from services.cli.arguments import RecipeGroup, overrides_of
 from services.recipe import Recipe
 
-app = typer.Typer(help="List the replicas that the router sees, or drain one.", invoke_without_command=True)
+_HELP = """List the replicas that the router sees, or drain one.
+
+Any --section.key=value overrides the recipe. With --address, --security.key=value says how the router is reached.
+"""
+
+app = typer.Typer(cls=RecipeGroup, help=_HELP, invoke_without_command=True)
 
 Config = Annotated[Path | None, typer.Option("--config", help="Recipe (TOML) whose router section has host and port.")]
 Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="The router; default: by the recipe.")]
@@ -30,7 +36,7 @@ def list_replicas(
         if config is not None or address or as_json:
             raise ConfigError(f"options of `penstock replicas {context.invoked_subcommand}` come after its name")
         return 0
-    router_address, security = _find_router(config, address)
+    router_address, security = _find_router(config, address, overrides_of(context))
     from services.cli.replicas import table as replica_table  # imports gRPC, so only after the arguments are checked
 
     pool = replica_table.fetch_pool(router_address, security)
@@ -43,6 +49,7 @@ def list_replicas(
 
 @app.command()
 def drain(
+    context: typer.Context,
     replica_id: Annotated[str, typer.Argument(metavar="ID", help="The replica, as `penstock replicas` names it.")],
     config: Config = None,
     address: Address = "",
@@ -52,7 +59,7 @@ def drain(
     ] = 30.0,
 ) -> int:
     """Stop new calls to a replica, and wait until its running ones have ended."""
-    router_address, security = _find_router(config, address)
+    router_address, security = _find_router(config, address, overrides_of(context))
     from services.cli.replicas import table as replica_table
 
     drained = replica_table.drain(router_address, replica_id, grace_s=grace_s, security=security)
@@ -63,13 +70,15 @@ def drain(
     return 0
 
 
-def _find_router(config: Path | None, address: str) -> tuple[str, Security]:
+def _find_router(config: Path | None, address: str, overrides: list[str]) -> tuple[str, Security]:
     """Return the router's address, and the secrets for it."""
+    if address and config is not None:
+        raise ConfigError(f"--address {address} and --config {config} both name a router; leave out one")
+    if address and (others := [each for each in overrides if not each.startswith("--security.")]):
+        raise ConfigError(f"--address {address} names a router with settings of its own; leave out {others[0]}")
+    recipe = configuration.load(Recipe, [config] if config else (), overrides)
     if address:
-        if config is not None:
-            raise ConfigError(f"--address {address} and --config {config} both name a router; leave out one")
-        return address, Security.from_environment()
-    recipe = configuration.load(Recipe, [config] if config else ())
+        return address, Security.load(recipe.security)
     router = recipe.router
     if router.port == 0:
         source = f"recipe {config}" if config is not None else "without a recipe it"

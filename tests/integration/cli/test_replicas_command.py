@@ -6,12 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from penstock.bus.connection import Bus
 from penstock.clients import RouterClient
+from penstock.config import SecurityConfig
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.testing.simulated_pd_pair import SimulatedDecode, SimulatedPrefill
+from services.cli import main
 from services.router.config import RouterConfig
 from services.router.server import routing
+from tests.support.certificates import security_of
 from tests.support.waiting import until
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
@@ -112,3 +117,36 @@ async def test_mistakes_are_one_line(tmp_path: Path) -> None:
     failed = await penstock("replicas", "--address", "127.0.0.1:1")
     assert failed.returncode == 1
     assert "router at 127.0.0.1:1" in failed.stderr
+
+
+async def test_a_router_with_tls_is_reached_by_its_address(steady_bus: Bus, certificates: SecurityConfig) -> None:
+    """With settings of [security] beside it, before and after the name of a command; without, the error says how."""
+    security = security_of(certificates)
+    async with (
+        SimulatedEngine(steady_bus, replica_id="one", security=security).running(),
+        routing(RouterConfig(), steady_bus, security=security) as server,
+    ):
+        reach = ("--address", server.address, f"--security.tls_ca={certificates.tls_ca}")
+        listed = await penstock("replicas", *reach, "--json")
+        assert (listed.returncode, listed.stderr) == (0, "")
+        drained = await penstock("replicas", "drain", "one", *reach)
+        assert (drained.returncode, drained.stderr) == (0, "")
+        without = await penstock("replicas", *reach[:2])
+        assert without.returncode == 1
+        assert "if it asks for TLS" in without.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("--router.port=7", "names a router with settings of its own; leave out --router.port=7"),
+        ("--security.tls_c=ca.pem", "unknown key security.tls_c; did you mean security.tls_ca?"),
+        ("--security.tls_ca=nowhere.pem", "security.tls_ca = 'nowhere.pem' cannot be read"),
+    ],
+)
+def test_overrides_are_checked_before_the_router_is_asked(
+    override: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is one line that names the setting."""
+    assert main(["replicas", "--address", "127.0.0.1:1", override]) == 2
+    assert error in capsys.readouterr().err
