@@ -27,6 +27,7 @@ from services.trainer.backend.policy.adapters import pushed_adapters
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.policy.reference import ReferencePolicy
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
+from services.trainer.backend.row_passes import RowPasses
 from services.trainer.backend.train_step import StepParts, TrainStep
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.checks.adapters import adapter_contradiction
@@ -128,17 +129,20 @@ class InProcessBackend:
                 model.policy, model.weights, self._algorithm.kl, precision=model.precision
             )
             model.ranks.on_each(partial(self._fill_reference, self._reference, checkpoint, state))
-        self._parts = StepParts(
+        passes = RowPasses(
             model=model.logprobs,
             forget_forward=model.forget_forward,
             ranks=model.ranks,
             costs=model.row_costs,
-            optimizer=model.optimizer,
             reference=self._reference,
-            entropy=self._entropy,
             device=model.device,
             config=model.config,
             algorithm=self._algorithm,
+        )
+        self._parts = StepParts(
+            passes=passes,
+            optimizer=model.optimizer,
+            entropy=self._entropy,
             demonstrations=self._demonstration_term(),
         )
 

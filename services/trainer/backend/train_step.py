@@ -25,10 +25,9 @@ to no row is repeated on each, and only the gradient is summed, by `ranks.shardi
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-import numpy as np
 import structlog
 import torch
 
@@ -45,20 +44,15 @@ from services.trainer.algorithm.statistics import (
     needs_statistics,
     whole_batch_setting,
 )
-from services.trainer.algorithm.tokens import Samples, Tokens, concatenated
+from services.trainer.algorithm.tokens import Tokens, concatenated
 from services.trainer.backend.base import StepTokens
 from services.trainer.backend.batch import Batch, is_finite, make_batch, measured_samples
 from services.trainer.backend.demonstrations import DemonstrationTerm, LearnedDemonstrations
 from services.trainer.backend.optimizer.adamw import REMEDY, Optimizer
-from services.trainer.backend.policy.logprobs import TokenLogprobs
-from services.trainer.backend.policy.planned_rows import PlannedRows, TokenCounts
-from services.trainer.backend.policy.reference import ReferencePolicy
-from services.trainer.backend.ranks.ranks import Ranks
-from services.trainer.batching.row_costs import RowCosts
-from services.trainer.batching.rows import PackedRow
+from services.trainer.backend.policy.planned_rows import TokenCounts
+from services.trainer.backend.row_passes import ComputedRow, NotFiniteError, PlannedPass, RowPasses
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.batching.shared_experts import with_shared_experts
-from services.trainer.config import BackendConfig
 
 log = structlog.get_logger()
 
@@ -72,41 +66,11 @@ IMAGE_PARTS = ("tower", "merger")
 class StepParts:
     """Inputs shared by all steps."""
 
-    model: Callable[[PackedRow], TokenLogprobs]
-    """With gradient."""
-    forget_forward: Callable[[], None]
-    """To be called after forward passes that no backward pass followed."""
-    ranks: Ranks
-    costs: RowCosts
-    """By which ranks get rows that take equally long."""
+    passes: RowPasses
     optimizer: Optimizer
-    reference: ReferencePolicy | None
-    """Reference policy of the loss; None if the loss needs none."""
     entropy: EntropyCoefficient
-    device: torch.device
-    config: BackendConfig
-    algorithm: AlgorithmConfig
     demonstrations: DemonstrationTerm | None
     """Loss term of the demonstrations; None if no step has any."""
-
-
-class _NotFiniteError(Exception):
-    """The policy or the reference gives samples a log-probability that is not finite."""
-
-    def __init__(self, samples: set[int]) -> None:
-        super().__init__(samples)
-        self.samples = samples
-        """Numbers in the batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Seen:
-    """What is kept of a computed row."""
-
-    tokens: Tokens
-    """Detached, with their samples' numbers in the batch."""
-    expert_counts_LE: torch.Tensor | None
-    """Tokens that chose each expert, on the host; None for a dense model."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,8 +82,8 @@ class _Sums:
     denominator: float | None = None
     """With which weights are computed; None before the first chunk."""
     loss: float = 0.0
-    seen: list[_Seen] = field(default_factory=list)
-    """Of each row with gradient."""
+    seen: list[ComputedRow] = field(default_factory=list)
+    """The rows with gradient."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     has_images: bool = False
     """Whether any row with gradient had one."""
@@ -139,19 +103,6 @@ class _Passed:
     """Tokens of the batch that chose each expert, in float64; None for a dense model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Pass:
-    """Rows to compute, of some samples of a chunk."""
-
-    rows: PlannedRows
-    samples: Samples
-    """Samples of the chunk."""
-    references: Sequence[torch.Tensor | None]
-    """The reference policy's log-probabilities in each row that this rank computes."""
-    first_sample: int
-    """Number in the batch of the chunk's first sample."""
-
-
 class TrainStep:
     """A step under way: `accumulate` any number of times, then `finish`, or `abort` at any time."""
 
@@ -162,20 +113,16 @@ class TrainStep:
             parts: What the step is computed with.
             policy_version: The published version, which the weights have before the step.
         """
-        self._model = parts.model
-        self._forget_forward = parts.forget_forward
-        self._ranks = parts.ranks
-        self._costs = parts.costs
+        self._passes = parts.passes
         self._optimizer = parts.optimizer
-        self._reference = parts.reference
+        self._reference = parts.passes.reference
         self._entropy = parts.entropy
-        self._device = parts.device
-        self._config = parts.config
-        self._algorithm = parts.algorithm
+        self._config = parts.passes.config
+        self._algorithm = parts.passes.algorithm
         self._demonstration_term = parts.demonstrations
         self._demonstrations: Sequence[TrainSequence] = ()
         self._version = policy_version
-        self._waits_for_batch = bool(whole_batch_setting(parts.algorithm))
+        self._waits_for_batch = bool(whole_batch_setting(self._algorithm))
         self._chunks: list[Sequence[TrainGroup]] = []
         self._skipped: set[int] = set()  # numbers of groups of the batch
         self._sums = _Sums()
@@ -283,8 +230,8 @@ class TrainStep:
         while True:
             try:
                 return compute()
-            except _NotFiniteError as found:
-                self._forget_forward()
+            except NotFiniteError as found:
+                self._passes.forget_forward()
                 self._optimizer.discard()
                 self._sums = _Sums()
                 group_of = [number for number, group in enumerate(self._groups) for _ in group.samples]
@@ -299,7 +246,7 @@ class TrainStep:
             if sums.denominator is None:
                 sums.denominator = batch.denominator
             first_sample = sum(len(group.samples) for group in self._groups[:first])
-            self._add_gradient(self._plan(batch, batch.with_gradient, first_sample), BatchStatistics())
+            self._add_gradient(self._passes.plan(batch, batch.with_gradient, first_sample), BatchStatistics())
             sums.num_chunks += 1
 
     def _complete(self) -> tuple[Batch, _Passed | None]:
@@ -311,11 +258,11 @@ class TrainStep:
             represented = len(batch.without_gradient) / len(measured)
         counts_G = torch.ones(len(batch.group_G), dtype=torch.float64)
         counts_G[measured] = represented
-        flat = self._plan(batch, measured, 0)
-        statistics, seen_flat = BatchStatistics(), self._measure(flat)
+        flat = self._passes.plan(batch, measured, 0)
+        statistics, seen_flat = BatchStatistics(), self._passes.measure(flat)
         if self._waits_for_batch:
-            whole = self._plan(batch, batch.with_gradient, 0)
-            if needs_statistics(self._algorithm) and (seen := [*self._measure(whole), *seen_flat]):
+            whole = self._passes.plan(batch, batch.with_gradient, 0)
+            if needs_statistics(self._algorithm) and (seen := [*self._passes.measure(whole), *seen_flat]):
                 tokens = concatenated([each.tokens for each in seen])
                 statistics = batch_statistics(tokens, batch.samples.detached(), self._algorithm)
             self._sums.denominator = batch.denominator
@@ -342,44 +289,14 @@ class TrainStep:
             {number - first for number in self._skipped},
             algorithm=self._algorithm,
             version=self._version,
-            device=self._device,
+            device=self._passes.device,
             denominator=denominator,
         )
 
-    def _plan(self, batch: Batch, chosen: Sequence[int], first_sample: int) -> _Pass:
-        rows = PlannedRows.of(
-            batch.sequences,
-            batch.group_G[batch.sample_S].tolist(),
-            batch.sample_S.tolist(),
-            [sequence for sample in chosen for sequence in np.flatnonzero(batch.sample_S == sample).tolist()],
-            self._config,
-            self._device,
-            self._ranks,
-            self._costs,
-        )
-        references: list[torch.Tensor | None] = [None] * rows.num_of_rank
-        if self._reference is not None:
-            references = [*self._reference.logprobs(each.row for each in rows)]
-        return _Pass(rows=rows, samples=batch.samples, references=references, first_sample=first_sample)
-
-    def _add_gradient(self, planned: _Pass, statistics: BatchStatistics) -> None:
-        computed: list[tuple[int, tuple[float, _Seen]]] = []
-        for (number, row, counts), reference_N in zip(planned.rows, planned.references, strict=True):
-            tokens, expert_counts_LE = self._forward(planned, row, reference_N)
-            terms = policy_loss(
-                tokens, planned.samples, self._algorithm, statistics=statistics, entropy_coef=self._entropy.value
-            )
-            value = terms.value
-            if self._ranks.size > 1:  # all ranks go backward as often, through all layers
-                (value * float(counts) + 0.0 * tokens.logprobs_N.sum()).backward()
-            elif value.requires_grad:
-                value.backward()
-            if counts:
-                seen = _seen(tokens, expert_counts_LE, planned.first_sample)
-                computed.append((number, (float(terms.value.detach()), seen)))
-        for loss, seen in self._ranks.in_order(computed):
+    def _add_gradient(self, planned: PlannedPass, statistics: BatchStatistics) -> None:
+        for loss, row in self._passes.add_gradient(planned, statistics, entropy_coef=self._entropy.value):
             self._sums.loss += loss
-            self._sums.seen.append(seen)
+            self._sums.seen.append(row)
         self._sums.counts += planned.rows.token_counts
         self._sums.has_images |= planned.rows.have_images
 
@@ -393,38 +310,6 @@ class TrainStep:
         self._sums.has_images |= learned.have_images
         return learned
 
-    def _measure(self, planned: _Pass) -> list[_Seen]:
-        """Compute rows without gradient."""
-        with torch.no_grad():
-            computed = [
-                (number, counts, _seen(*self._forward(planned, row, reference_N), planned.first_sample))
-                for (number, row, counts), reference_N in zip(planned.rows, planned.references, strict=True)
-            ]
-        self._forget_forward()
-        return self._ranks.in_order([(number, seen) for number, counts, seen in computed if counts])
-
-    def _forward(
-        self, planned: _Pass, row: PackedRow, reference_N: torch.Tensor | None
-    ) -> tuple[Tokens, torch.Tensor | None]:
-        """Return the row's tokens with gradient, and how many of them chose each expert."""
-        output = self._model(row)
-        is_finite_N = output.logprobs_N.isfinite()
-        if reference_N is not None:
-            reference_N = reference_N.to(self._device)
-            is_finite_N = is_finite_N & reference_N.isfinite()
-        own = set() if is_finite_N.all() else set(row.sample_N[~is_finite_N].tolist())
-        if not_finite := set().union(*self._ranks.gather(own)):
-            raise _NotFiniteError({planned.first_sample + sample for sample in not_finite})
-        tokens = Tokens(
-            logprobs_N=output.logprobs_N,
-            engine_logprobs_N=row.engine_logprobs_N,
-            versions_N=row.versions_N,
-            sample_N=row.sample_N,
-            entropy_N=output.entropy_N,
-            reference_logprobs_N=reference_N,
-        )
-        return tokens, output.expert_counts_LE
-
     def _release_reference(self) -> None:
         if self._reference is not None:
             self._reference.release()
@@ -436,17 +321,8 @@ class TrainStep:
             self._entropy.observe(float(weighted_mean(passed.tokens.entropy_N, passed.counts_N)))
 
 
-def _seen(tokens: Tokens, expert_counts_LE: torch.Tensor | None, first_sample: int) -> _Seen:
-    """Return what is kept of a row of a chunk, given the number in the batch of the chunk's first sample."""
-    tokens = tokens.detached()
-    return _Seen(
-        tokens=replace(tokens, sample_N=tokens.sample_N + first_sample),
-        expert_counts_LE=None if expert_counts_LE is None else expert_counts_LE.cpu(),
-    )
-
-
 def _sum_of_expert_counts(
-    with_gradient: Sequence[_Seen], without: Sequence[_Seen], represented: float
+    with_gradient: Sequence[ComputedRow], without: Sequence[ComputedRow], represented: float
 ) -> torch.Tensor | None:
     """Return the counts of the whole batch, given how many samples each of those without gradient represents."""
     counts = [row.expert_counts_LE for row in with_gradient if row.expert_counts_LE is not None]

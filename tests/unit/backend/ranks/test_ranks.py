@@ -231,7 +231,7 @@ def test_two_ranks_learn_demonstrations_beside_groups_as_one(
 def step_with_a_hole(ranks: Ranks, path: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """As `trained`, with a policy that gives one group's tokens no number."""
     backend = backend_of(ranks, path, micro_batch_tokens=90)
-    compute = backend._parts.model
+    compute = backend._parts.passes.model
     groups = groups_of(path)
     first_of_third_group = len(groups[0].samples) + len(groups[1].samples)
 
@@ -239,7 +239,7 @@ def step_with_a_hole(ranks: Ranks, path: Path) -> tuple[dict[str, torch.Tensor],
         said = compute(row)
         return said._replace(logprobs_N=said.logprobs_N.masked_fill(row.sample_N == first_of_third_group, torch.nan))
 
-    object.__setattr__(backend._parts, "model", with_hole)
+    object.__setattr__(backend._parts.passes, "model", with_hole)
     metrics = take_step(backend, [groups], VERSION)
     return weights_of(backend), [metrics]
 
