@@ -51,8 +51,6 @@ _RECHECK_S = 5.0
 """Seconds between checks of a waiting call whether waiting still makes sense."""
 _RECHECK_SOON_S = 1.0
 """The same for a call that has used up most of `wait_for_replica_s`."""
-_TIME_TO_ANSWER_S = 0.2
-"""Seconds before the caller's deadline at which waiting ends, so that the caller still receives the reason."""
 
 
 class SlotPool:
@@ -371,7 +369,7 @@ class SlotPool:
         if allowed_s > 0 and not is_starved:
             # Check often, so that a pool that becomes unusable is noticed before most of the time is over.
             allowed_s = min(max(allowed_s, _RECHECK_SOON_S), _RECHECK_S)
-        left_s = min(ticket.deadline - self._clock() - _TIME_TO_ANSWER_S, allowed_s)
+        left_s = min(ticket.deadline - self._clock() - self._tuning.time_to_answer_s, allowed_s)
         return min(left_s, REJECT_PAUSE_S) if ticket.query.excluded else left_s
 
 

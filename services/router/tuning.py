@@ -66,6 +66,8 @@ class Tuning:
     """Maximum bytes of requests in the wait queue, with images: what a router can spare beside its calls in flight."""
     max_call_s: float = 3600.0
     """Maximum deadline in seconds, also for calls without one: longer than any turn, so that no call stays forever."""
+    time_to_answer_s: float = 0.2
+    """Seconds before the caller's deadline at which waiting ends, so that the caller still receives the reason."""
     max_load_ratio: float = 1.25
     """prefix and consistent_hash skip a replica whose load exceeds the others' by more than this factor: the bound that
     Mirrokni, Thorup and Zadimoghaddam recommend."""

@@ -249,7 +249,7 @@ async def test_what_takes_too_long_is_given_up(bus: Bus) -> None:
     """504 after its deadline, and the request is aborted in the engine."""
     port = free_ports(1)[0]
     config = RouterConfig(http_port=port, openai=OpenAIConfig(model="slow"))
-    tuning = Tuning(openai=OpenAITuning(timeout_s=1.0))
+    tuning = Tuning(openai=OpenAITuning(timeout_s=5.0))
     backend = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
     async with (
         SimulatedEngine(bus, delay_s=60.0).running() as engine,

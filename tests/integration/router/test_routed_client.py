@@ -287,7 +287,7 @@ async def test_the_deadline_holds_for_all_of_it(bus: Bus) -> None:
     """Routing, generating and retrying elsewhere share one deadline, and the slot is released."""
     async with SimulatedEngine(bus, delay_s=30.0).running() as engine, routed(bus) as (client, router):
         with pytest.raises(DeadlineError):
-            await client.generate(request(), timeout_s=0.7)
+            await client.generate(request(), timeout_s=4.0)
         await until(lambda: engine.num_cancelled == 1)
         await until_idle(router)
 

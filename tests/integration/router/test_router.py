@@ -135,8 +135,8 @@ async def test_without_a_replica_a_call_fails_and_says_why(steady_bus: Bus) -> N
 
 async def test_waiting_ends_before_the_callers_deadline(steady_bus: Bus) -> None:
     """A caller with little time learns the reason, not only that its deadline passed."""
-    async with router(steady_bus, wait_for_replica_s=60.0) as caller:
-        error = await failure(caller.generate(timeout_s=1.0))
+    async with router(steady_bus, wait_for_replica_s=2 * HANG_S, time_to_answer_s=HANG_S) as caller:
+        error = await failure(caller.generate(timeout_s=HANG_S + 0.5))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert "no replica is registered" in (error.details() or "")
 

@@ -3,7 +3,6 @@
 import asyncio
 
 import grpc
-import pytest
 
 from penstock.bus.connection import Bus
 from penstock.errors import OverloadedError
@@ -58,12 +57,10 @@ async def test_a_call_waits_for_a_busy_replica_beyond_wait_for_replica_s(steady_
         assert list((await first).output_ids) == list((await patient).output_ids)
 
 
-async def test_a_call_that_cannot_wait_so_long_hears_why_before_its_deadline(
-    steady_bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_that_cannot_wait_so_long_hears_why_before_its_deadline(steady_bus: Bus) -> None:
     """RESOURCE_EXHAUSTED with the reason, not DEADLINE_EXCEEDED without one."""
-    monkeypatch.setattr("services.router.slot_pool._TIME_TO_ANSWER_S", HANG_S)
-    async with pool(steady_bus, 1, engine={"max_running": 1, "hang_after": 0}, limit={"factor": 1.0}) as (
+    engines = {"max_running": 1, "hang_after": 0}
+    async with pool(steady_bus, 1, engine=engines, limit={"factor": 1.0}, time_to_answer_s=HANG_S) as (
         caller,
         [engine],
     ):
