@@ -1,7 +1,7 @@
 """Tells whose rounding |dlogp| is: compares engine, trainer and transformers with the same weights in float64.
 
     python bench/bench_rounding.py --run runs/tiny-multi-turn-20260101-120000
-    python bench/bench_rounding.py recipes/tiny-multi-turn.toml -- --trainer.num_steps=20
+    python bench/bench_rounding.py --recipe recipes/tiny-multi-turn.toml -- --trainer.num_steps=20
 
 Without --run it trains the recipe with `max_staleness = 0`, so that every token was sampled by the very weights that
 are then trained, and keeps groups and checkpoints of all steps. A given run must have kept them too
@@ -63,7 +63,7 @@ class Measured:
 def main() -> int:
     """Return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", default="recipes/tiny-multi-turn.toml")
+    parser.add_argument("--recipe", default="recipes/tiny-multi-turn.toml")
     parser.add_argument("--run", type=Path, help="folder of a finished run; default: train the recipe")
     parser.add_argument("--every", type=int, default=3, help="measure every so many recorded steps")
     parser.add_argument("overrides", nargs="*", help="--section.key=value, after a --")
