@@ -234,7 +234,7 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
         await pair.play(turns[-1], version=version)
 
     traffic = Traffic(play_another, len(made))
-    await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 6)
+    await until(lambda: sum(each.num_tokens > 0 and not each.is_finished for each in turns) >= 4)
     for push in pushes:  # both at once: what decodes may have ended when the first engine has its weights
         await push.pause()
     traffic.stop()
@@ -256,7 +256,7 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
         waiting[1].cancel()  # it has no peer
     results = await asyncio.gather(*traffic.calls, return_exceptions=True)
     interrupted = [each for each in turns if not each.is_finished]
-    assert sum(each.num_tokens > 0 for each in interrupted) >= 2
+    assert any(each.num_tokens > 0 for each in interrupted)
     for played, error in zip(turns, results, strict=True):
         if not played.is_finished:
             # What waited at an engine while weights changed is refused as `waiting` is; what ran is cut off.

@@ -52,9 +52,9 @@ class Trainer:
 
 
 @contextmanager
-def trainer(model: Path, *, silence_s: float = 60.0, odd: str = "") -> Iterator[Trainer]:
+def trainer(model: Path, *options: str) -> Iterator[Trainer]:
     """Two ranks."""
-    command = [sys.executable, "-m", _MODULE, str(model), "2", str(silence_s), "--odd", odd]
+    command = [sys.executable, "-m", _MODULE, str(model), "2", *options]
     with subprocess.Popen(
         command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -110,11 +110,11 @@ def test_ranks_take_the_trainers_steps_and_end_with_it(model: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("blow", "reason"), [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "gave no sign of life for 4 s")]
+    ("blow", "reason"), [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "gave no sign of life for 15 s")]
 )
 def test_a_rank_that_dies_or_hangs_ends_the_trainer(tiny_model_path: Path, blow: signal.Signals, reason: str) -> None:
     """In the middle of a step, though nothing of it is being computed, and with the reason in its log."""
-    with trainer(tiny_model_path, silence_s=4.0) as started:
+    with trainer(tiny_model_path, "--silence-s=15") as started:
         started.ask("load")
         started.ask("begin")
         os.kill(started.pid_of_rank_1, blow)
@@ -126,22 +126,22 @@ def test_a_rank_that_dies_or_hangs_ends_the_trainer(tiny_model_path: Path, blow:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("odd", "silence_s", "reason"),
+    ("odd", "stall_s", "reason"),
     [
-        ("sleeps", 4.0, "rank 1 did not move for 4 s while others waited in the command begin_step"),
+        ("sleeps", 4, "rank 1 did not move for 4 s while others waited in the command begin_step"),
         pytest.param(
             "refuses",
-            60.0,
+            60,
             "rank 1 alone refused the command begin_step: this rank is odd",
             marks=pytest.mark.variant,  # tests/unit/backend/ranks/test_beats.py
         ),
     ],
 )
 def test_a_rank_that_does_not_come_to_the_others_ends_the_trainer(
-    tiny_model_path: Path, odd: str, silence_s: float, reason: str
+    tiny_model_path: Path, odd: str, stall_s: int, reason: str
 ) -> None:
     """It lives, and its heart beats; a rank that refused, as none of the others did, says why."""
-    with trainer(tiny_model_path, silence_s=silence_s, odd=odd) as started:
+    with trainer(tiny_model_path, f"--stall-s={stall_s}", f"--odd={odd}") as started:
         started.ask("load")
         started.tell("begin")
         assert started.process.wait(60.0) == 1
@@ -153,7 +153,7 @@ def test_a_rank_that_does_not_come_to_the_others_ends_the_trainer(
 @pytest.mark.slow
 def test_ranks_wait_for_one_that_computes(tiny_model_path: Path) -> None:
     """Twice as long as for one that does not move."""
-    with trainer(tiny_model_path, silence_s=4.0, odd="computes") as started:
+    with trainer(tiny_model_path, "--stall-s=4", "--odd=computes") as started:
         started.ask("load")
         assert started.ask("begin") == "begun"
 
@@ -161,7 +161,7 @@ def test_ranks_wait_for_one_that_computes(tiny_model_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_cannot_begin_ends_the_trainer(tiny_model_path: Path) -> None:
     """With its reason."""
-    with trainer(tiny_model_path, odd="refuses to begin") as started:
+    with trainer(tiny_model_path, "--odd=refuses to begin") as started:
         started.tell("load")
         assert started.process.wait(60.0) == 1
         assert started.process.stderr is not None
@@ -233,7 +233,7 @@ def test_torchrun_starts_ranks_of_two_machines(tiny_model_path: Path, tmp_path: 
     backend = backend_of(ALONE, tiny_model_path)
     groups = groups_of(tiny_model_path, seed=0)
     alone = take_step(backend, [groups[:1], groups[1:]], VERSION)
-    codes, outputs, errors = two_machines(tiny_model_path, tmp_path, "60", "load;step 0;close")
+    codes, outputs, errors = two_machines(tiny_model_path, tmp_path, "load;step 0;close")
     assert codes == [0, 0], errors
     _, _, step, closed = (json.loads(line) for line in outputs[0].splitlines())
     assert step[0] == pytest.approx(alone["loss"], rel=1e-3)
@@ -243,7 +243,7 @@ def test_torchrun_starts_ranks_of_two_machines(tiny_model_path: Path, tmp_path: 
 @pytest.mark.slow
 def test_torchruns_ranks_hear_of_each_other(tiny_model_path: Path, tmp_path: Path) -> None:
     """Rank 0 of one that does not come, and the other machine's rank of the end of rank 0."""
-    codes, _, errors = two_machines(tiny_model_path, tmp_path, "4", "load;begin", "--odd", "sleeps")
+    codes, _, errors = two_machines(tiny_model_path, tmp_path, "load;begin", "--stall-s=4", "--odd=sleeps")
     assert codes == [1, 1], errors
     assert "rank 1 did not move for 4 s while others waited in the command begin_step" in errors[0]
     assert "rank.left" in errors[1]

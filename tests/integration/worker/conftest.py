@@ -58,14 +58,17 @@ async def engine(bus: Bus, tiny_model_path: Path) -> AsyncIterator[SimulatedEngi
 def make_recipe(
     bus_config: BusConfig, run_name: str, tiny_model_path: Path, reward_address: str
 ) -> Callable[..., Recipe]:
-    """Recipes of this test's run; `grace_s` is the run's, all else is the worker's."""
+    """Recipes of this test's run; `grace_s` is the run's, `ack_wait_s` the bus's, all else is the worker's.
 
-    def make(router_address: str, *, grace_s: float = 5.0, **worker: Any) -> Recipe:
+    Prompts are not delivered again while this process, which often plays the engine too, is busy.
+    """
+
+    def make(router_address: str, *, grace_s: float = 5.0, ack_wait_s: float = 5.0, **worker: Any) -> Recipe:
         fields = {"router_address": router_address, "reward_address": reward_address, "concurrency": 4} | worker
         return Recipe(
             model=ModelConfig(path=tiny_model_path),
             run=RunConfig(name=run_name, grace_s=grace_s),
-            bus=bus_config,
+            bus=bus_config.model_copy(update={"ack_wait_s": ack_wait_s}),
             worker=WorkerConfig(**fields),
         )
 

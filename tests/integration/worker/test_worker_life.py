@@ -72,9 +72,9 @@ async def test_workers_may_hold_what_thousands_of_engines_play(
 async def test_a_long_group_is_kept_alive_and_played_once(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
-    """Longer than ack_wait_s (1 s here): signs of life keep the prompt from being delivered to another worker."""
-    engine.delay_s = 3.0
-    recipe = make_recipe(engine.replica.address)
+    """Longer than ack_wait_s: signs of life keep the prompt from being delivered to another worker."""
+    engine.delay_s = 6.0
+    recipe = make_recipe(engine.replica.address, ack_wait_s=2.0)
     await publish(bus, make_prompt(run_name))
     async with working(recipe), working(recipe):
         await until_done(bus, 1)
@@ -98,8 +98,7 @@ async def test_a_worker_that_stops_puts_back_at_once_what_it_cannot_finish(
 ) -> None:
     """The engine's requests are cancelled, and another worker has the prompt without waiting for the ack deadline."""
     engine.delay_s = 600.0
-    recipe = make_recipe(engine.replica.address, grace_s=0.2)
-    slow_to_expire = recipe.model_copy(update={"bus": recipe.bus.model_copy(update={"ack_wait_s": 60.0})})
+    slow_to_expire = make_recipe(engine.replica.address, grace_s=0.2, ack_wait_s=60.0)
     await publish(bus, make_prompt(run_name))
     async with working(slow_to_expire) as stop:
         await until(lambda: engine.num_running == 2)

@@ -1,8 +1,8 @@
 """A trainer of several ranks, in real processes, that does what its standard input says.
 
-    python -m tests.support.trainer.ranks.ranks_trainer MODEL NUM_RANKS SILENCE_S [--odd KIND] [COMMANDS]
+    python -m tests.support.trainer.ranks.ranks_trainer MODEL NUM_RANKS [OPTIONS] [COMMANDS]
 
-It takes a rank that was silent for SILENCE_S for hung, and one that did not move for as long for stuck. With --odd,
+It takes a rank that was silent for --silence-s for hung, and one that did not move for --stall-s for stuck. With --odd,
 rank 1 is odd (`odd_backend`). Commands, a line each, or in COMMANDS separated by semicolons: `load [CHECKPOINT]`,
 `step SEED`, `begin`, `save FOLDER`, `checkpoint FOLDER STEP PAUSE_S`, `meet`, `close`. Each is answered with a line of
 JSON; the first line, before any, is the pids of the ranks that it has started. Under torchrun it is one of the ranks.
@@ -34,9 +34,8 @@ from tests.support.trainer.ranks.odd_backend import OddBackend
 from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 
 
-def main(model: Path, num_ranks: int, silence_s: float, commands: Iterable[str], odd: str = "") -> None:
+def main(model: Path, num_ranks: int, commands: Iterable[str], odd: str) -> None:
     """Do it."""
-    beats.SILENCE_S = beats.STALL_S = silence_s
     log.configure(LogConfig(), service="trainer")
     config = BackendConfig(device="cpu", optimizer=OptimizerConfig(learning_rate=1e-3))
     arguments: dict[str, Any] = {
@@ -101,9 +100,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("num_ranks", type=int)
-    parser.add_argument("silence_s", type=float)
     parser.add_argument("commands", nargs="?")
+    parser.add_argument("--silence-s", type=float, default=60.0)
+    parser.add_argument("--stall-s", type=float, default=60.0)
     parser.add_argument("--odd", default="")
     given = parser.parse_args()
     commands = given.commands.split(";") if given.commands else sys.stdin
-    main(given.model, given.num_ranks, given.silence_s, commands, given.odd)
+    beats.SILENCE_S, beats.STALL_S = given.silence_s, given.stall_s
+    main(given.model, given.num_ranks, commands, given.odd)
