@@ -256,7 +256,7 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
         waiting[1].cancel()  # it has no peer
     results = await asyncio.gather(*traffic.calls, return_exceptions=True)
     interrupted = [each for each in turns if not each.is_finished]
-    assert any(each.num_tokens > 0 for each in interrupted)
+    assert sum(each.num_tokens > 0 for each in interrupted) >= 2
     for played, error in zip(turns, results, strict=True):
         if not played.is_finished:
             # What waited at an engine while weights changed is refused as `waiting` is; what ran is cut off.

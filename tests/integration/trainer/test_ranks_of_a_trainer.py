@@ -183,6 +183,7 @@ def test_a_rank_killed_while_all_write_leaves_the_checkpoint_before(
         started.ask("step 1")
         started.tell(f"checkpoint {tmp_path} 2 60")
         wait_until(lambda: any(tmp_path.glob(".step-000002.*.partial/trainer.pt")))
+        assert [*tmp_path.glob(".step-000002.*.partial/trainer.pt")]
         os.kill(started.process.pid if killed == "rank 0" else started.pid_of_rank_1, signal.SIGKILL)
         assert started.process.wait(60.0) == (-signal.SIGKILL if killed == "rank 0" else 1)
         assert is_gone(started.pid_of_rank_1)
