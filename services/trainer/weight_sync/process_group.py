@@ -6,7 +6,9 @@ A broadcast cannot be interrupted: its members are released when it ends, at its
 leaves. After an error the group is unusable; close it and open another under a new name.
 
 With NCCL, members connect in their first broadcast, so `form` proves nothing and a missing member is noticed in the
-transfer. Whether `close` or the timeout ends a broadcast that is still connecting has not been tested.
+transfer. Connecting ends at a timeout of its own (`penstock.weights.nccl`): seen on one GPU, it outlasts a deadline by
+that much and no longer. To take apart a group whose member died in the midst of a transfer takes NCCL longer than
+`close` waits for it.
 """
 
 import collections
@@ -28,6 +30,8 @@ log = structlog.get_logger()
 
 _LISTEN_TIMEOUT_S = 5.0
 _ARRIVAL_GRACE_S = 1.0
+_LEAVE_S = 5.0
+"""The longest that `close` waits until torch has taken the group apart."""
 _POLL_S = 0.002
 _SHORT_POLL_S = 0.0001
 _LONG_POLL_S = 0.002
@@ -168,7 +172,7 @@ class WeightProcessGroup:
     def close(self, *, are_coming: bool = False) -> None:
         """Leave the group, formed or not; a call in another thread ends with an error. May be called repeatedly.
 
-        It may wait for a running broadcast, see above.
+        It may wait for a running broadcast, see above; after a few seconds a thread goes on with it.
 
         Args:
             are_coming: Whether members are about to reach the rendezvous. If so, it stays open for a moment longer to
@@ -182,9 +186,14 @@ class WeightProcessGroup:
             self._closed = True
             group, self._group = self._group, None
             self._server = self._store = None
-        if group is not None:
-            _leave(group)
-        log.debug("process_group.closed", process_group=self.name)
+        leaving = threading.Thread(target=_leave, args=(group,), name=f"leave {self.name}", daemon=True)
+        del group  # members notice that this side left only when nothing refers to it
+        leaving.start()
+        leaving.join(_LEAVE_S)
+        if leaving.is_alive():
+            log.warning("process_group.still_leaving", process_group=self.name, waited_s=_LEAVE_S)
+        else:
+            log.debug("process_group.closed", process_group=self.name)
 
     def _await_members(self) -> None:
         give_up_at = time.monotonic() + _ARRIVAL_GRACE_S
@@ -210,14 +219,21 @@ class WeightProcessGroup:
 
 def _new_group(store: Any, *, world_size: int, name: str, backend: str, timeout: datetime.timedelta) -> Any:
     """Form the group as SGLang's members do; they follow torch's own `init_process_group`."""
+    options = None
+    if backend == "nccl":  # a group that blocks would connect to a dead member for ever, deaf to `close`
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        options.config.blocking = 0
     group, _ = distributed_c10d._new_process_group_helper(
-        world_size, 0, [], dist.Backend(backend), store, group_name=name, backend_options=None, timeout=timeout
+        world_size, 0, [], dist.Backend(backend), store, group_name=name, backend_options=options, timeout=timeout
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 
 
 def _leave(group: Any) -> None:
+    if group is None:
+        return
     with suppress(RuntimeError):
         group.abort()
     with suppress(RuntimeError, ValueError):
