@@ -20,6 +20,8 @@ from services.plan.host_memory import host_moments
 from services.plan.model_shape import ModelShape
 from services.plan.moment import Moment, Part
 from services.plan.process_plan import GIB, Gpus, MemoryPlan, ProcessPlan
+from services.plan.proposals import as_override, changed, proposals
+from services.plan.row_shapes import longest_row, longest_sample, row_of_demonstrations
 from services.plan.working_memory import RowShape, working_bytes
 from services.recipe import Recipe
 from services.trainer.checks.expert_parallel import require_divisible
@@ -28,12 +30,6 @@ from services.trainer.checks.sequence_parallel import require_shareable
 RESERVED_BYTES = 2 * GIB
 """Reserved on each GPU that computes steps, for CUDA's context, NCCL's buffers and memory that the allocator cannot
 use; on a shared GPU as much again for each engine, for its context and its computation."""
-LEAST_ROW = 2048
-"""Tokens of the shortest row that is proposed: shorter ones leave a GPU idle."""
-PROMPT_SHARE = 0.25
-"""Prompt's share of a row's tokens; more if the images need more, because they are in the prompt."""
-USUAL_FRACTION = 0.85
-"""Share of a GPU that an engine has to itself."""
 
 _FLOAT32, _BFLOAT16 = 4, 2
 
@@ -60,21 +56,21 @@ def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) 
 
     def fits(settings: Mapping[str, object]) -> bool:
         try:
-            changed = _changed(recipe, settings)
+            other = changed(recipe, settings)
             # Without activations first: that takes no time and excludes most.
             each: tuple[Callable[..., int], ...] = (lambda *_, **__: 0, working)
-            return all(_plan(shape, changed, gpus, these, image_share=image_share).fits for these in each)
+            return all(_plan(shape, other, gpus, these, image_share=image_share).fits for these in each)
         except (ConfigError, pydantic.ValidationError):
             return False  # too few GPUs, or settings that exclude each other
 
-    found = next((settings for settings in _proposals(recipe, gpus) if fits(settings)), None)
+    found = next((settings for settings in proposals(recipe, gpus) if fits(settings)), None)
     if found is None:
         return dataclasses.replace(plan, remedy=None)
     for name in tuple(found):
         without = {other: value for other, value in found.items() if other != name}
         if fits(without):
             found = without
-    return dataclasses.replace(plan, remedy=tuple(f"--{name}={_as_text(value)}" for name, value in found.items()))
+    return dataclasses.replace(plan, remedy=tuple(as_override(name, value) for name, value in found.items()))
 
 
 def _plan(
@@ -123,48 +119,6 @@ def _room(recipe: Recipe, gpus: Gpus, placed: GpuPlan, num_engines: int) -> int:
     return room
 
 
-def _longest_sample(recipe: Recipe) -> tuple[int, bool]:
-    """Return the tokens of the longest sample, and whether the recipe bounds it; if not, at least one turn's tokens."""
-    limits = [source.limits.max_tokens for source in recipe.data.by_name.values()]
-    bounds = [recipe.rollout.context_length, max(limits, default=0) if all(limits) else 0]
-    if known := [bound for bound in bounds if bound]:
-        return min(known), True
-    return recipe.sampling.max_new_tokens, False
-
-
-def _row(shape: ModelShape, recipe: Recipe, *, image_share: float) -> RowShape:
-    """Return the longest row: micro_batch_tokens, or a longer sample."""
-    trainer = recipe.trainer
-    return _row_of(
-        shape,
-        max(trainer.micro_batch_tokens, _longest_sample(recipe)[0]),
-        image_share=image_share,
-        num_responses=trainer.samples_per_group,
-        shares_prompt=trainer.share_prompts,
-    )
-
-
-def _row_of_demonstrations(shape: ModelShape, recipe: Recipe, *, image_share: float) -> RowShape | None:
-    """Return the longest row of demonstrations, which holds one; None if a step learns none."""
-    if recipe.demonstrations is None:
-        return None
-    num_tokens = max(recipe.trainer.micro_batch_tokens, recipe.demonstrations.max_tokens)
-    return _row_of(shape, num_tokens, image_share=image_share, num_responses=1, shares_prompt=False)
-
-
-def _row_of(
-    shape: ModelShape, num_tokens: int, *, image_share: float, num_responses: int, shares_prompt: bool
-) -> RowShape:
-    num_image_tokens = 0 if shape.vision is None else int(num_tokens * image_share)
-    return RowShape(
-        num_tokens=num_tokens,
-        num_prompt_tokens=max(int(num_tokens * PROMPT_SHARE), num_image_tokens + 1),
-        num_image_tokens=num_image_tokens,
-        num_responses=num_responses,
-        shares_prompt=shares_prompt,
-    )
-
-
 def _engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> ProcessPlan:
     rollout = recipe.rollout
     size = _FLOAT32 if rollout.dtype == "float32" else _BFLOAT16  # auto also rounds a checkpoint in float32
@@ -173,7 +127,7 @@ def _engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> Pro
     per_token = size * shape.kv_values // heads * math.ceil(heads / rollout.tensor_parallel)
     room = int(rollout.gpu_memory_fraction * gpus.total_bytes)
     num_tokens = max(0, room - weights) // per_token
-    longest, is_bound = _longest_sample(recipe)
+    longest, is_bound = longest_sample(recipe)
     if rollout.max_total_tokens:
         num_tokens = min(num_tokens, rollout.max_total_tokens)
         longest = min(longest, rollout.max_total_tokens)
@@ -220,12 +174,12 @@ def _activations(
             sequence_parallel=trainer.sequence_parallel,
         )
 
-    row, what = _row(shape, recipe, image_share=image_share), ""
+    row, what = longest_row(shape, recipe, image_share=image_share), ""
     size_bytes = size_of(row)
     notes = []
-    if not _longest_sample(recipe)[1]:
+    if not longest_sample(recipe)[1]:
         notes.append(f"a sample of more than {row.num_tokens:,} tokens takes more")
-    learned = _row_of_demonstrations(shape, recipe, image_share=image_share)
+    learned = row_of_demonstrations(shape, recipe, image_share=image_share)
     if learned is not None:
         if (more := size_of(learned)) > size_bytes:
             row, what, size_bytes = learned, " of demonstrations", more
@@ -348,78 +302,3 @@ def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
     yield Part(name="largest weight, rounded and whole", size_bytes=largest)
     if recipe.trainer.keeps_copies_on_host:
         yield Part(name="the same, packed", size_bytes=largest)
-
-
-def _proposals(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
-    """Yield settings to try, with as few GPUs per engine as possible."""
-    yield from _alternatives(recipe, gpus)
-    size = 2 * recipe.rollout.tensor_parallel
-    while size < gpus.count:
-        larger: dict[str, object] = {"rollout.tensor_parallel": size}
-        yield larger
-        yield from (larger | settings for settings in _alternatives(_changed(recipe, larger), gpus))
-        size *= 2
-
-
-def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
-    """Yield settings to try, the least costly first. Most include those before them."""
-    trainer, rollout = recipe.trainer, recipe.rollout
-    num_engines = rollout.replicas + rollout.prefill + rollout.decode
-    settings: dict[str, object] = {}
-
-    if gpus.count > 1 and rollout.gpu_memory_fraction < USUAL_FRACTION:
-        settings = settings | {"rollout.gpu_memory_fraction": USUAL_FRACTION}
-        yield settings
-    if not trainer.gradient_checkpointing:
-        settings = settings | {"trainer.gradient_checkpointing": True}
-        yield settings
-    tokens = trainer.micro_batch_tokens
-    longest_demonstration = 0 if recipe.demonstrations is None else recipe.demonstrations.max_tokens
-    while tokens // 2 >= max(LEAST_ROW, _longest_sample(recipe)[0], longest_demonstration):
-        tokens //= 2
-        settings = settings | {"trainer.micro_batch_tokens": tokens}
-        yield settings
-    most = gpus.count - num_engines * rollout.tensor_parallel
-    doubled = [2**power for power in range(1, max(1, most).bit_length())]
-    offloads, replicas = trainer.optimizer.offload, trainer.hsdp_replicas
-    for ranks in sorted({*doubled, most, trainer.ranks}):
-        if trainer.ranks <= ranks <= most and ranks % replicas == 0:
-            more = {"trainer.ranks": ranks} if ranks > trainer.ranks else {}
-            for expert_parallel in _divisions(ranks, trainer.expert_parallel):
-                divided = {"trainer.expert_parallel": expert_parallel} if expert_parallel > 1 else {}
-                if (more or divided) and not (divided and (offloads or replicas > 1)):
-                    yield settings | more | divided
-            for sequence_parallel in _divisions(ranks, 2 * trainer.sequence_parallel):
-                yield settings | more | {"trainer.sequence_parallel": sequence_parallel}
-    if not offloads and trainer.expert_parallel == 1:
-        yield settings | {"trainer.optimizer.offload": True}
-        if trainer.ranks < most and most % trainer.hsdp_replicas == 0:
-            yield settings | {"trainer.ranks": most, "trainer.optimizer.offload": True}
-    if gpus.count == 1:
-        for fraction in (0.6, 0.4, 0.2):
-            if fraction < rollout.gpu_memory_fraction:
-                yield settings | {"rollout.gpu_memory_fraction": fraction}
-                yield settings | {"rollout.gpu_memory_fraction": fraction, "trainer.optimizer.offload": True}
-
-
-def _divisions(ranks: int, least: int) -> Iterator[int]:
-    """Yield numbers of ranks to try that divide or share something: `least` and its doubles that divide the ranks."""
-    while least <= ranks:
-        if ranks % least == 0:
-            yield least
-        least *= 2
-
-
-def _as_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _changed(recipe: Recipe, settings: Mapping[str, object]) -> Recipe:
-    data = recipe.model_dump()
-    for name, value in settings.items():
-        *sections, last = name.split(".")
-        section = data
-        for key in sections:
-            section = section[key]
-        section[last] = value
-    return Recipe(**data)

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.config import load
 from penstock.errors import ConfigError
-from services.plan import memory_plan
+from services.plan import memory_plan, proposals
 from services.plan.memory_plan import plan_memory
 from services.plan.model_shape import ModelShape
 from services.plan.process_plan import GIB, Gpus, MemoryPlan
@@ -259,7 +259,7 @@ def test_engines_of_more_gpus_are_proposed(model: Path, monkeypatch: pytest.Monk
     """Where one has no room for the weights, and no more than that takes."""
     monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
     monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: 0)
-    monkeypatch.setattr(memory_plan, "USUAL_FRACTION", 0.09)
+    monkeypatch.setattr(proposals, "USUAL_FRACTION", 0.09)
     gib = 20 * ModelShape.read(model).num_parameters / GIB  # of which weights need 2 in an engine
     plan = plan_of(model, "--rollout.gpu_memory_fraction=0.09", "--rollout.max_total_tokens=9", gpus=f"8x{gib:.6f}")
     assert plan.remedy == ("--rollout.tensor_parallel=2",)
