@@ -164,6 +164,7 @@ class ModelState:
             forbidden_ids=self._forbidden_ids,
             float32_head=self.config.float32_head,
             gradient_checkpointing=self.config.gradient_checkpointing,
+            is_compiled=self.config.compile,
             with_weights=self.ranks.size == 1,
         )
 

@@ -14,10 +14,11 @@ of query ranges that see the same number of tokens in full and have nearly the s
 Where ranks share a row, each computes its heads for all tokens (`row_share`).
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from services.trainer.batching.rows import Segment
 
 NAME = "penstock_packed"
 """Name of `packed_attention` in transformers. It has no mask function, so transformers builds no mask."""
+NAME_IN_COMPILED = f"{NAME}_in_compiled"
+"""The same function, at which torch.compile stops."""
 BUCKET_MULTIPLE = 16
 """Query ranges whose lengths round up to the same multiple share a call."""
 BLOCK_QUERIES = 256
@@ -230,6 +233,10 @@ def _attend_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     index = layout.varlen
+    options = {
+        "enable_gqa": query_THD.shape[1] != key_TGD.shape[1],
+        "num_splits": 1,  # so that a row's other segments do not change the order of summation
+    }
     output: torch.Tensor = varlen_attn(
         query_THD.contiguous(),
         key_TGD.index_select(0, index.key_tokens_M),
@@ -240,10 +247,15 @@ def _attend_varlen(
         index.max_keys,
         scale=scaling,
         window_size=(-1, 0),
-        enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
-        num_splits=1,  # so that a row's other segments do not change the order of summation
+        **{name: value for name, value in options.items() if name in _parameters_of(varlen_attn)},
     )
     return output
+
+
+@cache
+def _parameters_of(varlen_attn: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of its parameters: torch 2.11 has no options, and does by itself what ours ask for."""
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _attend_buckets(
@@ -265,8 +277,12 @@ def _attend_buckets(
     return torch.cat(outputs)[layout.bucket_rows_T]
 
 
-def use_packed_attention(model: Any) -> None:
+def use_packed_attention(model: Any, *, is_compiled: bool = False) -> None:
     """Make the text part of a transformers model attend with `packed_attention`; its vision tower stays unchanged.
+
+    Args:
+        model: The model.
+        is_compiled: Whether its layers will be compiled.
 
     Raises:
         ConfigError: a layer of the model attends in a way that packed rows do not reproduce.
@@ -274,11 +290,12 @@ def use_packed_attention(model: Any) -> None:
     from transformers import AttentionInterface
 
     text_config = model.config.get_text_config()
-    AttentionInterface.register(NAME, packed_attention)
-    parts = {name: NAME for name in model.config.sub_configs if getattr(model.config, name) is text_config}
-    model.set_attn_implementation(parts or NAME)
+    chosen = NAME_IN_COMPILED if is_compiled else NAME
+    AttentionInterface.register(chosen, torch.compiler.disable(packed_attention) if is_compiled else packed_attention)
+    parts = {name: chosen for name in model.config.sub_configs if getattr(model.config, name) is text_config}
+    model.set_attn_implementation(parts or chosen)
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or text_config._attn_implementation != NAME:
+    if layer_types != {"full_attention"} or text_config._attn_implementation != chosen:
         raise ConfigError(
             f"models of type {model.config.model_type} cannot read packed rows: the trainer needs layers of full "
             f"attention ({sorted(layer_types)} found) whose function can be chosen; choose another model"

@@ -20,6 +20,7 @@ def load_policy(
     forbidden_ids: tuple[int, ...],
     float32_head: bool = False,
     gradient_checkpointing: bool = False,
+    is_compiled: bool = False,
     with_weights: bool = True,
 ) -> PolicyModel:
     """Load a checkpoint in the layout of transformers, in float32, on the CPU, without dropout.
@@ -30,6 +31,7 @@ def load_policy(
         forbidden_ids: From penstock.model.tokens.
         float32_head: Multiply by the output head in float32, whatever the precision of the rest.
         gradient_checkpointing: Recompute activations in the backward pass.
+        is_compiled: Compile the layers.
         with_weights: Read the weights. Else parameters are on the meta device, and only names and shapes are compared
             with the files.
 
@@ -70,6 +72,7 @@ def load_policy(
         forbidden_ids=forbidden_ids,
         float32_head=float32_head,
         gradient_checkpointing=gradient_checkpointing,
+        is_compiled=is_compiled,
     )
     _check_names(path, policy, shapes)
     if not with_weights and not shapes:

@@ -13,12 +13,17 @@ p = softmax(l), e = the sampled token and H = lse - sum p l:
     d logp / d l = 1[e] - p        d H / d l = -p (l - sum p l)
 
 A batch whose logits are one chunk keeps them for the backward pass.
+
+What follows a product is elementwise, and takes longer on a GPU than the product itself: compiled it is one kernel,
+which reads the product once and writes no logits in float32.
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+
+from services.trainer.backend.policy.compiled import compiled
 
 CHUNK_TOKENS = 2048
 CHUNK_IDS = 16384
@@ -45,6 +50,7 @@ def token_logprobs(
     forbidden_ids: torch.Tensor,
     bias_V: torch.Tensor | None = None,
     float32_head: bool = False,
+    is_compiled: bool = False,
 ) -> TokenLogprobs:
     """Return the log-probability of each target and the entropy at its place, in float32 or wider.
 
@@ -59,6 +65,7 @@ def token_logprobs(
         forbidden_ids: int64 ids that the policy can never sample.
         bias_V: Bias of the output embedding, if it has one.
         float32_head: Compute the products in float32, as SGLang does with `enable_fp32_lm_head`.
+        is_compiled: Fuse what follows the products, with torch.compile.
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
@@ -68,12 +75,27 @@ def token_logprobs(
     if float32_head:
         hidden_NH, weight_VH = hidden_NH.to(_wide(dtype)), weight_VH.to(_wide(dtype))
     with torch.autocast(device, enabled=False):
-        outputs = _TokenLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, temperature)
+        outputs = _TokenLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, temperature, is_compiled)
     return TokenLogprobs(*outputs)
 
 
+class _Tempering(NamedTuple):
+    """What turns the products of a chunk into its logits."""
+
+    bias_K: torch.Tensor | None
+    forbidden_K: torch.Tensor
+    temperature: float
+
+    def logits(self, product_CK: torch.Tensor) -> torch.Tensor:
+        """Return [C, K] in float32 or wider; it may lie in the product's memory."""
+        logits_CK = product_CK.to(_wide(product_CK.dtype))
+        if self.bias_K is not None:
+            logits_CK += self.bias_K
+        return logits_CK.div_(self.temperature).masked_fill_(self.forbidden_K, -torch.inf)
+
+
 class _Head(NamedTuple):
-    """Computes tempered logits of chunks."""
+    """Computes chunks."""
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
@@ -85,12 +107,13 @@ class _Head(NamedTuple):
         for start in range(0, len(self.weight_VH), CHUNK_IDS):
             yield slice(start, min(start + CHUNK_IDS, len(self.weight_VH)))
 
-    def logits(self, hidden_CH: torch.Tensor, ids: slice) -> torch.Tensor:
-        """Return [C, K] in float32 or wider."""
-        logits_CK = (hidden_CH @ self.weight_VH[ids].T).to(_wide(hidden_CH.dtype))
-        if self.bias_V is not None:
-            logits_CK += self.bias_V[ids]
-        return logits_CK.div_(self.temperature).masked_fill_(self.forbidden_V[ids], -torch.inf)
+    def products(self, hidden_CH: torch.Tensor, ids: slice) -> torch.Tensor:
+        """Return [C, K]."""
+        return hidden_CH @ self.weight_VH[ids].T
+
+    def tempering(self, ids: slice) -> _Tempering:
+        """Return what is done with the products of a chunk."""
+        return _Tempering(None if self.bias_V is None else self.bias_V[ids], self.forbidden_V[ids], self.temperature)
 
 
 class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -105,6 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
         targets_N: torch.Tensor,
         forbidden_V: torch.Tensor,
         temperature: float,
+        is_compiled: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         head = _Head(weight_VH, bias_V, forbidden_V, temperature)
         wide = _wide(hidden_NH.dtype)
@@ -112,18 +136,22 @@ class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
         largest_N = torch.full((num_tokens,), -torch.inf, dtype=wide, device=hidden_NH.device)
         sum_N, weighted_N, target_N = (torch.zeros_like(largest_N) for _ in range(3))
         is_whole = num_tokens <= CHUNK_TOKENS and len(weight_VH) <= CHUNK_IDS
-        logits_CK = None
+        read = compiled(_read) if is_compiled else _read
+        kept = None
         for tokens in _slices(num_tokens):
             for ids in head.chunks():
-                logits_CK = head.logits(hidden_NH[tokens], ids)
-                _gather_targets(target_N[tokens], logits_CK, targets_N[tokens], ids)
-                _accumulate(largest_N[tokens], sum_N[tokens], weighted_N[tokens], logits_CK)
+                kept = read(
+                    head.products(hidden_NH[tokens], ids),
+                    head.tempering(ids),
+                    targets_N[tokens] - ids.start,
+                    (largest_N[tokens], sum_N[tokens], weighted_N[tokens], target_N[tokens]),
+                    keeps_logits=is_whole,
+                )
         lse_N = largest_N + sum_N.log()
         mean_N = weighted_N / sum_N
-        context.save_for_backward(
-            hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, lse_N, mean_N, logits_CK if is_whole else None
-        )
+        context.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, lse_N, mean_N, kept)
         context.temperature = temperature
+        context.is_compiled = is_compiled
         context.set_materialize_grads(False)
         return target_N - lse_N, lse_N - mean_N
 
@@ -132,69 +160,122 @@ class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
         context: Any, grad_logprobs_N: torch.Tensor | None, grad_entropies_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         if grad_logprobs_N is None and grad_entropies_N is None:
-            return (None,) * 6
+            return (None,) * 7
         hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, lse_N, mean_N, kept = context.saved_tensors
         head = _Head(weight_VH, bias_V, forbidden_V, context.temperature)
         needs_weight, needs_bias = context.needs_input_grad[1:3]
         grad_hidden_NH = torch.zeros(hidden_NH.shape, dtype=lse_N.dtype, device=hidden_NH.device)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=lse_N.dtype) if needs_bias else None
+        differentiate = compiled(_gradient) if context.is_compiled else _gradient
         for tokens in _slices(len(hidden_NH)):
             for ids in head.chunks():
-                logits_CK = kept if kept is not None else head.logits(hidden_NH[tokens], ids)
-                grad_CK = (logits_CK - lse_N[tokens, None]).exp_()  # p
-                factor: torch.Tensor | float = 0.0
-                if grad_entropies_N is not None:
-                    factor = (mean_N[tokens, None] - logits_CK).masked_fill_(forbidden_V[ids], 0)
-                    factor *= grad_entropies_N[tokens, None]
-                if grad_logprobs_N is not None:
-                    factor = factor - grad_logprobs_N[tokens, None]
-                grad_CK *= factor
-                if grad_logprobs_N is not None:
-                    _add_at_targets(grad_CK, grad_logprobs_N[tokens], targets_N[tokens], ids)
-                grad_CK /= context.temperature
-                narrow_CK = grad_CK.to(hidden_NH.dtype)
+                narrow_CK, grad_bias_K = differentiate(
+                    head.products(hidden_NH[tokens], ids) if kept is None else None,
+                    kept,
+                    head.tempering(ids),
+                    targets_N[tokens] - ids.start,
+                    lse_N[tokens],
+                    mean_N[tokens],
+                    None if grad_logprobs_N is None else grad_logprobs_N[tokens],
+                    None if grad_entropies_N is None else grad_entropies_N[tokens],
+                    dtype=hidden_NH.dtype,
+                    needs_bias=needs_bias,
+                )
                 grad_hidden_NH[tokens] += narrow_CK @ weight_VH[ids]
                 if grad_weight_VH is not None:
                     grad_weight_VH[ids] += narrow_CK.T @ hidden_NH[tokens]
                 if grad_bias_V is not None:
-                    grad_bias_V[ids] += grad_CK.sum(0)
+                    grad_bias_V[ids] += grad_bias_K
         wanted = ((grad_hidden_NH, hidden_NH), (grad_weight_VH, weight_VH), (grad_bias_V, bias_V))
-        return *(None if grad is None else grad.to(like.dtype) for grad, like in wanted), None, None, None
+        return *(None if grad is None else grad.to(like.dtype) for grad, like in wanted), None, None, None, None
 
 
-def _accumulate(
-    largest_C: torch.Tensor, sum_C: torch.Tensor, weighted_C: torch.Tensor, logits_CK: torch.Tensor
-) -> None:
-    """Add a chunk to the running largest logit, sum of exp(l - largest) and sum of l exp(l - largest)."""
+def _read(
+    product_CK: torch.Tensor,
+    tempering: _Tempering,
+    columns_C: torch.Tensor,
+    running: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    keeps_logits: bool,
+) -> torch.Tensor | None:
+    """Add a chunk to the running results, and return its logits if they are kept.
+
+    Args:
+        product_CK: Hidden states times the chunk's part of the head.
+        tempering: What turns them into logits.
+        columns_C: Column of each token's target; it may lie outside the chunk.
+        running: Of each token, the largest logit so far, the sum of exp(l - largest), that of l exp(l - largest), and
+            the target's logit.
+        keeps_logits: Whether the backward pass needs them.
+    """
+    logits_CK = tempering.logits(product_CK)
+    largest_C, sum_C, weighted_C, target_C = running
+    is_in_C, own_C = _in_chunk(columns_C, logits_CK)
+    found_C = logits_CK.gather(1, own_C[:, None]).squeeze(1)
+    target_C.copy_(torch.where(is_in_C, found_C, target_C))
     before_C = largest_C.clone()
-    torch.maximum(largest_C, logits_CK.amax(1), out=largest_C)
+    largest_C.copy_(torch.maximum(before_C, logits_CK.amax(1)))
     # A chunk of only forbidden ids has no largest logit.
     shift_C = torch.where(largest_C.isinf(), 0, largest_C)
     scale_C = (before_C - shift_C).exp()
     exp_CK = (logits_CK - shift_C[:, None]).exp_()
     sum_C.mul_(scale_C).add_(exp_CK.sum(1))
     weighted_C.mul_(scale_C).add_(exp_CK.mul_(logits_CK.clamp(min=torch.finfo(logits_CK.dtype).min)).sum(1))
+    return logits_CK if keeps_logits else None
 
 
-def _in_chunk(targets_C: torch.Tensor, ids: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which targets are in the chunk, and their columns; 0 for those that are not."""
-    columns_C = targets_C - ids.start
-    is_in_C = (columns_C >= 0) & (columns_C < ids.stop - ids.start)
+def _gradient(
+    product_CK: torch.Tensor | None,
+    kept_CK: torch.Tensor | None,
+    tempering: _Tempering,
+    columns_C: torch.Tensor,
+    lse_C: torch.Tensor,
+    mean_C: torch.Tensor,
+    grad_logprobs_C: torch.Tensor | None,
+    grad_entropies_C: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+    needs_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gradient of a chunk's products in `dtype`, and if needed the sum over the tokens, the bias's.
+
+    Args:
+        product_CK: Hidden states times the chunk's part of the head; None if the logits were kept.
+        kept_CK: The logits, if they were kept.
+        tempering: What turns products into logits.
+        columns_C: Column of each token's target; it may lie outside the chunk.
+        lse_C: log-sum-exp of each token's logits.
+        mean_C: Mean of each token's logits, by their probabilities.
+        grad_logprobs_C: Gradient of each log-probability, if they have any.
+        grad_entropies_C: Gradient of each entropy, if they have any.
+        dtype: Precision of products.
+        needs_bias: Whether the bias is trained.
+    """
+    if kept_CK is None:
+        assert product_CK is not None
+        logits_CK = tempering.logits(product_CK)
+    else:
+        logits_CK = kept_CK
+    grad_CK = (logits_CK - lse_C[:, None]).exp_()  # p
+    factor: torch.Tensor | float = 0.0
+    if grad_entropies_C is not None:
+        factor = (mean_C[:, None] - logits_CK).masked_fill_(tempering.forbidden_K, 0)
+        factor *= grad_entropies_C[:, None]
+    if grad_logprobs_C is not None:
+        factor = factor - grad_logprobs_C[:, None]
+    grad_CK *= factor
+    if grad_logprobs_C is not None:
+        is_in_C, own_C = _in_chunk(columns_C, logits_CK)
+        grad_CK.scatter_add_(1, own_C[:, None], torch.where(is_in_C, grad_logprobs_C, 0)[:, None])
+    grad_CK /= tempering.temperature
+    return grad_CK.to(dtype), grad_CK.sum(0) if needs_bias else None
+
+
+def _in_chunk(columns_C: torch.Tensor, chunk_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which columns are in the chunk, and 0 for those that are not."""
+    is_in_C = (columns_C >= 0) & (columns_C < chunk_CK.shape[1])
     return is_in_C, torch.where(is_in_C, columns_C, 0)
-
-
-def _gather_targets(target_C: torch.Tensor, logits_CK: torch.Tensor, targets_C: torch.Tensor, ids: slice) -> None:
-    """Write the logits of the targets that are in the chunk."""
-    is_in_C, columns_C = _in_chunk(targets_C, ids)
-    found_C = logits_CK.gather(1, columns_C[:, None]).squeeze(1)
-    target_C.copy_(torch.where(is_in_C, found_C, target_C))
-
-
-def _add_at_targets(grad_CK: torch.Tensor, grad_C: torch.Tensor, targets_C: torch.Tensor, ids: slice) -> None:
-    """Add each token's gradient at its target, if the target is in the chunk."""
-    is_in_C, columns_C = _in_chunk(targets_C, ids)
-    grad_CK.scatter_add_(1, columns_C[:, None], torch.where(is_in_C, grad_C, 0)[:, None])
 
 
 def _slices(num_tokens: int) -> Iterator[slice]:

@@ -11,6 +11,7 @@ import torch
 
 from penstock.errors import ConfigError
 from services.trainer.backend.policy.attention import RowLayout, use_packed_attention
+from services.trainer.backend.policy.compiled import compile_layers
 from services.trainer.backend.policy.expert_counts import ExpertCounter
 from services.trainer.backend.policy.logprobs import TokenLogprobs, token_logprobs
 from services.trainer.backend.policy.mixture import set_mixture_precision
@@ -31,12 +32,13 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         forbidden_ids: tuple[int, ...],
         float32_head: bool = False,
         gradient_checkpointing: bool = False,
+        is_compiled: bool = False,
     ) -> None:
         """Wrap a transformers model; `load_policy` loads one from a folder.
 
         Raises:
             ConfigError: the model's type is not among `TRAINED_MODEL_TYPES`, or it attends in a way that packed rows
-                do not reproduce.
+                do not reproduce; or it cannot be compiled.
         """
         super().__init__()
         model_type = model.config.model_type
@@ -46,7 +48,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
                 f"tested against transformers; choose one of type {', '.join(TRAINED_MODEL_TYPES)}"
             )
         self._has_images = hasattr(model.config, "vision_config")
-        use_packed_attention(model)
+        use_packed_attention(model, is_compiled=is_compiled)
         set_mixture_precision(model)
         self._expert_counter = ExpertCounter(model)
         self.model = model
@@ -55,9 +57,12 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self._divide_row: Callable[[int], RowShare] | None = None
         self.temperature = temperature
         self._float32_head = float32_head
+        self._is_compiled = is_compiled
         self.register_buffer("forbidden_ids", torch.tensor(forbidden_ids, dtype=torch.int64), persistent=False)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if is_compiled:
+            compile_layers(model, self.text_layers)
         model.train(gradient_checkpointing)  # only checkpointing needs the training mode; dropout is off
 
     @property
@@ -103,6 +108,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             forbidden_ids=self.forbidden_ids if is_sampled else self.forbidden_ids[:0],
             bias_V=head.bias,
             float32_head=self._float32_head,
+            is_compiled=self._is_compiled,
         )
         if counts_E:
             logprobs = logprobs._replace(expert_counts_LE=torch.stack(counts_E))
