@@ -26,7 +26,7 @@ from tests.support.weights.publishing import (
 
 pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
 
-DEADLINE_S = 3.0
+DEADLINE_S = 5.0
 """Of the stage at which a test makes a replica hang."""
 
 
