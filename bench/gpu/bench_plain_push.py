@@ -171,6 +171,7 @@ def measure(
                 took_s = time.perf_counter() - started
                 peak_bytes = max(peak_bytes, _peak(computing) - before)
                 sent_s = send(taken)
+                sys.stderr.write(f"{kept_on}, {name}, round {number}: {took_s:.3f} s to take, {sent_s:.3f} s to send\n")
                 if number:  # the first round connects, and faults pages in
                     found.setdefault("take", []).append(took_s)
                     found.setdefault(name, []).append(sent_s)

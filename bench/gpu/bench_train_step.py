@@ -9,11 +9,11 @@ Three tables, for docs/benchmarks.md:
   means aligned at the bottom right where a segment has fewer queries than keys, and that the backward pass fits the
   forward pass.
 - log-probabilities of group rows, of packed rows and of padded samples through transformers' own attention.
-- steps of the trainer, with group rows and without, with recomputed activations and without: tokens/s, MFU, memory.
+- steps of the trainer, with group rows and without, with recomputed activations and without, compiled and not:
+  tokens/s, MFU, memory.
 
-Bar: 45% MFU with group rows, on a GPU whose peak is known. The exit code is 1 if it fails.
-
-THE CUDA PARTS HAVE NOT RUN YET; what ran is --cpu, whose numbers mean nothing.
+Bar: 45% MFU with group rows, on a GPU whose peak is known. The exit code is 1 if it fails, as it did when it ran
+(docs/benchmarks.md). The numbers of --cpu mean nothing.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ from services.trainer.config import BackendConfig  # noqa: E402
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0}
 """Dense bfloat16, from NVIDIA's data sheets."""
 LEAST_MFU = 0.45
+STEPS = ((True, True, False), (True, False, False), (True, True, True), (True, False, True), (False, True, True))
+"""Whether prompts are shared, activations recomputed, and layers compiled."""
 REWARDS = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
 
@@ -179,42 +181,61 @@ def steps_table(model: Path, groups: Sequence[TrainGroup], arguments: argparse.N
     """
     best_mfu = 0.0
     lines = [
-        "| rows | activations | s/step | tokens of samples/s | computed tokens/s | MFU | peak memory |",
-        "|---|---|---|---|---|---|---|",
+        "| rows | activations | layers | s/step | tokens of samples/s | computed tokens/s | MFU | peak memory |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     sequences = [sequence for group in groups for sequence in group.sequences]
     group_of = [number for number, group in enumerate(groups) for _ in group.sequences]
-    for share in (True, False):
+    num_inputs = [sequence.num_inputs for sequence in sequences]
+    for shares, recomputes, compiles in STEPS:
         rows = pack(
             sequences,
             group_of,
             range(len(sequences)),
             max_tokens=arguments.micro_batch_tokens,
-            share_prompts=share,
+            share_prompts=shares,
         )
-        num_inputs = [sequence.num_inputs for sequence in sequences]
         num_computed = sum(num_row_tokens(row, num_inputs) for row in rows)
-        for recompute in (False, True):
-            backend = backend_of(model, arguments, share_prompts=share, gradient_checkpointing=recompute)
-            take_step(backend, [groups], 1)  # compiles and allocates at first use
-            if not arguments.cpu:
-                torch.cuda.reset_peak_memory_stats()
-            started = time.perf_counter()
-            for _ in range(arguments.steps):
-                take_step(backend, [groups], 1)  # ends with the loss on the host
-            seconds = (time.perf_counter() - started) / arguments.steps
-            flops = step_flops(backend.policy.model, rows, sequences)
-            mfu = flops / seconds / arguments.peak_tflops / 1e12 if arguments.peak_tflops else 0.0
-            if share:
-                best_mfu = max(best_mfu, mfu)
-            memory = "-" if arguments.cpu else f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-            lines.append(
-                f"| {'group' if share else 'packed'} | {'recomputed' if recompute else 'kept'} | {seconds:.2f} "
-                f"| {sum(num_inputs) / seconds:,.0f} | {num_computed / seconds:,.0f} | {f'{mfu:.1%}' if mfu else '-'} "
-                f"| {memory} |"
-            )
-            del backend
+        name = (
+            f"{'group' if shares else 'packed'} | {'recomputed' if recomputes else 'kept'} "
+            f"| {'compiled' if compiles else 'as they are'}"
+        )
+        settings = {"share_prompts": shares, "gradient_checkpointing": recomputes, "compile": compiles}
+        try:
+            seconds, memory, flops = _step(model, groups, rows, sequences, arguments, settings)
+        except torch.OutOfMemoryError:
+            lines.append(f"| {name} | does not fit | | | | |")
+            continue
+        mfu = flops / seconds / arguments.peak_tflops / 1e12 if arguments.peak_tflops else 0.0
+        if shares:
+            best_mfu = max(best_mfu, mfu)
+        lines.append(
+            f"| {name} | {seconds:.2f} | {sum(num_inputs) / seconds:,.0f} | {num_computed / seconds:,.0f} "
+            f"| {f'{mfu:.1%}' if mfu else '-'} | {memory} |"
+        )
+        sys.stderr.write(lines[-1] + "\n")
     return "\n".join(lines), best_mfu
+
+
+def _step(
+    model: Path,
+    groups: Sequence[TrainGroup],
+    rows: Sequence[Any],
+    sequences: Sequence[TrainSequence],
+    arguments: argparse.Namespace,
+    settings: Mapping[str, bool],
+) -> tuple[float, str, float]:
+    """Return the seconds of a step, its peak memory, and its floating-point operations."""
+    backend = backend_of(model, arguments, **settings)
+    take_step(backend, [groups], 1)  # compiles and allocates at first use
+    if not arguments.cpu:
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    for _ in range(arguments.steps):
+        take_step(backend, [groups], 1)  # ends with the loss on the host
+    seconds = (time.perf_counter() - started) / arguments.steps
+    memory = "-" if arguments.cpu else f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+    return seconds, memory, step_flops(backend.policy.model, rows, sequences)
 
 
 def step_flops(model: Any, rows: Sequence[Any], sequences: Sequence[TrainSequence]) -> float:

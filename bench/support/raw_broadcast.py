@@ -37,6 +37,7 @@ def _raw(rank: int, world_size: int, port: int, sizes: list[int], control: Conne
             torch.cuda.synchronize()
         dist.barrier()
         control.send(time.perf_counter() - started)
+    dist.destroy_process_group()  # else NCCL's threads keep a process whose peer has left
 
 
 @contextlib.contextmanager
@@ -58,6 +59,7 @@ def raw_group(num_receivers: int, sizes: list[int], backend: str = "gloo") -> It
             mine.send(False)
         for process in processes:
             process.join(20)
+            process.kill()
 
 
 def broadcast_raw(pipes: list[Connection]) -> float:
