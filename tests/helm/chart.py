@@ -7,7 +7,8 @@ from typing import Any
 import helm_python
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helm.cases import ROOT
+
 CHART = ROOT / "deploy" / "helm"
 RELEASE = "demo"
 
@@ -55,3 +56,8 @@ def containers(objects: list[Object]) -> Iterator[tuple[str, Object]]:
 def selects(labels: Mapping[str, str], pod: Object) -> bool:
     """Whether matchLabels select a pod of the template."""
     return labels.items() <= pod["metadata"]["labels"].items()
+
+
+def pods(objects: list[Object]) -> list[Object]:
+    """The templates of all pods."""
+    return [each["spec"]["template"] for each in workloads(objects)]

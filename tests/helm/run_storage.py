@@ -1,0 +1,105 @@
+"""What the chart's pods keep, read and must not touch: claims, models, secrets, users. Part of `make test-helm`."""
+
+import base64
+import json
+import re
+
+from tests.helm.cases import CASES, CLAIMS
+from tests.helm.chart import ROOT, Object, component, containers, of_kind, render, workloads
+
+
+def test_nats_keeps_its_streams_in_the_claim() -> None:
+    """Which is larger than the bounds of a run's streams, 5 GiB (docs/operation/bus.md): a full disk stops a run."""
+    (nats,) = of_kind(render(), "StatefulSet")
+    (claim,) = nats["spec"]["volumeClaimTemplates"]
+    (folder,) = re.findall(
+        r'^  store_dir: "(.*)"', (ROOT / "deploy" / "docker" / "nats.conf").read_text(), re.MULTILINE
+    )
+    (container,) = nats["spec"]["template"]["spec"]["containers"]
+    assert {"name": claim["metadata"]["name"], "mountPath": folder} in container["volumeMounts"]
+    size = claim["spec"]["resources"]["requests"]["storage"]
+    assert int(size.removesuffix("Gi")) > 5
+
+
+def test_models_and_data_are_read_only_and_the_hub_is_not_asked() -> None:
+    """Where the values say so."""
+    for values, hub in ((CLAIMS, {"offline": True}), ({}, {"offline": False})):
+        for name, container in containers(render(values)):
+            mounts = {mount["name"]: mount for mount in container.get("volumeMounts", [])}
+            for folder in mounts.keys() & {"models", "datasets"}:
+                assert mounts[folder]["readOnly"]
+            if "hf" in mounts:
+                assert mounts["hf"].get("readOnly", False) == hub["offline"]
+                assert {"name": "HF_HUB_OFFLINE", "value": str(int(hub["offline"]))} in container["env"]
+            elif container["name"] == name:
+                assert name in ("nats", "reward")
+
+
+def test_results_outlive_the_release() -> None:
+    """`helm uninstall` keeps the claim of the runs; a claim of one's own is used in its place."""
+    (claim,) = of_kind(render(), "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert of_kind(render(CLAIMS), "PersistentVolumeClaim") == []
+    (job,) = of_kind(render(CLAIMS), "Job")
+    assert {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}} in job["spec"]["template"]["spec"][
+        "volumes"
+    ]
+
+
+SECRETS = {
+    "nats": {"nats-token"},
+    "reward": {"token"},
+    "router": {"token", "nats-token", "control-token"},
+    "rollout": {"token", "nats-token", "control-token"},
+    "worker": {"token", "nats-token"},
+    "trainer": {"token", "nats-token", "control-token"},
+}
+
+
+def test_secrets_are_files_of_those_who_need_them() -> None:
+    """Neither arguments nor variables hold one, and no other object does."""
+    objects = render(CASES["monitored"])
+    (secret,) = of_kind(objects, "Secret")
+    tokens = [base64.b64decode(value).decode() for value in secret["data"].values()]
+    assert len({*tokens}) == 3
+    assert min(map(len, tokens)) >= 32
+    others = json.dumps([each for each in objects if each["kind"] != "Secret"])
+    assert not [value for value in [*tokens, *secret["data"].values()] if value in others]
+    more = {"reward": {"remote-token"}, "worker": {"environment-token"}}
+    for values, given in (({}, {}), (CLAIMS, more)):
+        for each in workloads(render(values)):
+            spec = each["spec"]["template"]["spec"]
+            wanted = SECRETS[component(each)] | given.get(component(each), set())
+            (volume,) = [volume["secret"] for volume in spec["volumes"] if volume["name"] == "secrets"]
+            assert {item["key"] for item in volume["items"]} == wanted
+            assert volume["defaultMode"] == 0o440
+            assert volume["secretName"] == ("tokens" if values else "demo-secrets")
+            (container,) = spec["containers"]
+            variables = {
+                env["name"]: env.get("value") for env in container["env"] if env["name"].startswith("PENSTOCK_")
+            }
+            (folder,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "secrets"]
+            assert variables == {f"PENSTOCK_{key.upper().replace('-', '_')}_FILE": f"{folder}/{key}" for key in wanted}
+            for other in [*spec.get("initContainers", []), container]:
+                assert "secretKeyRef" not in json.dumps(other)
+                assert "secretRef" not in json.dumps(other)
+                assert "token" not in json.dumps(other.get("args", []))
+
+
+def test_nothing_runs_as_root_or_writes_where_it_should_not(objects: list[Object]) -> None:
+    """What the restricted profile of Pod Security Standards asks for, and a read-only root; no token of the cluster."""
+    for each in workloads(objects):
+        spec = each["spec"]["template"]["spec"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert min(spec["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")) > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert not any("hostPath" in volume for volume in spec["volumes"])
+    for _, container in containers(objects):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
