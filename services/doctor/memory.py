@@ -98,15 +98,15 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, i
     if offloads and ranks > 1:
         return ok("trainer's GPU", f"weights of {ranks} ranks are in the host's memory, but for those of a few layers")
     copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
-    # A push always sends a copy; steps in float32 need none.
-    has_copy = not recipe.trainer.keeps_copies_on_host and (not is_sft or copied < 4)
+    has_copy = not recipe.trainer.keeps_copies_on_host and not is_sft
     num_shards = recipe.trainer.num_shards
-    per_weight = copied if offloads else MASTER_BYTES / num_shards + has_copy * copied
+    has_rounded = ranks == 1 and copied < 4  # beside the weights that AdamW updates
+    per_weight = copied if offloads else MASTER_BYTES / num_shards + (has_rounded + has_copy) * copied
     if recipe.algorithm.needs_reference and not is_sft:
-        per_weight += copied if offloads else 4 / num_shards
+        per_weight += copied if ranks == 1 else 4 / num_shards
     needed = int(per_weight * size.num_parameters)
-    copy = "copies for the steps" if is_sft else "the copy that is pushed"
-    parts = ["weights"] if offloads else ["weights", "gradients", "AdamW's averages", *[copy] * has_copy]
+    parts = ["weights"] if offloads else ["weights", "gradients", "AdamW's averages"]
+    parts += ["the copy that is pushed"] * (has_copy and not offloads)
     of = "" if ranks == 1 else f", in {ranks} ranks,"
     seen = f"{', '.join(parts)}{of} take {gib(needed)} of {gib(room)}"
     offload = "" if offloads else "set trainer.optimizer.offload = true, "

@@ -161,7 +161,6 @@ def _activations(
 ) -> tuple[Part, list[str]]:
     """Return the activations of the row that takes most of them, and notes on it: rows are computed one by one."""
     trainer = recipe.trainer
-    keeps_all = trainer.ranks == 1 and not trainer.optimizer.offload
 
     def size_of(row: RowShape) -> int:
         return working(
@@ -169,7 +168,6 @@ def _activations(
             learning_rates=tuple(trainer.optimizer.learning_rates.items()),
             gradient_checkpointing=trainer.gradient_checkpointing,
             float32_head=trainer.float32_head,
-            keeps_all=keeps_all,
             dispatches_tokens=trainer.expert_parallel > 1,
             sequence_parallel=trainer.sequence_parallel,
         )
@@ -250,6 +248,9 @@ def _resident(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part
         Part(name=f"weights in float32{of}", size_bytes=share),
         Part(name=f"AdamW's averages{of}", size_bytes=2 * of_trained),
     )
+    if trainer.ranks == 1:
+        resident = (*resident, Part(name="the weights in bfloat16", size_bytes=_BFLOAT16 * total))
+        share = _BFLOAT16 * total
     reference = Part(name=f"reference policy{of}", size_bytes=share)
     return resident, Part(name=f"gradients{of}", size_bytes=of_trained), (reference,) * has_reference
 

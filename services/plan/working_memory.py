@@ -55,7 +55,6 @@ def working_bytes(
     learning_rates: tuple[tuple[str, float], ...],
     gradient_checkpointing: bool,
     float32_head: bool,
-    keeps_all: bool,
     dispatches_tokens: bool,
     sequence_parallel: int = 1,
 ) -> int:
@@ -67,8 +66,6 @@ def working_bytes(
         learning_rates: Patterns and rates as in a recipe; parameters with rate 0 are not trained.
         gradient_checkpointing: Whether activations are recomputed.
         float32_head: Whether the output head is multiplied in float32.
-        keeps_all: Whether the device has the float32 weights, which are rounded at each use, and keeps their gradients;
-            else it has the weights in bfloat16, and each gradient is removed as soon as it is made.
         dispatches_tokens: Whether tokens travel to the ranks that own their experts, from which as many come as go.
         sequence_parallel: Ranks that share the row, of which the last is counted: all of its tokens are the policy's.
 
@@ -82,13 +79,13 @@ def working_bytes(
         shapes_only = ShapesOnly()
         with shapes_only.without_numbers():
             policy = PolicyModel(
-                make_model(config, torch.float32 if keeps_all else torch.bfloat16),
+                make_model(config, torch.bfloat16),
                 temperature=1.0,
                 forbidden_ids=(),
                 float32_head=float32_head,
                 gradient_checkpointing=gradient_checkpointing,
             )
-            _prepare_gradients(policy, kinds, keeps_all=keeps_all)
+            _prepare_gradients(policy, kinds)
             if sequence_parallel > 1:
                 policy.share_rows(functools.partial(_ShareOfLast, size=sequence_parallel))
         return _peaks(policy, shapes_only, make_row(row, config), dispatches_tokens=dispatches_tokens)
@@ -111,13 +108,11 @@ def _difference(larger: Sequence[int], least: Sequence[int]) -> list[int]:
     return [one - other for one, other in zip(larger, least, strict=True)]
 
 
-def _prepare_gradients(policy: PolicyModel, kinds: Set[str], *, keeps_all: bool) -> None:
+def _prepare_gradients(policy: PolicyModel, kinds: Set[str]) -> None:
     """Train a layer's parameter if any layer's is trained, because the trained ones decide what the others keep."""
     for name, parameter in policy.model.named_parameters():
         parameter.requires_grad_(kind_of(name) in kinds)
-        if parameter.requires_grad and keeps_all:
-            parameter.grad = torch.empty_like(parameter)  # as in every row of a step but the first
-        elif parameter.requires_grad:
+        if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from penstock.errors import UserError
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
-from services.trainer.backend.optimizer.master_weights import HostMasterWeights, MasterWeights
+from services.trainer.backend.optimizer.master_weights import CopiedMasterWeights, MasterWeights
 from services.trainer.config import OptimizerConfig
 
 
@@ -129,6 +129,12 @@ def test_parts_have_rates_of_their_own_and_averages_by_name() -> None:
     assert (averages["bias"]["step"], averages["weight"]["step"]) == (3, 1)
 
 
+def copied(model: torch.nn.Module, dtype: torch.dtype) -> CopiedMasterWeights:
+    """float32 weights beside a model that computes in `dtype`."""
+    cpu = torch.device("cpu")
+    return CopiedMasterWeights(model, device=cpu, dtype=dtype, copies_on=cpu)
+
+
 @pytest.mark.parametrize("num_passes", [1, 3])
 def test_weights_on_the_host_are_updated_to_the_same_bits(num_passes: int) -> None:
     """Gradients of several backward passes, a tied weight, a clipped norm: five updates, every bit equal."""
@@ -136,8 +142,7 @@ def test_weights_on_the_host_are_updated_to_the_same_bits(num_passes: int) -> No
     results = []
     for is_on_host in (False, True):
         model = make_model()
-        device = torch.device("cpu")
-        weights = HostMasterWeights(model, device=device, dtype=torch.float32) if is_on_host else MasterWeights(model)
+        weights = copied(model, torch.float32) if is_on_host else MasterWeights(model)
         optimizer = optimizer_of(weights, config)
         generator = torch.Generator().manual_seed(1)
         norms = []
@@ -157,7 +162,7 @@ def test_weights_on_the_host_are_updated_to_the_same_bits(num_passes: int) -> No
 def test_small_updates_are_not_lost_where_the_model_computes_in_bfloat16() -> None:
     """A step of 2^-12 vanishes beside 1 in bfloat16; the float32 weight on the host collects sixteen of them."""
     model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(2, 2))})
-    weights = HostMasterWeights(model, device=torch.device("cpu"), dtype=torch.bfloat16)
+    weights = copied(model, torch.bfloat16)
     optimizer = optimizer_of(weights, OptimizerConfig(learning_rate=2**-12, betas=(0.0, 0.0)))
     seen = []
     for _ in range(16):

@@ -17,12 +17,14 @@ from services.trainer.algorithm.axes import AdvantageConfig
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
 from services.trainer.backend.batch import measured_samples
+from services.trainer.backend.files.checkpoint_share import MODEL
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import OptimizerConfig, TrainerConfig
+from tests.support.trainer.checkpoints import tensors_of
 from tests.support.trainer.read_groups import groups_with_pictures
 from tests.support.trainer.rows import row_of
 
@@ -283,18 +285,20 @@ def test_a_checkpoints_model_folder_is_whole(tiny_model_path: Path, groups: list
 
 
 def test_bfloat16_computes_and_pushes_in_bfloat16_and_keeps_master_weights(
-    tiny_model_path: Path, groups: list[TrainGroup]
+    tiny_model_path: Path, groups: list[TrainGroup], tmp_path: Path
 ) -> None:
     """A step smaller than bfloat16 can tell apart is not lost; the gradient is float32's within a few percent."""
     small = OptimizerConfig(learning_rate=1e-6)
     backend = backend_of(tiny_model_path, config(dtype="bfloat16", optimizer=small))
     assert {weight.dtype for _, weight in backend.export()} == {torch.bfloat16}
-    assert {parameter.dtype for parameter in backend.policy.parameters()} == {torch.float32}
-    before = [parameter.detach().clone() for parameter in backend.policy.parameters()]
+    assert {parameter.dtype for parameter in backend.policy.parameters()} == {torch.bfloat16}
+    backend.save(tmp_path)
+    before = tensors_of(tmp_path / MODEL)
     metrics = take_step(backend, [groups], 2)
-    after = [parameter.detach() for parameter in backend.policy.parameters()]
-    changes = [float((b - a).abs().max()) for b, a in zip(before, after, strict=True)]
-    assert all(0 < change < 2e-6 for change in changes)
+    backend.save(tmp_path)
+    after = tensors_of(tmp_path / MODEL)
+    assert {weight.dtype for weight in after.values()} == {torch.float32}
+    assert all(0 < float((after[name] - weight).abs().max()) < 2e-6 for name, weight in before.items())
     exact = take_step(backend_of(tiny_model_path, config(optimizer=small)), [groups], 2)
     assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
     assert metrics["dlogp_mean"] == pytest.approx(exact["dlogp_mean"], rel=0.02)

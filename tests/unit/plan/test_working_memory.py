@@ -23,7 +23,6 @@ SETTINGS: dict[str, Any] = {
     "learning_rates": (),
     "gradient_checkpointing": False,
     "float32_head": False,
-    "keeps_all": True,
     "dispatches_tokens": False,
 }
 
@@ -98,9 +97,8 @@ def test_tensors_without_memory_take_what_real_ones_take(family: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gradient_checkpointing": True, "keeps_all": False},
+        {"gradient_checkpointing": True},
         pytest.param({}, marks=pytest.mark.variant),
-        pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.variant),
     ],
 )
 def test_few_layers_say_what_many_take(
@@ -143,7 +141,7 @@ def test_tokens_that_travel_take_more(tmp_path: Path) -> None:
     copies = 2 * 1200 * 2 * 64  # bytes, tokens, experts of each, hidden size
     plain = working_bytes(shape, row, **SETTINGS)
     more = working_bytes(shape, row, **SETTINGS | {"dispatches_tokens": True}) - plain
-    assert 0 < more < 3 * copies
+    assert 0 < more < 4 * copies  # kept in all three layers, both would be six
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", pytest.param("qwen3_vl", marks=pytest.mark.variant)])

@@ -26,7 +26,7 @@ from services.trainer.backend.files.random_state import capture_random_state, ra
 from services.trainer.backend.files.tensor_files import StoredTensors
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
 from services.trainer.backend.optimizer.learning_rates import rates_of
-from services.trainer.backend.optimizer.master_weights import HostMasterWeights, MasterWeights, ShardedMasterWeights
+from services.trainer.backend.optimizer.master_weights import CopiedMasterWeights, MasterWeights, ShardedMasterWeights
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
@@ -308,9 +308,11 @@ class ModelState:
             shard(self.policy, self.ranks.mesh, dtype=DTYPES[self.config.dtype], offload=offload, groups=groups)
             self.ranks.on_each(partial(self._read_weights, folder, groups))
             return ShardedMasterWeights(self.policy.model, groups)
-        if not self.config.optimizer.offload:
+        offload, dtype = self.config.optimizer.offload, DTYPES[self.config.dtype]
+        if not offload and dtype is torch.float32:
             return MasterWeights(self.policy.to(self.device).model)
-        weights = HostMasterWeights(self.policy.model, device=self.device, dtype=DTYPES[self.config.dtype])
+        copies_on = torch.device("cpu") if offload else self.device
+        weights = CopiedMasterWeights(self.policy.model, device=self.device, dtype=dtype, copies_on=copies_on)
         self.policy.to(self.device)  # the buffers, which keep their precision
         return weights
 

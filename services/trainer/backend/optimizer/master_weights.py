@@ -1,4 +1,4 @@
-"""The float32 weights that AdamW updates: the policy's own parameters, shards of them, or copies on the host.
+"""The float32 weights that AdamW updates: the policy's own parameters, shards of them, or copies.
 
 Invariants: gradients are summed in float32, over all backward passes of a step. Checkpoints and digests hold the
 weights that AdamW updates; the device computes with their values in its own precision.
@@ -149,19 +149,21 @@ class ShardedMasterWeights(MasterWeights):
                 master.copy_(shards[name])
 
 
-class HostMasterWeights(MasterWeights):
-    """float32 copies in the host's memory; the model keeps its parameters in the precision that it computes in.
+class CopiedMasterWeights(MasterWeights):
+    """float32 copies, on the device or the host; the model keeps its parameters in the precision that it computes in.
 
-    Each parameter's gradient moves to its copy as soon as a backward pass has computed it, so the device never holds
-    all gradients.
+    So they are rounded once an update, as engines round them, and not at each use. Each parameter's gradient moves to
+    its copy as soon as a backward pass has computed it: with copies on the host, the device never holds all gradients.
     """
 
-    def __init__(self, model: torch.nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Copy the float32 parameters, and move the model's own to `device` in `dtype`."""
+    def __init__(
+        self, model: torch.nn.Module, *, device: torch.device, dtype: torch.dtype, copies_on: torch.device
+    ) -> None:
+        """Copy the float32 parameters to `copies_on`, and move the model's own to `device` in `dtype`."""
         super().__init__(model)
         self._parameters = self._masters
         self._masters = {
-            name: torch.nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=parameter.requires_grad)
+            name: torch.nn.Parameter(parameter.detach().to(copies_on, copy=True), requires_grad=parameter.requires_grad)
             for name, parameter in self._parameters.items()
         }
         for name, parameter in self._parameters.items():
@@ -170,7 +172,7 @@ class HostMasterWeights(MasterWeights):
                 parameter.register_post_accumulate_grad_hook(_moves_gradient_to(self._masters[name]))
 
     def updated(self) -> None:
-        """Copy the trained weights to the device."""
+        """Round the trained weights into the model."""
         with torch.no_grad():
             for name, master in self.trained.items():
                 self._parameters[name].copy_(master)
@@ -178,11 +180,11 @@ class HostMasterWeights(MasterWeights):
 
 def _moves_gradient_to(master: torch.nn.Parameter) -> Any:
     def move(parameter: torch.nn.Parameter) -> None:
-        gradient = local_shard(parameter.grad).to(master.device, torch.float32)
+        gradient = local_shard(parameter.grad)
         if master.grad is None:
-            master.grad = gradient
+            master.grad = gradient.to(master.device, torch.float32)
         else:
-            master.grad += gradient
+            master.grad += gradient.to(master.device)
         parameter.grad = None
 
     return move
