@@ -244,7 +244,7 @@ def _resident(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part
     ranks = {"ranks": num_shards, "expert_parallel": trainer.expert_parallel}
     share = shape.share_bytes({name for name, _ in shape.sizes}, _FLOAT32, **ranks)
     of_trained = shape.share_bytes(trained, _FLOAT32, **ranks)
-    resident = (
+    resident: tuple[Part, ...] = (
         Part(name=f"weights in float32{of}", size_bytes=share),
         Part(name=f"AdamW's averages{of}", size_bytes=2 * of_trained),
     )

@@ -27,7 +27,8 @@ import yaml
 
 from tests.compose.stack import COMPOSE_FILE, SERVICES, compose_command
 from tests.compose.stack import missing as missing_docker
-from tests.helm.chart import ROOT, Object, component, of_kind, render, workloads
+from tests.helm.cases import ROOT
+from tests.helm.chart import Object, component, of_kind, render, workloads
 
 REGISTRY = "docker.io/library"
 """Where podman has the images that it copied from Docker."""

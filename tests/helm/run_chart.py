@@ -17,8 +17,8 @@ import yaml
 from penstock import config as configuration
 from penstock import shipped
 from services.recipe import Recipe
-from tests.helm.cases import CASES, PORTS
-from tests.helm.chart import CHART, ROOT, Object, component, containers, of_kind, pods, render, selects, workloads
+from tests.helm.cases import CASES, PORTS, ROOT
+from tests.helm.chart import CHART, Object, component, containers, of_kind, pods, render, selects, workloads
 
 VERSIONS = ("1.29", "1.33", "1.37")
 CRDS = Path(__file__).with_name("crds")

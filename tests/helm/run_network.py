@@ -4,8 +4,8 @@ import itertools
 import json
 import re
 
-from tests.helm.cases import ELSEWHERE, EVERYTHING, PAIRS, PORTS, TLS
-from tests.helm.chart import ROOT, Object, component, containers, of_kind, pods, render, selects
+from tests.helm.cases import ELSEWHERE, EVERYTHING, PAIRS, PORTS, ROOT, TLS
+from tests.helm.chart import Object, component, containers, of_kind, pods, render, selects
 
 ANY = 55555
 """Stands for the ports that process groups choose."""

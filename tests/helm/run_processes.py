@@ -10,8 +10,8 @@ from penstock import config as configuration
 from penstock import shipped
 from services.launch.launcher import KILL_MARGIN_S
 from services.recipe import Recipe
-from tests.helm.cases import CASES, EVERYTHING, PAIRS, TEXT, TLS
-from tests.helm.chart import ROOT, Object, component, containers, of_kind, render, selects, workloads
+from tests.helm.cases import CASES, EVERYTHING, PAIRS, ROOT, TEXT, TLS
+from tests.helm.chart import Object, component, containers, of_kind, render, selects, workloads
 
 STARTUP_S = {"nats": 600, "reward": 120, "router": 300, "rollout": 1800, "worker": 600, "trainer": 1800}
 """How long each may take to be ready, by the values of the chart."""

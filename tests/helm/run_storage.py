@@ -4,8 +4,8 @@ import base64
 import json
 import re
 
-from tests.helm.cases import CASES, CLAIMS
-from tests.helm.chart import ROOT, Object, component, containers, of_kind, render, workloads
+from tests.helm.cases import CASES, CLAIMS, ROOT
+from tests.helm.chart import Object, component, containers, of_kind, render, workloads
 
 
 def test_nats_keeps_its_streams_in_the_claim() -> None:
