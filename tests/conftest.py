@@ -142,6 +142,14 @@ async def steady_bus(bus_config: BusConfig, run_name: str) -> AsyncIterator[Bus]
 
 
 @pytest.fixture(scope="session")
+def rendezvous() -> None:
+    """From its first rendezvous to its end, torch keeps a pipe open in this process."""
+    from services.trainer.weight_sync.process_group import WeightProcessGroup
+
+    WeightProcessGroup.listen(host="127.0.0.1", name="first", world_size=1, backend="gloo").close()
+
+
+@pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a randomly initialised Qwen3-VL of a million parameters, with tokenizer, processor and template."""
     from models.tiny_qwen3_vl import build_config, build_model, build_processor, build_tokenizer, save_model

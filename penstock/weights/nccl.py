@@ -1,12 +1,17 @@
-"""Environment of NCCL and torch, the same in trainer and engines, set before the first process group forms."""
+"""Settings of NCCL and torch for the process groups of pushes, the same in trainer and engines.
 
+Seen on one GPU (docs/benchmarks.md): a group that blocks connects to a dead member for ever, deaf to its deadline.
+"""
+
+import datetime
 import os
+from typing import Any
 
 _DEFAULTS = {
     # A dead member fails the broadcast, and the group is closed. By default (3) torch would also end every other
     # member's process, so that an engine's death would kill the trainer.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    # Seconds in which members must connect to the trainer, whose groups do not block. By default it is 1800.
+    # Seconds in which the members of a group that does not block must connect. By default it is 1800.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
     # Trainer and engine may share a GPU. By default NCCL (2.30 and newer) refuses two members on one GPU.
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -14,5 +19,17 @@ _DEFAULTS = {
 
 
 def environment() -> dict[str, str]:
-    """Return the variables; those already set keep their values."""
+    """Return the variables to set before the first process group forms; those already set keep their values."""
     return {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
+
+
+def group_options(backend: str, timeout: datetime.timedelta) -> Any:
+    """Return the backend options of a push's process group: with NCCL it does not block; None for another backend."""
+    if backend != "nccl":
+        return None
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.blocking = 0
+    return options

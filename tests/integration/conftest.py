@@ -45,14 +45,6 @@ async def engine_forker() -> AsyncIterator[None]:
 
 
 @pytest.fixture(scope="session")
-def rendezvous() -> None:
-    """From its first rendezvous to its end, torch keeps a pipe open in this process."""
-    from services.trainer.weight_sync.process_group import WeightProcessGroup
-
-    WeightProcessGroup.listen(host="127.0.0.1", name="first", world_size=1, backend="gloo").close()
-
-
-@pytest.fixture(scope="session")
 def reference(tiny_model_path: Path) -> Reference:
     """The policy of version 0."""
     from tests.support.engine.reference import Reference

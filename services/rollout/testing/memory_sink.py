@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from penstock.errors import NotReadyError, UnavailableError
 from penstock.v1 import rollout_pb2
+from penstock.weights import nccl
 from penstock.weights.adapters import adapted_weights
 from penstock.weights.digest import tensor_digests
 from penstock.weights.manifest import Manifest
@@ -179,7 +180,7 @@ def joined_group(source: rollout_pb2.BroadcastSource, *, timeout: datetime.timed
     store.set_timeout(timeout)
     group, _ = distributed_c10d._new_process_group_helper(
         world_size, rank, [], dist.Backend(source.backend), dist.PrefixStore(source.group_name, store),
-        group_name=source.group_name, backend_options=None, timeout=timeout,
+        group_name=source.group_name, backend_options=nccl.group_options(source.backend, timeout), timeout=timeout,
     )  # fmt: skip
     distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group

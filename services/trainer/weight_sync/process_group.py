@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from penstock.errors import DeadlineError, SetupError, UnavailableError
+from penstock.weights import nccl
 
 log = structlog.get_logger()
 
@@ -219,11 +220,7 @@ class WeightProcessGroup:
 
 def _new_group(store: Any, *, world_size: int, name: str, backend: str, timeout: datetime.timedelta) -> Any:
     """Form the group as SGLang's members do; they follow torch's own `init_process_group`."""
-    options = None
-    if backend == "nccl":  # a group that blocks would connect to a dead member for ever, deaf to `close`
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        options.config.blocking = 0
+    options = nccl.group_options(backend, timeout)
     group, _ = distributed_c10d._new_process_group_helper(
         world_size, 0, [], dist.Backend(backend), store, group_name=name, backend_options=options, timeout=timeout
     )

@@ -1,5 +1,6 @@
 """What NCCL is told where trainer or engine have a GPU."""
 
+import datetime
 import threading
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed import distributed_c10d
 from penstock.config import NetworkConfig
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang import settings
+from services.rollout.engine.sglang_plugin.variables import GROUP_TIMEOUT_VARIABLE
 from services.trainer.weight_sync import process_group
 from services.trainer.weight_sync.process_group import WeightProcessGroup
 
@@ -34,6 +36,7 @@ def listening() -> WeightProcessGroup:
     return WeightProcessGroup.listen(host="127.0.0.1", name="push", world_size=2, backend="nccl")
 
 
+@pytest.mark.usefixtures("rendezvous")
 def test_connecting_to_a_dead_member_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a blocking group was seen to connect for ever, and its deadline with it."""
     given: dict[str, Any] = {}
@@ -52,6 +55,19 @@ def test_connecting_to_a_dead_member_does_not_block(monkeypatch: pytest.MonkeyPa
     group.close()
 
 
+def test_an_engine_connects_without_blocking_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the groups of pushes; what SGLang makes with another backend stays as it is."""
+    from services.rollout.engine.sglang_plugin import hooks
+
+    monkeypatch.setenv(GROUP_TIMEOUT_VARIABLE, "7")
+    _, kwargs = hooks._bound_group(backend="nccl", rank=1)
+    assert kwargs["pg_options"].config.blocking == 0
+    assert kwargs["pg_options"]._timeout == kwargs["timeout"] == datetime.timedelta(seconds=7)
+    _, kwargs = hooks._bound_group(backend="gloo", rank=1)
+    assert kwargs == {"backend": "gloo", "rank": 1, "timeout": datetime.timedelta(seconds=7)}
+
+
+@pytest.mark.usefixtures("rendezvous")
 def test_a_group_that_cannot_be_taken_apart_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU NCCL was seen to take longer than a push may, after a member had died in the midst of a transfer."""
     may_end = threading.Event()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from penstock.weights import nccl
 from services.rollout.engine.sglang_plugin import (
     cpu_attention,
     grammar,
@@ -90,7 +91,8 @@ def _detach_signals(_result: None) -> None:
 
 def _bound_group(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     timeout = datetime.timedelta(seconds=float(os.environ[GROUP_TIMEOUT_VARIABLE]))
-    return args, {**kwargs, "timeout": timeout}
+    options = nccl.group_options(kwargs.get("backend", ""), timeout)
+    return args, {**kwargs, "timeout": timeout, **({} if options is None else {"pg_options": options})}
 
 
 def _check_weights(handle: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
