@@ -9,7 +9,7 @@ broadcast (NCCL) and by shared memory (a CUDA handle, or memfd), beside a raw br
 copy within the memory. With --busy matrix products are queued on the GPU all the time, as a training thread does.
 Receivers write into their own parameters, as engines do, and their digests are compared after each push.
 
-THE CUDA PARTS HAVE NOT RUN YET; what ran is --cpu, whose numbers mean nothing.
+It has run on one GPU, without --busy (docs/benchmarks.md). The numbers of --cpu mean nothing.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""GPU memory that another process can open, through the CUDA driver. It has not been run on a GPU yet.
+"""GPU memory that another process can open, through the CUDA driver. It has been run on one GPU, into a plain process.
 
 torch shares tensors differently: it counts references in a file, and never frees memory whose reader was killed. Here
 only the owner decides, and the driver frees a dead process's memory. It frees it at once, so an engine that reads while

@@ -100,7 +100,8 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, i
     copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
     has_copy = not recipe.trainer.keeps_copies_on_host and not is_sft
     num_shards = recipe.trainer.num_shards
-    has_rounded = ranks == 1 and copied < 4  # beside the weights that AdamW updates
+    # Beside the weights that AdamW updates.
+    has_rounded = ranks == 1 and copied < 4 and not recipe.trainer.lora.rank
     per_weight = copied if offloads else MASTER_BYTES / num_shards + (has_rounded + has_copy) * copied
     if recipe.algorithm.needs_reference and not is_sft:
         per_weight += copied if ranks == 1 else 4 / num_shards

@@ -300,6 +300,7 @@ def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
     largest = _BFLOAT16 * max(size for _, size in shape.sizes)
     if not recipe.trainer.keeps_copies_on_host:
         yield Part(name="copy to be pushed", size_bytes=_BFLOAT16 * shape.num_parameters)
-    yield Part(name="largest weight, rounded and whole", size_bytes=largest)
+    if recipe.trainer.ranks > 1:
+        yield Part(name="largest weight, rounded and whole", size_bytes=largest)
     if recipe.trainer.keeps_copies_on_host:
         yield Part(name="the same, packed", size_bytes=largest)

@@ -120,8 +120,7 @@ def _peaks(policy: PolicyModel, shapes_only: ShapesOnly, row: PackedRow, *, disp
     """Return the peaks of the phases: forward and back through the head, back through the text, then the tower."""
     _compute_as_on_gpus(policy, dispatches_tokens=dispatches_tokens)
     live = LiveBytes()
-    gradients = (parameter.grad for parameter in policy.parameters() if parameter.grad is not None)
-    for tensor in (*policy.parameters(), *policy.buffers(), *gradients):
+    for tensor in (*policy.parameters(), *policy.buffers()):
         live.leave_out(tensor)
     base = policy.model.base_model
     getattr(base, "language_model", base).norm.register_forward_hook(

@@ -133,11 +133,11 @@ class WeightSyncConfig(Config):
     transport: Literal["auto", "broadcast", "disk", "shared_memory", "delta"] = "auto"
     """How weights travel. auto: shared_memory if the trainer computes on a CPU, else broadcast. broadcast: over NCCL
     between GPUs, over gloo between CPUs. disk: replicas read weight files, in a folder that they see under the same
-    path as the trainer. shared_memory: replicas on the trainer's machine copy from its memory, which with several
-    ranks or optimizer.offload is the host's, and else on a GPU a CUDA handle; the latter has not been run yet. Replicas
-    that cannot use disk or shared_memory get a broadcast. delta: for slow links, compressed over gRPC while engines
-    still generate: only what changed to a replica that holds the version before and is one process, all weights to
-    others. It needs time and one more copy in memory in the trainer, and room in TMPDIR of
+    path as the trainer. shared_memory: replicas on the trainer's machine copy from its memory, which with several ranks
+    or optimizer.offload is the host's, and else on a GPU a CUDA handle, which has been run into a plain process, not
+    into an engine. Replicas that cannot use disk or shared_memory get a broadcast. delta: for slow links, compressed
+    over gRPC while engines still generate: only what changed to a replica that holds the version before and is one
+    process, all weights to others. It needs time and one more copy in memory in the trainer, and room in TMPDIR of
     trainer and engines."""
     files_dir: Path | None = None
     """Folder into which each version is written as weight files, from which replicas that join later load it; the
@@ -150,7 +150,8 @@ class WeightSyncConfig(Config):
     process group of a broadcast, and to stop generating. A replica that hangs costs a push this once."""
     transfer_timeout_s: float = pydantic.Field(default=120.0, gt=0)
     """The longest that each stage of a push may take that moves or reads all weights: to upload a delta, to receive and
-    load the weights, and to compute their digests."""
+    load the weights, and to compute their digests. Over NCCL, replicas that have not begun to receive within
+    TORCH_NCCL_NONBLOCKING_TIMEOUT seconds, 30 by default, fail before."""
 
     def shares_memory(self, *, on_gpu: bool) -> bool:
         """Return whether replicas read the weights from the trainer's memory, which computes on a GPU or does not."""
@@ -176,8 +177,9 @@ class BackendConfig(Config):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     compile: bool = False
-    """Compile the layers of text and tower with torch.compile: faster on a GPU, and less memory. The first step takes
-    half a minute longer. Results differ by rounding errors. Not for mixtures of experts yet."""
+    """Compile the text's layers, and what follows the head's products, with torch.compile: on a GPU a step is faster
+    and takes less memory, but the first. Results differ by rounding errors. For dense models on one rank, without
+    adapters."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -193,6 +195,12 @@ class BackendConfig(Config):
     layer and expert of a token. Not for prefill/decode pairs."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig = LoraConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _compiles(self) -> Self:
+        if self.compile and self.lora.rank:
+            raise ValueError(f"compile = true does not go with lora.rank = {self.lora.rank} yet; leave one of them out")
+        return self
 
     @pydantic.model_validator(mode="after")
     def _adapters_fit(self) -> Self:
@@ -269,6 +277,8 @@ class TrainerConfig(BackendConfig):
             raise ValueError(
                 f"lora.rank = {self.lora.rank} does not go with ranks = {self.ranks} yet; train adapters on one rank"
             )
+        if self.compile and self.ranks > 1:
+            raise ValueError(f"compile = true does not go with ranks = {self.ranks} yet; leave one of them out")
         for name in ("hsdp_replicas", "expert_parallel", "sequence_parallel"):
             number = getattr(self, name)
             if self.ranks > 1 and self.ranks % number:  # with 1, torchrun may start more

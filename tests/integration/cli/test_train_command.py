@@ -77,7 +77,7 @@ def test_port_in_use(train: Callable[..., TrainCommand], tmp_path: Path) -> None
     """A port that is taken ends the run before it starts, with its setting's name, exit code 2 and no run folder."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, _, err = train(f"--reward.port={port}").finish(timeout_s=60.0)
+        code, _, err = train(f"--reward.port={port}").finish(timeout_s=180.0)
     assert code == 2
     assert err.startswith(f"error: reward.port: cannot listen on 127.0.0.1:{port}: ")
     assert len(err.splitlines()) == 1
@@ -87,7 +87,7 @@ def test_port_in_use(train: Callable[..., TrainCommand], tmp_path: Path) -> None
 @pytest.mark.slow
 def test_nats_out_of_reach(train: Callable[..., TrainCommand]) -> None:
     """A bus.url where nobody answers ends the run with one line and exit code 2."""
-    code, _, err = train("--bus.url=nats://127.0.0.1:1").finish(timeout_s=60.0)
+    code, _, err = train("--bus.url=nats://127.0.0.1:1").finish(timeout_s=180.0)
     assert code == 2
     assert err.startswith("error: bus.url = 'nats://127.0.0.1:1'")
     assert len(err.splitlines()) == 1
@@ -99,7 +99,7 @@ def test_interrupt_and_resume(train: Callable[..., TrainCommand]) -> None:
     command = train()
     command.wait_until_up()
     command.process.send_signal(signal.SIGINT)
-    code, out, err = command.finish(timeout_s=60.0)
+    code, out, err = command.finish(timeout_s=180.0)
     assert "did not stop within" not in out
     assert (code, err) == (130, "")
     assert command.survivors() == []

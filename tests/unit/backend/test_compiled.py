@@ -1,6 +1,7 @@
 """Compiled layers and head take the same step. Kernels are not made: torch's compiler only traces here."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,3 +70,10 @@ def test_a_mixture_is_not_compiled(tmp_path: Path) -> None:
     path = write_model(random_qwen3_vl_moe(), tmp_path / "model")
     with pytest.raises(ConfigError, match=r"trainer\.compile = true does not go with mixtures"):
         backend_of(path, compile=True)
+
+
+@pytest.mark.parametrize("other", [{"ranks": 2}, {"lora": {"rank": 4}}], ids=["ranks", "adapters"])
+def test_what_it_does_not_go_with_yet(other: dict[str, Any]) -> None:
+    """Said before anything starts."""
+    with pytest.raises(ValueError, match=f"compile = true does not go with {next(iter(other))}"):
+        TrainerConfig.model_validate({"compile": True, **other})

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.errors import ConfigError
 from services.trainer.backend.policy import attention
-from services.trainer.backend.policy.attention import RowLayout, packed_attention
+from services.trainer.backend.policy.attention import RowLayout, packed_attention, packed_attention_of_gpus
 from services.trainer.batching.rows import Segment
 
 CPU = torch.device("cpu")
@@ -134,6 +135,27 @@ def test_products_are_made_in_the_values_precision() -> None:
     exact, _ = packed_attention(MODULE, query, key, value, None, scaling=0.3, row_layout=layout)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.float(), exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("takes_options", [False, True], ids=["torch 2.11", "newer"])
+def test_a_gpu_is_asked_in_the_words_of_its_torch(takes_options: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that can do this knows no options."""
+    asked: dict[str, Any] = {}
+
+    def older(query: torch.Tensor, *_: Any, scale: float, window_size: tuple[int, int]) -> torch.Tensor:
+        asked.update(scale=scale, window_size=window_size)
+        return query
+
+    def newer(query: torch.Tensor, *_: Any, enable_gqa: bool, num_splits: int, **also: Any) -> torch.Tensor:
+        asked.update(enable_gqa=enable_gqa, num_splits=num_splits, **also)
+        return query
+
+    monkeypatch.setattr(varlen, "varlen_attn", newer if takes_options else older)
+    query, key, value, _ = inputs(9)
+    layout = RowLayout(segments_of([(3, [6])]), CPU)
+    packed_attention_of_gpus(MODULE, query, key, value, scaling=0.3, row_layout=layout)
+    options = {"enable_gqa": key.shape[1] != query.shape[1], "num_splits": 1} if takes_options else {}
+    assert asked == {"scale": 0.3, "window_size": (-1, 0)} | options
 
 
 @pytest.mark.parametrize("wish", [{"sliding_window": 4}, {"softcap": 30.0}, {"s_aux": torch.zeros(HEADS)}])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.backend.policy import logprobs
+from services.trainer.backend.policy import compiled, logprobs
 from services.trainer.backend.policy.logprobs import token_logprobs
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 37, 24, 101
@@ -170,3 +170,25 @@ def test_a_float32_head_changes_nothing_in_float32() -> None:
     """Every bit is the same."""
     given = inputs(torch.float32)
     assert all(map(torch.equal, token_logprobs(**given, float32_head=True)[:2], token_logprobs(**given)[:2]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunks"), [(torch.float32, (1000, 1000)), (torch.bfloat16, (5, 40))], ids=["whole", "cut"]
+)
+def test_compiled_it_is_the_same(dtype: torch.dtype, chunks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and all gradients, of logits that are kept or computed again. It is traced as for kernels, which are not
+    made.
+    """
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunks[0])
+    monkeypatch.setattr(logprobs, "CHUNK_IDS", chunks[1])
+    torch._dynamo.reset()
+    compiled.compiled.cache_clear()
+    given = inputs(dtype)
+    plainly, fused = token_logprobs(**given), token_logprobs(**given, is_compiled=True)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for ours, theirs in zip(fused[:2], plainly[:2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(gradients(given, fused, "both"), gradients(given, plainly, "both"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    compiled.compiled.cache_clear()

@@ -88,12 +88,14 @@ class ModelState:
             ranks: The ranks that hold a share of the model.
 
         Raises:
-            ConfigError: the device does not exist, or there are several ranks and adapters.
+            ConfigError: the device does not exist, or there are several ranks and adapters, or compiled layers.
         """
         if config.lora.rank and ranks.size > 1:  # torchrun may have started more than trainer.ranks
             raise ConfigError(
                 f"trainer.lora.rank = {config.lora.rank} does not go with {ranks.size} ranks yet; train adapters on one"
             )
+        if config.compile and ranks.size > 1:
+            raise ConfigError(f"trainer.compile = true does not go with {ranks.size} ranks yet; leave it out")
         self.ranks = ranks.replicated(hsdp_replicas).sharing_rows(sequence_parallel)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
@@ -182,7 +184,7 @@ class ModelState:
         self._random_state = capture_random_state()
 
     def precision(self) -> torch.autocast:
-        """Return a context that computes in the configured precision; the weights stay float32."""
+        """Return a context that computes in the configured precision, also with float32 weights, as adapters have."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
     def logprobs(self, row: PackedRow) -> TokenLogprobs:

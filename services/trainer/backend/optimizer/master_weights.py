@@ -152,8 +152,9 @@ class ShardedMasterWeights(MasterWeights):
 class CopiedMasterWeights(MasterWeights):
     """float32 copies, on the device or the host; the model keeps its parameters in the precision that it computes in.
 
-    So they are rounded once an update, as engines round them, and not at each use. Each parameter's gradient moves to
-    its copy as soon as a backward pass has computed it: with copies on the host, the device never holds all gradients.
+    So they are rounded once an update, as engines round them, and what layers pass on has their precision too. Each
+    parameter's gradient moves to its copy as soon as a backward pass has computed it: with copies on the host, the
+    device never holds all gradients.
     """
 
     def __init__(

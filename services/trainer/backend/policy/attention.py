@@ -233,10 +233,12 @@ def _attend_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     index = layout.varlen
-    options = {
-        "enable_gqa": query_THD.shape[1] != key_TGD.shape[1],
-        "num_splits": 1,  # so that a row's other segments do not change the order of summation
-    }
+    options: dict[str, Any] = {}
+    if _takes_options(varlen_attn):
+        options = {
+            "enable_gqa": query_THD.shape[1] != key_TGD.shape[1],
+            "num_splits": 1,  # so that a row's other segments do not change the order of summation
+        }
     output: torch.Tensor = varlen_attn(
         query_THD.contiguous(),
         key_TGD.index_select(0, index.key_tokens_M),
@@ -247,15 +249,15 @@ def _attend_varlen(
         index.max_keys,
         scale=scaling,
         window_size=(-1, 0),
-        **{name: value for name, value in options.items() if name in _parameters_of(varlen_attn)},
+        **options,
     )
     return output
 
 
 @cache
-def _parameters_of(varlen_attn: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of its parameters: torch 2.11 has no options, and does by itself what ours ask for."""
-    return frozenset(inspect.signature(varlen_attn).parameters)
+def _takes_options(varlen_attn: Callable[..., Any]) -> bool:
+    """Return whether this torch has them: 2.11 has neither, and does by itself what they ask for."""
+    return not {"enable_gqa", "num_splits"}.isdisjoint(inspect.signature(varlen_attn).parameters)
 
 
 def _attend_buckets(

@@ -14,8 +14,8 @@ p = softmax(l), e = the sampled token and H = lse - sum p l:
 
 A batch whose logits are one chunk keeps them for the backward pass.
 
-What follows a product is elementwise, and takes longer on a GPU than the product itself: compiled it is one kernel,
-which reads the product once and writes no logits in float32.
+What follows a product is elementwise, and on a GPU many kernels that each read and write logits in float32. Compiled
+they are few, and write logits only where these are kept.
 """
 
 from collections.abc import Iterator
