@@ -7,7 +7,7 @@ A trainer's `WeightProcessGroup` and two members, of which one is killed or stop
 with NCCL nobody has connected yet, or in the midst of a transfer. The table says after how long the broadcast ends and
 how, how long closing the group takes, after how long the other member is released, and whether the same trainer and
 that member then finish a push in a new group. A row fails if the trainer waits for longer than the deadline and a
-margin, or the next push does not arrive; the exit code is then 1.
+margin, or the next push does not arrive; the exit code is then 1, as it was on a GPU (docs/benchmarks.md).
 """
 
 import argparse
