@@ -17,9 +17,9 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext, api
 from nats.js.kv import KeyValue
 
+from penstock.bus.answers import ANSWER_S, until_answered
 from penstock.bus.buckets.unsynced import UnsyncedStreams
 from penstock.bus.cluster.creation import create, describe_other_settings
-from penstock.bus.cluster.election import ELECTION_S, through_election
 from penstock.bus.failures import BUS_ERRORS, Presence
 from penstock.bus.nats_client import connected_client
 from penstock.config import BusConfig
@@ -258,9 +258,7 @@ class Bus:
         buckets = (f"KV_{self._run}_{bucket}" for bucket in BUCKETS)
         for name in (*(stream.name for stream in self.streams), *buckets):
             with suppress(nats.js.errors.NotFoundError):
-                await through_election(
-                    self.config, f"removal of {name}", functools.partial(self._js.delete_stream, name)
-                )
+                await until_answered(self.config, f"removal of {name}", functools.partial(self._js.delete_stream, name))
 
 
 @asynccontextmanager
@@ -280,6 +278,6 @@ async def connect(
         SetupError: no server answers within `timeout_s`, or it has no JetStream.
     """
     if timeout_s is None:
-        timeout_s = ELECTION_S if config.is_cluster else _CONNECT_TIMEOUT_S
+        timeout_s = ANSWER_S if config.is_cluster else _CONNECT_TIMEOUT_S
     async with connected_client(config, security or Security.from_environment(), timeout_s=timeout_s) as client:
         yield Bus(client, config, run)

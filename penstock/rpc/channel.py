@@ -16,15 +16,17 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 
 ResponseT = TypeVar("ResponseT")
 
-
+_PING_TIMEOUT_MS = 10_000
+"""A peer that does not answer a ping for as long has lost its calls. A process that shares a core with many others was
+seen to take more than 5 s."""
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # its default of 60 s would outlast keepalive_timeout
+    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),  # its default of 60 s would outlast keepalive_timeout
     ("grpc.http2.max_pings_without_data", 0),  # else pings stop during a long silent call
     ("grpc.enable_http_proxy", 0),
 )

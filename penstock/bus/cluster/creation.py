@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import nats.js.errors
 
-from penstock.bus.cluster.election import RETRY_S, through_election
+from penstock.bus.answers import RETRY_S, until_answered
 from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.config import BusConfig
 from penstock.errors import SetupError
@@ -31,7 +31,7 @@ async def create(
     *,
     passing: type[Exception] | tuple[()] = (),
 ) -> CreatedT:
-    """Return what `attempt` creates. In a cluster it is repeated while there is no leader, and must be repeatable.
+    """Return what `attempt` creates. It is repeated while nobody answers, and must be repeatable.
 
     Args:
         config: The servers.
@@ -45,7 +45,7 @@ async def create(
     formed_at = time.monotonic() + _FORMING_S
     while True:
         try:
-            return await through_election(config, what, attempt)
+            return await until_answered(config, what, attempt)
         except BUS_ERRORS as error:
             code = getattr(error, "err_code", None)
             if code in (_NO_PEERS, _NO_CLUSTER):

@@ -134,12 +134,30 @@ async def test_what_cannot_be_set_up_is_one_line(workers: OpenConsumer, tmp_path
                 await bus.bucket("policy")
         os.kill(pid, signal.SIGSTOP)
         try:
-            with unittest.mock.patch.object(bus.jetstream, "_timeout", 0.2):
+            with (
+                unittest.mock.patch.object(bus.jetstream, "_timeout", 0.2),
+                unittest.mock.patch("penstock.bus.answers.ANSWER_S", 0.0),
+            ):
                 for setting_up in (bus.ensure_streams(), bus.bucket("policy"), workers(bus)):
                     with pytest.raises(SetupError, match=rf"NATS at {url}: .* could not be set up \(nats: timeout\)"):
                         await setting_up
         finally:
             os.kill(pid, signal.SIGCONT)
+
+
+async def test_a_frozen_server_delays_what_is_set_up(tmp_path: Path, run_name: str) -> None:
+    """Streams and a bucket wait until it goes on, however often NATS' own time for an answer has passed."""
+    async with local_server(tmp_path) as url, connect(BusConfig(url=url), run=run_name) as bus:
+        pid = int((tmp_path / "nats.pid").read_text())
+        for setting_up in (bus.ensure_streams(), bus.bucket("policy")):
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                with capture_logs() as events, unittest.mock.patch.object(bus.jetstream, "_timeout", 0.1):
+                    pending = asyncio.ensure_future(setting_up)
+                    await until(lambda: [event["event"] for event in events].count("bus.no_answer") == 2)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await promptly(pending)
 
 
 async def test_bounds_of_streams_need_no_room(bus: Bus, run_name: str, tmp_path: Path) -> None:

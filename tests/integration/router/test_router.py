@@ -352,7 +352,7 @@ async def test_an_unreadable_lease_is_left_out(bus: Bus) -> None:
 
 @pytest.mark.slow
 async def test_a_frozen_engine_loses_its_call_to_another(bus: Bus, run_name: str) -> None:
-    """A process that neither answers nor closes its connection is noticed by keepalive, within 15 seconds or so."""
+    """A process that neither answers nor closes its connection is noticed by keepalive, within 20 seconds or so."""
     async with simulated_process(bus, run_name, "a-frozen", delay_s=60.0) as frozen, router(bus) as caller:
         await caller.until_routable(1)
         pending = asyncio.ensure_future(caller.generate(timeout_s=60.0))

@@ -1,4 +1,4 @@
-"""Creating and removing streams while a cluster elects its leader."""
+"""Creating and removing streams while a cluster elects its leader, or one server does not answer."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -8,7 +8,8 @@ import nats.errors
 import nats.js.errors
 import pytest
 
-from penstock.bus.cluster import creation, election
+from penstock.bus import answers
+from penstock.bus.cluster import creation
 from penstock.bus.connection import Bus
 from penstock.config import BusConfig
 from penstock.errors import SetupError
@@ -36,7 +37,7 @@ class Attempts:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again at once."""
     monkeypatch.setattr(creation, "RETRY_S", 0.0)
-    monkeypatch.setattr(election, "RETRY_S", 0.0)
+    monkeypatch.setattr(answers, "RETRY_S", 0.0)
 
 
 @pytest.mark.parametrize(("url", "replicas"), [("nats://a:4222", 3), ("nats://a:4222,nats://b:4222", 1)])
@@ -46,19 +47,26 @@ async def test_in_a_cluster_an_election_is_waited_for(url: str, replicas: int) -
     assert await creation.create(config, "stream S", Attempts(ERRORS)) == "made"
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-async def test_one_server_elects_nothing(error: Exception) -> None:
-    """Its error is told at once."""
+async def test_one_server_that_is_silent_is_waited_for() -> None:
+    """It is frozen, or its machine is busy."""
+    silent = Attempts([nats.errors.TimeoutError(), TimeoutError()])
+    assert await creation.create(BusConfig(url="nats://a:4222"), "stream S", silent) == "made"
+
+
+@pytest.mark.parametrize("error", ERRORS[1:], ids=lambda error: type(error).__name__)
+async def test_what_one_server_answers_is_told_at_once(error: Exception) -> None:
+    """It elects nothing, and would say the same again."""
     attempts = Attempts([error])
     with pytest.raises(SetupError, match=r"NATS at nats://a:4222: stream S could not be set up"):
         await creation.create(BusConfig(url="nats://a:4222"), "stream S", attempts)
 
 
-async def test_an_election_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replicas", [1, 3])
+async def test_silence_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
     """The last error says why."""
-    monkeypatch.setattr(election, "ELECTION_S", 0.0)
+    monkeypatch.setattr(answers, "ANSWER_S", 0.0)
     with pytest.raises(SetupError, match=r"could not be set up \(nats: timeout\)"):
-        await creation.create(BusConfig(url="nats://a:4222", replicas=3), "stream S", Attempts(ERRORS))
+        await creation.create(BusConfig(url="nats://a:4222", replicas=replicas), "stream S", Attempts(ERRORS))
 
 
 async def test_a_refusal_is_no_election() -> None:
@@ -87,16 +95,17 @@ def bus_of(streams: Streams, config: BusConfig) -> Bus:
     return Bus(client, config, "run")
 
 
-async def test_a_run_is_removed_through_an_election() -> None:
+@pytest.mark.parametrize("url", ["nats://a:4222", "nats://a:4222,nats://b:4222,nats://c:4222"])
+async def test_a_run_is_removed_though_answers_are_missing(url: str) -> None:
     """Each of its streams, though what was asked first had no answer."""
     streams = Streams()
-    bus = bus_of(streams, BusConfig(url="nats://a:4222,nats://b:4222,nats://c:4222", replicas=3))
-    await bus.delete_run()
+    await bus_of(streams, BusConfig(url=url)).delete_run()
     assert set(streams.asked.values()) == {2}
     assert {"run_PROMPTS", "run_DEAD", "KV_run_locks"} <= streams.asked.keys()
 
 
-async def test_one_server_that_does_not_answer_removes_nothing_more() -> None:
+async def test_a_server_that_stays_silent_removes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command says so, and can be called again."""
+    monkeypatch.setattr(answers, "ANSWER_S", 0.0)
     with pytest.raises(nats.errors.TimeoutError):
         await bus_of(Streams(), BusConfig(url="nats://a:4222")).delete_run()
