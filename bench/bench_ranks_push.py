@@ -2,8 +2,8 @@
 
     python bench/bench_ranks_push.py [--gb 0.5] [--ranks 1 2 4] [--receivers 1 2] [--rounds 5]
 
-Rank 0 gathers the weights bucket by bucket into a snapshot and sends that to receivers: simulated engines, which are
-the engine's own receiver with tensors in memory instead of a model, as in `bench_push.py`. Each rank has one thread.
+Each rank writes its rows of the weights into memory of rank 0, which sends that to receivers: simulated engines, which
+are the engine's own receiver with tensors in memory instead of a model, as in `bench_push.py`. A rank has one thread.
 """
 
 import argparse

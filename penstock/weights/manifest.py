@@ -117,6 +117,20 @@ class Manifest:
             end += -end % alignment
         return [*offsets, end]
 
+    def tensor_offsets(self, alignment: int) -> dict[str, int]:
+        """Return the start of each tensor by name, with buckets end to end as `offsets` has them."""
+        starts: dict[str, int] = {}
+        for bucket, first in zip(self.buckets, self.offsets(alignment), strict=False):
+            for spec in bucket:
+                starts[spec.name] = first
+                first += spec.num_bytes
+        return starts
+
+    def parts(self, data: torch.Tensor, alignment: int) -> list[torch.Tensor]:
+        """Return each bucket's part of memory, uint8[bytes], in which they are end to end as `offsets` has them."""
+        sizes = (sum(spec.num_bytes for spec in bucket) for bucket in self.buckets)
+        return [data[first : first + size] for first, size in zip(self.offsets(alignment), sizes, strict=False)]
+
     @property
     def tensors(self) -> list[TensorSpec]:
         """All tensors, in order."""

@@ -1,12 +1,17 @@
 """Weights that arrive one tensor at a time, so that they need not all be in memory at once."""
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 
-from penstock.weights.manifest import TensorSpec, specs_of
+from penstock.v1 import rollout_pb2
+from penstock.weights.manifest import ALONE_BYTES, Manifest, TensorSpec, specs_of, views
+from penstock.weights.shared_memory import ALIGNMENT, SharedMemoryPool
+
+WriteWeights = Callable[[rollout_pb2.SharedMemorySource, Mapping[str, int]], None]
+"""Writes all tensors into shared memory of the host, each, by its name, from an offset in bytes. Blocking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +21,14 @@ class NamedWeights:
     specs: tuple[TensorSpec, ...]
     """Specs of the tensors, known before any has arrived."""
     device: torch.device
-    """The tensors' device."""
+    """Where the weights are; what several processes have written is in the host's memory."""
     tensors: Iterable[tuple[str, torch.Tensor]]
     """The tensors; each may be gone when the next arrives, unless its reader keeps it."""
     base_digests: Mapping[str, int] = field(default_factory=dict)
     """Digests of further weights, which their receiver must hold already, by checkpoint name: the base of adapters. Of
     the kind that is fast on `device`."""
+    write: WriteWeights | None = None
+    """For weights that several processes hold: each writes what it has, and none ever has a whole tensor."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
@@ -37,6 +44,25 @@ class NamedWeights:
         device = next(iter(tensors.values())).device
         return cls(specs=specs_of(tensors), device=device, tensors=tensors.items())
 
+    @classmethod
+    def written_by(cls, write: WriteWeights, specs: tuple[TensorSpec, ...], device: torch.device) -> Self:
+        """Return weights that several processes hold. Whoever reads `tensors` has them write all that there are.
+
+        Args:
+            write: Has them write.
+            specs: Specs of the tensors.
+            device: Where they have them.
+        """
+        return cls(specs=specs, device=device, tensors=_written(write, specs), write=write)
+
     def __iter__(self) -> Generator[tuple[str, torch.Tensor]]:
         """Yield name and tensor."""
         yield from self.tensors
+
+
+def _written(write: WriteWeights, specs: tuple[TensorSpec, ...]) -> Generator[tuple[str, torch.Tensor]]:
+    manifest = Manifest.plan(specs, max_bucket_bytes=ALONE_BYTES)
+    memory = SharedMemoryPool().allocate(manifest.offsets(ALIGNMENT)[-1], torch.device("cpu"))
+    write(memory.message, manifest.tensor_offsets(ALIGNMENT))
+    for bucket, data in zip(manifest.buckets, manifest.parts(memory.data, ALIGNMENT), strict=True):
+        yield from views(bucket, data).items()

@@ -144,8 +144,15 @@ def open_shared_memory(handle: SharedMemoryHandle) -> Iterator[Reader]:
             finally:
                 reader.wait()
         return
+    with _opened(handle, os.O_RDONLY) as descriptor:
+        yield _FileReader(descriptor)
+
+
+@contextmanager
+def _opened(handle: SharedMemoryHandle, flags: int) -> Iterator[int]:
+    """Open memory of the host; return its descriptor."""
     try:
-        descriptor = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(handle.path, flags | os.O_CLOEXEC)
     except OSError as error:
         raise NotReadyError(f"shared memory {handle.path} cannot be opened here ({error}); use broadcast") from None
     try:
@@ -153,9 +160,40 @@ def open_shared_memory(handle: SharedMemoryHandle) -> Iterator[Reader]:
         name = os.readlink(f"/proc/self/fd/{descriptor}")
         if handle.name not in name or os.fstat(descriptor).st_size != handle.size_bytes:
             raise NotReadyError(f"shared memory {handle.path} is now {name}, not {handle.name}; use broadcast")
-        yield _FileReader(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+class Writer:
+    """Writes into open memory of the host. A mapping would fault in its pages one at a time."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Use `writing_into`."""
+        self._descriptor = descriptor
+
+    def write(self, first: int, source: torch.Tensor) -> None:
+        """Write a contiguous tensor's bytes from offset `first`. Blocking.
+
+        Raises:
+            OSError: there is no memory for them.
+        """
+        left = memoryview(source.detach().cpu().view(-1).view(torch.uint8).numpy())
+        while left:
+            num_bytes = os.pwrite(self._descriptor, left, first)
+            first += num_bytes
+            left = left[num_bytes:]
+
+
+@contextmanager
+def writing_into(source: rollout_pb2.SharedMemorySource) -> Iterator[Writer]:
+    """Open another process's memory of the host, or this one's, for writing.
+
+    Raises:
+        NotReadyError: it was freed, or cannot be opened from here.
+    """
+    with _opened(SharedMemoryHandle.of(source), os.O_RDWR) as descriptor:
+        yield Writer(descriptor)
 
 
 class _FileReader:

@@ -296,11 +296,12 @@ def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
 
 
 def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
-    """Yield a snapshot's additional parts: the whole copy, or, if it is made bucket by bucket, two buckets."""
-    largest = _BFLOAT16 * max(size for _, size in shape.sizes)
-    if not recipe.trainer.keeps_copies_on_host:
+    """Yield a snapshot's additional parts: the whole copy, a bucket, or of several ranks the rows that each writes."""
+    trainer, largest = recipe.trainer, _BFLOAT16 * max(size for _, size in shape.sizes)
+    if not trainer.keeps_copies_on_host:
         yield Part(name="copy to be pushed", size_bytes=_BFLOAT16 * shape.num_parameters)
-    if recipe.trainer.ranks > 1:
-        yield Part(name="largest weight, rounded and whole", size_bytes=largest)
-    if recipe.trainer.keeps_copies_on_host:
-        yield Part(name="the same, packed", size_bytes=largest)
+    elif trainer.ranks == 1:
+        yield Part(name="largest weight, packed", size_bytes=largest)
+    if trainer.ranks > 1:
+        share = largest * trainer.hsdp_replicas // trainer.ranks
+        yield Part(name="share of the largest weight, rounded", size_bytes=share)

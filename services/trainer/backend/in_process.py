@@ -8,6 +8,7 @@ from typing import Any
 from penstock.config.base import leaves
 from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids
+from penstock.v1 import rollout_pb2
 from penstock.weights.manifest import TensorSpec
 from penstock.weights.named_weights import NamedWeights
 from services.trainer.algorithm.config import AlgorithmConfig
@@ -225,6 +226,18 @@ class InProcessBackend:
             device=self._model.device,
             tensors=((name, masters.full_tensor(weight.to(dtype))) for name, weight in named_weights(self.policy)),
         )
+
+    def write_weights(self, memory: rollout_pb2.SharedMemorySource, offsets: Mapping[str, int]) -> None:
+        """Write this rank's rows of what `export` returns into memory of rank 0's process.
+
+        Args:
+            memory: The memory, of the host.
+            offsets: Where each weight begins, in bytes.
+
+        Raises:
+            RuntimeError: a rank could not write.
+        """
+        self._model.write_rows(memory, offsets)
 
     def _export_adapters(self, state: AdapterState) -> NamedWeights:
         adapters = list(pushed_adapters(self.policy.model))

@@ -43,9 +43,10 @@ class WeightSnapshot:
         device: torch.device | None = None,
         kind: str | None = None,
     ) -> Self:
-        """Copy weights bucket by bucket, into memory of `pool` if given. Blocking: it reads every byte.
+        """Copy weights, into memory of `pool` if given. Blocking: it reads every byte.
 
-        Besides the copy, memory holds the tensors of only one bucket at a time, once as given and once packed.
+        Weights of one process are copied bucket by bucket: besides the copy, memory holds the tensors of only one
+        bucket at a time, once as given and once packed. Those of several are written by them, into the host's memory.
 
         Args:
             version: Version of the weights.
@@ -59,51 +60,31 @@ class WeightSnapshot:
             ValueError: a name occurs twice, or the weights differ from their announced specs.
         """
         manifest = Manifest.plan(weights.specs, max_bucket_bytes=max_bucket_bytes)
+        if weights.write is not None:
+            device = torch.device("cpu")
         device = device or weights.device
         packing = device if weights.device.type == "cpu" else weights.device
         kind = kind or digest_kind(packing)
-        memory, outs = None, [None] * len(manifest.buckets)
-        if pool is not None:
-            *firsts, size_bytes = manifest.offsets(ALIGNMENT)
-            memory = pool.allocate(size_bytes, device)
-            outs = [
-                memory.data[first : first + sum(spec.num_bytes for spec in bucket)]
-                for bucket, first in zip(manifest.buckets, firsts, strict=True)
-            ]
-        buckets: list[torch.Tensor] = []
-        pending: dict[str, Future[int]] = {}
-        threads = digest_pool(packing)
-
-        def start_digests(bucket: Sequence[TensorSpec], data: torch.Tensor) -> None:
-            pending.update(
-                (name, threads.submit(tensor_digest, tensor, kind)) for name, tensor in views(bucket, data).items()
-            )
-
-        try:
-            _synchronize(packing)  # the training thread may have written on another stream
-            with closing(weights.__iter__()) as tensors:
-                for bucket, out in zip(manifest.buckets, outs, strict=True):
-                    packed = _pack_next(bucket, tensors, packing, out=out if packing == device else None)
-                    _synchronize(packing)  # other threads and processes do not wait for this thread's stream
-                    start_digests(bucket, packed)
-                    if packing == device:
-                        buckets.append(packed)
-                        continue
-                    buckets.append(torch.empty_like(packed, device=device) if out is None else out)
-                    buckets[-1].copy_(packed)
-                    wait(pending.values())  # they keep the packed bucket alive
-                    del packed
-                if next(tensors, None) is not None:
-                    raise ValueError(f"more weights came than the {len(manifest.tensors)} that were announced")
-        finally:
-            threads.shutdown(wait=False)
+        memory, parts = None, None
+        if pool is not None or weights.write is not None:
+            memory = (pool or SharedMemoryPool()).allocate(manifest.offsets(ALIGNMENT)[-1], device)
+            parts = manifest.parts(memory.data, ALIGNMENT)
+        with _Digests(kind, device if weights.write is not None else packing) as digests:
+            if weights.write is None:
+                parts = _copy(manifest, weights, packing=packing, device=device, outs=parts, digests=digests)
+            else:
+                assert memory is not None
+                assert parts is not None
+                weights.write(memory.message, manifest.tensor_offsets(ALIGNMENT))
+                for bucket, part in zip(manifest.buckets, parts, strict=True):
+                    digests.start(bucket, part)
         return cls(
             version=version,
             manifest=manifest,
-            buckets=tuple(buckets),
-            shared_memory=memory,
+            buckets=tuple(parts),
+            shared_memory=None if pool is None else memory,
             digest_kind=kind,
-            pending_digests=pending,
+            pending_digests=digests.pending,
             base_digests=weights.base_digests,
         )
 
@@ -121,6 +102,56 @@ class WeightSnapshot:
         """Return the parameters whose digest in `held` differs, or that only one side has. Blocking."""
         digests = {**self.base_digests, **self.digests}
         return sorted(name for name in digests.keys() | held.keys() if digests.get(name) != held.get(name))
+
+
+class _Digests:
+    """Computes digests in threads, which go on after the context."""
+
+    def __init__(self, kind: str, device: torch.device) -> None:
+        self.pending: dict[str, Future[int]] = {}
+        self._kind = kind
+        self._threads = digest_pool(device)
+
+    def start(self, bucket: Sequence[TensorSpec], data: torch.Tensor) -> None:
+        """Compute those of a bucket's tensors."""
+        for name, tensor in views(bucket, data).items():
+            self.pending[name] = self._threads.submit(tensor_digest, tensor, self._kind)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=False)
+
+
+def _copy(
+    manifest: Manifest,
+    weights: NamedWeights,
+    *,
+    packing: torch.device,
+    device: torch.device,
+    outs: Sequence[torch.Tensor] | None,
+    digests: _Digests,
+) -> list[torch.Tensor]:
+    """Pack buckets on one device and keep them on another, in `outs` if given; start their digests."""
+    buckets: list[torch.Tensor] = []
+    _synchronize(packing)  # the training thread may have written on another stream
+    with closing(weights.__iter__()) as tensors:
+        for number, bucket in enumerate(manifest.buckets):
+            out = None if outs is None else outs[number]
+            packed = _pack_next(bucket, tensors, packing, out=out if packing == device else None)
+            _synchronize(packing)  # other threads and processes do not wait for this thread's stream
+            digests.start(bucket, packed)
+            if packing == device:
+                buckets.append(packed)
+                continue
+            buckets.append(torch.empty_like(packed, device=device) if out is None else out)
+            buckets[-1].copy_(packed)
+            wait(digests.pending.values())  # they keep the packed bucket alive
+            del packed
+        if next(tensors, None) is not None:
+            raise ValueError(f"more weights came than the {len(manifest.tensors)} that were announced")
+    return buckets
 
 
 def _pack_next(

@@ -13,6 +13,7 @@ import torch
 
 from penstock.config.base import leaves
 from penstock.errors import ConfigError, SetupError
+from penstock.v1 import rollout_pb2
 from penstock.weights.adapters import is_adapter
 from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.backend.base import StateDigests
@@ -20,7 +21,7 @@ from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtyp
 from services.trainer.backend.files.adapter_folder import ADAPTER, STEM
 from services.trainer.backend.files.adapter_state import AdapterState, require_kind
 from services.trainer.backend.files.checkpoint_share import MODEL, STATE_FILE, Collected, Owning, write_collected
-from services.trainer.backend.files.export import combined_digest
+from services.trainer.backend.files.export import combined_digest, named_weights
 from services.trainer.backend.files.published_weights import PublishedWeights
 from services.trainer.backend.files.random_state import capture_random_state, random_state_digest, restore_random_state
 from services.trainer.backend.files.tensor_files import StoredTensors
@@ -33,6 +34,7 @@ from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.policy.relative_costs import relative_costs
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.backend.ranks.expert_groups import ExpertGroups
+from services.trainer.backend.ranks.pushed_rows import write_rows
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.sharding import forget_gathered, full_shape, give_weights, shard
 from services.trainer.batching.row_costs import RowCosts
@@ -251,6 +253,17 @@ class ModelState:
             rank=self.ranks.rank,
             base_path=self._model_path,
             model_type=self.policy.model.config.model_type,
+        )
+
+    def write_rows(self, memory: rollout_pb2.SharedMemorySource, offsets: Mapping[str, int]) -> None:
+        """Write this rank's rows of the weights into memory of rank 0's process; see `pushed_rows`."""
+        write_rows(
+            dict(named_weights(self.policy)),
+            memory,
+            offsets,
+            dtype=DTYPES[self.config.dtype],
+            ranks=self.ranks,
+            groups=self.ranks.expert_groups(self._expert_parallel),
         )
 
     def read_shards(self, folder: Path) -> dict[str, torch.Tensor]:

@@ -4,16 +4,15 @@ Invariant: all ranks run the same commands in the same order, one at a time. So 
 others, the others compute with it.
 """
 
-import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
-import torch
 
 from penstock.errors import PenstockError
 from penstock.runtime.process import EXIT_FAILURE
@@ -143,24 +142,9 @@ class ManyRanksBackend(_ManyRanks):
         self._command("abort_step")
 
     def export(self) -> NamedWeights:
-        """Return what an engine loads; see `TrainBackend.export`. No other command is run while it is read."""
+        """Return what an engine loads; see `TrainBackend.export`. All ranks write it when it is read."""
         weights: NamedWeights = self._own.export()
-        return dataclasses.replace(weights, tensors=self._gathered(iter(weights)))
-
-    def _gathered(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        with self._lock:
-            self._ranks.broadcast(("export", ()))
-            with self._pulse.command("export"):
-                try:
-                    for each in weights:  # noqa: UP028 - `yield from` would end them with their reader
-                        yield each
-                except (GeneratorExit, PenstockError):
-                    raise
-                except BaseException:
-                    self._is_broken = True
-                    raise
-                finally:
-                    _exhaust(weights)  # the others go on to the end
+        return NamedWeights.written_by(partial(self._command, "write_weights"), weights.specs, weights.device)
 
     def digests(self) -> StateDigests:
         """Return digests of the present weights, and of rank 0's random state."""
@@ -209,9 +193,7 @@ def follow(own: Any, ranks: Ranks, pulse: Pulse) -> None:
                 writing = (own, own.collect(), *args, ranks)
                 threading.Thread(target=_write_with_others, args=writing, name="checkpoint", daemon=True).start()
                 continue
-            done = getattr(own, name)(*args)
-            if name == "export":
-                _exhaust(done)
+            getattr(own, name)(*args)
 
 
 def _write_with_others(own: Any, collected: Any, folder: Path, ranks: Ranks) -> dict[str, str]:
@@ -236,8 +218,3 @@ def _write_with_others(own: Any, collected: Any, folder: Path, ranks: Ranks) -> 
             if isinstance(each, Exception):
                 raise each
     return {path: digest for each in outcomes if not isinstance(each, Exception) for path, digest in each.items()}
-
-
-def _exhaust(values: Iterator[Any]) -> None:
-    for _ in values:
-        pass

@@ -169,6 +169,14 @@ class Ranks:
         dist.all_gather_object(values, value, group=group)
         return values
 
+    def send(self, data: torch.Tensor) -> None:
+        """Send a tensor, in the host's memory, to rank 0, which must `receive` it."""
+        dist.send(data, 0, group=self._values)
+
+    def receive(self, data: torch.Tensor, rank: int) -> None:
+        """Fill a tensor, in the host's memory, with what a rank sends to rank 0."""
+        dist.recv(data, rank, group=self._values)
+
     def in_order(self, parts: Sequence[tuple[int, ValueT]]) -> list[ValueT]:
         """Return the numbered parts of all ranks by their numbers. Ranks that share rows have the same parts."""
         if self.size == 1:

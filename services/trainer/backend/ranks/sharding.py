@@ -121,8 +121,18 @@ def read_shard(
         read: Returns rows of the tensor, which is all ranks' together.
         groups: Those that the policy was sharded with.
     """
+    return read(held_of(parameter, groups))
+
+
+def held_of(parameter: torch.Tensor, groups: ExpertGroups | None = None) -> slice:
+    """Return the rows of a parameter, all ranks' together, that this rank holds.
+
+    Args:
+        parameter: A parameter of a sharded model; only its shape counts.
+        groups: Those that the policy was sharded with.
+    """
     if not isinstance(parameter, DTensor):
-        return read(slice(None))
+        return slice(0, parameter.shape[0])
     num_rows, first = parameter.shape[0], 0
     mesh: DeviceMesh | None = parameter.device_mesh
     if groups is not None and groups.are_of(parameter):
@@ -131,7 +141,7 @@ def read_shard(
         mesh = row_mesh(parameter, groups)
     assert mesh is not None, "every parameter is cut into rows"
     held = held_rows(num_rows, mesh.get_local_rank(), mesh.size())
-    return read(slice(first + held.start, first + held.stop))
+    return slice(first + held.start, first + held.stop)
 
 
 def give_weights(

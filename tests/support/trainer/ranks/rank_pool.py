@@ -71,6 +71,7 @@ def _fork_ranks(pipes: Sequence[Connection], path: str) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     gc.disable()  # most of what it would search are modules
     import torch
+    import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401
 
     import tests.support.trainer.ranks.ranked_groups  # noqa: F401
 

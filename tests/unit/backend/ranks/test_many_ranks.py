@@ -1,20 +1,20 @@
 """What rank 0 passes on to the others."""
 
-import dataclasses
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.v1 import rollout_pb2
 from penstock.weights.named_weights import NamedWeights
+from penstock.weights.shared_memory import writing_into
 from services.trainer.backend.ranks.beats import Pulse
 from services.trainer.backend.ranks.many_ranks import ManyRanksBackend
 
 TORCHRUNS: Any = SimpleNamespace(are_own=False, close=lambda: None)
-WEIGHTS = {name: torch.zeros(1) for name in ("a", "b", "c")}
+WEIGHTS = {name: torch.tensor([value]) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
 
 
 class Broadcasts:
@@ -28,26 +28,22 @@ class Broadcasts:
         return value
 
 
-def test_an_export_that_its_reader_leaves_goes_on_to_its_end() -> None:
-    """The others gather every weight with rank 0, so it must not stop before them."""
-    gathered = []
+def test_all_ranks_write_what_is_exported_when_it_is_read() -> None:
+    """Each is told where; what they wrote is what is read."""
 
-    def gather() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in WEIGHTS:
-            gathered.append(name)
-            yield name, WEIGHTS[name]
+    def write(memory: rollout_pb2.SharedMemorySource, offsets: Mapping[str, int]) -> None:
+        with writing_into(memory) as writer:
+            for name, offset in offsets.items():
+                writer.write(offset, WEIGHTS[name])
 
-    def export() -> NamedWeights:
-        return dataclasses.replace(NamedWeights.of(WEIGHTS), tensors=gather())
-
-    own: Any = SimpleNamespace(export=export, begin_step=lambda version: None)
+    own: Any = SimpleNamespace(export=lambda: NamedWeights.of(WEIGHTS), write_weights=write)
     ranks: Any = Broadcasts()
-    backend = ManyRanksBackend(own, ranks, TORCHRUNS, Pulse())
-    with closing(iter(backend.export())) as weights:
-        assert next(weights)[0] == "a"
-    assert gathered == ["a", "b", "c"]
-    backend.begin_step(4)
-    assert ranks.said == [("export", ()), ("begin_step", (4,))]
+    exported = ManyRanksBackend(own, ranks, TORCHRUNS, Pulse()).export()
+    assert ranks.said == []
+    assert {name: weight.item() for name, weight in exported} == {"a": 1.0, "b": 2.0, "c": 3.0}
+    ((command, (_, offsets)),) = ranks.said
+    assert command == "write_weights"
+    assert offsets == {"a": 0, "b": 4, "c": 8}
 
 
 def test_the_end_is_not_told_after_a_command_that_failed_on_rank_0_alone() -> None:
@@ -56,18 +52,10 @@ def test_the_end_is_not_told_after_a_command_that_failed_on_rank_0_alone() -> No
     def fail() -> None:
         raise MemoryError
 
-    def gather() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "a", WEIGHTS["a"]
-        raise MemoryError
-
-    def export() -> NamedWeights:
-        return dataclasses.replace(NamedWeights.of(WEIGHTS), tensors=gather())
-
-    own: Any = SimpleNamespace(finish_step=fail, export=export)
-    for name in ("finish_step", "export"):
-        ranks: Any = Broadcasts()
-        backend = ManyRanksBackend(own, ranks, TORCHRUNS, Pulse())
-        with pytest.raises(MemoryError):
-            backend.finish_step() if name == "finish_step" else list(backend.export())
-        backend.close()
-        assert ranks.said == [(name, ())]
+    own: Any = SimpleNamespace(finish_step=fail)
+    ranks: Any = Broadcasts()
+    backend = ManyRanksBackend(own, ranks, TORCHRUNS, Pulse())
+    with pytest.raises(MemoryError):
+        backend.finish_step()
+    backend.close()
+    assert ranks.said == [("finish_step", ())]

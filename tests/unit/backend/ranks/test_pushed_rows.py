@@ -1,0 +1,108 @@
+"""Ranks write what is pushed into memory of rank 0's process, each its own rows."""
+
+import contextlib
+import errno
+import unittest.mock
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.v1 import rollout_pb2
+from penstock.weights.digest import tensor_digest
+from penstock.weights.named_weights import NamedWeights
+from penstock.weights.shared_memory import Writer
+from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.ranks.ranks import Ranks
+from services.trainer.weight_sync.snapshot import WeightSnapshot
+from tests.support.trainer.families import heard, random_qwen3_moe, write_model
+from tests.support.trainer.ranks.rank_pool import RankPool
+from tests.unit.backend.ranks.test_ranks import backend_of, steps_of
+
+
+def pushed(ranks: Ranks, path: Path, settings: dict[str, Any], num_near: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Digests by name of what rank 0 pushes after a step, and of the same weights as ranks gather them.
+
+    Ranks from `num_near` on are on another machine, as far as they can tell.
+    """
+    backend = backend_of(ranks, path, **settings)
+    steps_of(backend, path, [0])
+    gathered = {name: tensor_digest(weight) for name, weight in backend.export()}
+    with contextlib.ExitStack() as stack:
+        if ranks.rank >= num_near:
+            stack.enter_context(unittest.mock.patch("penstock.weights.shared_memory.machine", return_value="another"))
+        return write_together(backend, ranks), gathered
+
+
+def write_together(backend: InProcessBackend, ranks: Ranks) -> dict[str, int]:
+    """Have all ranks write; digests of what rank 0 has then, and nothing for the others."""
+    if ranks.rank:
+        backend.write_weights(*ranks.broadcast(None))
+        return {}
+
+    def write(memory: rollout_pb2.SharedMemorySource, offsets: Mapping[str, int]) -> None:
+        backend.write_weights(*ranks.broadcast((memory, offsets)))
+
+    own = backend.export()
+    weights = NamedWeights.written_by(write, own.specs, own.device)
+    return dict(WeightSnapshot.take(1, weights, max_bucket_bytes=4096).digests)
+
+
+@pytest.mark.parametrize("num_near", [2, 1])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"optimizer": {"offload": True}},
+    ],
+    ids=str,
+)
+def test_two_ranks_push_every_byte(
+    two: RankPool, tiny_model_path: Path, settings: dict[str, Any], num_near: int
+) -> None:
+    """Of every weight, in its place; also if one of them cannot open the memory."""
+    (written, gathered), (nothing, _) = two.run(pushed, tiny_model_path, settings, num_near)
+    assert not nothing
+    assert list(written) == list(gathered)
+    assert written == gathered
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_near"),
+    [
+        ({}, 4),
+        ({"hsdp_replicas": 2}, 1),
+        ({"hsdp_replicas": 4}, 4),
+        ({"expert_parallel": 2}, 2),
+        ({"expert_parallel": 4}, 4),
+    ],
+    ids=str,
+)
+def test_four_ranks_push_every_byte(four: RankPool, tmp_path: Path, settings: dict[str, Any], num_near: int) -> None:
+    """Of replicas one writes, and experts are in the order of those who own them."""
+    path = write_model(heard(random_qwen3_moe(num_experts=8), std_of_embedding=0.3), tmp_path / "model")
+    (written, gathered), *_ = four.run(pushed, path, settings, num_near)
+    assert list(written) == list(gathered)
+    assert written == gathered
+
+
+def failing(ranks: Ranks, path: Path) -> str:
+    """What ends a push for which the second rank has no memory."""
+    backend = backend_of(ranks, path)
+    no_memory = OSError(errno.ENOMEM, "no memory")
+    with contextlib.ExitStack() as stack:
+        if ranks.rank == 1:
+            stack.enter_context(unittest.mock.patch.object(Writer, "write", side_effect=no_memory))
+        with pytest.raises((OSError, RuntimeError)) as raised:
+            write_together(backend, ranks)
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_write_ends_the_push(two: RankPool, tiny_model_path: Path) -> None:
+    """On every rank: none of them goes on to the next command alone."""
+    first, second = two.run(failing, tiny_model_path)
+    assert "rank 1 cannot go on" in first
+    assert "no memory" in first
+    assert "no memory" in second
