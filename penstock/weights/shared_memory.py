@@ -1,4 +1,4 @@
-"""Memory with all buckets of a snapshot, end to end, which other processes on the machine can read.
+"""Memory with all buckets of a snapshot, end to end, which other processes on the machine can read, and ranks write.
 
 On a CPU it is anonymous memory (memfd), which others open through its owner's entry in /proc, by number and name. It
 has no name in any folder, so nothing is left behind: it is freed when the last process that has it open ends, however
