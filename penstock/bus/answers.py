@@ -1,4 +1,4 @@
-"""Waits for answers of NATS: of a cluster until it has elected a leader, of one server while it is frozen or busy.
+"""Repeats a request until NATS answers: while a cluster elects a leader, or one server is frozen or busy.
 
 After a server of a cluster has died there are seconds without a leader, in which no stream is made, changed or removed.
 """
@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import nats.errors
 import nats.js.errors
 import structlog
 
@@ -55,5 +54,5 @@ def _is_of_an_election(error: Exception) -> bool:
 
 
 def _is_silence(error: Exception) -> bool:
-    """Return whether the one server has said nothing. Whatever it says, it would say again."""
-    return isinstance(error, TimeoutError) and not isinstance(error, nats.js.errors.APIError)
+    """Return whether the one server has said nothing. What it refuses once it would refuse again."""
+    return isinstance(error, TimeoutError)

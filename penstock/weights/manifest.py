@@ -126,7 +126,7 @@ class Manifest:
                 first += spec.num_bytes
         return starts
 
-    def parts(self, data: torch.Tensor, alignment: int) -> list[torch.Tensor]:
+    def bucket_views(self, data: torch.Tensor, alignment: int) -> list[torch.Tensor]:
         """Return each bucket's part of memory, uint8[bytes], in which they are end to end as `offsets` has them."""
         sizes = (sum(spec.num_bytes for spec in bucket) for bucket in self.buckets)
         return [data[first : first + size] for first, size in zip(self.offsets(alignment), sizes, strict=False)]

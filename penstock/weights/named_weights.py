@@ -1,4 +1,4 @@
-"""Weights that arrive one tensor at a time, so that they need not all be in memory at once."""
+"""Weights that are read one tensor at a time, or written by the processes that hold them, so that none has a copy."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -46,12 +46,12 @@ class NamedWeights:
 
     @classmethod
     def written_by(cls, write: WriteWeights, specs: tuple[TensorSpec, ...], device: torch.device) -> Self:
-        """Return weights that several processes hold. Whoever reads `tensors` has them write all that there are.
+        """Return weights that several processes hold. Reading `tensors` makes every process write its own.
 
         Args:
-            write: Has them write.
+            write: Makes them write.
             specs: Specs of the tensors.
-            device: Where they have them.
+            device: Device of the weights.
         """
         return cls(specs=specs, device=device, tensors=_written(write, specs), write=write)
 
@@ -64,5 +64,5 @@ def _written(write: WriteWeights, specs: tuple[TensorSpec, ...]) -> Generator[tu
     manifest = Manifest.plan(specs, max_bucket_bytes=ALONE_BYTES)
     memory = SharedMemoryPool().allocate(manifest.offsets(ALIGNMENT)[-1], torch.device("cpu"))
     write(memory.message, manifest.tensor_offsets(ALIGNMENT))
-    for bucket, data in zip(manifest.buckets, manifest.parts(memory.data, ALIGNMENT), strict=True):
+    for bucket, data in zip(manifest.buckets, manifest.bucket_views(memory.data, ALIGNMENT), strict=True):
         yield from views(bucket, data).items()

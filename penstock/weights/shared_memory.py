@@ -173,12 +173,12 @@ class Writer:
         self._descriptor = descriptor
 
     def write(self, first: int, source: torch.Tensor) -> None:
-        """Write a contiguous tensor's bytes from offset `first`. Blocking.
+        """Write `source`, uint8[bytes], contiguous, in the host's memory, from offset `first`. Blocking.
 
         Raises:
-            OSError: there is no memory for them.
+            OSError: there is no memory for it.
         """
-        left = memoryview(source.detach().cpu().view(-1).view(torch.uint8).numpy())
+        left = memoryview(source.numpy())
         while left:
             num_bytes = os.pwrite(self._descriptor, left, first)
             first += num_bytes

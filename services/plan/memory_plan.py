@@ -297,11 +297,12 @@ def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
 
 def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
     """Yield a snapshot's additional parts: the whole copy, a bucket, or of several ranks the rows that each writes."""
-    trainer, largest = recipe.trainer, _BFLOAT16 * max(size for _, size in shape.sizes)
+    trainer = recipe.trainer
+    name, largest = max(shape.sizes, key=lambda each: each[1])
     if not trainer.keeps_copies_on_host:
         yield Part(name="copy to be pushed", size_bytes=_BFLOAT16 * shape.num_parameters)
     elif trainer.ranks == 1:
-        yield Part(name="largest weight, packed", size_bytes=largest)
-    if trainer.ranks > 1:
-        share = largest * trainer.hsdp_replicas // trainer.ranks
+        yield Part(name="largest weight, packed", size_bytes=_BFLOAT16 * largest)
+    elif not trainer.optimizer.offload:
+        share = shape.share_bytes({name}, _BFLOAT16, ranks=trainer.num_shards, expert_parallel=trainer.expert_parallel)
         yield Part(name="share of the largest weight, rounded", size_bytes=share)

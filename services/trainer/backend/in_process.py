@@ -235,7 +235,8 @@ class InProcessBackend:
             offsets: Where each weight begins, in bytes.
 
         Raises:
-            RuntimeError: a rank could not write.
+            OSError: this rank could not write.
+            RuntimeError: another rank could not.
         """
         self._model.write_rows(memory, offsets)
 

@@ -101,11 +101,13 @@ class WeightPublisher:
             ValueError: a name occurs twice, or the weights differ from their announced specs.
         """
         self._base_digests = weights.base_digests
+        is_offered = self.config.shares_memory(on_gpu=self.backend == "nccl")
         return WeightSnapshot.take(
             version,
             weights,
             max_bucket_bytes=self.config.bucket_bytes,
-            pool=self._memory if self.config.shares_memory(on_gpu=self.backend == "nccl") else None,
+            pool=self._memory if is_offered or self.keeps_on_host else None,
+            is_offered=is_offered,
             device=torch.device("cpu") if self.keeps_on_host else None,
         )
 

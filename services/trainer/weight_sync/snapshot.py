@@ -11,7 +11,7 @@ import torch
 
 from penstock.weights.digest import digest_kind, digest_pool, tensor_digest
 from penstock.weights.manifest import Manifest, TensorSpec, pack, views
-from penstock.weights.named_weights import NamedWeights
+from penstock.weights.named_weights import NamedWeights, WriteWeights
 from penstock.weights.shared_memory import ALIGNMENT, SharedMemory, SharedMemoryPool
 
 
@@ -40,24 +40,28 @@ class WeightSnapshot:
         *,
         max_bucket_bytes: int,
         pool: SharedMemoryPool | None = None,
+        is_offered: bool = True,
         device: torch.device | None = None,
         kind: str | None = None,
     ) -> Self:
         """Copy weights, into memory of `pool` if given. Blocking: it reads every byte.
 
         Weights of one process are copied bucket by bucket: besides the copy, memory holds the tensors of only one
-        bucket at a time, once as given and once packed. Those of several are written by them, into the host's memory.
+        bucket at a time, once as given and once packed. Those of several are written by them, into the host's memory,
+        where threads of this process compute the digests.
 
         Args:
             version: Version of the weights.
             weights: The weights under their checkpoint names.
             max_bucket_bytes: See `Manifest.plan`.
-            pool: Memory that other processes can open.
+            pool: Memory that other processes can open, which is used again.
+            is_offered: Whether replicas may open the pool's memory.
             device: Device of the copy; by default that of the weights.
             kind: Kind of the digests; by default the one that is fast on a GPU if weights or copy are on one.
 
         Raises:
-            ValueError: a name occurs twice, or the weights differ from their announced specs.
+            ValueError: a name occurs twice, the weights differ from their announced specs, or several processes have
+                no `pool` to write to.
         """
         manifest = Manifest.plan(weights.specs, max_bucket_bytes=max_bucket_bytes)
         if weights.write is not None:
@@ -65,26 +69,20 @@ class WeightSnapshot:
         device = device or weights.device
         packing = device if weights.device.type == "cpu" else weights.device
         kind = kind or digest_kind(packing)
-        memory, parts = None, None
-        if pool is not None or weights.write is not None:
-            memory = (pool or SharedMemoryPool()).allocate(manifest.offsets(ALIGNMENT)[-1], device)
-            parts = manifest.parts(memory.data, ALIGNMENT)
-        with _Digests(kind, device if weights.write is not None else packing) as digests:
-            if weights.write is None:
-                parts = _copy(manifest, weights, packing=packing, device=device, outs=parts, digests=digests)
-            else:
-                assert memory is not None
-                assert parts is not None
-                weights.write(memory.message, manifest.tensor_offsets(ALIGNMENT))
-                for bucket, part in zip(manifest.buckets, parts, strict=True):
-                    digests.start(bucket, part)
+        memory = None if pool is None else pool.allocate(manifest.offsets(ALIGNMENT)[-1], device)
+        if weights.write is None:
+            buckets, digests = _copied(manifest, weights, memory, kind, packing=packing, device=device)
+        else:
+            if memory is None:
+                raise ValueError("weights that several processes write need memory that these can open")
+            buckets, digests = _written(manifest, weights.write, memory, kind)
         return cls(
             version=version,
             manifest=manifest,
-            buckets=tuple(parts),
-            shared_memory=None if pool is None else memory,
+            buckets=tuple(buckets),
+            shared_memory=memory if is_offered else None,
             digest_kind=kind,
-            pending_digests=digests.pending,
+            pending_digests=digests,
             base_digests=weights.base_digests,
         )
 
@@ -124,21 +122,33 @@ class _Digests:
         self._threads.shutdown(wait=False)
 
 
-def _copy(
+def _written(
+    manifest: Manifest, write: WriteWeights, memory: SharedMemory, kind: str
+) -> tuple[list[torch.Tensor], dict[str, Future[int]]]:
+    """Have several processes write all buckets into memory of the host; return them, and their digests."""
+    write(memory.message, manifest.tensor_offsets(ALIGNMENT))
+    buckets = manifest.bucket_views(memory.data, ALIGNMENT)
+    with _Digests(kind, memory.data.device) as digests:
+        for bucket, data in zip(manifest.buckets, buckets, strict=True):
+            digests.start(bucket, data)
+    return buckets, digests.pending
+
+
+def _copied(
     manifest: Manifest,
     weights: NamedWeights,
+    memory: SharedMemory | None,
+    kind: str,
     *,
     packing: torch.device,
     device: torch.device,
-    outs: Sequence[torch.Tensor] | None,
-    digests: _Digests,
-) -> list[torch.Tensor]:
-    """Pack buckets on one device and keep them on another, in `outs` if given; start their digests."""
+) -> tuple[list[torch.Tensor], dict[str, Future[int]]]:
+    """Pack buckets on one device and keep them on another, in `memory` if given; return them, and their digests."""
+    outs = [None] * len(manifest.buckets) if memory is None else manifest.bucket_views(memory.data, ALIGNMENT)
     buckets: list[torch.Tensor] = []
     _synchronize(packing)  # the training thread may have written on another stream
-    with closing(weights.__iter__()) as tensors:
-        for number, bucket in enumerate(manifest.buckets):
-            out = None if outs is None else outs[number]
+    with _Digests(kind, packing) as digests, closing(weights.__iter__()) as tensors:
+        for bucket, out in zip(manifest.buckets, outs, strict=True):
             packed = _pack_next(bucket, tensors, packing, out=out if packing == device else None)
             _synchronize(packing)  # other threads and processes do not wait for this thread's stream
             digests.start(bucket, packed)
@@ -151,7 +161,7 @@ def _copy(
             del packed
         if next(tensors, None) is not None:
             raise ValueError(f"more weights came than the {len(manifest.tensors)} that were announced")
-    return buckets
+    return buckets, digests.pending
 
 
 def _pack_next(

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 
+import grpc
 import torch
 
 from penstock.v1 import common_pb2, rollout_pb2
@@ -61,7 +62,13 @@ class Push:
             deadline_s=120.0,
             replaces_newer=self.replaces_newer,
         )
-        await self.engine.control.PrepareWeights(request, timeout=60)
+        try:
+            await self.engine.control.PrepareWeights(request, timeout=60)
+        except grpc.aio.AioRpcError:
+            if opening is not None:  # else the engine, if it comes late, waits for this member for minutes
+                await asyncio.to_thread(self.group.close)
+                await asyncio.wait([opening])
+            raise
         if opening is not None:
             await opening
 

@@ -1,12 +1,13 @@
-"""Writes the weights that are pushed into memory of rank 0's host: each rank its own rows, and none a whole tensor.
+"""Writes the weights that are pushed into memory of rank 0's process: each rank its own rows.
 
-A rank that can open that memory writes straight into it. One on another machine sends its rows to rank 0, which writes
-them. Besides its shards a rank holds the rows of one weight, rounded as they are pushed.
+A rank that can open that memory writes straight into it, beside the others. One on another machine, or in another
+container, sends its rows to rank 0 through the hosts' memory, after those of the ranks before it. Besides its shards a
+rank holds the rows of one weight, rounded as they are pushed.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ from penstock.v1 import rollout_pb2
 from penstock.weights.shared_memory import Writer, writing_into
 from services.trainer.backend.ranks.expert_groups import ExpertGroups
 from services.trainer.backend.ranks.ranks import Ranks
-from services.trainer.backend.ranks.sharding import full_shape, held_of, local_shard
+from services.trainer.backend.ranks.sharding import full_shape, local_shard, own_rows
 
 
 def write_rows(
@@ -43,34 +44,39 @@ def write_rows(
         OSError: this rank could not write.
         RuntimeError: another rank could not, or the weights do not fill their memory.
     """
-    own = {
-        offsets[name] + _first_byte(weight, dtype, groups): local_shard(weight)
-        for name, weight in weights.items()
-        if _is_first_copy(weight, ranks) and local_shard(weight).numel()
-    }
+    own: dict[int, torch.Tensor] = {}
+    num_bytes = 0
+    for name, weight in weights.items():
+        assert isinstance(weight, DTensor), "every parameter is sharded"
+        row_bytes = math.prod(weight.shape[1:]) * dtype.itemsize
+        num_bytes += full_shape(weight, groups)[0] * row_bytes
+        shard = local_shard(weight)
+        if shard.numel() and _is_first_copy(weight):
+            own[offsets[name] + own_rows(weight, groups).start * row_bytes] = shard
     sizes = {offset: shard.numel() * dtype.itemsize for offset, shard in own.items()}
     with ExitStack() as stack:
         writer = ranks.on_each(partial(_open, memory, stack, ranks))
         sent = ranks.gather(sizes if writer is None else {})
+        if writer is None:
+            ranks.on_each(partial(_send, own, dtype, ranks))
+        else:
+            ranks.on_each(partial(_write, own, sent if ranks.rank == 0 else (), writer, dtype, ranks))
+    written = sum(ranks.gather(sum(sizes.values())))
+    if written != num_bytes:
+        raise RuntimeError(f"ranks wrote {written} of {num_bytes} bytes of weights")
 
-        def pass_on() -> None:
-            for offset, shard in own.items():
-                if writer is None:
-                    ranks.send(_rounded(shard, dtype))
-                else:
-                    writer.write(offset, _rounded(shard, dtype))
-            if writer is not None and ranks.rank == 0:
-                _receive(sent, writer, ranks)
 
-        ranks.on_each(pass_on)
-    written = sum(sum(of_rank.values()) for of_rank in ranks.gather(sizes))
-    wanted = sum(math.prod(full_shape(weight, groups)) * dtype.itemsize for weight in weights.values())
-    if written != wanted:
-        raise RuntimeError(f"ranks wrote {written} of {wanted} bytes of weights")
+def _is_first_copy(weight: DTensor) -> bool:
+    """Return whether this rank writes its shard: of replicas, which hold the same one, the first does."""
+    place = weight.device_mesh.get_coordinate()
+    assert place is not None, "every rank is in the mesh of what it holds"
+    return not any(
+        number for number, placement in zip(place, weight.placements, strict=True) if placement == Replicate()
+    )
 
 
 def _open(memory: rollout_pb2.SharedMemorySource, stack: ExitStack, ranks: Ranks) -> Writer | None:
-    """Open the memory; return None on another machine."""
+    """Open the memory; return None where it cannot be opened."""
     try:
         return stack.enter_context(writing_into(memory))
     except NotReadyError:
@@ -79,21 +85,44 @@ def _open(memory: rollout_pb2.SharedMemorySource, stack: ExitStack, ranks: Ranks
         return None
 
 
-def _is_first_copy(weight: torch.Tensor, ranks: Ranks) -> bool:
-    """Return whether this rank writes its shard: of ranks that hold the same one, one does."""
-    if not isinstance(weight, DTensor):
-        return ranks.rank == 0
-    place = weight.device_mesh.get_coordinate()
-    assert place is not None, "every rank is in the mesh of what it holds"
-    return not any(
-        number for number, placement in zip(place, weight.placements, strict=True) if placement == Replicate()
-    )
+def _send(own: Mapping[int, torch.Tensor], dtype: torch.dtype, ranks: Ranks) -> None:
+    """Send this rank's rows to rank 0, which waits for all of them: also after one of them has failed."""
+    failures: list[Exception] = []
+    for shard in own.values():
+        data = torch.empty(shard.numel() * dtype.itemsize, dtype=torch.uint8)
+        with _kept(failures):
+            data = _rounded(shard, dtype)
+        ranks.send(data)
+    _raise_first(failures)
 
 
-def _first_byte(weight: torch.Tensor, dtype: torch.dtype, groups: ExpertGroups | None) -> int:
-    """Return where this rank's rows begin in a weight."""
-    num_bytes: int = held_of(weight, groups).start * math.prod(weight.shape[1:]) * dtype.itemsize
-    return num_bytes
+def _write(
+    own: Mapping[int, torch.Tensor],
+    sent: Sequence[Mapping[int, int]],
+    writer: Writer,
+    dtype: torch.dtype,
+    ranks: Ranks,
+) -> None:
+    """Write this rank's rows, and what others send; they wait until all is received, also after a failure.
+
+    Args:
+        own: Rows by offset.
+        sent: Of each rank, the sizes in bytes of what it sends, by offset.
+        writer: The open memory.
+        dtype: Rows are written in it.
+        ranks: All.
+    """
+    failures: list[Exception] = []
+    with _kept(failures):
+        for offset, shard in own.items():
+            writer.write(offset, _rounded(shard, dtype))
+    for rank, sizes in enumerate(sent):
+        for offset, num_bytes in sizes.items():
+            data = torch.empty(num_bytes, dtype=torch.uint8)
+            ranks.receive(data, rank)
+            with _kept(failures):
+                writer.write(offset, data)
+    _raise_first(failures)
 
 
 def _rounded(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -101,10 +130,15 @@ def _rounded(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return shard.detach().to(dtype).cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def _receive(sent: Sequence[Mapping[int, int]], writer: Writer, ranks: Ranks) -> None:
-    """Write what ranks of other machines send."""
-    for rank, sizes in enumerate(sent):
-        for offset, num_bytes in sizes.items():
-            data = torch.empty(num_bytes, dtype=torch.uint8)
-            ranks.receive(data, rank)
-            writer.write(offset, data)
+@contextmanager
+def _kept(failures: list[Exception]) -> Iterator[None]:
+    """Keep a failure for later."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised when nobody waits any more
+        failures.append(error)
+
+
+def _raise_first(failures: Sequence[Exception]) -> None:
+    if failures:
+        raise failures[0]

@@ -41,6 +41,9 @@ class Ranks:
     """Group for what rank 0 tells the others."""
     _files: Any = None
     """Group of the threads that write a checkpoint beside the commands."""
+    _rows: Any = None
+    """Group of what ranks of other machines send to rank 0. Its ranks do not come to the same place together, so
+    `num_collectives` leaves it out."""
     _expert_groups: dict[int, ExpertGroups] = field(default_factory=dict, compare=False)
     """Those that were formed, by their size."""
     _sequence_groups: dict[int, SequenceGroup] = field(default_factory=dict, compare=False)
@@ -62,6 +65,7 @@ class Ranks:
             _values=dist.new_group(backend="gloo", timeout=_COMPUTING),
             _commands=dist.new_group(backend="gloo", timeout=_NEVER),
             _files=dist.new_group(backend="gloo", timeout=_COMPUTING),
+            _rows=dist.new_group(backend="gloo", timeout=_COMPUTING),
         )
 
     def replicated(self, num_replicas: int) -> Self:
@@ -171,11 +175,11 @@ class Ranks:
 
     def send(self, data: torch.Tensor) -> None:
         """Send a tensor, in the host's memory, to rank 0, which must `receive` it."""
-        dist.send(data, 0, group=self._values)
+        dist.send(data, 0, group=self._rows)
 
     def receive(self, data: torch.Tensor, rank: int) -> None:
         """Fill a tensor, in the host's memory, with what a rank sends to rank 0."""
-        dist.recv(data, rank, group=self._values)
+        dist.recv(data, rank, group=self._rows)
 
     def in_order(self, parts: Sequence[tuple[int, ValueT]]) -> list[ValueT]:
         """Return the numbered parts of all ranks by their numbers. Ranks that share rows have the same parts."""

@@ -121,18 +121,18 @@ def read_shard(
         read: Returns rows of the tensor, which is all ranks' together.
         groups: Those that the policy was sharded with.
     """
-    return read(held_of(parameter, groups))
+    if not isinstance(parameter, DTensor):
+        return read(slice(None))
+    return read(own_rows(parameter, groups))
 
 
-def held_of(parameter: torch.Tensor, groups: ExpertGroups | None = None) -> slice:
-    """Return the rows of a parameter, all ranks' together, that this rank holds.
+def own_rows(parameter: DTensor, groups: ExpertGroups | None = None) -> slice:
+    """Return which rows of a parameter, all ranks' together, this rank holds.
 
     Args:
         parameter: A parameter of a sharded model; only its shape counts.
         groups: Those that the policy was sharded with.
     """
-    if not isinstance(parameter, DTensor):
-        return slice(0, parameter.shape[0])
     num_rows, first = parameter.shape[0], 0
     mesh: DeviceMesh | None = parameter.device_mesh
     if groups is not None and groups.are_of(parameter):

@@ -34,7 +34,7 @@ def test_all_ranks_write_what_is_exported_when_it_is_read() -> None:
     def write(memory: rollout_pb2.SharedMemorySource, offsets: Mapping[str, int]) -> None:
         with writing_into(memory) as writer:
             for name, offset in offsets.items():
-                writer.write(offset, WEIGHTS[name])
+                writer.write(offset, WEIGHTS[name].view(torch.uint8))
 
     own: Any = SimpleNamespace(export=lambda: NamedWeights.of(WEIGHTS), write_weights=write)
     ranks: Any = Broadcasts()

@@ -12,8 +12,9 @@ import pytest
 from penstock.v1 import rollout_pb2
 from penstock.weights.digest import tensor_digest
 from penstock.weights.named_weights import NamedWeights
-from penstock.weights.shared_memory import Writer
+from penstock.weights.shared_memory import SharedMemoryPool, Writer
 from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.ranks import pushed_rows
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from tests.support.trainer.families import heard, random_qwen3_moe, write_model
@@ -31,8 +32,14 @@ def pushed(ranks: Ranks, path: Path, settings: dict[str, Any], num_near: int) ->
     gathered = {name: tensor_digest(weight) for name, weight in backend.export()}
     with contextlib.ExitStack() as stack:
         if ranks.rank >= num_near:
-            stack.enter_context(unittest.mock.patch("penstock.weights.shared_memory.machine", return_value="another"))
+            go_far(stack)
         return write_together(backend, ranks), gathered
+
+
+def go_far(stack: contextlib.ExitStack) -> None:
+    """Be on another machine, where nothing can be written."""
+    stack.enter_context(unittest.mock.patch("penstock.weights.shared_memory.machine", return_value="another"))
+    stack.enter_context(unittest.mock.patch.object(Writer, "write", side_effect=AssertionError("it cannot be opened")))
 
 
 def write_together(backend: InProcessBackend, ranks: Ranks) -> dict[str, int]:
@@ -46,7 +53,9 @@ def write_together(backend: InProcessBackend, ranks: Ranks) -> dict[str, int]:
 
     own = backend.export()
     weights = NamedWeights.written_by(write, own.specs, own.device)
-    return dict(WeightSnapshot.take(1, weights, max_bucket_bytes=4096).digests)
+    snapshot = WeightSnapshot.take(1, weights, max_bucket_bytes=4096, pool=SharedMemoryPool(), is_offered=False)
+    assert snapshot.shared_memory is None
+    return dict(snapshot.digests)
 
 
 @pytest.mark.parametrize("num_near", [2, 1])
@@ -88,21 +97,43 @@ def test_four_ranks_push_every_byte(four: RankPool, tmp_path: Path, settings: di
     assert written == gathered
 
 
-def failing(ranks: Ranks, path: Path) -> str:
-    """What ends a push for which the second rank has no memory."""
+def failing(ranks: Ranks, path: Path, failing_rank: int, num_near: int) -> str:
+    """What ends a push for which a rank has no memory: a near one to write, a far one to round."""
     backend = backend_of(ranks, path)
     no_memory = OSError(errno.ENOMEM, "no memory")
     with contextlib.ExitStack() as stack:
-        if ranks.rank == 1:
+        if ranks.rank >= num_near:
+            go_far(stack)
+        if ranks.rank == failing_rank:
             stack.enter_context(unittest.mock.patch.object(Writer, "write", side_effect=no_memory))
+            if ranks.rank >= num_near:
+                stack.enter_context(unittest.mock.patch.object(pushed_rows, "_rounded", side_effect=no_memory))
         with pytest.raises((OSError, RuntimeError)) as raised:
             write_together(backend, ranks)
     return str(raised.value)
 
 
-def test_a_rank_that_cannot_write_ends_the_push(two: RankPool, tiny_model_path: Path) -> None:
-    """On every rank: none of them goes on to the next command alone."""
-    first, second = two.run(failing, tiny_model_path)
-    assert "rank 1 cannot go on" in first
-    assert "no memory" in first
-    assert "no memory" in second
+@pytest.mark.parametrize(("failing_rank", "num_near"), [(1, 2), (0, 1), (1, 1)])
+def test_a_rank_that_cannot_write_ends_the_push(
+    two: RankPool, tiny_model_path: Path, failing_rank: int, num_near: int
+) -> None:
+    """On every rank: none of them goes on to the next command alone, and none waits for rows that do not come."""
+    reasons = two.run(failing, tiny_model_path, failing_rank, num_near)
+    assert all("no memory" in reason for reason in reasons)
+    assert f"rank {failing_rank} cannot go on" in reasons[1 - failing_rank] or failing_rank != 1
+    assert two.run(pushed, tiny_model_path, {}, num_near)[0][0], "they push again"
+
+
+def place(ranks: Ranks, path: Path) -> int:
+    """How many collectives this rank has entered after a push; the last two send their rows to the first."""
+    backend = backend_of(ranks, path)
+    with contextlib.ExitStack() as stack:
+        if ranks.rank >= 2:
+            go_far(stack)
+        write_together(backend, ranks)
+    return ranks.num_collectives()
+
+
+def test_what_is_sent_moves_no_rank_ahead(four: RankPool, tiny_model_path: Path) -> None:
+    """Or the watch over ranks that wait for each other would take one that has written for one that is late."""
+    assert len(set(four.run(place, tiny_model_path))) == 1
