@@ -158,7 +158,7 @@ async def running(
     )
     changed = asyncio.Event()
     receiver = WeightReceiver(
-        SglangWeights(engine),
+        SglangWeights(engine, group_timeout_s=group_timeout_s),
         prepare_deadline_s=group_timeout_s,
         max_deadline_s=MAX_PUSH_S,
         num_ranks=config.tensor_parallel,

@@ -23,6 +23,8 @@ from penstock.errors import UnavailableError
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from services.rollout.engine.crash_streak import MAX_IN_A_ROW
 from services.rollout.testing.engine_process import EngineProcess, engine_process, log_events
+from tests.support.engine.push import Push
+from tests.support.engine.reference import Reference
 from tests.support.waiting import HANG_S, promptly, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("engine_forker")]
@@ -259,3 +261,20 @@ async def test_a_taken_port_is_said_at_once(tiny_model_path: Path, nats_url: str
         with pytest.raises(AssertionError, match=r"with 2:\s+error: rollout\.port: cannot listen on 127\.0\.0\.1:\d+"):
             async with engine_process(tiny_model_path, nats_url, tmp_path, port=taken.getsockname()[1]):
                 pass
+
+
+@pytest.mark.usefixtures("rendezvous")
+async def test_a_group_that_sglang_comes_to_too_late_is_refused(
+    tiny_model_path: Path, nats_url: str, tmp_path: Path, reference: Reference
+) -> None:
+    """The trainer has given up meanwhile: SGLang is there for the next push at once."""
+    settings = {"weight_sync": {"stage_timeout_s": 3.0}}
+    async with engine_process(tiny_model_path, nats_url, tmp_path, trainer=settings) as engine:
+        scheduler = _children(engine.process.pid)[0]
+        os.kill(scheduler, signal.SIGSTOP)
+        with pytest.raises(grpc.aio.AioRpcError, match="exceeded its deadline"):
+            await Push(engine, reference.perturbed(seed=1).weights, 1).prepare()
+        os.kill(scheduler, signal.SIGCONT)
+        await Push(engine, reference.perturbed(seed=2).weights, 2).complete()
+        assert (await engine.replica()).policy_version == 2
+        assert "too late; its trainer no longer waits" in engine.log.read_text()

@@ -67,7 +67,7 @@ class Push:
         except grpc.aio.AioRpcError:
             if opening is not None:  # else the engine, if it comes late, waits for this member for minutes
                 await asyncio.to_thread(self.group.close)
-                await asyncio.wait([opening])
+                await asyncio.gather(opening, return_exceptions=True)
             raise
         if opening is not None:
             await opening

@@ -5,10 +5,12 @@ start it, so each hook must leave a plain SGLang unchanged.
 """
 
 import datetime
+import logging
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +31,11 @@ from services.rollout.engine.sglang_plugin.variables import (
     GROUP_TIMEOUT_VARIABLE,
     PARAMETERS_ACTION,
     START_METHOD_VARIABLE,
+    parse_name_to_join,
 )
+
+_log = logging.getLogger(__name__)
+"""SGLang's processes log in its own way."""
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _GRAMMARS = "sglang.srt.constrained.grammar_manager.GrammarManager"
@@ -67,6 +73,7 @@ def register() -> None:
     pd_hooks.register()
     if os.environ.get(GROUP_TIMEOUT_VARIABLE):
         HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", _bound_group, HookType.BEFORE)
+        HookRegistry.register(_UPDATER + ".init_weights_update_group", _join_group, HookType.AROUND)
 
 
 def _set_start_method(_result: None, *_args: Any, **_kwargs: Any) -> None:
@@ -87,6 +94,26 @@ def _detach_signals(_result: None) -> None:
     signal.set_wakeup_fd(-1)  # after a fork it is still the parent's event loop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _join_group(
+    join: Callable[..., tuple[bool, str]],
+    updater: Any,
+    master_address: str,
+    master_port: int,
+    rank_offset: int,
+    world_size: int,
+    group_name: str,
+    backend: str,
+) -> tuple[bool, str]:
+    """Refuse a group whose trainer has given up while SGLang computed: it would wait for minutes, and the engine with
+    it, for members that do not come."""
+    name, before = parse_name_to_join(group_name)
+    if time.monotonic() >= before:
+        reason = f"SGLang came to process group {name} too late; its trainer no longer waits"
+        _log.error(reason)  # whoever asked has given up, too; SGLang writes errors only
+        return False, reason
+    return join(updater, master_address, master_port, rank_offset, world_size, name, backend)
 
 
 def _bound_group(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

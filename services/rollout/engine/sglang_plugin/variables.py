@@ -15,6 +15,8 @@ PAIR_DEADLINE_VARIABLE = "PENSTOCK_PAIR_DEADLINE_S"
 HOST_TRANSFER_VARIABLE = "PENSTOCK_HOST_TRANSFER"
 """The transfer back end, "mooncake" or "nixl", if engines hold the KV cache in host memory. Unset: it is on GPUs."""
 
+_BEFORE = "@before="
+
 DIGEST_ACTION = "penstock_digests:"
 """Action of SGLang's weight checker, followed by a kind of digest: returns every parameter's digest by name."""
 
@@ -28,6 +30,22 @@ class HeldParameter:
 
     dtype: str
     shape: tuple[int, ...]
+
+
+def name_to_join(name: str, *, before: float) -> str:
+    """Encode until when a process group is worth joining into its name: later its trainer no longer waits.
+
+    Args:
+        name: Name of the group.
+        before: A time of the monotonic clock, which the engine's processes share.
+    """
+    return f"{name}{_BEFORE}{before!r}"
+
+
+def parse_name_to_join(text: str) -> tuple[str, float]:
+    """Decode what `name_to_join` encoded; a plain name is worth joining at any time."""
+    name, _, before = text.partition(_BEFORE)
+    return name, float(before or "inf")
 
 
 def describe_parameter(parameter: HeldParameter) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import collections
 import functools
 import operator
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from services.rollout.engine.sglang_plugin.variables import (
     DIGEST_ACTION,
     PARAMETERS_ACTION,
     HeldParameter,
+    name_to_join,
     parse_parameter,
 )
 from services.rollout.engine.sglang_plugin.version_keys import IN_PLACE, RETRACT
@@ -38,23 +40,34 @@ ResultT = TypeVar("ResultT")
 class SglangWeights:
     """Implements `WeightSink` with an SGLang engine."""
 
-    def __init__(self, engine: SglangEngine) -> None:
-        """Act on `engine`."""
+    def __init__(self, engine: SglangEngine, *, group_timeout_s: float) -> None:
+        """Act on `engine`.
+
+        Args:
+            engine: The engine.
+            group_timeout_s: For how long trainers wait for members of a process group.
+        """
         self._engine = engine
+        self._group_timeout_s = group_timeout_s
         self._tokenizer_manager = engine.tokenizer_manager
         self._is_proven = False
         self._last: asyncio.Task[Any] | None = None
 
     async def join_group(self, source: rollout_pb2.BroadcastSource) -> None:
-        """Join the process group; return when it has formed. SGLang generates nothing meanwhile."""
+        """Join the process group; return when it has formed. SGLang generates nothing meanwhile.
+
+        Raises:
+            UnavailableError: the group did not form, or SGLang was busy for as long as the trainer waits.
+        """
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
+        before = time.monotonic() + self._group_timeout_s
         request = InitWeightsUpdateGroupReqInput(
             master_address=source.master_host,
             master_port=source.master_port,
             rank_offset=source.rank_offset,
             world_size=source.world_size,
-            group_name=source.group_name,
+            group_name=name_to_join(source.group_name, before=before),
             backend=source.backend,
         )
         await self._succeed(
