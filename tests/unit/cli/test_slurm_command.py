@@ -232,7 +232,8 @@ PROGRAMS = {
     # Runs the command here, whose process is what Slurm would signal.
     "srun": 'while [[ $1 == --* ]]; do [[ $1 != --nodelist=* ]] || export NODE=${1#*=}; shift; done; exec "$@"',
     "scontrol": 'if [[ $1 == show ]]; then printf "node1\\nnode2\\n"; else echo "scontrol $*" >> calls; fi',
-    "scancel": 'echo "scancel $*" >> calls; kill -TERM $(cat trainer.pid)',
+    # The trainer may end before it has.
+    "scancel": 'echo "scancel $*" >> calls; kill -TERM $(cat trainer.pid); sleep 0.3',
     "penstock": """
 echo "$NODE $1" >> calls
 [[ $2 != --resume ]] || echo resumes >> calls
