@@ -51,11 +51,16 @@ async def require_same_through_pushes(engine: EngineProcess, policy: Reference, 
 
     Returns the last that was pushed, as `version` + 2.
     """
-    assert await difference(engine, policy) <= MOST
+    await _require_same(engine, policy)
     newer = policy
     for number in (1, 2):
         newer = policy.perturbed(seed=number)
         await Push(engine, newer.weights, version + number).complete()
-        assert await difference(engine, newer) <= MOST
+        await _require_same(engine, newer)
         assert await difference(engine, policy) > FELT
     return newer
+
+
+async def _require_same(engine: EngineProcess, policy: Reference) -> None:
+    found = await difference(engine, policy)
+    assert found <= MOST, f"|dlogp| = {found:.2g}"
