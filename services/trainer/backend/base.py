@@ -125,6 +125,7 @@ class TrainBackend(Protocol):
         adapters alone, where only these are trained (`penstock.weights.adapters`).
 
         Read it before the next `finish_step`: each tensor is made when it is asked for, or is the backend's own.
+        Several ranks write their weights when these are read.
         """
 
     def save(self, folder: Path, *, on_copied: Callable[[], object] = lambda: None) -> Mapping[str, str]:

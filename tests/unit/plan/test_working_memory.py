@@ -135,7 +135,7 @@ def test_longer_rows_take_more_and_computing_again_less(tmp_path: Path) -> None:
 
 
 def test_tokens_that_travel_take_more(tmp_path: Path) -> None:
-    """They have copies on both sides; most live for no longer than a layer is computed."""
+    """They have copies on both sides, of which each layer keeps one until its way back."""
     shape = shape_of(FAMILIES["qwen3_moe"], tmp_path)
     row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
     copies = 2 * 1200 * 2 * 64  # bytes, tokens, experts of each, hidden size
