@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 
 from penstock import config as configuration
+from penstock.bus.connection import connect
 from penstock.bus.local_server import server_command
 from penstock.config import NetworkConfig
 from penstock.errors import PenstockError, SetupError
@@ -61,10 +62,11 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
     """Run `recipe` in `folder` to its end, or until `stop` is set; no process is left afterwards.
 
     Raises:
-        UserError: a process found a fault that a person must fix.
+        UserError: the recipe's NATS does not answer, or a process found a fault that a person must fix.
         ProcessFailedError: a process died too often.
     """
     folder.forget_targets()
+    await require_bus(recipe, security)
     with addressed(recipe, folder, host=LOCAL if recipe.bus.url else bus_host(recipe.network)) as live:
         folder.live_file.write_text(configuration.dump(live))
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
@@ -73,6 +75,20 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
         trace = ProcessTrace(folder.path) if recipe.trace.max_gib else None
         fleet = local_fleet(plan, folder, security)
         await run_processes(specs, folder, stop, security, grace_s=recipe.run.grace_s, trace=trace, fleet=fleet)
+
+
+async def require_bus(recipe: Recipe, security: Security) -> None:
+    """Return once the NATS that the recipe names has answered; without one in it, at once.
+
+    Every process would find out by itself, after it has imported its libraries.
+
+    Raises:
+        AccessError: it refuses the token.
+        SetupError: it does not answer, or has no JetStream.
+    """
+    if recipe.bus.url:
+        async with connect(recipe.bus, run=recipe.run.name, security=security):
+            pass
 
 
 def local_fleet(plan: RunPlan, folder: RunFolder, security: Security) -> Fleet:

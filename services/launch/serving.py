@@ -16,6 +16,7 @@ from services.launch.launcher import (
     background,
     look_after,
     process_specs,
+    require_bus,
     start_processes,
 )
 from services.launch.process_trace import ProcessTrace
@@ -45,8 +46,10 @@ async def serving(
     their events. The processes are started, but may take minutes to become ready.
 
     Raises:
-        SetupError: a process listens on a port that the recipe gives.
+        AccessError: the recipe's NATS refuses the token.
+        SetupError: a process listens on a port that the recipe gives, or its NATS does not answer.
     """
+    await require_bus(recipe, security)
     with addressed(recipe, folder) as live:
         folder.live_file.write_text(configuration.dump(live))
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url, trains=False)

@@ -66,7 +66,8 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
             train.kill(victim)
         train.wait_for_step(8, timeout_s=240)
         os.kill(train.process.pid, signal.SIGINT)
-        train.wait(HANG_S)
+        assert train.wait(HANG_S) == 130
+        assert f"penstock train --resume {train.folder}" in train.output.read_text()
         assert train.pids() == []
         folder = train.folder
     damage_newest_checkpoint(folder)
@@ -74,6 +75,7 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
     with started(tmp_path, "--resume", str(folder), *alone) as train:
         assert train.wait(500) == 0, train.tail()
         assert_nothing_was_lost(train.rows(), num_steps)
+        assert train.folder == folder
         assert_evaluated(train.folder, [5, num_steps], num_prompts={"geometry": 24, "held_out": 8})
         assert train.pids() == []
 

@@ -159,7 +159,13 @@ async def test_ctrl_c_keeps_what_was_played(recipe: Path, engine: SimulatedEngin
     assert not (folder / "evaluation.json").exists()
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param(signal.SIGINT, id="stopped"),
+        pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.variant),
+    ],
+)
 async def test_an_interrupted_evaluation_goes_on(recipe: Path, ending: signal.Signals) -> None:
     """What was answered is neither asked nor judged again; the results are of all rows."""
     with serving_api() as api:

@@ -84,16 +84,17 @@ def test_port_in_use(train: Callable[..., TrainCommand], tmp_path: Path) -> None
     assert [path.name for path in tmp_path.rglob("*") if path.name in ("config.toml", "logs")] == []
 
 
-@pytest.mark.slow
-def test_nats_out_of_reach(train: Callable[..., TrainCommand]) -> None:
-    """A bus.url where nobody answers ends the run with one line and exit code 2."""
+def test_nats_out_of_reach(train: Callable[..., TrainCommand], tmp_path: Path) -> None:
+    """A bus.url where nobody answers ends the run before it starts, with one line, exit code 2 and no run folder."""
     code, _, err = train("--bus.url=nats://127.0.0.1:1").finish(timeout_s=180.0)
     assert code == 2
     assert err.startswith("error: bus.url = 'nats://127.0.0.1:1'")
     assert len(err.splitlines()) == 1
+    assert [path.name for path in tmp_path.rglob("*") if path.name in ("config.toml", "logs")] == []
 
 
 @pytest.mark.slow
+@pytest.mark.variant  # tests/e2e/test_killed_processes.py
 def test_interrupt_and_resume(train: Callable[..., TrainCommand]) -> None:
     """Ctrl-C ends everything and says how to go on; going on uses the same folder."""
     command = train()

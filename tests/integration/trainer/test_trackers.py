@@ -97,6 +97,7 @@ def test_wandb_goes_on_under_the_runs_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.variant
 def test_wandb_keeps_an_evaluation_that_ends_after_later_steps(tmp_path: Path) -> None:
     """It has the step of its weights, and neither replaces nor hides a step's row."""
     evaluation = {"step": 2, "eval/a/score": 0.75}

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from penstock.telemetry import log
 from services.cli import main
@@ -16,7 +17,6 @@ from services.cli.evaluation import run as evaluating
 from services.launch import launcher
 from services.trainer.sft import assembly
 from tests.support.trainer.data.hub_server import COMMIT, HubServer, Repo, used_hub
-from tests.support.trainer.data.pictures import png
 
 ROWS = b'{"problem": "1 + 1?", "answer": "2"}\n{"problem": "1 + 2?", "answer": "3"}\n'
 REPOS = {
@@ -146,7 +146,7 @@ def test_a_line_that_is_cut_in_the_middle_of_a_file(
 def test_an_image_bomb(command: str, hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is measured by its header, and never decoded."""
     Path("bomb.jsonl").write_text(json.dumps({"problem": "<image>?", "answer": "2", "images": ["bomb.png"]}))
-    Path("bomb.png").write_bytes(png(size=(12_000, 10_000)))
+    Image.new("1", (12_000, 10_000)).save("bomb.png")
     line = refusal(command, tiny_model_path, 'path = "bomb.jsonl"', capsys)
     assert "bomb.jsonl', row 0: image 0: 120000000 pixels (12000 x 10000); a request may have 100000000" in line
 

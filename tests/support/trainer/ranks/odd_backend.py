@@ -1,9 +1,14 @@
-"""A backend whose rank 1 does something else at the beginning of a step than the others, which then wait for it."""
+"""A backend whose rank 1 does something else at the beginning of a step than the others, which then wait for it.
+
+It has no model: what ranks do about it does not depend on one, and importing transformers takes longer than all else.
+"""
 
 import time
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, DataError
+from services.trainer.backend.base import StateDigests
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.ranks.ranks import Ranks
 
@@ -12,7 +17,7 @@ _COMPUTES_S = 7.0
 
 
 class OddBackend(InProcessBackend):
-    """It `sleeps`, `computes` for long, `refuses` the command, or, before any, `refuses to begin`."""
+    """It `sleeps`, `computes` for long, `refuses` the command, or, before any, `refuses to begin`; or `keeps up`."""
 
     def __init__(self, *args: Any, odd: str, ranks: Ranks, **settings: Any) -> None:
         if odd == "refuses to begin" and ranks.rank == 1:
@@ -21,9 +26,15 @@ class OddBackend(InProcessBackend):
         self._odd = odd
         self._ranks = ranks
 
+    def load(self, checkpoint: Path | None) -> None:
+        """There is nothing to load."""
+
+    def digests(self) -> StateDigests:
+        """Nothing has any."""
+        return StateDigests(weights="", random_state="")
+
     def begin_step(self, policy_version: int) -> None:
-        """Begin it, and meet the others."""
-        super().begin_step(policy_version)
+        """Meet the others."""
         if self._ranks.rank == 1:
             if self._odd == "sleeps":
                 time.sleep(600.0)

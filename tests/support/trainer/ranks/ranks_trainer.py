@@ -67,7 +67,6 @@ def main(model: Path, num_ranks: int, commands: Iterable[str], odd: str) -> None
                 say([metrics["loss"], backend.digests().weights])
             case ["begin"]:
                 backend.begin_step(VERSION)
-                backend.accumulate(groups_of(model)[:2])
                 say("begun")
             case ["save", folder]:
                 backend.save(Path(folder))

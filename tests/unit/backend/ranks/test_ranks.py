@@ -91,9 +91,9 @@ def assert_same(one: Any, other: Any, *, atol: float = 2e-6) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"micro_batch_tokens": 90},
         {"micro_batch_tokens": 8192},
-        {"fixed_rows": True, "micro_batch_tokens": 256},
+        pytest.param({"micro_batch_tokens": 90}, marks=pytest.mark.variant),
+        pytest.param({"fixed_rows": True, "micro_batch_tokens": 256}, marks=pytest.mark.variant),
         {"fixed_rows": True, "micro_batch_tokens": 256, "row_lengths": 2},
         {"gradient_checkpointing": True, "micro_batch_tokens": 90},
         {"micro_batch_tokens": 90, "optimizer": {"learning_rates": {"text": 0.0}}},
@@ -108,8 +108,15 @@ def test_two_ranks_take_the_steps_of_one(two: RankPool, tiny_model_path: Path, s
         assert_same(alone, together)
 
 
-@pytest.mark.parametrize("router_replay", [False, True])
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize(
+    ("kind", "router_replay"),
+    [
+        ("qwen3_vl_moe", True),
+        ("qwen3_moe", False),
+        pytest.param("qwen3_vl_moe", False, marks=pytest.mark.variant),
+        pytest.param("qwen3_moe", True, marks=pytest.mark.variant),
+    ],
+)
 def test_two_ranks_take_the_steps_of_one_with_a_mixture_of_experts(
     two: RankPool, tmp_path: Path, kind: str, router_replay: bool
 ) -> None:
@@ -121,7 +128,7 @@ def test_two_ranks_take_the_steps_of_one_with_a_mixture_of_experts(
         assert_same(alone, together)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.variant)])
 def test_offloading_changes_no_bit_of_what_two_ranks_compute(two: RankPool, tiny_model_path: Path, dtype: str) -> None:
     """Shards, gradients and averages are in the host's memory, with a reference and a part that is frozen."""
     settings = {"dtype": dtype, "micro_batch_tokens": 90, "algorithm": {"kl": {"kind": "k3", "refresh": "copy"}}}
@@ -230,8 +237,17 @@ def mixed(
     return weights_of(backend), metrics
 
 
-@pytest.mark.parametrize("first", [0, 1, 3], ids=["groups with pictures", "without", "of equal rewards"])
-@pytest.mark.parametrize("pictures", [True, False], ids=["demonstrations with pictures", "without"])
+@pytest.mark.parametrize(
+    ("first", "pictures"),
+    [
+        pytest.param(0, False, id="groups with pictures"),
+        pytest.param(1, True, id="demonstrations with pictures"),
+        pytest.param(3, False, id="groups of equal rewards"),
+        pytest.param(0, True, id="both with pictures", marks=pytest.mark.variant),
+        pytest.param(1, False, id="neither", marks=pytest.mark.variant),
+        pytest.param(3, True, id="of equal rewards, with pictures", marks=pytest.mark.variant),
+    ],
+)
 def test_two_ranks_learn_demonstrations_beside_groups_as_one(
     two: RankPool, tiny_model_path: Path, first: int, pictures: bool
 ) -> None:
