@@ -1,10 +1,9 @@
-"""The files of the compose stack agree with each other, with the lock file, and with both generations of compose.
+"""The files of the compose stack agree with each other and with both generations of compose.
 
 That they work is tested on a real Docker engine: `make test-compose`.
 """
 
 import http.server
-import importlib.util
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import sys
 import threading
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -76,17 +74,6 @@ def variables(text: str) -> dict[str, set[str]]:
         "one has no default"
     )
     return found
-
-
-@pytest.fixture(scope="module")
-def requirements() -> ModuleType:
-    """deploy/docker/requirements.py, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location("requirements", DOCKER / "requirements.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("path", [BASE, *OVERRIDES, OBSERVABILITY], ids=lambda path: path.name)
@@ -409,67 +396,3 @@ def words(service: dict[str, Any]) -> list[str]:
 def mounts(service: dict[str, Any]) -> set[str]:
     """The volumes of a service, which one compose prints as texts and another as mappings."""
     return {json.dumps(each, sort_keys=True) for each in service["volumes"]}
-
-
-def test_images_begin_alike() -> None:
-    """What all Dockerfiles, and what the two heavy ones, have in common is the same line for line: built once."""
-    text = {name: (DOCKER / f"{name}.Dockerfile").read_text() for name in SERVICES if name != "nats"}
-    shared = {name: each[each.index("ARG BASE_IMAGE") : each.index("ENV PIP_NO", each.index("FROM ${BASE_IMAGE}\n"))]
-              for name, each in text.items()}  # fmt: skip
-    assert len(set(shared.values())) == 1
-    heavy = {text[name][text[name].index("FROM ${BASE_IMAGE}\n") :].partition("COPY --from=project /pins/rollout")[0]
-             .partition("COPY --from=project /pins/trainer")[0] for name in ("rollout", "trainer")}  # fmt: skip
-    assert len(heavy) == 1
-    assert "/pins/torch.txt" in heavy.pop()
-
-
-@pytest.mark.parametrize("extra", ["reward", "openai", "worker"])
-def test_small_images_hold_no_torch(requirements: ModuleType, extra: str) -> None:
-    """Nor SGLang, nor anything of CUDA's."""
-    names = pinned(requirements, extra)
-    assert "grpcio" in names
-    assert not {name for name in names if name.startswith(("torch", "sglang", "nvidia", "triton"))}
-
-
-def test_heavy_images_hold_what_their_service_imports(requirements: ModuleType) -> None:
-    """The engine SGLang, the trainer torch without SGLang; both the same torch, which is in a layer of its own."""
-    torch = set(requirements.closure((ROOT / "requirements.lock").read_text(), {"torch", "torchvision"}))
-    assert {"sglang", "torch", "safetensors"} <= pinned(requirements, "rollout")
-    assert {"accelerate", "torch", "transformers"} <= pinned(requirements, "trainer")
-    assert "sglang" not in pinned(requirements, "trainer")
-    assert {requirements.normalised(pin) for pin in torch} <= pinned(requirements, "trainer") & pinned(
-        requirements, "rollout"
-    )
-
-
-def test_the_closure_is_read_from_the_lock_file(requirements: ModuleType) -> None:
-    """Everything that a root came with, directly or not, and nothing else; a root that is not locked is an error."""
-    direct = "# via penstock (pyproject.toml)"
-    lock = f"a==1  {direct}\nb==2  # via a\nc==3  # via b, d\nd==4  {direct}\n"
-    assert requirements.closure(lock, {"a"}) == ["a==1", "b==2", "c==3"]
-    assert requirements.closure(lock, {"d"}) == ["c==3", "d==4"]
-    with pytest.raises(ValueError, match="no e; run `make lock`"):
-        requirements.closure(lock, {"e"})
-
-
-def test_the_transfer_wheels_are_the_extra_s(requirements: ModuleType) -> None:
-    """The engine's image has what `disaggregation` in pyproject.toml names."""
-    wanted = project()["optional-dependencies"]["disaggregation"]
-    (given,) = re.findall(r'^ARG TRANSFER="(.*)"$', (DOCKER / "rollout.Dockerfile").read_text(), re.MULTILINE)
-    assert wanted == given.split()
-    assert variables(BASE.read_text())["PENSTOCK_TRANSFER"] == {given}
-
-
-def project() -> dict[str, Any]:
-    """[project] of pyproject.toml."""
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return found
-
-
-def pinned(requirements: ModuleType, extra: str) -> set[str]:
-    """Names of the packages that the image of `extra` installs."""
-    wanted = {
-        requirements.normalised(each) for each in project()["dependencies"] + project()["optional-dependencies"][extra]
-    }
-    pins = requirements.closure((ROOT / "requirements.lock").read_text(), wanted)
-    return {requirements.normalised(pin) for pin in pins}

@@ -1,0 +1,203 @@
+"""What the sbatch file of `penstock slurm` does, with stand-ins for Slurm's commands.
+
+On a real Slurm: `make test-slurm`.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.launch.slurm.placement import NodeShare
+from services.launch.slurm.script import job_script
+from tests.support.waiting import HANG_S, wait_until
+from tests.unit.cli.test_slurm_command import recipe
+
+PROGRAMS = {
+    # Runs the command here, whose process is what Slurm would signal.
+    "srun": 'while [[ $1 == --* ]]; do [[ $1 != --nodelist=* ]] || export NODE=${1#*=}; shift; done; exec "$@"',
+    "scontrol": 'if [[ $1 == show ]]; then printf "node1\\nnode2\\n"; else echo "scontrol $*" >> calls; fi',
+    # The trainer may end before it has.
+    "scancel": 'echo "scancel $*" >> calls; kill -TERM $(cat trainer.pid); sleep 0.3',
+    "penstock": """
+echo "$NODE $1" >> calls
+[[ $2 != --resume ]] || echo resumes >> calls
+case $1 in
+  doctor) exit $(cat doctor-$NODE);;
+  train)
+    echo $PPID > trainer.pid
+    trap 'echo told >> calls; [[ -s hold ]] || exit 130' TERM
+    touch live.toml
+    until [[ -s train ]]; do sleep 0.02; done
+    exit $(cat train);;
+  slurm-node)
+    until [[ -s node || -e live.toml ]]; do sleep 0.02; done
+    echo "$NODE serves" >> calls
+    until [[ -s node || ! -e live.toml ]]; do sleep 0.02; done
+    exit $(cat node 2> /dev/null || echo 0);;
+esac
+""",
+}
+"""Stand-ins for what the file calls: they write down that they were called, and exit as files say."""
+
+
+class Job:
+    """A job's file under way."""
+
+    def __init__(self, folder: Path, *, doctor_of_node2: int = 0) -> None:
+        self.folder = folder
+        for name, text in PROGRAMS.items():
+            (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+            (folder / name).chmod(0o755)
+        self.exits("doctor-node1", 0)
+        self.exits("doctor-node2", doctor_of_node2)
+        given = recipe(f"--slurm.command={folder}/penstock")
+        placed = [NodeShare(unified=1, workers=1), NodeShare(unified=1)]
+        (folder / "job.sh").write_text(job_script(given, folder, placed, working_directory=folder))
+        self.process = subprocess.Popen(
+            ["bash", "job.sh"],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PATH": f"{folder}:{os.environ['PATH']}",
+                "SLURM_JOB_ID": "7",
+                "SLURM_JOB_NODELIST": "n",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def exits(self, name: str, code: int) -> None:
+        partial = self.folder / f"{name}.partial"
+        partial.write_text(f"{code}\n")
+        partial.rename(self.folder / name)
+
+    def calls(self) -> list[str]:
+        file = self.folder / "calls"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def until_training(self) -> None:
+        wait_until(lambda: "node2 serves" in self.calls())
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=HANG_S)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Start the file of a job in `tmp_path`; what a failing test leaves of it is killed."""
+    jobs: list[Job] = []
+
+    def start(**doctor: int) -> Job:
+        jobs.append(Job(tmp_path, **doctor))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.process.pid, signal.SIGKILL)
+        job.process.communicate()
+
+
+def test_a_finished_run_ends_the_job(tmp_path: Path, start: Callable[..., Job]) -> None:
+    """The nodes are compared, then all start; the others end with the trainer."""
+    job = start()
+    job.until_training()
+    job.exits("train", 0)
+    assert job.end() == (0, "")
+    assert sorted(job.calls()[:2]) == ["node1 doctor", "node2 doctor"]
+    assert sorted(job.calls()[2:]) == ["node1 train", "node2 serves", "node2 slurm-node"]
+    assert not (tmp_path / "live.toml").exists()
+
+
+def test_an_interrupted_run_is_queued_again(tmp_path: Path, start: Callable[..., Job]) -> None:
+    """Slurm has told the processes to end, and not the file: it asks for the next start itself, which resumes."""
+    job = start()
+    job.until_training()
+    (tmp_path / "config.toml").touch()  # as the trainer's node does
+    job.exits("train", 130)
+    code, output = job.end()
+    assert code == 130
+    assert "queued again" in output
+    assert job.calls()[-1] == "scontrol requeue 7"
+    assert "resumes" not in job.calls()
+    job.exits("node", 0)
+    job = start()  # the exit codes are still there
+    assert job.end()[0] == 130
+    assert "resumes" in job.calls()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_job_that_is_told_to_end_is_not_queued_again(start: Callable[..., Job], number: signal.Signals) -> None:
+    """SIGTERM: Slurm cancels it or queues it again itself. SIGUSR1, from a person, is passed on to the trainer."""
+    job = start()
+    job.until_training()
+    job.process.send_signal(number)
+    if number is signal.SIGTERM:
+        time.sleep(0.2)
+        assert job.process.poll() is None  # it waits for the checkpoint
+        job.exits("train", 130)
+    assert job.end()[0] == 130
+    assert ("scancel --signal=TERM 7" in job.calls()) == (number is signal.SIGUSR1)
+    assert not any("requeue" in call for call in job.calls())
+
+
+def test_a_second_signal_changes_nothing(start: Callable[..., Job]) -> None:
+    """Slurm may send one for a preemption and one for the time limit; the trainer would end at the second at once."""
+    job = start()
+    job.exits("hold", 1)  # it is in the middle of a step
+    job.until_training()
+    for number in (1, 2):
+        job.process.send_signal(signal.SIGUSR1)
+        wait_until(lambda number=number: job.calls().count("scancel --signal=TERM 7") == number)
+        wait_until(lambda: "told" in job.calls())
+    time.sleep(0.2)
+    job.exits("train", 130)
+    assert job.end()[0] == 130
+    assert job.calls().count("told") == 1
+
+
+def test_a_node_that_fails_ends_the_run(start: Callable[..., Job]) -> None:
+    """In order, and without a next start, which would fail as well."""
+    job = start()
+    job.until_training()
+    job.exits("node", 2)
+    code, output = job.end()
+    assert code == 2
+    assert "a node has failed" in output
+    assert "scancel --signal=TERM 7" in job.calls()
+
+
+@pytest.mark.parametrize(("exit_code", "is_requeued"), [(1, False), (143, True)])
+def test_nodes_that_do_not_fit_start_nothing(start: Callable[..., Job], exit_code: int, is_requeued: bool) -> None:
+    """The doctor's reasons are above; a preemption at that moment is none of them."""
+    job = start(doctor_of_node2=exit_code)
+    code, output = job.end()
+    assert "node1 train" not in job.calls()
+    assert code == (exit_code if is_requeued else 2)
+    assert ("nothing was started" in output) == (not is_requeued)
+    assert ("scontrol requeue 7" in job.calls()) == is_requeued
+
+
+def test_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
+    """`sbatch --nodes=2` of a file for one."""
+    (tmp_path / "scontrol").write_text(f"#!/bin/bash\n{PROGRAMS['scontrol']}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    script = job_script(recipe(), tmp_path, [NodeShare(unified=1, workers=1)], working_directory=tmp_path)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "the job has 2 nodes, and this file is for 1" in done.stderr
