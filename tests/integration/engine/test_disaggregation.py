@@ -308,7 +308,7 @@ async def test_a_push_that_breaks_off_leaves_no_peer_waiting(engine: EngineProce
     playing = asyncio.ensure_future(pair.generate(made))
     for peer in pair.engines:
         await until_replica(peer, lambda replica: replica.num_running == 1)
-    for _ in range(5):  # the pair, were it not paused, would answer in this time
+    for _ in range(2):  # the pair, were it not paused, would answer in this time; after 10 s its peer gives up
         await engine.generation.Generate(made, timeout=60)
     assert not playing.done()
     assert await push.abort("changed its mind") == common_pb2.REPLICA_STATE_READY

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.testing.tolerance import MAX_DLOGP
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.testing.engine_process import EngineProcess
+from services.trainer.backend.policy.mixture import routers_of
 from tests.support.waiting import HANG_S, until
 
 TOLERANCE = MAX_DLOGP
@@ -58,6 +60,26 @@ class Reference:
         ids, inputs, prompt_length = self._inputs(input_ids, images, output_ids)
         logits = self.model(input_ids=ids, **inputs).logits[0, prompt_length - 1 : -1]
         return self._scores(logits, output_ids, temperature), prompt_length
+
+    @torch.no_grad()
+    def router_margin(self, input_ids: Sequence[int], images: Sequence[bytes], output_ids: Sequence[int]) -> float:
+        """How near the nearest router of a mixture is to another choice: logit of its last expert less the next one's.
+
+        Infinite without routers. Where it is less than rounding, an engine may choose the other expert.
+        """
+        nearest = [math.inf]
+
+        def look(router: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+            num_chosen = output[2].shape[-1]
+            logits = torch.nn.functional.linear(args[0].flatten(0, -2), router.weight).sort(descending=True).values
+            nearest.append(float((logits[:, num_chosen - 1] - logits[:, num_chosen]).min()))
+
+        hooks = [router.register_forward_hook(look) for router in routers_of(self.model)]
+        ids, inputs, _ = self._inputs(input_ids, images, output_ids)
+        self.model(input_ids=ids, **inputs)
+        for hook in hooks:
+            hook.remove()
+        return min(nearest)
 
     @torch.no_grad()
     def highest_logprobs(
