@@ -74,12 +74,19 @@ class Forkserver:
         self._to_reap: list[int] = []
 
     async def start(self) -> None:
-        """Start the forkserver and wait until it is ready to fork.
+        """Start the forkserver and wait until it is ready to fork; one that does not become ready is killed.
 
         Raises:
             WorkerDiedError: it does not start; the message says why.
             OSError: the system has no socket or process left.
         """
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()  # otherwise `spawn` would take the late word that it is ready for its own answer
+            raise
+
+    async def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         with theirs:
@@ -116,6 +123,8 @@ class Forkserver:
             with theirs:
                 socket.send_fds(self._control, [COMMAND.pack(SPAWN, 0)], [theirs.fileno()])
             pid = (await self._reply(_SPAWN_TIMEOUT_S)).pid
+            if pid <= 0:  # to kill it would be to kill this process's group
+                raise WorkerDiedError(f"the forkserver named {pid} as a worker's process")
             self._pids.add(pid)
             reader, writer = await asyncio.open_connection(sock=ours)
         except ConnectionError as error:

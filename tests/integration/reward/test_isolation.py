@@ -14,6 +14,7 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
+from penstock.runtime.isolation import forkserver_process
 from penstock.runtime.isolation.forkserver_process import WorkerDiedError
 from penstock.verdict_status import Status
 from services.reward.isolation.pool import WorkerPool
@@ -231,6 +232,21 @@ async def test_a_killed_forkserver_is_started_again() -> None:
         os.kill(parent_of(pool.worker_pids[0]), signal.SIGKILL)
         replies = await _all(pool, *[_EASY] * 20)
         assert [reply.credit for reply in replies] == [1.0] * 20
+
+
+async def test_a_forkserver_that_is_ready_too_late_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its word that it is ready is nobody's process: another one is started, and its workers are the pool's."""
+    async with _running(num_workers=1) as pool:
+        monkeypatch.setattr(forkserver_process, "_START_TIMEOUT_S", 0.01)
+        with capture_logs() as logs:
+            os.kill(parent_of(pool.worker_pids[0]), signal.SIGKILL)
+            judging = asyncio.create_task(pool.run(_EASY, HANG_S))
+            await until(lambda: any(entry["event"] == "forkserver.failed" for entry in logs))
+        monkeypatch.setattr(forkserver_process, "_START_TIMEOUT_S", HANG_S)
+        reply, _ = await judging
+        assert reply.credit == 1.0
+        assert all(pid > 0 for pid in pool.worker_pids)
+        assert {parent_of(pid) for pid in pool.worker_pids} <= {each.pid for each in psutil.Process().children()}
 
 
 async def test_workers_are_recycled() -> None:
