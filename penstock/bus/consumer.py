@@ -56,8 +56,10 @@ class Delivery:
     def renew(self, message: Msg) -> None:
         """Continue with another delivery of the same message, which arrived because heartbeats were late.
 
-        `num_delivered` stays, since no attempt failed at the message meanwhile.
+        `num_delivered` stays, since no attempt failed at the message meanwhile, and so does the payload: the bytes that
+        came again are freed.
         """
+        message.data = b""
         self._message = message
 
     def forget_payload(self) -> None:
@@ -189,7 +191,7 @@ async def consuming(
         durable: The consumer's name.
         ack_wait_s: A message without a heartbeat for this long is delivered again. Three heartbeats are sent in that
             time.
-        max_ack_pending: The most messages that may be in hand at once, in all processes together.
+        max_ack_pending: The most messages that may be in hand at once, in all processes together; -1: any number.
         fresh: Forget the messages that an earlier process held, so that they are delivered again at once.
 
     Raises:

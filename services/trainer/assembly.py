@@ -58,7 +58,6 @@ log = structlog.get_logger()
 
 _GROUP_ACK_WAIT_S = 60.0
 """A group lost on its way from the bus is delivered again after this time. Heartbeats keep those in hand."""
-_MAX_GROUPS_IN_HAND = 100_000
 
 OpenBackend: TypeAlias = Callable[[TrainerSettings], TrainBackend]
 """Makes what computes; `load` is still to be called."""
@@ -368,7 +367,7 @@ async def _open_groups(bus: Bus, stack: AsyncExitStack, *, fresh_run: bool) -> C
             bus.groups,
             "trainer",
             ack_wait_s=_GROUP_ACK_WAIT_S,
-            max_ack_pending=_MAX_GROUPS_IN_HAND,
+            max_ack_pending=-1,  # each stays in hand until the next checkpoint, however far that is
             fresh=True,
         )
     )

@@ -24,7 +24,7 @@ class Position:
     @property
     def num_steps_left(self) -> int:
         """Optimizer steps that the run still takes."""
-        return self.num_steps - self.step
+        return max(0, self.num_steps - self.step)
 
     @property
     def admission_version(self) -> int | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bus.connection import Bus
-from penstock.errors import SetupError
+from penstock.errors import ConfigError, SetupError
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerSettings
 from services.trainer.versions import PolicyVersions, open_versions
@@ -52,6 +52,7 @@ async def find_starting_point(settings: TrainerSettings, bus: Bus) -> StartingPo
     """Find the newest checkpoint of the run, and keep every earlier trainer from writing another one.
 
     Raises:
+        ConfigError: the checkpoint has more steps than the run is to have.
         SetupError: checkpoints are damaged or missing, or NATS does not answer.
     """
     folder = settings.run.folder or settings.run.dir / settings.run.name
@@ -66,6 +67,11 @@ async def find_starting_point(settings: TrainerSettings, bus: Bus) -> StartingPo
         raise SetupError(
             f"{checkpoint.path} is a checkpoint of supervised training, which `penstock sft --resume` continues; to go "
             f"on from its weights, begin a run with --model.path={checkpoint.model_path}"
+        )
+    elif checkpoint.step > settings.trainer.num_steps:
+        raise ConfigError(
+            f"trainer.num_steps = {settings.trainer.num_steps} counts the steps of the whole run, and its newest "
+            f"checkpoint is of step {checkpoint.step}; give at least that, or more to go on"
         )
     else:
         run_id = str(checkpoint.state["run_id"])

@@ -45,10 +45,10 @@ OnGroup = Callable[[str, int, Group], Awaitable[None]]
 class FailureCheck:
     """Ends an evaluation if no row of a set can be played."""
 
-    def __init__(self) -> None:
-        """Start with no outcomes."""
+    def __init__(self, played: Collection[tuple[str, int]] = ()) -> None:
+        """Start with no outcomes but those of `played`: rows, by set and number, that had one without an error."""
         self._num_failed: Counter[str] = Counter()
-        self._has_played: set[str] = set()
+        self._has_played = {set_name for set_name, _ in played}
 
     def add(self, outcome: PlayedPrompt) -> None:
         """Count an outcome.
@@ -99,7 +99,8 @@ class Evaluation:
             has_received_all: Returns whether every group that the bus holds has been passed to `receive` or `fail`.
             silence_s: Seconds without a group after which to look for lost prompts.
             played: Rows, by set and number, that the version has already played.
-            num_slots: Samples that the evaluation's replicas generate at once; None: it has all replicas.
+            num_slots: Samples that the evaluation's replicas generate at once, 0 while it has lost them; None: it has
+                all replicas.
             on_group: Awaited with each group that becomes a row's outcome, before its images are removed.
         """
         self._has_received_all = has_received_all
@@ -121,14 +122,17 @@ class Evaluation:
         self._in_play: dict[int, PlayedPrompt] = {}
         """Prompts in play, without samples, by index in `_rows`."""
         self._free = asyncio.Semaphore(_max_in_play(sets, num_slots))
-        self._failures = FailureCheck()
+        self._failures = FailureCheck(played)
         self._num_left = len(self._rows)
         self._publishing = asyncio.Lock()
         """Held while a prompt is on its way to the bus: until then a missing one is not lost."""
         self._is_done = asyncio.Event()
+        self._has_ended = False
 
     async def run(self) -> None:
         """Publish every row as workers take them, and return when each row has an outcome.
+
+        Once it has ended, also early, no outcome is passed on: a group that is being received has none.
 
         Raises:
             DataError: a row cannot be read or sent.
@@ -142,6 +146,7 @@ class Evaluation:
                 replacing.result()
             await publishing
         finally:
+            self._has_ended = True
             await end_task(publishing)
             await end_task(replacing)
 
@@ -196,6 +201,8 @@ class Evaluation:
 
     async def _finish(self, group_id: GroupId, outcome: PlayedPrompt) -> None:
         await self._images.remove(group_id.scope)
+        if self._has_ended:
+            return
         self._on_played(outcome)
         self._failures.add(outcome)
         self._free.release()
@@ -256,4 +263,4 @@ def _max_in_play(sets: Mapping[str, EvaluationSet], num_slots: int | None) -> in
     if num_slots is None:
         return MAX_IN_PLAY
     fewest = min(each.config.samples_per_prompt for each in sets.values())
-    return min(MAX_IN_PLAY, math.ceil((1 + _WAITING_SHARE) * num_slots / fewest))
+    return min(MAX_IN_PLAY, max(1, math.ceil((1 + _WAITING_SHARE) * num_slots / fewest)))

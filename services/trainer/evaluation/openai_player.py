@@ -98,7 +98,7 @@ class OpenAiPlayer:
         rows = iter(
             [(each, row) for name, each in sets.items() for row in range(len(each)) if (name, row) not in played]
         )
-        failures = FailureCheck()
+        failures = FailureCheck(played)
 
         async def play_rows() -> None:
             for each, row in rows:  # shared: each takes the next

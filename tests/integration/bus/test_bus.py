@@ -15,7 +15,7 @@ from penstock.errors import (
     InvalidRequestError,
 )
 from tests.support.bus.work_queue import OpenConsumer, fetch_one, num_messages, until_beaten
-from tests.support.waiting import promptly
+from tests.support.waiting import HANG_S, promptly
 
 _HOLD_ONE_MESSAGE = """
 import asyncio, sys
@@ -73,6 +73,22 @@ async def test_a_killed_consumers_message_is_delivered_again(
     await holder.wait()
     delivery = await fetch_one(consumer)
     assert (delivery.payload, delivery.num_delivered) == (b"work", 2)
+    await delivery.ack()
+    assert await num_messages(bus, bus.prompts.name) == 0
+
+
+async def test_what_is_delivered_again_takes_no_memory_again(workers: OpenConsumer, bus: Bus) -> None:
+    """A message whose bytes were freed stays in hand for its receipt, also while heartbeats are late."""
+    await bus.publish(bus.prompts, b"large", message_id="a")
+    consumer = await workers(bus, ack_wait_s=60.0)
+    delivery = await fetch_one(consumer)
+    delivery.forget_payload()
+    first = delivery._message
+    await first.nak()  # the server delivers it at once, as it does after ack_wait
+    async with asyncio.timeout(HANG_S):
+        while delivery._message is first:
+            assert await consumer.fetch(1) == []
+    assert (delivery.payload, delivery._message.data, consumer.num_in_hand) == (b"", b"", 1)
     await delivery.ack()
     assert await num_messages(bus, bus.prompts.name) == 0
 

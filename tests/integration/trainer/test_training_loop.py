@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +15,21 @@ from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.image_store import ImageStore, hash_of
-from penstock.errors import MissingImageError, SetupError, SupersededError
+from penstock.errors import ConfigError, MissingImageError, SetupError, SupersededError
 from penstock.records import GroupId
 from penstock.records.published_version import read_published_version
 from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.group_state import Arrival, GroupStatus
 from services.trainer.admission.ledger import GroupLedger
+from services.trainer.assembly import _open_groups
 from services.trainer.background import Lane
 from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.publication import Publication
+from services.trainer.starting_point import find_starting_point
 from services.trainer.telemetry.progress import Progress
 from services.trainer.versions import first_version, open_versions
 from tests.support.waiting import HANG_S, until
@@ -320,3 +323,31 @@ async def test_a_missing_checkpoint_folder_does_not_begin_a_new_run(bus: Bus, tm
     with pytest.raises(SetupError, match=r"checkpoints holds no checkpoint, but run 'run' saved one of step 7 there"):
         versions.require_checkpoint(tmp_path / "checkpoints")
     versions.require_checkpoint(tmp_path / "of-another-run")
+
+
+async def test_as_many_groups_as_come_before_a_checkpoint_can_be_in_hand(bus: Bus) -> None:
+    """Each keeps its message until then: a bound would end deliveries, and with them steps and checkpoints."""
+    async with AsyncExitStack() as stack:
+        await _open_groups(bus, stack, fresh_run=True)
+        info = await bus.jetstream.consumer_info(bus.groups.name, "trainer")
+    assert info.config.max_ack_pending == -1
+
+
+@pytest.mark.parametrize(("num_steps", "words"), [(6, "newest checkpoint is of step 7; give at least that"), (7, "")])
+async def test_a_run_has_no_fewer_steps_than_its_checkpoint(
+    bus: Bus, tmp_path: Path, num_steps: int, words: str
+) -> None:
+    """It would wait for groups that nobody admits; a run that is at its end is no mistake."""
+    trainer = await open_controller(bus, tmp_path, epoch="a", pushes=Pushes())
+    await trainer.save()
+    run, settings = (
+        SimpleNamespace(folder=tmp_path, name="run"),
+        SimpleNamespace(num_steps=num_steps, keep_checkpoints=2),
+    )
+    finding = find_starting_point(SimpleNamespace(run=run, trainer=settings), bus)  # type: ignore[arg-type]
+    if words:
+        with pytest.raises(ConfigError, match=words):
+            await finding
+    else:
+        assert (await finding).step == 7
+    assert Position(num_steps=num_steps, step=7, version=7).num_steps_left == 0

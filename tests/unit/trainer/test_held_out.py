@@ -1,9 +1,15 @@
 """Which replicas an evaluation holds out of pushes."""
 
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from penstock.v1 import common_pb2
 from services.trainer.weight_sync.held_out.choice import can_spare, choose_held_out, num_slots
+from services.trainer.weight_sync.held_out.hold_out import HoldOut
 from tests.support.router.replica_statuses import DECODE, PREFILL, replica
 
 VERSION = 5
@@ -79,3 +85,26 @@ def test_where_pairs_are_left_every_unified_replica_may_be_held_out() -> None:
     assert can_spare(replicas, chosen)
     assert num_slots(chosen) == 4
     assert num_slots(replicas) == 12
+
+
+async def test_a_claim_waits_for_a_replica_whenever_it_has_none() -> None:
+    """Also for the next one, when those that an earlier trainer held out have died before anything was played."""
+
+    async def write(*_: object, **__: object) -> None:
+        """Nobody reads it."""
+
+    parts: dict[str, Any] = {
+        "kept": SimpleNamespace(version=VERSION, folder=Path("/nowhere")),
+        "record": SimpleNamespace(write=write),
+    }
+    claim = HoldOut(step=4, num=1, replica_ids=frozenset("a"), **parts)
+    replicas = [replica("a", version=VERSION), replica("b", version=VERSION)]
+    await claim.update(replicas)
+    await claim.until_some()
+    await claim.update([])
+    waiting = asyncio.create_task(claim.until_some())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await claim.update(replicas)
+    await waiting
+    assert claim.num_slots > 0

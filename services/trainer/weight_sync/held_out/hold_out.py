@@ -107,3 +107,5 @@ class HoldOut:
         log.info("evaluation.replicas_held_out", step=self.step, version=self.version, replica_ids=sorted(ids))
         if ids:
             self._has_some.set()
+        else:
+            self._has_some.clear()

@@ -1,0 +1,114 @@
+"""An evaluation over the queues of a run, with nobody at the other end of them."""
+
+import asyncio
+from collections.abc import Collection
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.errors import DataError
+from penstock.records import Group, GroupId
+from penstock.runtime.process import end_task
+from services.trainer.data.config import DataConfig
+from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
+from services.trainer.evaluation.evaluation import MAX_FAILURES_AT_FIRST, Evaluation
+from services.trainer.evaluation.outcome import PlayedPrompt
+from services.trainer.evaluation.sets import open_sets
+from tests.support.waiting import until
+
+NUM_ROWS = 40
+
+
+class Server:
+    """Stands in for the bus and its images: takes prompts, and may be slow to remove images."""
+
+    def __init__(self) -> None:
+        self.prompts = SimpleNamespace(name="prompts")
+        self.num_prompts = 0
+        self.removing = asyncio.Event()
+        """Set when images are being removed."""
+        self.may_remove = asyncio.Event()
+        self.may_remove.set()
+
+    async def publish(self, *_: object, **__: object) -> None:
+        self.num_prompts += 1
+
+    async def put(self, *_: object) -> str:
+        return "0" * 64
+
+    async def remove(self, _: str) -> None:
+        self.removing.set()
+        await self.may_remove.wait()
+
+
+def evaluation(server: Any, outcomes: list[PlayedPrompt], **given: Any) -> Evaluation:
+    """One of the built-in problems."""
+    config = EvaluationConfig(at_start=True, sets={"s": EvaluationSetConfig(num_prompts=NUM_ROWS)})
+
+    async def has_received_all() -> bool:
+        return False
+
+    return Evaluation(
+        open_sets(config, DataConfig(), reads_rows=False),
+        bus=server,
+        images=server,
+        run_id="r",
+        epoch="a",
+        version=1,
+        on_played=outcomes.append,
+        has_received_all=has_received_all,
+        **given,
+    )
+
+
+def failed(index: int) -> Group:
+    """A row that nobody can play."""
+    group_id = GroupId(run_id="r", index=index, attempt=0, trainer_epoch="a")
+    return Group(id=group_id, num_samples=0, samples=(), worker_id="", error="the prompt is too long")
+
+
+@pytest.mark.parametrize(("played", "goes_on"), [([], False), ([("s", 39)], True)], ids=["at first", "after others"])
+async def test_rows_that_fail_end_it_only_if_none_was_played(
+    played: Collection[tuple[str, int]], goes_on: bool
+) -> None:
+    """What an earlier start has played counts: it ended where the rows were that fail, and they come again at first."""
+    server, outcomes = Server(), list[PlayedPrompt]()
+    running = evaluation(server, outcomes, played=played)
+    publishing = asyncio.create_task(running.run())
+    await until(lambda: server.num_prompts >= MAX_FAILURES_AT_FIRST)
+    for index in range(MAX_FAILURES_AT_FIRST - 1):
+        await running.receive(failed(index))
+    if goes_on:
+        await running.receive(failed(MAX_FAILURES_AT_FIRST - 1))
+    else:
+        with pytest.raises(DataError, match=f"the first {MAX_FAILURES_AT_FIRST} prompts of evaluation.sets.s"):
+            await running.receive(failed(MAX_FAILURES_AT_FIRST - 1))
+    await end_task(publishing)
+    assert len(outcomes) == MAX_FAILURES_AT_FIRST
+
+
+async def test_a_group_that_is_received_when_it_is_stopped_has_no_outcome() -> None:
+    """Its file of samples is closed by then; a resumed evaluation plays the row again."""
+    server, outcomes = Server(), list[PlayedPrompt]()
+    running = evaluation(server, outcomes)
+    publishing = asyncio.create_task(running.run())
+    await until(lambda: server.num_prompts > 0)
+    server.may_remove.clear()
+    receiving = asyncio.create_task(running.receive(failed(0)))
+    await server.removing.wait()
+    publishing.cancel()
+    with suppress(asyncio.CancelledError):
+        await publishing
+    server.may_remove.set()
+    await receiving
+    assert outcomes == []
+
+
+async def test_without_a_replica_one_prompt_waits_for_the_next() -> None:
+    """Held-out replicas may all be gone when it begins."""
+    server = Server()
+    publishing = asyncio.create_task(evaluation(server, [], num_slots=0).run())
+    await until(lambda: server.num_prompts == 1)
+    await end_task(publishing)
