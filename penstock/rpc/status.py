@@ -34,6 +34,8 @@ _ERROR_OF_CODE: dict[grpc.StatusCode, type[errors.PenstockError]] = {
 }
 
 
+_TOO_LARGE = "message larger than max"
+"""In gRPC's own message about a request or an answer that exceeds the limit: no retry will make it smaller."""
 _HINTS = (
     ("WRONG_VERSION_NUMBER", "it speaks plain text: switch TLS on there, or leave it out of [security] here"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not by one of those authorities: see security.tls_ca"),
@@ -58,6 +60,8 @@ def error_of(failure: grpc.aio.AioRpcError, *, peer: str) -> errors.PenstockErro
     """Return the error that a client raises for `failure`; `peer` names the server in its message."""
     kind = _ERROR_OF_CODE.get(failure.code(), errors.PenstockError)
     details = failure.details() or failure.code().name
+    if kind is errors.OverloadedError and _TOO_LARGE in details:
+        kind = errors.InvalidRequestError
     return kind(f"{peer}: {details}{_hint(details)}")
 
 

@@ -5,7 +5,8 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,6 +95,27 @@ async def end_task(task: asyncio.Future[Any]) -> None:
             await asyncio.wait({task}, timeout=0.5)
     finally:
         task.cancel()  # also if this call is cancelled itself
+
+
+@contextmanager
+def others_code() -> Iterator[None]:
+    """Within the context code of other people is awaited; a cancellation that it raises by itself is a failure of it.
+
+    Otherwise the awaiting task would look as if it had been cancelled, which nobody reports.
+
+    Raises:
+        RuntimeError: CancelledError came, and nobody has cancelled this task.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError(
+            "CancelledError came out of it, and nobody has cancelled it: it awaits a task that it has cancelled; catch "
+            "that there"
+        ) from error
 
 
 def _raise_file_limit() -> None:

@@ -36,6 +36,7 @@ from services.launch.scaling import request
 from services.launch.scaling.fleet import Fleet
 from services.launch.supervisor import Supervisor, supervised
 from services.launch.terminal.display import Display, open_display
+from services.launch.terminal.lasting_output import lasting_output
 from services.recipe import Recipe
 
 log = structlog.get_logger()
@@ -67,7 +68,8 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
     """
     folder.forget_targets()
     await require_bus(recipe, security)
-    with addressed(recipe, folder, host=LOCAL if recipe.bus.url else bus_host(recipe.network)) as live:
+    host = LOCAL if recipe.bus.url else bus_host(recipe.network)
+    with lasting_output(), addressed(recipe, folder, host=host) as live:
         folder.live_file.write_text(configuration.dump(live))
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
         sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
@@ -319,13 +321,22 @@ async def _watched(
 ) -> AsyncIterator[None]:
     """Show the state of the run twice a second, and keep the logs within their bound."""
 
+    async def look() -> None:
+        await look_after(supervisor, display.write, own_log)
+        new_rows = follower.poll(display.write)
+        if new_rows:
+            supervisor.note_progress()
+        display.show(supervisor.children, follower.rows, new_rows, follower.standing(is_running=True))
+
     async def watch() -> None:
+        failure = ""
         while True:
-            await look_after(supervisor, display.write, own_log)
-            new_rows = follower.poll(display.write)
-            if new_rows:
-                supervisor.note_progress()
-            display.show(supervisor.children, follower.rows, new_rows, follower.standing(is_running=True))
+            try:
+                await look()
+            except OSError as error:  # of a disk or a network folder, which may come back
+                if str(error) != failure:
+                    failure = str(error)
+                    log.warning("display.retried", error=failure)
             await asyncio.sleep(REFRESH_S)
 
     async with background(watch()):
@@ -336,11 +347,12 @@ async def _watched(
 async def _scaled(
     supervisor: Supervisor, fleet: Fleet | None, folder: RunFolder, write: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Answer the requests of `penstock scale`."""
+    """Answer the requests of `penstock scale`; while processes still wait for the bus to be started, requests wait."""
 
     async def answer() -> None:
         while fleet is not None:
-            for asked in request.pending(folder):
+            is_open = supervisor.has_started_all or supervisor.has_begun_to_stop
+            for asked in request.pending(folder) if is_open else ():
                 try:
                     lines = fleet.scale(asked.counts, supervisor)
                 except PenstockError as error:

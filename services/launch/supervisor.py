@@ -80,6 +80,11 @@ class Supervisor:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set by the first process that ends the run, in order or not."""
 
+    @property
+    def has_started_all(self) -> bool:
+        """Whether every process has been started once: only then can one be retired."""
+        return len(self._tasks) == len(self.children)
+
     def start(self, name: str) -> Child:
         """Start the process `name`, and restart it whenever it dies."""
         child = next(child for child in self.children if child.spec.name == name)
@@ -189,8 +194,8 @@ class Supervisor:
                 self._report(f"{failure}\n{child.spec.name} has {limit_s:g} s to stop")
         await asyncio.wait({task}, timeout=limit_s)
         if not task.done() and child.is_running:
-            self._report(f"{child.spec.name} did not stop within {limit_s:g} s; killed")
             child.kill()
+            self._report(f"{child.spec.name} did not stop within {limit_s:g} s; killed")
         return failure
 
     async def _failure_before_end_of(self, task: "asyncio.Task[None]") -> BaseException | None:

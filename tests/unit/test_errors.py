@@ -54,6 +54,15 @@ def test_every_code_becomes_an_error_with_a_message(code: grpc.StatusCode) -> No
     assert str(back) == f"router: {code.name}"
 
 
+@pytest.mark.parametrize("who", ["CLIENT: Sent", "CLIENT: Received", "SERVER: Received"])
+def test_a_message_that_is_too_large_is_not_sent_again(who: str) -> None:
+    """gRPC gives it the code of an overload, which passes."""
+    back = error_of(
+        failure(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{who} message larger than max (9 vs. 4)"), peer="reward service"
+    )
+    assert type(back) is errors.InvalidRequestError
+
+
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS])
 def test_a_servers_bug_does_not_look_like_something_to_repeat(code: grpc.StatusCode) -> None:
     """It is none of the errors that callers retry, nor one that blames the request."""

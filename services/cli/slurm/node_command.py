@@ -15,6 +15,7 @@ from penstock.telemetry import log
 from services.cli.arguments import sort_arguments
 from services.launch.run_folder import RunFolder
 from services.launch.slurm.placement import NodeShare
+from services.launch.terminal.lasting_output import lasting_output
 from services.recipe import Recipe
 
 
@@ -47,4 +48,5 @@ def slurm_node(
     async def serve(stop: asyncio.Event) -> None:
         await serve_node(folder, share, overrides, stop, security, write)
 
-    return process.run(serve)
+    with lasting_output():
+        return process.run(serve)

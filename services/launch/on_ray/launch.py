@@ -23,6 +23,7 @@ from services.launch.process_trace import ProcessTrace
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import PlannedProcess, plan_processes
 from services.launch.scaling.fleet import Fleet
+from services.launch.terminal.lasting_output import lasting_output
 from services.recipe import Recipe
 
 _RESERVE_TIMEOUT_S: Final = 60.0
@@ -62,7 +63,7 @@ async def launch(
     folder.forget_targets()
     own = cluster.own_address
     here = listening(recipe, own)
-    with addressed(here, folder, host=own, on_this_machine=AT_THE_LAUNCHER) as ported:
+    with lasting_output(), addressed(here, folder, host=own, on_this_machine=AT_THE_LAUNCHER) as ported:
         live = with_peers(ported, own)
         folder.live_file.write_text(configuration.dump(live))
         own_bus = not recipe.bus.url

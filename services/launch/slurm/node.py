@@ -5,6 +5,7 @@ sends to all nodes at once, ends its processes only when the trainer has ended: 
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
@@ -28,6 +29,8 @@ from services.recipe import Recipe
 log = structlog.get_logger()
 
 _NATS_PORT = 4222
+_ABSENT_S = 10.0
+"""Seconds without an answer after which the trainer is taken to have ended."""
 
 
 async def serve_node(
@@ -76,9 +79,7 @@ async def serve_node(
                 supervisor.start(process.name)
             async with background(_set_at_the_end(folder, stop)):
                 await supervisor.wait(stop)
-            trainer = f"{live.network.advertised}:{live.trainer.port}"
-            while await serves_grpc(trainer, security):  # noqa: ASYNC110 - another process has no event
-                await asyncio.sleep(REFRESH_S)
+            await _until_the_trainer_ends(folder, f"{live.network.advertised}:{live.trainer.port}", security)
             await supervisor.stop()
 
 
@@ -147,6 +148,18 @@ async def _set_at_the_end(folder: RunFolder, stop: asyncio.Event) -> None:
     while folder.live_file.exists():  # noqa: ASYNC110 - another host has no event
         await asyncio.sleep(REFRESH_S)
     stop.set()
+
+
+async def _until_the_trainer_ends(folder: RunFolder, trainer: str, security: Security) -> None:
+    """Return once the run has no addresses any longer, or its trainer has not answered for a while.
+
+    A single answer may be late, or its process just be started again, and its last push needs this node's engines.
+    """
+    seen_at = time.monotonic()
+    while folder.live_file.exists() and time.monotonic() - seen_at < _ABSENT_S:
+        if await serves_grpc(trainer, security):
+            seen_at = time.monotonic()
+        await asyncio.sleep(REFRESH_S)
 
 
 async def _find_run(folder: RunFolder, stop: asyncio.Event) -> Recipe | None:

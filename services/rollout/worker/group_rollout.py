@@ -98,6 +98,8 @@ class GroupRollout:
             # One error decides about the group: a permanent one, if there is any.
             hopeless = [error for error in failures.exceptions if isinstance(error, InvalidRequestError | PoisonError)]
             raise (hopeless or failures.exceptions)[0] from None
+        if stray := [number for number, task in enumerate(playing) if task.cancelled()]:
+            raise RuntimeError(f"sample {stray[0]} ended in a cancellation that nobody asked for")
         return [task.result() for task in playing]
 
     async def _verify(self, prompt: Prompt, episodes: Sequence[Played]) -> list[Verdict | None]:

@@ -119,6 +119,21 @@ def test_interrupt_and_resume(train: Callable[..., TrainCommand]) -> None:
     assert [path.name for path in command.runs.glob("t-*")] == [folder.name]
 
 
+@pytest.mark.slow
+@pytest.mark.variant  # tests/integration/launch/test_launcher.py
+def test_an_interrupt_without_a_reader(train: Callable[..., TrainCommand]) -> None:
+    """As `penstock train | tee log`, where Ctrl-C ends `tee` too."""
+    command = train()
+    command.wait_until_up()
+    assert command.process.stdout is not None
+    command.process.stdout.close()
+    command.process.send_signal(signal.SIGINT)
+    assert command.process.wait(180.0) == 130
+    assert command.process.stderr is not None
+    assert command.process.stderr.read() == ""
+    assert command.survivors() == []
+
+
 def test_killed_launcher_leaves_no_service(train: Callable[..., TrainCommand]) -> None:
     """kill -9 of `penstock train` ends nats-server, the services and their worker processes."""
     command = train()

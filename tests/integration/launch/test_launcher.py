@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch.fake_run import NOTE, PARENT, SERVE, STUBBORN, FakeRun, assert_all_gone
+from tests.support.processes import is_alive
+from tests.support.waiting import HANG_S, wait_until
 
 
 def test_end_of_the_trainer_is_the_end_of_the_run(fake_run: Callable[..., FakeRun]) -> None:
@@ -135,4 +137,47 @@ sys.exit("the boiler is cold")
     assert code == 1
     assert err.startswith("error: rollout-0 exited with 1, death 3 in a row without a trained step")
     assert "trainer has 0.5 s to stop\ntrainer did not stop within 0.5 s; killed" in out
+    assert_all_gone(run)
+
+
+def test_a_run_that_nobody_watches_any_longer_ends_in_order(fake_run: Callable[..., FakeRun]) -> None:
+    """The reader of its output ends: what dies is started again, what is stubborn is killed, and the trainer saves."""
+    dying = NOTE + "note('worker')\nsys.exit(1)"
+    trainer = (
+        NOTE
+        + """
+def finish(*_):
+    note("asked")
+    while not os.path.exists("saves"):
+        time.sleep(0.02)
+    note("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, finish)
+note("up")
+while True:
+    signal.pause()
+"""
+    )
+    run = fake_run(
+        [
+            {"name": "stubborn", "program": STUBBORN, "phase": "WORK"},
+            {"name": "dying", "program": dying, "phase": "WORK"},
+            {"name": "trainer", "program": trainer, "phase": "WORK", "ends_run": True},
+        ],
+        kill_after_s=0.5,
+        max_restarts=1000,
+    )
+    run.wait_for("up", 2)
+    assert run.process.stdout is not None
+    run.process.stdout.close()
+    run.wait_for("worker", len(run.notes("worker")) + 3)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("asked")
+    (stubborn,) = [pid for pid in run.notes("up") if pid not in run.notes("asked")]
+    wait_until(lambda: not is_alive(stubborn))
+    (run.folder / "saves").touch()
+    assert run.process.wait(HANG_S) == 0
+    assert len(run.notes("saved")) == 1
+    assert run.process.stderr is not None
+    assert run.process.stderr.read() == ""
     assert_all_gone(run)

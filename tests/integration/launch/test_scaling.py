@@ -11,10 +11,11 @@ import pytest
 
 from penstock.config import dump, load
 from penstock.errors import ConfigError, SetupError
+from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from services.cli.app import main
 from services.launch.launcher import run_processes
-from services.launch.process.spec import ProcessSpec
+from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import PlannedProcess, plan_processes
 from services.launch.scaling.fleet import Fleet
@@ -138,3 +139,38 @@ def test_a_run_that_is_over_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
         ask(folder, {"rollout": 2}, timeout_s=1.0)
     assert main(["scale", str(tmp_path), "rollout=2"]) == 2
     assert "continue the run with --resume" in capsys.readouterr().err
+
+
+async def test_a_request_waits_until_all_processes_are_started(tmp_path: Path) -> None:
+    """A bus may take minutes to listen, on other hosts longest; meanwhile nothing is there that could leave."""
+    folder = RunFolder(tmp_path)
+    recipe = load(Recipe, [], ["--rollout.replicas=2"])
+    folder.write_config(recipe)
+    folder.live_file.write_text(dump(recipe))
+    processes = plan_processes(recipe, own_bus=False)
+    (port,) = free_ports(1)
+    bus = ProcessSpec(
+        name="nats",
+        command=[sys.executable, "-c", "import time; time.sleep(3600)"],
+        environment=dict(os.environ),
+        phase=StopPhase.BUS,
+        address=f"127.0.0.1:{port}",
+    )
+    specs = [bus, *(spec_of(process, folder.path, SERVE) for process in processes)]
+    fleet = Fleet(folder.live_file, processes, make_specs=lambda wanted, added: [])
+    stop = asyncio.Event()
+
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"INFO {}\r\n")
+        writer.close()
+
+    with folder.locked():
+        run = asyncio.create_task(run_processes(specs, folder, stop, Security(), grace_s=20.0, fleet=fleet))
+        asking = asyncio.create_task(asked(folder, rollout=1))
+        await asyncio.sleep(1.5)
+        assert not asking.done()
+        async with await asyncio.start_server(greet, "127.0.0.1", port):
+            assert await promptly(asking) == ["ending rollout-1"]
+            await until(lambda: num_noted(folder, "up") + num_noted(folder, "stopped-rollout-1") >= len(processes))
+        stop.set()
+        await promptly(run)

@@ -3,12 +3,18 @@
 import asyncio
 from pathlib import Path
 
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from penstock import config as configuration
 from penstock.bus.local_server import local_server
 from penstock.config import load
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
+from services.launch import readiness
 from services.launch.run_folder import RunFolder
+from services.launch.slurm import node as slurm_node
 from services.launch.slurm.node import serve_node
 from services.launch.slurm.placement import NodeShare
 from services.recipe import Recipe
@@ -52,3 +58,43 @@ async def test_a_node_that_waits_ends_at_a_signal(tmp_path: Path) -> None:
     stop.set()
     await promptly(waiting)
     assert lines == []
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """A trainer that is sometimes late."""
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0
+        self.num_calls = 0
+
+    async def Check(  # noqa: N802 - gRPC's name
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        self.num_calls += 1
+        await asyncio.sleep(self.delay_s)
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_a_node_serves_a_trainer_that_is_late_with_an_answer(
+    tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in its last push, which needs the node's engines; the node ends once it has ended."""
+    server, health, stop, lines = grpc.aio.server(), Health(), asyncio.Event(), list[str]()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    live = load(Recipe, [], [f"--bus.url={nats_url}", f"--trainer.port={port}"])
+    (tmp_path / "live.toml").write_text(configuration.dump(live))
+    monkeypatch.setattr(readiness, "_TIMEOUT_S", 0.3)
+    serving = node(tmp_path, stop, lines)
+    await until(lambda: bool(lines))
+    stop.set()
+    await until(lambda: health.num_calls >= 1)
+    health.delay_s = 1.0
+    await until(lambda: health.num_calls >= 3)
+    health.delay_s = 0.0
+    await until(lambda: health.num_calls >= 5)
+    assert not serving.done()
+    monkeypatch.setattr(slurm_node, "_ABSENT_S", 0.5)
+    await server.stop(None)
+    await promptly(serving)

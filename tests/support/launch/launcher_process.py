@@ -14,6 +14,7 @@ from penstock.errors import PenstockError
 from penstock.runtime import process
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.supervisor import supervised
+from services.launch.terminal.lasting_output import lasting_output
 
 
 def main() -> int:
@@ -48,7 +49,8 @@ def main() -> int:
                 await supervisor.stop()  # inside the context, as the launcher does, which shows what is waited for
 
     try:
-        return process.run(run)
+        with lasting_output():
+            return process.run(run)
     except PenstockError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import math
+import os
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -22,13 +24,13 @@ from penstock.http.server import HttpServer
 from penstock.records import ImagePart, Message, TextPart, ToolCall, Verdict
 from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import Security
-from services.rollout.worker.agents import agent_player
+from services.rollout.worker.agents import agent_player, command_runner
 from services.rollout.worker.agents.command_runner import CommandRunner
 from services.rollout.worker.agents.config import AgentConfig
 from services.rollout.worker.agents.runners import FunctionRunner, RunnerError, load_runner, read_result
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episodes.clock import EpisodeClock
-from tests.support.waiting import until
+from tests.support.waiting import promptly, until
 
 MakeProgram: TypeAlias = Callable[[str], CommandRunner]
 ROOT = Path(__file__).parents[3]
@@ -178,6 +180,13 @@ async def test_what_a_function_raises_is_the_reason() -> None:
     async def fail(session: AgentSession) -> None:
         raise TimeoutError("of its own")
 
+    async def cancel_itself(session: AgentSession) -> None:
+        waiting = asyncio.create_task(asyncio.sleep(60.0))
+        asyncio.get_running_loop().call_soon(waiting.cancel)
+        await waiting
+
+    with pytest.raises(RunnerError, match="nobody has cancelled it"):
+        await FunctionRunner(cancel_itself).run(SESSION)
     with pytest.raises(RunnerError, match="SystemExit: bye"):
         await FunctionRunner(leave).run(SESSION)
     with pytest.raises(RunnerError, match="TimeoutError: of its own"):
@@ -216,6 +225,24 @@ async def test_what_goes_wrong_in_a_program_is_told(program: MakeProgram, code: 
     """Whether it read its input or not."""
     with pytest.raises(RunnerError, match=f"(?s){reason}"):
         await program(code).run(SESSION)
+
+
+@pytest.mark.parametrize("own_group", [False, True])
+async def test_what_a_program_leaves_running_does_not_delay_its_result(
+    program: MakeProgram, tmp_path: Path, own_group: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server or a browser that it started holds its output open, and ends with it; one that has left the group does
+    not end, and is waited for no longer than seconds."""
+    if own_group:
+        monkeypatch.setattr(command_runner, "_END_S", 0.2)
+    file = tmp_path / "pid"
+    left = f"subprocess.Popen(['sleep', '3600'], start_new_session={own_group})"
+    code = f"import subprocess\nopen({str(file)!r}, 'w').write(str({left}.pid))\nprint('{{\"reward\": 3}}')"
+    assert (await promptly(program(code).run(SESSION))).reward == 3
+    pid = int(file.read_text())
+    if own_group:
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: not _runs(pid))
 
 
 async def test_a_program_that_is_cancelled_is_gone_with_its_children(program: MakeProgram, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ program's environment has none of Penstock's secrets.
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.agents import AgentResult, AgentSession
+from penstock.runtime.process import end_task
 from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import VARIABLES
 from services.rollout.worker.agents.runners import MAX_OUTPUT_BYTES, RunnerError, read_result
@@ -40,15 +42,27 @@ class CommandRunner:
             with contextlib.suppress(RunnerError):
                 await self._end(await asyncio.shield(starting))
             raise
+        said = _Said()
+        talking = asyncio.create_task(_talk(process, json.dumps(session.to_json()).encode(), said))
+        ending = asyncio.create_task(_until_ended(process))
         try:
-            output, complaints = await _talk(process, json.dumps(session.to_json()).encode())
-            status = await process.wait()
+            await asyncio.wait({talking, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not talking.done():  # processes that it has left behind hold its output open
+                self._kill_group(process)
+                await asyncio.wait({talking}, timeout=_END_S)  # one that left the group holds it still
+            if talking.done():
+                talking.result()
+            await ending
         finally:
+            await end_task(ending)
+            await end_task(talking)
             await self._end(process)
-        if status != 0:
+        status = process.returncode
+        if status:
             how = f"exit code {status}" if status > 0 else f"signal {-status}"
-            raise RunnerError(f"the program ended with {how}: {_tail(complaints) or 'it wrote nothing to its errors'}")
-        return read_result(_read_one(output))
+            last = said.last_complaints() or "it wrote nothing to its errors"
+            raise RunnerError(f"the program ended with {how}: {last}")
+        return read_result(_read_one(bytes(said.output)))
 
     async def _start(self) -> asyncio.subprocess.Process:
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
@@ -72,8 +86,7 @@ class CommandRunner:
         """
         assert process.stdout is not None
         assert process.stderr is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        self._kill_group(process)
         with contextlib.suppress(TimeoutError):  # a child that left the group may hold them open
             async with asyncio.timeout(_END_S):
                 for stream in (process.stdout, process.stderr):
@@ -81,6 +94,10 @@ class CommandRunner:
                         pass
                 await process.wait()
         self._reaper.forget(process.pid)
+
+    def _kill_group(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _read_one(output: bytes) -> Mapping[str, Any]:
@@ -102,12 +119,40 @@ def _read_one(output: bytes) -> Mapping[str, Any]:
     return found[0]
 
 
-async def _talk(process: asyncio.subprocess.Process, sent: bytes) -> tuple[bytes, bytes]:
+@dataclasses.dataclass(slots=True)
+class _Said:
+    """What a program has written so far."""
+
+    output: bytearray = dataclasses.field(default_factory=bytearray)
+    complaints: bytearray = dataclasses.field(default_factory=bytearray)
+
+    def last_complaints(self) -> str:
+        """The end of its errors."""
+        return self.complaints.decode(errors="replace").strip()[-_MAX_TOLD_CHARS:]
+
+
+async def _until_ended(process: asyncio.subprocess.Process) -> None:
+    """Return when the program itself has ended, whoever holds its pipes open: asyncio waits for these too."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:  # asyncio knows already
+        return
+    try:
+        loop.add_reader(pidfd, ended.set)
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    while process.returncode is None:  # noqa: ASYNC110 - asyncio is about to hear of it
+        await asyncio.sleep(0.01)
+
+
+async def _talk(process: asyncio.subprocess.Process, sent: bytes, said: _Said) -> None:
     """Send the input, and read output and errors to their ends, keeping only the last part of the errors."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    output, complaints = bytearray(), bytearray()
 
     async def send(stream: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):  # programs need not read it
@@ -117,14 +162,14 @@ async def _talk(process: asyncio.subprocess.Process, sent: bytes) -> tuple[bytes
 
     async def hear(stream: asyncio.StreamReader) -> None:
         while part := await stream.read(2**16):
-            output.extend(part)
-            if len(output) > MAX_OUTPUT_BYTES:
+            said.output.extend(part)
+            if len(said.output) > MAX_OUTPUT_BYTES:
                 raise RunnerError(f"it wrote more than {MAX_OUTPUT_BYTES} bytes; write one JSON object to the output")
 
     async def hear_complaints(stream: asyncio.StreamReader) -> None:
         while part := await stream.read(2**16):
-            complaints.extend(part)
-            del complaints[: -4 * _MAX_TOLD_CHARS]
+            said.complaints.extend(part)
+            del said.complaints[: -4 * _MAX_TOLD_CHARS]
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -133,8 +178,3 @@ async def _talk(process: asyncio.subprocess.Process, sent: bytes) -> tuple[bytes
             tasks.create_task(hear_complaints(process.stderr))
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    return bytes(output), bytes(complaints)
-
-
-def _tail(complaints: bytes) -> str:
-    return complaints.decode(errors="replace").strip()[-_MAX_TOLD_CHARS:]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from penstock.agents import AgentResult, AgentSession, Runner
 from penstock.errors import ConfigError
+from penstock.runtime.process import others_code
 from penstock.runtime.reaper import Reaper
 from services.rollout.worker.agents.config import AgentConfig
 
@@ -74,12 +75,13 @@ class FunctionRunner:
     async def run(self, session: AgentSession) -> AgentResult:
         """See `RunnerCaller`."""
         try:
-            if inspect.iscoroutinefunction(self._function):
-                value = await self._function(session)
-            else:
-                value = await _in_thread(self._function, session)
-                if inspect.isawaitable(value):  # an object whose call is a coroutine
-                    value = await value
+            with others_code():
+                if inspect.iscoroutinefunction(self._function):
+                    value = await self._function(session)
+                else:
+                    value = await _in_thread(self._function, session)
+                    if inspect.isawaitable(value):  # an object whose call is a coroutine
+                        value = await value
         except Exception as error:  # a boundary: runners are other people's code
             raise RunnerError(f"{type(error).__name__}: {error}") from error
         return read_result(value)

@@ -26,6 +26,7 @@ from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Prompt
 from penstock.runtime.backoff import Backoff
+from penstock.runtime.process import others_code
 from services.rollout.worker.environments.hosting.messages import ObservationTooLargeError
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.budget import Budget, OverBudgetError
@@ -116,7 +117,8 @@ class EpisodeStarter:
                 try:
                     environment = await stack.enter_async_context(_closing(factory()))
                     async with clock.limit(f"the reset of environment {prompt.environment!r}"):
-                        first = await environment.reset(task)
+                        with others_code():
+                            first = await environment.reset(task)
                     grading.require_sound()
                     budget = self._budget(prompt)
                     ids = await self._render(first, prompt, task, budget, shared)
@@ -199,6 +201,7 @@ async def _closing(environment: Environment) -> AsyncIterator[Environment]:
     finally:
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await environment.close()
+                with others_code():
+                    await environment.close()
         except Exception as error:  # noqa: BLE001 - a boundary, as above; the sample is complete
             log.warning("environment.close_failed", environment=type(environment).__name__, error=repr(error))

@@ -30,6 +30,7 @@ from penstock.errors import (
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import TRAIN, Prompt, Sample, Verdict
+from penstock.runtime.process import others_code
 from penstock.telemetry import spans
 from penstock.v1 import generate_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
@@ -277,12 +278,15 @@ class EpisodePlayer:
                     tools=episode.begun.first.tools,
                     template_kwargs=episode.prompt.chat_template_kwargs,
                 )
-                with spans.recorded(
-                    "tool",
-                    group=episode.prompt.id.message,
-                    sample=episode.number,
-                    turn=len(trajectory.turns) - 1,
-                    environment=episode.prompt.environment,
+                with (
+                    spans.recorded(
+                        "tool",
+                        group=episode.prompt.id.message,
+                        sample=episode.number,
+                        turn=len(trajectory.turns) - 1,
+                        environment=episode.prompt.environment,
+                    ),
+                    others_code(),
                 ):
                     result = await episode.begun.environment.step(turn)
             episode.grading.require_sound()

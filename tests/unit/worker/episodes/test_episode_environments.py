@@ -42,6 +42,14 @@ async def measures(_: Task) -> StepResult:
     return StepResult(observation=None, metrics={"distance": math.inf})
 
 
+async def cancels_what_it_awaits(_: Task) -> StepResult:
+    """As a library does that ends its own tasks."""
+    waiting = asyncio.create_task(asyncio.sleep(60.0))
+    asyncio.get_running_loop().call_soon(waiting.cancel)
+    await waiting
+    raise AssertionError
+
+
 def observed(*messages: Message, **rest: Any) -> StepResult:
     """An answer with these messages."""
     return StepResult(observation=Observation(messages=messages, **rest))
@@ -64,6 +72,7 @@ def said(role: Any, text: str = "?") -> Message:
         (None, "TypeError: its step returned NoneType; return a StepResult"),
         (shows("Look.", b"no picture"), r"InvalidRequestError: images\[0\] \(10 bytes\) cannot be decoded"),
         (KeyError("tool"), "KeyError: 'tool'"),
+        (cancels_what_it_awaits, "RuntimeError: CancelledError came out of it, and nobody has cancelled it"),
     ],
 )
 async def test_a_bad_answer_ends_its_sample_unjudged(renderer: Renderer, answer: Any, reason: str) -> None:
