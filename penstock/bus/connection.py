@@ -224,6 +224,9 @@ class Bus:
             try:
                 return await attempt()
             except BUS_ERRORS as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # nats-py swallows it where it flushes what is large
+                    raise asyncio.CancelledError from None
                 if self._client.is_closed:
                     raise UnavailableError(f"the connection to NATS closed before {what} was stored") from None
                 log.warning("bus.store_retried", what=what, error=repr(error))

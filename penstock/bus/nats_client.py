@@ -11,7 +11,7 @@ import nats.js.errors
 import structlog
 from nats.aio.client import Client
 
-from penstock.bus.cluster.keeper import kept_in_cluster
+from penstock.bus.cluster.keeper import kept_connected
 from penstock.bus.failures import BUS_ERRORS, NO_LEADER
 from penstock.config import BusConfig
 from penstock.errors import AccessError, SetupError
@@ -78,7 +78,7 @@ async def connected_client(config: BusConfig, security: Security, *, timeout_s: 
                     tls_hostname=None if security.tls is None else security.tls.server_name or None,
                 )
                 was_admitted = True
-                await stack.enter_async_context(kept_in_cluster(client, config))
+                await stack.enter_async_context(kept_connected(client, config))
                 await _require_jetstream(client, config)
         except (TimeoutError, OSError, nats.errors.Error, nats.js.errors.Error) as error:
             reason = "JetStream is not enabled" if isinstance(error, nats.js.errors.Error) else "no answer"
@@ -136,6 +136,11 @@ async def _close_quietly(client: Client) -> None:
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             await client.close()
     except (TimeoutError, OSError, nats.errors.Error):
+        log.debug("bus.close_failed")
+    except asyncio.CancelledError:  # nats-py cancels its own tasks, and may be hit by that itself
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
         log.debug("bus.close_failed")
     tasks += [getattr(client, name) for name in _CLIENT_TASKS]
     for task in tasks:

@@ -51,12 +51,7 @@ class ResumableTurn:
         return attempt
 
     def make_request(self, bootstrap: generate_pb2.Bootstrap | None) -> generate_pb2.GenerateRequest:
-        """Return `remaining()` with the bootstrap of a PD pair.
-
-        Raises:
-            PenstockError: as in `require_continuable`.
-        """
-        self.require_continuable()
+        """Return `remaining()` with the bootstrap of a PD pair."""
         attempt = self.remaining()
         if bootstrap is not None:
             attempt.bootstrap.CopyFrom(bootstrap)

@@ -101,6 +101,14 @@ class TurnProgress(Protocol[RequestT_co, ChunkT]):
         """Tokens delivered, up to the last `end_attempt`."""
         ...
 
+    def require_continuable(self) -> None:
+        """Check that another replica can continue from the tokens delivered so far.
+
+        Raises:
+            PenstockError: it cannot.
+        """
+        ...
+
     def make_request(self, bootstrap: generate_pb2.Bootstrap | None) -> RequestT_co:
         """Return the request of the next attempt."""
         ...
@@ -175,9 +183,10 @@ async def run_turn(
 
     Raises:
         PoisonError: too many replicas failed.
-        PenstockError: the request is invalid, or there is no slot for it.
+        PenstockError: the request is invalid, no replica can continue it, or there is no slot for it.
     """
     while True:
+        turn.require_continuable()  # before a replica is asked, which would be blamed for it
         slot, num_before = await source.take(turn.num_tokens), turn.num_tokens
         try:
             async with contextlib.aclosing(_run_attempt(slot, turn, deadline)) as chunks:

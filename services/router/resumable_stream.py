@@ -72,14 +72,17 @@ class ResumableStream:
         """Read the call's needs; see the function `read_query`."""
         return read_query(self._raw(), with_blocks=with_blocks)
 
-    def make_request(self, bootstrap: generate_pb2.Bootstrap | None) -> bytes:
-        """Return the serialized request of the next attempt.
+    def require_continuable(self) -> None:
+        """Check that another replica can continue from the tokens delivered so far.
 
         Raises:
-            PenstockError: another replica cannot continue the delivered tokens.
+            PenstockError: it cannot.
         """
         if self._turn is not None:
             self._turn.require_continuable()
+
+    def make_request(self, bootstrap: generate_pb2.Bootstrap | None) -> bytes:
+        """Return the serialized request of the next attempt."""
         added = generate_pb2.GenerateRequest(chunk_tokens=self._chunk_tokens, bootstrap=bootstrap)
         raw = self._raw() if self._turn is None else self._turn.remaining().SerializeToString()
         return raw + added.SerializeToString()  # no copy if nothing is added

@@ -21,6 +21,8 @@ class CuttableLink:
         self.num_cuts = 0
         self._target = (host, port)
         self._bytes_left: int | None = None
+        self._may_carry = asyncio.Event()
+        self._may_carry.set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -44,27 +46,40 @@ class CuttableLink:
         """Break the connection that carries this many more bytes from the server, and only that one."""
         self._bytes_left = num_bytes
 
+    def silence(self) -> None:
+        """Have the connections that there are carry nothing more, in either direction; nobody is told."""
+        self._may_carry.clear()
+        self._may_carry = asyncio.Event()  # of those to come
+        self._may_carry.set()
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         from_server, to_server = await asyncio.open_connection(*self._target)
-        sending = asyncio.create_task(self._forward(reader, to_server))
+        may_carry = self._may_carry
+        sending = asyncio.create_task(self._forward(reader, to_server, may_carry))
         try:
-            await self._deliver(from_server, writer)
+            await self._deliver(from_server, writer, may_carry)
         finally:
             await end_task(sending)
             for each in (writer, to_server):
                 each.transport.abort()
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may_carry: asyncio.Event
+    ) -> None:
         while data := await reader.read(_BLOCK_BYTES):
+            await may_carry.wait()
             writer.write(data)
             await writer.drain()
 
-    async def _deliver(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _deliver(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may_carry: asyncio.Event
+    ) -> None:
         while data := await reader.read(_BLOCK_BYTES):
+            await may_carry.wait()
             if self._bytes_left is not None:
                 self._bytes_left -= len(data)
                 if self._bytes_left < 0:

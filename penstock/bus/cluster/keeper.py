@@ -1,10 +1,12 @@
-"""Moves a client to another server of a cluster when its own one is frozen or cut off from the others.
+"""Keeps a client connected: it leaves a silent connection, and in a cluster a server that is frozen or cut off.
 
-nats-py notices only a closed connection, and a frozen server after half a minute. A server that lost its routes to the
-majority still accepts clients, but can neither store nor deliver anything for them.
+nats-py notices only a closed connection, and a frozen server after half a minute. Before it connects again it closes
+the old connection, which for asyncio means to send what is buffered first: never, if the other side takes nothing. A
+server that lost its routes to the majority still accepts clients, but can neither store nor deliver anything for them.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,18 +21,18 @@ from penstock.runtime.process import end_task
 log = structlog.get_logger()
 
 _EVERY_S = 1.0
+_STUCK_S = 2.0
+"""Seconds without a byte sent after which a connection that is being closed is broken off."""
 _TIMEOUT_S = 2.0
 _OF_ACK_WAIT = 0.5
 """Share of `bus.ack_wait_s` after which the server is left: before the messages in hand go to other processes."""
 
 
 @asynccontextmanager
-async def kept_in_cluster(client: Client, config: BusConfig) -> AsyncIterator[None]:
-    """Keep the client, during the context, on a server that reaches the cluster's leader. One server: do nothing."""
-    if not config.is_cluster:
-        yield
-        return
-    keeping = asyncio.create_task(_keep(client, patience_s=config.ack_wait_s * _OF_ACK_WAIT))
+async def kept_connected(client: Client, config: BusConfig) -> AsyncIterator[None]:
+    """Keep the client connected during the context: of a cluster, to a server that reaches the leader."""
+    patience_s = config.ack_wait_s * _OF_ACK_WAIT if config.is_cluster else math.inf
+    keeping = asyncio.create_task(_keep(client, patience_s=patience_s))
     try:
         yield
     finally:
@@ -40,17 +42,24 @@ async def kept_in_cluster(client: Client, config: BusConfig) -> AsyncIterator[No
 async def _keep(client: Client, *, patience_s: float) -> None:
     jetstream = client.jetstream(timeout=_TIMEOUT_S)
     answered_at, moved = time.monotonic(), (0, 0)
+    unsent, sent_at = 0, time.monotonic()
     while True:
         await asyncio.sleep(_EVERY_S)
-        if not client.is_connected:
+        before, unsent = unsent, _bytes_of_closing(client)
+        if unsent == 0 or unsent != before:
+            sent_at = time.monotonic()
+        elif time.monotonic() - sent_at >= _STUCK_S:
+            log.warning("bus.connection_left", num_bytes_unsent=unsent)
+            _abort(client)
+        if not client.is_connected or math.isinf(patience_s):
             answered_at = time.monotonic()
             continue
-        before, moved = moved, _bytes_on_their_way(client)
+        earlier, moved = moved, _bytes_on_their_way(client)
         try:
             await jetstream.account_info()
         except BUS_ERRORS as error:
             # The question waits behind a large message, which may take a slow link longer than the patience.
-            if any(now and now != earlier for now, earlier in zip(moved, before, strict=True)):
+            if any(now and now != then for now, then in zip(moved, earlier, strict=True)):
                 answered_at = time.monotonic()
             if time.monotonic() - answered_at >= patience_s and client.is_connected:
                 log.warning("bus.server_left", url=_url_of(client), reason=describe(error))
@@ -62,6 +71,12 @@ async def _keep(client: Client, *, patience_s: float) -> None:
 
 def _url_of(client: Client) -> str:
     return "" if client.connected_url is None else client.connected_url.netloc
+
+
+def _bytes_of_closing(client: Client) -> int:
+    """Return the bytes that the connection wants to send before it closes; 0 if it is not being closed."""
+    writer = getattr(client._transport, "_io_writer", None)
+    return writer.transport.get_write_buffer_size() if writer is not None and writer.transport.is_closing() else 0
 
 
 def _bytes_on_their_way(client: Client) -> tuple[int, int]:

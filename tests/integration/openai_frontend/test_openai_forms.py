@@ -1,11 +1,14 @@
 """Forms that an answer must have: schemas, patterns and grammars, which the engine keeps, and calls that are begun."""
 
+import contextlib
 import json
 from typing import Any
 
 import openai
 import pytest
 
+from penstock.rpc.channel import connect
+from penstock.v1 import router_pb2, router_pb2_grpc
 from tests.support.router.openai_harness import END_ID, HI, Harness, collect
 from tests.support.router.openai_tools import ADD, MULTIPLY
 
@@ -115,6 +118,21 @@ async def test_a_constrained_answer_is_not_continued_by_another_engine(harness: 
         engine.fail_after = 3
     with pytest.raises(openai.APIError, match="cannot be continued"):
         await harness.chat_to_the_end(stream=is_streamed, response_format={"type": "json_object"})
+
+
+async def test_a_lost_constrained_answer_is_blamed_on_the_engine_that_lost_it(harness: Harness) -> None:
+    """No other engine is asked for the rest, so none is taken for failing, and other calls find it at once."""
+    harness.says("abcdef")
+    failing, *sound = harness.engines
+    failing.fail_after = 3
+    for _ in range(8):
+        with contextlib.suppress(openai.APIError):
+            await harness.chat(response_format={"type": "json_object"})
+    assert failing.num_calls > 0
+    async with connect(harness.routers[0].address) as channel:
+        pool = await router_pb2_grpc.RouterServiceStub(channel).ListReplicas(router_pb2.ListReplicasRequest())
+    breakers = {each.replica.replica_id: each.breaker for each in pool.replicas}
+    assert {breakers[each.replica_id] for each in sound} == {router_pb2.BREAKER_STATE_CLOSED}
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

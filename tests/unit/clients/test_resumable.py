@@ -223,7 +223,8 @@ def test_a_constrained_turn_is_continued_only_before_its_first_token() -> None:
     wanted.sampling.constraint.json_schema = "{}"
     turn = ResumableTurn(wanted)
     turn.make_request(None)
+    turn.require_continuable()
     turn.make_request(None)
     turn.add(chunk_of(answer([3] * 4), 0, 1))
     with pytest.raises(PenstockError, match="after 1 tokens; an answer with sampling"):
-        turn.make_request(None)
+        turn.require_continuable()

@@ -11,6 +11,9 @@ from penstock.bus.sessions import Sessions
 from penstock.records import SessionId
 from services.router.frontends.openai.sessions.history import SessionHistory
 
+_OVERHEAD_BYTES = 1024
+"""What a history takes beside the tokens of its answers: a session of one call has none."""
+
 
 class HistoryCache:
     """The most recently used histories."""
@@ -20,6 +23,9 @@ class HistoryCache:
         self._sessions = sessions
         self._max_bytes = max_bytes
         self._histories: OrderedDict[str, SessionHistory] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+        """Bytes that each of them counts for."""
+        self._num_bytes = 0
 
     async def current(self, session: SessionId) -> SessionHistory:
         """Return the session's history, with all records.
@@ -34,11 +40,19 @@ class HistoryCache:
         self._histories.move_to_end(name)
         for number, call in await self._sessions.read(session, after=history.last_number):
             history.add(number, call)
-        num_bytes = sum(each.size_bytes for each in self._histories.values())
-        while num_bytes > self._max_bytes and len(self._histories) > 1:
-            num_bytes -= self._histories.popitem(last=False)[1].size_bytes
+        if self._histories.get(name) is history:  # it may have been dropped meanwhile
+            self._count(name, history.size_bytes + _OVERHEAD_BYTES)
+        while self._num_bytes > self._max_bytes and len(self._histories) > 1:
+            oldest, _ = self._histories.popitem(last=False)
+            self._count(oldest, 0)
         return history
 
     def forget(self, session: SessionId) -> None:
         """Drop the history of a session that is over."""
-        self._histories.pop(str(session), None)
+        if self._histories.pop(str(session), None) is not None:
+            self._count(str(session), 0)
+
+    def _count(self, name: str, num_bytes: int) -> None:
+        self._num_bytes += num_bytes - self._sizes.pop(name, 0)
+        if num_bytes:
+            self._sizes[name] = num_bytes
