@@ -29,6 +29,7 @@ class RunFollower:
         self._metrics = metrics
         self._evaluations = evaluations
         self._now = now
+        self._num_old = len(metrics.rows)
         self._heard_at = now()
         self._answered_at: float | None = None
         """When the last answer of a running evaluation was written, by the wall clock."""
@@ -65,6 +66,7 @@ class RunFollower:
                 is_running=is_running,
                 silent_s=now - self._heard_at,
                 is_evaluating=answered is not None,
+                has_stepped=len(self.rows) > self._num_old,
             )
             self._stood_at = now
         return self._standing

@@ -27,7 +27,12 @@ class Alarm:
 
 
 def find_alarms(
-    rows: Sequence[Row], *, is_running: bool = False, silent_s: float = 0.0, is_evaluating: bool = False
+    rows: Sequence[Row],
+    *,
+    is_running: bool = False,
+    silent_s: float = 0.0,
+    is_evaluating: bool = False,
+    has_stepped: bool = True,
 ) -> list[Alarm]:
     """Return what is wrong now, and what was wrong at any step and cannot be undone.
 
@@ -36,14 +41,15 @@ def find_alarms(
         is_running: Whether the run goes on.
         silent_s: Seconds since the last step, the last evaluation, or the last answer in the present one.
         is_evaluating: Whether an evaluation of the last step's weights is being played, which may hold up steps.
+        has_stepped: Whether one of the steps was taken since the run was started, or started again.
     """
     found = [alarm for rule in _RULES if rows and (alarm := rule(rows)) is not None]
-    if is_running and (stuck := _stuck(rows, silent_s, is_evaluating)) is not None:
+    if is_running and (stuck := _stuck(rows, silent_s, is_evaluating, has_stepped)) is not None:
         found.insert(0, stuck)
     return found
 
 
-def _stuck(rows: Sequence[Row], silent_s: float, is_evaluating: bool) -> Alarm | None:
+def _stuck(rows: Sequence[Row], silent_s: float, is_evaluating: bool, has_stepped: bool) -> Alarm | None:
     last: Row = rows[-1] if rows else {"step": 0}
     limit_s = _LONG_S
     if is_evaluating:
@@ -52,6 +58,8 @@ def _stuck(rows: Sequence[Row], silent_s: float, is_evaluating: bool) -> Alarm |
         text = f"no first step for {silent_s:.0f} s"
     elif last["step"] >= last.get("num_steps", float("inf")):
         text = f"the last step was {silent_s:.0f} s ago, and the run has not ended"
+    elif not has_stepped:  # a large model loads for as long as it did at first
+        text = f"no step for {silent_s:.0f} s since the run was started again"
     else:
         usual_s = median(row.get("step_s", 0.0) for row in rows[-50:])
         limit_s = max(120.0, 10 * usual_s)

@@ -60,6 +60,11 @@ class RunReader:
         names = ("metrics.jsonl", "evaluations.jsonl", "config.toml")
         return max(written_at(self.folder / name) for name in names)
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step was written since the run was started, or started again."""
+        return written_at(self.folder / "metrics.jsonl") > written_at(self.folder / "config.toml")
+
     def steps(self) -> tuple[int, list[dict[str, Any]]]:
         """Return the rows of metrics.jsonl, and a number that grows when earlier rows were replaced."""
         with self._lock:

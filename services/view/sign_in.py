@@ -33,7 +33,8 @@ class SignIn:
         name = _cookie_name(scope)
         if token:
             rest = urlencode([(key, value) for key, value in query if key not in ("token", "key")])
-            response = RedirectResponse(scope["path"] + (f"?{rest}" if rest else ""), status_code=303)
+            path = "/" + scope["path"].lstrip("/\\")  # two slashes would begin the name of another host
+            response = RedirectResponse(path + (f"?{rest}" if rest else ""), status_code=303)
             response.set_cookie(name, token, httponly=True, samesite="strict", secure=scope["scheme"] == "https")
             await response(scope, receive, send)
             return

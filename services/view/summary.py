@@ -57,6 +57,7 @@ def summarise(run: RunReader) -> dict[str, Any]:
             is_running=is_running,
             silent_s=time.time() - max(run.last_change, answered or 0.0),
             is_evaluating=answered is not None,
+            has_stepped=run.has_stepped,
         ),
     }
 
@@ -68,6 +69,7 @@ def standing(
     is_running: bool,
     silent_s: float,
     is_evaluating: bool = False,
+    has_stepped: bool = True,
 ) -> dict[str, Any]:
     """Return where a run stands; `penstock train` and `penstock status` print these numbers.
 
@@ -77,9 +79,12 @@ def standing(
         is_running: Whether the run goes on.
         silent_s: Seconds since the last step, the last evaluation, or the last answer in the present one.
         is_evaluating: Whether an evaluation of the last step's weights is being played.
+        has_stepped: Whether one of the steps was taken since the run was started, or started again.
     """
     last = rows[-1] if rows else {}
-    alarms = find_alarms(rows, is_running=is_running, silent_s=silent_s, is_evaluating=is_evaluating)
+    alarms = find_alarms(
+        rows, is_running=is_running, silent_s=silent_s, is_evaluating=is_evaluating, has_stepped=has_stepped
+    )
     return {
         "is_running": is_running,
         "step": last.get("step", 0),

@@ -7,9 +7,10 @@ files are deleted. No fault in it ends the run.
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import structlog
@@ -55,7 +56,7 @@ class SpanFiles:
         return None
 
     def append(self, batches: Sequence[StoredBatch]) -> None:
-        """Write the batches.
+        """Write the batches, all or none of them. Somebody may have deleted the files.
 
         Raises:
             OSError: the disk is full.
@@ -65,11 +66,25 @@ class SpanFiles:
             % (batch.sequence, b"null" if batch.stored_at is None else b"%.6f" % batch.stored_at, batch.payload)
             for batch in batches
         ]
-        if self._path is None or self._path.stat().st_size >= self._file_bytes:
+        if self._path is None or not 0 < self._size() < self._file_bytes:
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._path = self._folder / f"spans-{time.time_ns() // 1_000_000:013d}.jsonl"
             self._make_room()
-        with self._path.open("ab") as file:
-            file.write(b"".join(lines))
+        size = self._size()
+        try:
+            with self._path.open("ab") as file:
+                file.write(b"".join(lines))
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self._path, size)  # the next line would be lost with a part of one
+            raise
+
+    def _size(self) -> int:
+        assert self._path is not None
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def _make_room(self) -> None:
         paths = self._paths()
@@ -110,19 +125,31 @@ async def _collect(bus: Bus, folder: Path, max_bytes: int, ending: asyncio.Event
         return
     oldest = time.time() - _OLDEST_S if last is None else 0.0
     reader = SpanReader(bus, after=last or 0)
+    unwritten: list[StoredBatch] = []
+    is_written = True
     try:
         is_last = False
         while not is_last:
             is_last = ending.is_set()
             try:
-                batches = [batch for batch in await reader.read() if (batch.stored_at or 0.0) >= oldest]
+                if not unwritten:  # else the rest waits on the bus, which is bounded
+                    unwritten = [batch for batch in await reader.read() if (batch.stored_at or 0.0) >= oldest]
                 if is_last:
-                    batches += _own_batches(reader.last_sequence)
-                if batches:
-                    await asyncio.to_thread(files.append, batches)
+                    unwritten += _own_batches(reader.last_sequence)
             except (PenstockError, *BUS_ERRORS) as error:
                 log.debug("spans.collect_failed", reason=describe(error))
                 if not ending.is_set():
+                    await asyncio.sleep(_RETRY_S)
+            if unwritten:
+                try:
+                    await asyncio.to_thread(files.append, unwritten)
+                    unwritten, is_written = [], True
+                except OSError as error:
+                    if is_written:
+                        log.warning(
+                            "spans.not_written", reason=str(error), effect="they are written once there is room"
+                        )
+                    is_written = False
                     await asyncio.sleep(_RETRY_S)
     finally:
         await reader.close()

@@ -10,7 +10,7 @@ const HEIGHT = 190;
 const MOST_TICKS = 60; // more would be a bar
 
 let zoomed = null; // {label, min, max} of x, which all charts over the same x share, also when they are drawn anew
-let shown = []; // charts of the page
+let shown = []; // charts of the page, and of one that is being drawn
 
 // series: [{label, colour, values, dashed?}] over one list of x; marks: [{x, text, isTick?}]; pick gets the x that is clicked.
 export function chart(title, x, series, { xLabel = "step", marks = [], low, note = "", pick } = {}) {
@@ -35,13 +35,24 @@ export function chart(title, x, series, { xLabel = "step", marks = [], low, note
     },
   };
   const plot = new uPlot(options, [x, ...series.map((each) => each.values)], box);
-  shown = [...shown.filter((each) => each.box.isConnected), { box, plot, xLabel }];
   if (zoomed?.label === xLabel) plot.setScale("x", zoomed);
   if (pick) onClick(plot.over, () => { if (plot.cursor.idx !== null) pick(x[plot.cursor.idx]); });
   requestAnimationFrame(() => { isDrawn = true; });
   const resize = () => plot.setSize({ width: Math.max(200, box.clientWidth - 18), height: HEIGHT });
-  new ResizeObserver(resize).observe(box);
+  const observer = new ResizeObserver(resize);
+  observer.observe(box);
+  shown.push({ box, plot, xLabel, observer });
   return box;
+}
+
+// Frees the charts that are no longer on the page. uPlot keeps each for ever, and moves its cursor, until it is destroyed.
+export function forgetCharts() {
+  for (const each of shown) {
+    if (each.box.isConnected) continue;
+    each.observer.disconnect();
+    each.plot.destroy();
+  }
+  shown = shown.filter((each) => each.box.isConnected);
 }
 
 function zoomAll(plot, label, x) {

@@ -1,6 +1,7 @@
 // Chooses the page by the address behind #, and asks the server for news while the page is open.
 
 import { get, Steps } from "./api.js";
+import { forgetCharts } from "./chart.js";
 import { empty, h } from "./dom.js";
 import { exported } from "./exported.js";
 import { seconds } from "./format.js";
@@ -45,8 +46,10 @@ const current = () => location.hash.slice(1).split("?")[0] || "curves";
 
 let drawn = ""; // the page that is shown
 let isTouched = false; // somebody has begun to use its fields since it was drawn
+let turn = 0; // number of the drawing that was begun last: an earlier one that ends later shows nothing
 
 async function draw() {
+  const mine = ++turn;
   const [name, query] = location.hash.slice(1).split("?");
   context.parameters = new URLSearchParams(query ?? "");
   context.run = Math.min(Number(context.parameters.get("run") ?? 0) || 0, context.runs.length - 1);
@@ -59,8 +62,10 @@ async function draw() {
   }
   try {
     const shown = await page.draw(context);
+    if (mine !== turn) return;
     const focused = controls(root).indexOf(document.activeElement);
     root.replaceChildren(h("h1", {}, page.title), ...[shown].flat());
+    forgetCharts();
     if (drawn === current()) controls(root)[focused]?.focus({ preventScroll: true });
     else if (drawn) root.focus();
     if (drawn !== current()) showLink();
@@ -68,7 +73,7 @@ async function draw() {
     isTouched = false;
     document.title = `${page.title} · ${context.runs[context.run]?.name ?? "Penstock"}`;
   } catch (error) {
-    root.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
+    if (mine === turn) root.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
   }
 }
 

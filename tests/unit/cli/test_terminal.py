@@ -114,7 +114,7 @@ def test_supervised_training_has_a_loss_and_no_reward() -> None:
 
 
 def test_a_run_that_is_stuck_is_noticed_without_a_step(tmp_path: Path) -> None:
-    """Silence counts from the last new step; what was there before this start is old."""
+    """Silence counts from the last new step; what was there before this start is old, and says nothing of this one."""
     write_rows(tmp_path, [full_row(step) for step in range(1, 6)])
     now = 0.0
     metrics = MetricsFollower(tmp_path / "metrics.jsonl")
@@ -123,6 +123,8 @@ def test_a_run_that_is_stuck_is_noticed_without_a_step(tmp_path: Path) -> None:
     assert follower.poll(print) == []
     assert follower.standing(is_running=True)["alarms"] == []
     now = 200.0
+    assert follower.standing(is_running=True)["alarms"] == []
+    now = 2000.0
     assert [alarm["kind"] for alarm in follower.standing(is_running=True)["alarms"]] == ["stuck"]
     write_rows(tmp_path, [full_row(6)])
     assert [row["step"] for row in follower.poll(print)] == [6]
@@ -131,10 +133,10 @@ def test_a_run_that_is_stuck_is_noticed_without_a_step(tmp_path: Path) -> None:
     samples = tmp_path / "evaluations" / "step-000006" / "samples.jsonl"
     samples.parent.mkdir(parents=True)
     samples.touch()
-    now = 400.0  # the evaluation of step 6 holds up step 7
+    now = 2200.0  # the evaluation of step 6 holds up step 7
     assert follower.standing(is_running=True)["alarms"] == []
     (tmp_path / "evaluations.jsonl").write_text('{"step": 6, "elapsed_s": 200.0, "sets": {}}\n')
     follower.poll(print)
     assert follower.standing(is_running=True)["alarms"] == []
-    now = 600.0
+    now = 2400.0
     assert [alarm["kind"] for alarm in follower.standing(is_running=True)["alarms"]] == ["stuck"]

@@ -197,6 +197,37 @@ def test_the_card_says_which_files_belong_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("*.jsonl", ["0"]),
+        ("**/*.jsonl", ["0", "1", "2"]),
+        ("**", ["0", "1", "2"]),
+        ("a/**/*.jsonl", ["1", "2"]),
+        ("a/*", ["1"]),
+        ("./a/b/2.jsonl", ["2"]),
+    ],
+)
+def test_patterns_of_a_card_choose_the_files_that_datasets_chooses(
+    tmp_path: Path, pattern: str, expected: list[str]
+) -> None:
+    """A star ends at a slash, and two stars are any number of folders."""
+    for number, file in enumerate(("0.jsonl", "a/1.jsonl", "a/b/2.jsonl")):
+        write(tmp_path / file, rows(number, number + 1))
+    (tmp_path / "README.md").write_text(f"---\nconfigs: [{{config_name: default, data_files: '{pattern}'}}]\n---\n")
+    assert answers(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "hidden", [".ipynb_checkpoints/train-checkpoint.jsonl", "__MACOSX/train.jsonl", "._train.jsonl"]
+)
+def test_files_that_programs_keep_for_themselves_are_no_data(tmp_path: Path, hidden: str) -> None:
+    """Old copies would be played beside the rows."""
+    write(tmp_path / "train.jsonl", rows(0, 1))
+    write(tmp_path / hidden, rows(1, 2))
+    assert answers(tmp_path) == ["0"]
+
+
+@pytest.mark.parametrize(
     "configs",
     [
         "plain",

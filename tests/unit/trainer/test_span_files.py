@@ -1,7 +1,14 @@
 """The files of spans in the run folder: readable however they end, and bounded."""
 
 import json
+import resource
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from penstock.bus.span_stream import StoredBatch
 from services.trainer.telemetry.span_files import SpanFiles
@@ -51,3 +58,37 @@ def test_the_oldest_files_are_deleted(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in paths) <= 4000
     assert files.last_sequence() == 59
     assert len(paths) > 5
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond it, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_files_that_somebody_deletes_are_begun_anew(tmp_path: Path) -> None:
+    """To make room, while the run goes on; with their folder too."""
+    files = SpanFiles(tmp_path, max_bytes=2**20)
+    files.append([_batch(1)])
+    shutil.rmtree(tmp_path / "trace")
+    files.append([_batch(2)])
+    files.append([_batch(3)])
+    assert [span.attributes["turn"] for span in TraceReader(tmp_path).read().spans] == [2, 3]
+
+
+def test_what_a_full_disk_cuts_off_is_written_once_there_is_room(tmp_path: Path) -> None:
+    """Nothing is there twice, and no line is lost with half of another one."""
+    files = SpanFiles(tmp_path, max_bytes=2**20)
+    files.append([_batch(1)])
+    (path,) = (tmp_path / "trace").glob("spans-*")
+    with file_size_limit(path.stat().st_size + 20), pytest.raises(OSError, match="File too large"):
+        files.append([_batch(2), _batch(3)])
+    files.append([_batch(2), _batch(3)])
+    assert [span.attributes["turn"] for span in TraceReader(tmp_path).read().spans] == [1, 2, 3]

@@ -56,6 +56,19 @@ def test_one_odd_batch_is_no_alarm() -> None:
     assert find_alarms(odd) == []
 
 
+def test_a_run_that_was_started_again_may_load_for_as_long_as_at_first(tmp_path: Path) -> None:
+    """Its steps of before say nothing about that; by the files, the start is what is newer than the last step."""
+    assert find_alarms(rows(), is_running=True, silent_s=1700.0, has_stepped=False) == []
+    (alarm,) = find_alarms(rows(), is_running=True, silent_s=1900.0, has_stepped=False)
+    assert alarm.text == "no step for 1900 s since the run was started again"
+    run = make_run(tmp_path)
+    os.utime(run / "metrics.jsonl", (time.time() - 500,) * 2)
+    os.utime(run / "config.toml", (time.time() - 400,) * 2)
+    assert not RunReader(run).has_stepped
+    os.utime(run / "metrics.jsonl", (time.time() - 300,) * 2)
+    assert RunReader(run).has_stepped
+
+
 def test_a_step_that_does_not_come_is_an_alarm_while_the_run_goes_on() -> None:
     """Ten times as long as usual, and at least two minutes."""
     assert [alarm.kind for alarm in find_alarms(rows(), is_running=True, silent_s=121.0)] == ["stuck"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -61,6 +62,15 @@ async def test_the_token_in_the_address_becomes_a_cookie(url: str) -> None:
         assert (await client.get("/api/runs")).status_code == 200
     async with httpx.AsyncClient(base_url=url, follow_redirects=True) as client:
         assert (await client.get("/", params={"token": "wrong"})).status_code == 401
+
+
+async def test_the_token_leads_to_no_other_host(url: str) -> None:
+    """Two slashes, or a backslash, would begin its name."""
+    async with httpx.AsyncClient() as client:
+        for path in ("//evil.example/x", "/\\evil.example/x", "///evil.example"):
+            answer = await client.get(f"{url.rstrip('/')}{path}", params={"token": "any"})
+            assert answer.status_code == 303
+            assert re.match(r"/[^/\\]", answer.headers["location"])
 
 
 async def test_runs_are_listed_with_where_they_stand(client: httpx.AsyncClient) -> None:

@@ -89,6 +89,8 @@ def _read(url: str) -> bytes:
                 raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
             if monotonic() > ends:
                 raise ValueError(f"{len(data)} bytes came in {DEADLINE_S:g} s")
+        if response.length:
+            raise ValueError(f"the connection ended after {len(data)} bytes, {response.length} before the end")
     return bytes(data)
 
 

@@ -73,7 +73,7 @@ def choose_files(
     Raises:
         DataError: the configuration or split does not exist, or a shard is missing.
     """
-    found = [each for each in sorted(names) if PurePosixPath(each).name not in _NOT_DATA]
+    found = [each for each in sorted(names) if PurePosixPath(each).name not in _NOT_DATA and not _is_hidden(each)]
     if not _of_first_format(found, suffixes):
         raise DataError(f"{name} has no file that can be read; the formats are {', '.join(suffixes)}")
     in_card = _named_in_card(found, config, card, name)
@@ -121,9 +121,28 @@ def _read_card(card: Mapping[str, Any], name: str) -> _Card:
         ) from None
 
 
+def _is_hidden(name: str) -> bool:
+    """Return whether programs keep the file for themselves, as Jupyter's checkpoints and macOS's own files."""
+    return any(part.startswith((".", "__")) for part in PurePosixPath(name).parts)
+
+
 def _matching(names: Sequence[str], patterns: str | Sequence[str]) -> list[str]:
     wanted = [patterns] if isinstance(patterns, str) else patterns
-    return [each for each in names if any(fnmatchcase(each, pattern.removeprefix("./")) for pattern in wanted)]
+    of_parts = [pattern.removeprefix("./").split("/") for pattern in wanted]
+    return [each for each in names if any(_matches(each.split("/"), pattern) for pattern in of_parts)]
+
+
+def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether a path matches a pattern, part by part; `**` is any number of folders, also none."""
+    if not pattern:
+        return not name
+    if pattern[0] == "**" and len(pattern) > 1:
+        return any(_matches(name[number:], pattern[1:]) for number in range(len(name)))
+    if not name:
+        return False
+    if pattern == ["**"]:
+        return True
+    return fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
 
 
 def _named_by_files(names: Sequence[str], config: str, name: str) -> dict[str, list[str]]:

@@ -1,0 +1,48 @@
+"""Pictures that rows name by address: downloaded once, and whole."""
+
+import http.server
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from services.trainer.data.sources.downloads import download
+
+WHOLE = bytes(range(250)) * 4
+
+
+@contextmanager
+def server(sent: list[int]) -> Iterator[str]:
+    """A server that sends so many bytes of each answer and ends the connection."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(WHOLE)))
+            self.end_headers()
+            self.wfile.write(WHOLE[: sent.pop(0)])
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_port}/a.png"
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+def test_a_download_that_breaks_off_is_not_kept(tmp_path: Path) -> None:
+    """The next start asks again; what came whole is not asked for again."""
+    sent = [100, len(WHOLE)]
+    with server(sent) as url:
+        with pytest.raises(ValueError, match="ended after 100 bytes, 900 before the end"):
+            download(url, tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        assert download(url, tmp_path) == download(url, tmp_path) == WHOLE
+    assert sent == []
