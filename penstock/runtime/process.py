@@ -6,7 +6,7 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,15 +57,20 @@ def run(
 def report_error(error: PenstockError, *, file: Path | None = None) -> int:
     """Write the error to standard error, a `UserError` as one line, and return its exit code.
 
+    The code tells whether another start helps, so it is returned also where nothing can be written, as on a full disk.
+
     Args:
         error: The error that ends this process.
         file: Also gets the error, as one JSON object {"error": its class, "message": its text}.
     """
     is_users = isinstance(error, UserError)
     message = " ".join(line.strip() for line in str(error).splitlines()) if is_users else str(error)
-    sys.stderr.write(f"error: {message}\n")
     if file is not None:
-        file.write_text(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
+        with suppress(OSError):
+            file.write_text(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
+    if sys.stderr is not None:  # it is None if it was closed at the start
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"error: {message}\n")
     return EXIT_USER_ERROR if is_users else EXIT_FAILURE
 
 

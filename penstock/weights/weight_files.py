@@ -33,7 +33,7 @@ def version_folder(parent: Path, version: int) -> Path:
 
 
 def write_weight_files(parent: Path, version: int, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> Path:
-    """Write the folder of `version` below `parent`, delete old versions, and return the folder. Blocking.
+    """Write the folder of `version` below `parent`, delete older versions, and return the folder. Blocking.
 
     Only one process may write below `parent`: it deletes unfinished folders as leftovers of a killed writer.
     """
@@ -55,7 +55,8 @@ def write_weight_files(parent: Path, version: int, manifest: Manifest, buckets: 
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    for old in _versions(parent)[:-KEEP]:
+    written = _versions(parent)
+    for old in written[: max(0, written.index(folder) + 1 - KEEP)]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
 

@@ -140,8 +140,9 @@ class WeightSyncConfig(Config):
     process, all weights to others. It needs time and one more copy in memory in the trainer, and room in TMPDIR of
     trainer and engines."""
     files_dir: Path | None = None
-    """Folder into which each version is written as weight files, from which replicas that join later load it; the
-    newest two versions are kept. Unset: only transport disk writes them, to `weights` in the run's folder."""
+    """Folder in which each version is written as weight files, from which replicas that join later load it: in a folder
+    of the run's name, where the newest two versions are kept. Unset: only transport disk writes them, to `weights` in
+    the run's folder."""
     bucket_bytes: int = pydantic.Field(default=16 * 2**20, ge=4096)
     """Weights are broadcast in parts of at most this size, several at a time. Tensors below 1 MiB share a bucket;
     larger ones have their own, and are cut if they exceed this size."""

@@ -3,6 +3,7 @@
 With `SCREENSHOTS=folder` every page is also drawn there, wide and narrow, light and dark.
 """
 
+import asyncio
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from playwright.async_api import Browser, Locator, Page, async_playwright, expect
+from playwright.async_api import Browser, Locator, Page, Route, async_playwright, expect
 
 from penstock.http.server import HttpServer
 from penstock.runtime.security import Security
@@ -55,7 +56,10 @@ async def browser() -> AsyncIterator[Browser]:
 def runs(tmp_path: Path) -> list[Path]:
     """Two runs; the second has a fault."""
     folders = [make_run(tmp_path / "first"), make_run(tmp_path / "second", max_staleness=2)]
-    write_rows(folders[1], [step_row(step, num_failed_groups=step, trainer_start=2) for step in range(31, 36)])
+    write_rows(
+        folders[1],
+        [step_row(step, num_failed_groups=step, trainer_start=2, trainer_deaths=1) for step in range(31, 36)],
+    )
     return folders
 
 
@@ -281,6 +285,37 @@ async def test_a_run_grows_without_a_reload(page: Page, runs: list[Path]) -> Non
     replaced.write_text("".join(json.dumps(step_row(step)) + "\n" for step in range(1, 21)))
     replaced.replace(runs[0] / "metrics.jsonl")
     await expect(page.locator("#status")).to_contain_text("step 20 of 200", timeout=10_000)
+
+
+async def test_charts_that_are_drawn_anew_are_freed(page: Page, runs: list[Path]) -> None:
+    """A page that is left open beside a run draws them at each step."""
+    await expect(page.locator("figure").first).to_be_visible()
+    for step in range(31, 35):
+        write_rows(runs[0], [step_row(step)])
+        await expect(page.locator("#status")).to_contain_text(f"step {step} of 200", timeout=10_000)
+    await page.wait_for_timeout(500)
+    kept = await page.evaluate(
+        "import('/vendor/uPlot.mjs').then(({ default: uPlot }) => uPlot.sync('steps').plots.length)"
+    )
+    assert kept == await page.locator("figure .uplot").count() > 0
+
+
+async def test_a_page_that_comes_late_does_not_replace_the_one_that_was_chosen_after_it(page: Page) -> None:
+    """A search through all samples takes a second."""
+    may_answer = asyncio.Event()
+
+    async def answer_late(route: Route) -> None:
+        await may_answer.wait()
+        await route.continue_()
+
+    await page.route("**/api/runs/*/episodes*", answer_late)
+    await page.get_by_role("link", name="Samples").click()
+    await page.get_by_role("link", name="Settings").click()
+    await expect(page.locator("h1")).to_have_text("Settings")
+    async with page.expect_response("**/api/runs/*/episodes*"):
+        may_answer.set()
+    await page.wait_for_timeout(500)
+    await expect(page.locator("h1")).to_have_text("Settings")
 
 
 async def test_a_sample_of_200_000_tokens_can_be_read(page: Page, runs: list[Path]) -> None:

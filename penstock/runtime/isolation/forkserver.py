@@ -72,7 +72,7 @@ def serve(encoded_settings: str, *, prepare: Callable[[], None], work: Work) -> 
             return
         command, pid = COMMAND.unpack(message)
         if command == SPAWN:
-            control.send(encode_reply(ForkserverReply(pid=_spawn(control, fds[0], work, is_confined=is_confined))))
+            control.send(encode_reply(_spawn(control, fds[0], work, is_confined=is_confined)))
         else:
             killed.add(pid)
 
@@ -89,9 +89,13 @@ def _check_sandbox(settings: ForkserverSettings) -> str:
     return f"worker processes are not confined: {reason}" if reason else ""
 
 
-def _spawn(control: socket.socket, worker_fd: int, work: Work, *, is_confined: bool) -> int:
+def _spawn(control: socket.socket, worker_fd: int, work: Work, *, is_confined: bool) -> ForkserverReply:
     parent_pid = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # no process or memory is left; the other workers go on
+        os.close(worker_fd)
+        return ForkserverReply(error=f"no worker can be forked: {error.strerror}")
     if pid == 0:
         status = 1
         try:
@@ -102,4 +106,4 @@ def _spawn(control: socket.socket, worker_fd: int, work: Work, *, is_confined: b
         finally:
             os._exit(status)
     os.close(worker_fd)
-    return pid
+    return ForkserverReply(pid=pid)

@@ -114,7 +114,7 @@ class Forkserver:
 
         Raises:
             WorkerDiedError: the forkserver is gone.
-            OSError: no socket can be opened, or the forkserver is too busy; a retry may succeed.
+            OSError: no socket or process is left, or the forkserver is too busy; a retry may succeed.
         """
         if self._control is None:
             raise WorkerDiedError("the forkserver is not running")
@@ -122,7 +122,10 @@ class Forkserver:
         try:
             with theirs:
                 socket.send_fds(self._control, [COMMAND.pack(SPAWN, 0)], [theirs.fileno()])
-            pid = (await self._reply(_SPAWN_TIMEOUT_S)).pid
+            reply = await self._reply(_SPAWN_TIMEOUT_S)
+            if reply.error:
+                raise OSError(reply.error)
+            pid = reply.pid
             if pid <= 0:  # to kill it would be to kill this process's group
                 raise WorkerDiedError(f"the forkserver named {pid} as a worker's process")
             self._pids.add(pid)

@@ -32,7 +32,7 @@ class ForkserverReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     pid: int = 0
     """Process id of the new worker."""
     error: str = ""
-    """Why the forkserver cannot start."""
+    """Why the forkserver cannot start, or cannot fork a worker."""
     warning: str = ""
     """A warning for people, although it started."""
 

@@ -21,6 +21,7 @@ from penstock.config import NetworkConfig
 from penstock.errors import UnavailableError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.ports import require_free_port
+from penstock.runtime.process import unless_stopped
 from penstock.runtime.security import Security
 from penstock.telemetry.metrics import exposed
 from penstock.telemetry.serving import serving_metrics
@@ -46,6 +47,9 @@ log = structlog.get_logger()
 _LOAD_INTERVAL_S = 1.0
 _LAST_WORDS_S = 2.0
 """Seconds that finished answers have to be sent."""
+_OPEN_TIMEOUT_S = 120.0
+"""As long as SGLang may take for its first answer."""
+_DIED = "the engine died: one of SGLang's processes ended; start the engine again"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
                     for task in keeping:
                         task.cancel()
             if server.engine.died.is_set():
-                raise UnavailableError("the engine died: one of SGLang's processes ended; start the engine again")
+                raise UnavailableError(_DIED)
             server.crashes.require_useful()
 
 
@@ -186,7 +190,7 @@ async def running(
         service_name(rollout_pb2.DESCRIPTOR, "RolloutService"),
     )
     try:
-        await receiver.open()
+        await _open(receiver, engine)
         port = await server.start()
         view.listens(network.advertised, port)
         log.info("engine.serving", replica_id=view.replica_id, address=view.address)
@@ -199,6 +203,21 @@ async def running(
     finally:
         await receiver.close()
         await engine.shutdown()
+
+
+async def _open(receiver: WeightReceiver, engine: SglangEngine) -> None:
+    """Have the receiver ask for the engine's parameters; of a process that has died SGLang awaits an answer for ever.
+
+    Raises:
+        UnavailableError: one of SGLang's processes ended, or does not answer.
+    """
+    try:
+        async with asyncio.timeout(_OPEN_TIMEOUT_S):
+            await unless_stopped(receiver.open(), engine.died)
+    except TimeoutError:
+        raise UnavailableError(f"the engine did not name its parameters within {_OPEN_TIMEOUT_S:g} s") from None
+    if engine.died.is_set():
+        raise UnavailableError(_DIED)
 
 
 async def _renew_on_change(server: EngineServer, lease: Lease) -> None:

@@ -1,14 +1,18 @@
 """What becomes of an error that ends a process."""
 
 import asyncio
+import os
 import resource
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from penstock.errors import DataError, SetupError, UnavailableError
 from penstock.runtime.process import EXIT_FAILURE, EXIT_USER_ERROR, end_task, run, unless_stopped
+from tests.conftest import ROOT
 from tests.support.waiting import HANG_S
 
 
@@ -176,3 +180,37 @@ def test_an_orderly_end_after_a_signal_can_have_a_code_of_its_own(signalled: boo
 
     assert run(main, stopped_code=143) == code
     assert run(main) == 0
+
+
+_ENDING = """
+import sys
+from pathlib import Path
+from penstock.errors import SetupError
+from penstock.runtime.process import run
+
+async def main(stop):
+    raise SetupError("the disk is full")
+
+sys.exit(run(main, error_file=Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("stderr", "error_file"),
+    [("2> /dev/full", "error.json"), ("2>&-", "error.json"), ("2> >(exit)", "error.json"), ("", "/dev/full")],
+)
+def test_the_exit_code_says_it_where_nothing_can_be_written(tmp_path: Path, stderr: str, error_file: str) -> None:
+    """Another start would not help, and whoever starts processes again goes by the code."""
+    command = f"sleep 0.2; exec {sys.executable} -c '{_ENDING}' {error_file} {stderr}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == EXIT_USER_ERROR
+    if stderr:
+        assert "the disk is full" in (tmp_path / error_file).read_text()
+    else:
+        assert done.stderr == "error: the disk is full\n"

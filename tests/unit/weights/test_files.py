@@ -15,6 +15,7 @@ import torch
 from penstock.weights.manifest import Manifest, pack, specs_of
 from penstock.weights.named_weights import NamedWeights
 from penstock.weights.weight_files import check_weight_files, write_weight_files
+from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports import disk
 from services.trainer.weight_sync.transports.disk import WeightFileStore
@@ -39,6 +40,21 @@ class _Endless:
 
 def _write_half(folder: Path, pipe: Connection) -> None:
     write_weight_files(folder, 3, MANIFEST, [BUCKETS[0], _Endless(pipe)])  # type: ignore[list-item]
+
+
+def test_what_was_written_stays_whatever_lies_beside_it(tmp_path: Path) -> None:
+    """Newer versions are of a run that has ended; of its own the newest two stay."""
+    for version in (499, 500, 1, 2, 3):
+        folder = write_weight_files(tmp_path, version, MANIFEST, BUCKETS)
+        check_weight_files(folder, version, MANIFEST)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["v00000002", "v00000003", "v00000499", "v00000500"]
+
+
+def test_runs_that_share_a_folder_have_their_own_in_it(tmp_path: Path) -> None:
+    """The versions of each begin at 1."""
+    config = WeightSyncConfig(files_dir=tmp_path / "shared")
+    parents = {WeightFileStore.of_run(config, tmp_path / "runs" / name).parent for name in ("a-1", "a-2")}
+    assert parents == {tmp_path / "shared" / "a-1", tmp_path / "shared" / "a-2"}
 
 
 def test_what_a_killed_writer_has_left_is_deleted(tmp_path: Path) -> None:

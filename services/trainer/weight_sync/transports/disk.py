@@ -44,9 +44,12 @@ class WeightFileStore:
 
     @classmethod
     def of_run(cls, config: WeightSyncConfig, run_folder: Path) -> Self:
-        """Return the store of a run: in the configured folder, else in the run folder if the transport is disk."""
+        """Return the store of a run: below the configured folder, else in the run folder if the transport is disk.
+
+        Runs may share the configured folder: the versions of each begin at 1, and only one may write in a folder.
+        """
         if config.files_dir is not None:
-            return cls(config.files_dir.absolute())
+            return cls(config.files_dir.absolute() / run_folder.absolute().name)
         return cls(run_folder.absolute() / "weights" if config.transport == "disk" else None)
 
     @classmethod

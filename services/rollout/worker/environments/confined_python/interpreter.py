@@ -115,8 +115,9 @@ class Interpreter:
                     self._is_started = False
                     return await self._started_fork()
             except (WorkerDiedError, OSError) as error:
-                await self._forkserver.stop()
-                self._is_started = False
+                if isinstance(error, WorkerDiedError):  # otherwise others' code runs on
+                    await self._forkserver.stop()
+                    self._is_started = False
                 raise SetupError(
                     f"tool python: no confined process can be had on this machine: {error}; run workers where "
                     "containers may use seccomp, or leave the tool out"

@@ -1,0 +1,39 @@
+"""The process that workers are forked from, where the machine has no room for another one."""
+
+import os
+
+import msgspec
+import pytest
+
+from penstock.runtime.isolation.forkserver_process import ForkedWorker, Forkserver
+
+
+class NoSettings(msgspec.Struct):
+    """The workers have none."""
+
+
+async def answers(worker: ForkedWorker) -> bool:
+    """Whether the worker is there."""
+    worker.writer.write(b"hello")
+    return await worker.reader.read(100) == b"hello"
+
+
+async def test_a_worker_that_cannot_be_forked_costs_no_other() -> None:
+    """At a container's limit of processes, or without memory; the next attempt may succeed."""
+    forkserver = Forkserver(
+        "tests.support.short_of_processes",
+        NoSettings(),
+        sandbox="off",
+        environment={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    await forkserver.start()
+    try:
+        workers = [await forkserver.spawn(), await forkserver.spawn()]
+        with pytest.raises(OSError, match="no worker can be forked: Resource temporarily unavailable"):
+            await forkserver.spawn()
+        workers.append(await forkserver.spawn())
+        assert [await answers(worker) for worker in workers] == [True] * 3
+    finally:
+        for worker in workers:
+            worker.writer.close()
+        await forkserver.stop()
