@@ -102,11 +102,13 @@ class _Look:
         return [warning(self.check.name, seen, "look at the disks, the network and name servers of this machine")]
 
     def _run(self) -> None:
+        found: list[Finding] = []
         try:
-            self._found = [finding for finding in self.check.look() if finding is not None]
-        except Exception as error:  # noqa: BLE001 - a boundary: a check that breaks hides no other
+            found.extend(finding for finding in self.check.look() if finding is not None)
+        except Exception as error:  # noqa: BLE001 - a boundary: a check that breaks hides nothing that was found
             seen = f"the check itself failed: {type(error).__name__}: {error}"
-            self._found = [warning(self.check.name, seen, "please report it, with this line")]
+            found.append(warning(self.check.name, seen, "please report it, with this line"))
+        self._found = found
 
 
 def _packages(recipe: Recipe | None) -> Iterator[Finding | None]:
@@ -144,7 +146,7 @@ def _gpus(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
         return
     yield gpu.check_capability(facts)
     yield gpu.check_cudnn(facts)
-    if recipe is None:
+    if recipe is None or len(facts.gpus) < len(devices):  # no plan for GPUs that torch does not see
         return
     if not is_sft:
         yield gpu.check_attention(facts, recipe.rollout.sglang)

@@ -35,6 +35,25 @@ def test_models_and_data_are_read_only_and_the_hub_is_not_asked() -> None:
                 assert name in ("nats", "reward")
 
 
+def test_every_claim_that_pods_use_is_made_or_given() -> None:
+    """A pod whose claim nobody makes never starts."""
+    given = {"models", "data", "hub", "runs"}
+    engines = {
+        "trainer": {"enabled": False},
+        "runs": {"mountedByEngines": True, "accessModes": ["ReadWriteMany"]},
+    }
+    for values in (engines, {}, CLAIMS):
+        objects = render(values)
+        made = {each["metadata"]["name"] for each in of_kind(objects, "PersistentVolumeClaim")}
+        used = {
+            volume["persistentVolumeClaim"]["claimName"]
+            for workload in workloads(objects)
+            for volume in workload["spec"]["template"]["spec"].get("volumes", [])
+            if "persistentVolumeClaim" in volume
+        }
+        assert used - (given if values is CLAIMS else set()) <= made
+
+
 def test_results_outlive_the_release() -> None:
     """`helm uninstall` keeps the claim of the runs; a claim of one's own is used in its place."""
     (claim,) = of_kind(render(), "PersistentVolumeClaim")

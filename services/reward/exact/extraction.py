@@ -43,7 +43,7 @@ _MAX_SIDE_WORDS = 3
 _MAX_CHOICE_CHARS = 120
 _MAX_ELEMENTS = 16
 _ANSWER_LINE = re.compile(
-    r"^[ \t*#>_]*+(?:(?:the|my|final) +){0,2}+answer[ \t*_]*+:[ \t*_]*+(\S.*)$", re.IGNORECASE | re.MULTILINE
+    r"^[ \t*#>_-]*+(?:(?:the|my|final) +){0,2}+answer[ \t*_]*+:[ \t*_`]*+(\S.*)$", re.IGNORECASE | re.MULTILINE
 )
 
 
@@ -108,7 +108,7 @@ def _later(text: str, position: int, finders: Sequence[Finder]) -> Span | None:
 
 
 def _lines(text: str) -> list[Span]:
-    return [(line.start(), line.end(), line[1].rstrip(" \t*_")) for line in _ANSWER_LINE.finditer(text)]
+    return [(line.start(), line.end(), line[1].rstrip(" \t*_`")) for line in _ANSWER_LINE.finditer(text)]
 
 
 def _boxes(text: str) -> list[Span]:

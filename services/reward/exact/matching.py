@@ -151,9 +151,14 @@ def _same_chain(gold: Node, chain: Chain, rules: Rules) -> Outcome:
             return Outcome.UNREADABLE
         if not (is_rounded(first, part) if is_approximate else are_equal(first.number.value, part.number.value)):
             return Outcome.WRONG
-    if isinstance(gold, Scalar) and gold.number.places == 0 and outcomes[0] is not Outcome.RIGHT:
+    if isinstance(gold, Scalar) and gold.number.places == 0 and not _has_value(first, gold):
         return Outcome.WRONG  # 4.6 is not 5, though it rounds to it
     return Outcome.RIGHT if Outcome.RIGHT in outcomes else Outcome.WRONG
+
+
+def _has_value(part: Node, gold: Scalar) -> bool:
+    """Return whether a part of a chain is exactly the gold's number, though it may be its work: 180 - 115."""
+    return isinstance(part, Scalar) and are_equal(part.number.value, gold.number.value)
 
 
 def _sides_agree(sides: tuple[Node, ...]) -> bool:

@@ -93,6 +93,8 @@ def _read(returned: Any) -> tuple[float, str]:
         credit, extracted = returned.get("credit"), returned.get("extracted", "")
     elif hasattr(returned, "credit"):
         credit, extracted = returned.credit, getattr(returned, "extracted", "")
+    if getattr(credit, "shape", None) == () and hasattr(credit, "item"):  # a number or bool of numpy or torch
+        credit = credit.item()
     if not (isinstance(credit, numbers.Real) and 0 <= float(credit) <= 1):  # NaN fails this comparison
         raise _BadReturnError(f"it returned {repr(returned)[:200]}; return a number from 0 to 1")
     if not isinstance(extracted, str):

@@ -1,5 +1,7 @@
 """What `penstock doctor` says of what a machine shows."""
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,25 @@ def test_supervised_training_has_the_gpu_to_itself() -> None:
     assert {status for name, status in supervised.items() if name not in on_test_machine} == {Status.OK}
     assert supervised.keys() >= {"trainer's GPU", "memory", "settings"}
     assert not supervised.keys() & {"NCCL", "engine's GPU", "attention", "shared memory"}
+
+
+def test_gpus_that_torch_does_not_see_are_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has one of them, of which nothing can be said; what was found before is told all the same."""
+    monkeypatch.setattr(examination, "find_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(gpu, "probe_gpus", lambda: facts(H100))
+    monkeypatch.setattr(examination, "check_model", lambda recipe: (ok("model", "large"), TWO_BILLION))
+    check = next(check for check in checks_of(recipe(), is_sft=False) if check.name == "GPUs")
+    found = [finding for finding in check.look() if finding is not None]
+    assert Status.FAULT in {finding.status for finding in found}
+
+    def looks_and_breaks() -> Iterator[Finding | None]:
+        yield found[0]
+        raise KeyError("1")
+
+    look = examination._Look(dataclasses.replace(check, look=looks_and_breaks))
+    look.thread.join()
+    assert [finding.name for finding in look.findings()] == [found[0].name, "GPUs"]
+    assert "the check itself failed" in look.findings()[1].seen
 
 
 def test_memory_of_supervised_training() -> None:

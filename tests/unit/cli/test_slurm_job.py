@@ -4,6 +4,7 @@ On a real Slurm: `make test-slurm`.
 """
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ PROGRAMS = {
     "srun": 'while [[ $1 == --* ]]; do [[ $1 != --nodelist=* ]] || export NODE=${1#*=}; shift; done; exec "$@"',
     "scontrol": 'if [[ $1 == show ]]; then printf "node1\\nnode2\\n"; else echo "scontrol $*" >> calls; fi',
     # The trainer may end before it has.
-    "scancel": 'echo "scancel $*" >> calls; kill -TERM $(cat trainer.pid); sleep 0.3',
+    "scancel": 'echo "scancel $*" >> calls; exec 2> /dev/null; kill -TERM $(cat trainer.pid node.pid); sleep 0.3',
     "penstock": """
 echo "$NODE $1" >> calls
 [[ $2 != --resume ]] || echo resumes >> calls
@@ -32,11 +33,16 @@ case $1 in
   train)
     echo $PPID > trainer.pid
     trap 'echo told >> calls; [[ -s hold ]] || exit 130' TERM
-    touch live.toml
+    [[ -e unseen ]] || touch live.toml
     until [[ -s train ]]; do sleep 0.02; done
     exit $(cat train);;
   slurm-node)
-    until [[ -s node || -e live.toml ]]; do sleep 0.02; done
+    echo $$ > node.pid
+    trap 'stopped=yes' TERM
+    until [[ -s node || -e live.toml ]]; do
+      [[ -z ${stopped:-} ]] || exit 0
+      sleep 0.02
+    done
     echo "$NODE serves" >> calls
     until [[ -s node || ! -e live.toml ]]; do sleep 0.02; done
     exit $(cat node 2> /dev/null || echo 0);;
@@ -116,6 +122,30 @@ def test_a_finished_run_ends_the_job(tmp_path: Path, start: Callable[..., Job]) 
     assert sorted(job.calls()[:2]) == ["node1 doctor", "node2 doctor"]
     assert sorted(job.calls()[2:]) == ["node1 train", "node2 serves", "node2 slurm-node"]
     assert not (tmp_path / "live.toml").exists()
+
+
+def test_a_trainer_that_cannot_start_ends_the_job(tmp_path: Path, start: Callable[..., Job]) -> None:
+    """With its code, although the other node still waits for the addresses of the run."""
+    (tmp_path / "unseen").touch()
+    job = start()
+    wait_until(lambda: "node2 slurm-node" in job.calls())
+    job.exits("train", 2)
+    assert job.end() == (2, "")
+    assert "scancel --signal=TERM 7" in job.calls()
+
+
+def test_the_addresses_of_a_run_that_another_job_has_stay(tmp_path: Path, start: Callable[..., Job]) -> None:
+    """Its nodes would take their absence for the end of the run."""
+    (tmp_path / "live.toml").touch()
+    (tmp_path / "unseen").touch()  # the trainer is refused before it writes any
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        job = start()
+        wait_until(lambda: "node2 serves" in job.calls())
+        job.exits("train", 2)
+        job.exits("node", 0)
+        assert job.end()[0] == 2
+        assert (tmp_path / "live.toml").exists()
 
 
 def test_an_interrupted_run_is_queued_again(tmp_path: Path, start: Callable[..., Job]) -> None:

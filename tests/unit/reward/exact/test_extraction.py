@@ -34,6 +34,8 @@ def _extract(response: str) -> str | None:
         ("Answer: 4\nAnswer: 5", "4 or 5"),
         ("Answer: 4\nNo, that is the diameter.\nAnswer: 5", "5"),
         ("**Answer: 8**", "8"),
+        ("Answer: `8`", "8"),
+        ("- Answer: 8", "8"),
         (r"\fbox{5}", "5"),
         (r"<answer>so \boxed{5}</answer>", "5"),
         (r"\boxed{4} <answer>5</answer>", "5"),

@@ -40,6 +40,9 @@ from tests.support.reward.value_profiles import is_right
         ("isosceles", "It is isosceles"), ("5", "2+3=5"), ("5", r"5 = \frac{10}{2}"), ("70", r"\frac{180-40}{2} = 70"),
         ("13", r"\sqrt{5^2+12^2} = \sqrt{169} = 13"), ("70", r"180^\circ - 110^\circ = 70^\circ"),
         (r"\frac{3}{4}", r"\frac{1}{2}+\frac{1}{4} = \frac{3}{4}"), ("0", "5-5=0"),
+        ("65", "x = 180 - 115 = 65"), ("65", r"m\angle A = 180^\circ - 115^\circ = 65^\circ"), ("65", "x=65=180-115"),
+        ("65", r"x = \frac{180-50}{2} = 65"), ("5", r"AB = \sqrt{9+16} = \sqrt{25} = 5"), ("60", "x = 2(25)+10 = 60"),
+        ("5", r"x=\sqrt{3^2+4^2}=5\approx5.0"), ("120", r"P = 30+40+50 = 120\text{ cm}"), ("8.5", "x=3+5.5=8.5"),
     ],
 )  # fmt: skip
 def test_right_structures(gold: str, answer: str) -> None:
@@ -64,6 +67,7 @@ def test_right_structures(gold: str, answer: str) -> None:
         ("y=2x+1", "y=2x-1"), ("y=2x+1", "x=2y+1"), ("x^2+y^2=4", "x^2+y^2=5"),
         (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{pmatrix}2&1\end{pmatrix}"), ("3, 4, 5", "3, 4"), ("A, C", "A"),
         ("[1,2)", "(1,2]"), (r"x \ge 3", r"x \le 3"), ("1:2:3", "1:2"), ("0", "0 = 0"),
+        ("5", r"x=4.6 \approx 5"), ("5", "x=4.6=5"), ("65", "x = 180 - 115 = 66"), ("65", "x = 180 - 116 = 65"),
         ("5", r"4.6 \approx 5"), ("5", r"\not=5"), ("5", r"x \text{ is not } 5"), ("5", "x is 5 or 6"),
         ("12:30", "2:5"), ("10:30", r"\frac{1}{3}"), ("y^x+5", "y^x+٥"), ("204_5", "204_6"), ("204_5", "204"),
         ("(B) 7", "(B) 8"), ("B", "B. A"), ("B", "B) not"),
