@@ -43,7 +43,10 @@ class RunFollower:
 
     def poll(self, write: Callable[[str], None]) -> list[StepRow]:
         """Read the files, write a line for each new evaluation, and return the new steps."""
+        num_known = len(self.rows)
         new_rows = self._metrics.poll()
+        if len(self.rows) < num_known + len(new_rows):  # the trainer has begun again at a checkpoint before some
+            self._num_old = len(self.rows) - len(new_rows)
         evaluated = self._evaluations.poll()
         for row in evaluated:
             write(describe_evaluation(row))

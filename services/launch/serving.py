@@ -23,7 +23,6 @@ from services.launch.process_trace import ProcessTrace
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import RunPlan, make_plan
 from services.launch.supervisor import Supervisor, supervised
-from services.launch.terminal.lasting_output import lasting_output
 from services.recipe import Recipe
 
 
@@ -51,7 +50,7 @@ async def serving(
         SetupError: a process listens on a port that the recipe gives, or its NATS does not answer.
     """
     await require_bus(recipe, security)
-    with lasting_output(), addressed(recipe, folder) as live:
+    with addressed(recipe, folder) as live:
         folder.live_file.write_text(configuration.dump(live))
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url, trains=False)
         specs = process_specs(plan, folder, security)

@@ -1,12 +1,14 @@
 """Reads the folder of a run, which may be running, interrupted or over. Nothing is written to it."""
 
 import fcntl
+import math
 import re
 import threading
 import tomllib
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,8 +64,9 @@ class RunReader:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether a step was written since the run was started, or started again."""
-        return written_at(self.folder / "metrics.jsonl") > written_at(self.folder / "config.toml")
+        """Whether a step was taken since the run was started, or started again, which may cut metrics.jsonl."""
+        _, rows = self.steps()
+        return bool(rows) and _time_of(rows[-1]) > written_at(self.folder / "config.toml")
 
     def steps(self) -> tuple[int, list[dict[str, Any]]]:
         """Return the rows of metrics.jsonl, and a number that grows when earlier rows were replaced."""
@@ -172,6 +175,13 @@ def written_at(path: Path) -> float:
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
+
+
+def _time_of(row: Mapping[str, Any]) -> float:
+    """Return when a step was taken, in seconds since 1970; of old runs, which do not say it, as late as can be."""
+    with suppress(KeyError, TypeError, ValueError):
+        return datetime.fromisoformat(row["time"]).timestamp()
+    return math.inf
 
 
 def without_groups(row: dict[str, Any]) -> dict[str, Any]:

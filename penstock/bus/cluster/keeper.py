@@ -33,10 +33,16 @@ async def kept_connected(client: Client, config: BusConfig) -> AsyncIterator[Non
     """Keep the client connected during the context: of a cluster, to a server that reaches the leader."""
     patience_s = config.ack_wait_s * _OF_ACK_WAIT if config.is_cluster else math.inf
     keeping = asyncio.create_task(_keep(client, patience_s=patience_s))
+    keeping.add_done_callback(_log_failure)
     try:
         yield
     finally:
         await end_task(keeping)
+
+
+def _log_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("bus.keeping_failed", exc_info=error)
 
 
 async def _keep(client: Client, *, patience_s: float) -> None:
@@ -51,6 +57,7 @@ async def _keep(client: Client, *, patience_s: float) -> None:
         elif time.monotonic() - sent_at >= _STUCK_S:
             log.warning("bus.connection_left", num_bytes_unsent=unsent)
             _abort(client)
+            sent_at = time.monotonic()
         if not client.is_connected or math.isinf(patience_s):
             answered_at = time.monotonic()
             continue
@@ -76,7 +83,12 @@ def _url_of(client: Client) -> str:
 def _bytes_of_closing(client: Client) -> int:
     """Return the bytes that the connection wants to send before it closes; 0 if it is not being closed."""
     writer = getattr(client._transport, "_io_writer", None)
-    return writer.transport.get_write_buffer_size() if writer is not None and writer.transport.is_closing() else 0
+    if writer is None or not writer.transport.is_closing():
+        return 0
+    try:
+        return int(writer.transport.get_write_buffer_size())
+    except AttributeError:  # of TLS, once it is closed
+        return 0
 
 
 def _bytes_on_their_way(client: Client) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from services.cli.score.run import private_service
 from services.launch.known_names import KnownNames, require_names
 from services.launch.run_folder import RunFolder
 from services.launch.serving import plan_serving, serving
+from services.launch.terminal.lasting_output import lasting_output
 from services.recipe import Recipe
 from services.trainer.evaluation.bus_player import play_on_bus
 from services.trainer.evaluation.evaluation import OnPlayed
@@ -139,7 +140,7 @@ class _Evaluating:
         """Play with the recipe's model on this machine, until `stop`."""
         model = service_settings.for_engine(self._recipe).model.path
         begun = await asyncio.to_thread(Begun.with_engines, model, self._started_at)
-        with self._progress() as progress:
+        with lasting_output(), self._progress() as progress:  # in this order: bars replace the output too
             async with AsyncExitStack() as stack:
                 live, supervisor = await stack.enter_async_context(
                     serving(self._recipe, self._folder, stop, self._security, progress.write)
@@ -160,7 +161,7 @@ class _Evaluating:
 
     async def over_api(self, stop: asyncio.Event, url: str, model: str) -> None:
         """Play over an OpenAI-compatible API, until `stop`."""
-        with self._progress() as progress:
+        with lasting_output(), self._progress() as progress:  # in this order: bars replace the output too
             async with (
                 private_service(self._recipe.reward, self._security) as verifier,
                 OpenAiPlayer(

@@ -77,8 +77,10 @@ async def serve_node(
         async with background(watch()):
             for process in plan.processes:
                 supervisor.start(process.name)
-            async with background(_set_at_the_end(folder, stop)):
-                await supervisor.wait(stop)
+            # Of its own: a signal after the end of the run is then the first one, and kills nobody.
+            ended = asyncio.Event()
+            async with background(_set_at_the_end(folder, stop, ended)):
+                await supervisor.wait(ended)
             await _until_the_trainer_ends(folder, f"{live.network.advertised}:{live.trainer.port}", security)
             await supervisor.stop()
 
@@ -144,10 +146,10 @@ def addresses_of_first(live: Recipe) -> Iterator[str]:
         yield f"--worker.router_url={scheme}://{head}:{live.router.http_port}"
 
 
-async def _set_at_the_end(folder: RunFolder, stop: asyncio.Event) -> None:
-    while folder.live_file.exists():  # noqa: ASYNC110 - another host has no event
+async def _set_at_the_end(folder: RunFolder, stop: asyncio.Event, ended: asyncio.Event) -> None:
+    while folder.live_file.exists() and not stop.is_set():  # noqa: ASYNC110 - another host has no event
         await asyncio.sleep(REFRESH_S)
-    stop.set()
+    ended.set()
 
 
 async def _until_the_trainer_ends(folder: RunFolder, trainer: str, security: Security) -> None:

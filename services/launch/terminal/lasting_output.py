@@ -38,27 +38,30 @@ class _LastingOutput:
 
     def write(self, text: str) -> int:
         """Write it, if it can be written."""
-        self._try(lambda: self._stream.write(text))
+        self._try(lambda: self._stream.write(text))  # into a buffer, which is no proof that it can be written
         return len(text)
 
     def flush(self) -> None:
         """Flush it, if it can be written."""
-        self._try(self._stream.flush)
+        if self._try(self._stream.flush):
+            self._is_lost = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _try(self, act: Callable[[], object]) -> None:
+    def _try(self, act: Callable[[], object]) -> bool:
+        """Do it, and return whether it could be done."""
         try:
             act()
-            self._is_lost = False
         except OSError as error:
             if self._is_lost:
-                return
+                return False
             self._is_lost = True  # first: the log may go the same way
             if error.errno in _FOR_EVER:
                 self._silence()
             log.warning("output.lost", error=str(error), effect="the run goes on; `penstock status` shows it")
+            return False
+        return True
 
     def _silence(self) -> None:
         """Write to nowhere from now on, also what is in buffers, and what Python writes at the process's end."""

@@ -66,7 +66,7 @@ class SpanFiles:
             % (batch.sequence, b"null" if batch.stored_at is None else b"%.6f" % batch.stored_at, batch.payload)
             for batch in batches
         ]
-        if self._path is None or not 0 < self._size() < self._file_bytes:
+        if self._path is None or not self._path.exists() or self._size() >= self._file_bytes:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._path = self._folder / f"spans-{time.time_ns() // 1_000_000:013d}.jsonl"
             self._make_room()

@@ -36,7 +36,8 @@ def write_addresses(folder: Path, bus_url: str) -> None:
 async def test_a_node_serves_from_the_first_answer_of_the_bus_to_the_end_of_the_run(tmp_path: Path) -> None:
     """Neither without live.toml, nor by the addresses of an earlier start, whose NATS is gone."""
     lines: list[str] = []
-    serving = node(tmp_path, asyncio.Event(), lines)
+    stop = asyncio.Event()
+    serving = node(tmp_path, stop, lines)
     await asyncio.sleep(0.7)
     write_addresses(tmp_path, f"nats://127.0.0.1:{free_ports(1)[0]}")
     await asyncio.sleep(0.7)
@@ -48,6 +49,7 @@ async def test_a_node_serves_from_the_first_answer_of_the_bus_to_the_end_of_the_
         assert not serving.done()
         (tmp_path / "live.toml").unlink()
         await promptly(serving)
+        assert not stop.is_set(), "or a signal at the end would be the second one, which kills"
 
 
 async def test_a_node_that_waits_ends_at_a_signal(tmp_path: Path) -> None:

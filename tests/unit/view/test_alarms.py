@@ -1,8 +1,10 @@
 """What is called wrong with a run."""
 
 import fcntl
+import json
 import os
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +59,16 @@ def test_one_odd_batch_is_no_alarm() -> None:
 
 
 def test_a_run_that_was_started_again_may_load_for_as_long_as_at_first(tmp_path: Path) -> None:
-    """Its steps of before say nothing about that; by the files, the start is what is newer than the last step."""
+    """Its steps of before say nothing about that. They say when they were taken; the file is cut at the start."""
     assert find_alarms(rows(), is_running=True, silent_s=1700.0, has_stepped=False) == []
     (alarm,) = find_alarms(rows(), is_running=True, silent_s=1900.0, has_stepped=False)
     assert alarm.text == "no step for 1900 s since the run was started again"
     run = make_run(tmp_path)
-    os.utime(run / "metrics.jsonl", (time.time() - 500,) * 2)
-    os.utime(run / "config.toml", (time.time() - 400,) * 2)
-    assert not RunReader(run).has_stepped
-    os.utime(run / "metrics.jsonl", (time.time() - 300,) * 2)
-    assert RunReader(run).has_stepped
+    os.utime(run / "config.toml", (1_000_000_000,) * 2)
+    for stepped_at, has_stepped in ((999_999_900, False), (1_000_000_100, True)):
+        when = datetime.fromtimestamp(stepped_at, UTC).isoformat()
+        (run / "metrics.jsonl").write_text(json.dumps(step_row(30, time=when)) + "\n")
+        assert RunReader(run).has_stepped is has_stepped
 
 
 def test_a_step_that_does_not_come_is_an_alarm_while_the_run_goes_on() -> None:

@@ -245,6 +245,14 @@ async def test_what_a_program_leaves_running_does_not_delay_its_result(
     await until(lambda: not _runs(pid))
 
 
+async def test_what_a_program_pipes_its_output_through_may_end_after_it(tmp_path: Path, reaper: Reaper) -> None:
+    """A filter writes the rest a moment later."""
+    file = tmp_path / "piped.sh"
+    file.write_text("exec > >(sleep 0.3; cat); echo '{\"reward\": 1}'")
+    for _ in range(3):
+        assert (await CommandRunner(["bash", str(file)], reaper).run(SESSION)).reward == 1
+
+
 async def test_a_program_that_is_cancelled_is_gone_with_its_children(program: MakeProgram, tmp_path: Path) -> None:
     """The whole process group is killed."""
     file = tmp_path / "pids"

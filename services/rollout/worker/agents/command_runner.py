@@ -20,6 +20,9 @@ from penstock.runtime.security import VARIABLES
 from services.rollout.worker.agents.runners import MAX_OUTPUT_BYTES, RunnerError, read_result
 
 _END_S = 5.0
+_FILTERS_S = 2.0
+"""Seconds that what a program has piped its output through may take to write the rest."""
+_LOOK_EVERY_S = 0.1
 _MAX_TOLD_CHARS = 500
 """Maximum characters of a program's last output that its failure quotes."""
 
@@ -47,13 +50,16 @@ class CommandRunner:
         ending = asyncio.create_task(_until_ended(process))
         try:
             await asyncio.wait({talking, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not talking.done():  # processes that it has left behind hold its output open
+            if not talking.done():  # processes that it has left behind hold its output open: filters end by themselves
+                await asyncio.wait({talking}, timeout=_FILTERS_S)
+            if not talking.done():
                 self._kill_group(process)
                 await asyncio.wait({talking}, timeout=_END_S)  # one that left the group holds it still
             if talking.done():
                 talking.result()
             await ending
         finally:
+            self._kill_group(process)
             await end_task(ending)
             await end_task(talking)
             await self._end(process)
@@ -87,12 +93,14 @@ class CommandRunner:
         assert process.stdout is not None
         assert process.stderr is not None
         self._kill_group(process)
-        with contextlib.suppress(TimeoutError):  # a child that left the group may hold them open
+        try:
             async with asyncio.timeout(_END_S):
                 for stream in (process.stdout, process.stderr):
                     while await stream.read(2**16):
                         pass
                 await process.wait()
+        except TimeoutError:
+            vars(process)["_transport"].close()  # a child that left the group holds them open
         self._reaper.forget(process.pid)
 
     def _kill_group(self, process: asyncio.subprocess.Process) -> None:
@@ -132,20 +140,9 @@ class _Said:
 
 
 async def _until_ended(process: asyncio.subprocess.Process) -> None:
-    """Return when the program itself has ended, whoever holds its pipes open: asyncio waits for these too."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:  # asyncio knows already
-        return
-    try:
-        loop.add_reader(pidfd, ended.set)
-        await ended.wait()
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
-    while process.returncode is None:  # noqa: ASYNC110 - asyncio is about to hear of it
-        await asyncio.sleep(0.01)
+    """Return when the program itself has ended, whoever holds its pipes open: `wait` waits for these too."""
+    while process.returncode is None:  # noqa: ASYNC110 - asyncio has no event of it
+        await asyncio.sleep(_LOOK_EVERY_S)
 
 
 async def _talk(process: asyncio.subprocess.Process, sent: bytes, said: _Said) -> None:
