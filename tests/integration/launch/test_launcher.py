@@ -11,6 +11,23 @@ from tests.support.launch.fake_run import NOTE, PARENT, SERVE, STUBBORN, FakeRun
 from tests.support.processes import is_alive
 from tests.support.waiting import HANG_S, wait_until
 
+SAVES_LATE = (
+    NOTE
+    + """
+def finish(*_):
+    note("asked")
+    while not os.path.exists("may-save"):
+        time.sleep(0.02)
+    note("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, finish)
+note("up")
+while True:
+    signal.pause()
+"""
+)
+"""A trainer that is in the middle of a step when it is asked to stop."""
+
 
 def test_end_of_the_trainer_is_the_end_of_the_run(fake_run: Callable[..., FakeRun]) -> None:
     """Exit 0 of the process that ends the run stops all others, and the launcher exits with 0."""
@@ -70,26 +87,11 @@ def test_signal_stops_all_in_order(fake_run: Callable[..., FakeRun], number: sig
 
 def test_the_trainer_finishes_its_step_however_long_it_takes(fake_run: Callable[..., FakeRun]) -> None:
     """After the first signal it has no limit, and what it needs for the push stays up, restarted if it dies."""
-    trainer = (
-        NOTE
-        + """
-def finish(*_):
-    note("asked")
-    while not os.path.exists("engine-is-back"):
-        time.sleep(0.02)
-    note("saved")
-    sys.exit(0)
-signal.signal(signal.SIGTERM, finish)
-note("up")
-while True:
-    signal.pause()
-"""
-    )
     run = fake_run(
         [
             {"name": "rollout-0", "program": SERVE},
             {"name": "worker-0", "program": STUBBORN, "phase": "WORK"},
-            {"name": "trainer", "program": trainer, "phase": "WORK", "ends_run": True},
+            {"name": "trainer", "program": SAVES_LATE, "phase": "WORK", "ends_run": True},
         ],
         kill_after_s=5.0,
     )
@@ -101,7 +103,7 @@ while True:
     assert any("worker-0 did not stop within 5 s; killed" in line for line in run.process.stdout)
     os.kill(engine, signal.SIGKILL)
     run.wait_for("up", 4)
-    (run.folder / "engine-is-back").touch()
+    (run.folder / "may-save").touch()
     code, _, err = run.finish()
     assert (code, err) == (0, "")
     assert len(run.notes("saved")) == 1
@@ -143,26 +145,11 @@ sys.exit("the boiler is cold")
 def test_a_run_that_nobody_watches_any_longer_ends_in_order(fake_run: Callable[..., FakeRun]) -> None:
     """The reader of its output ends: what dies is started again, what is stubborn is killed, and the trainer saves."""
     dying = NOTE + "note('worker')\nsys.exit(1)"
-    trainer = (
-        NOTE
-        + """
-def finish(*_):
-    note("asked")
-    while not os.path.exists("saves"):
-        time.sleep(0.02)
-    note("saved")
-    sys.exit(0)
-signal.signal(signal.SIGTERM, finish)
-note("up")
-while True:
-    signal.pause()
-"""
-    )
     run = fake_run(
         [
             {"name": "stubborn", "program": STUBBORN, "phase": "WORK"},
             {"name": "dying", "program": dying, "phase": "WORK"},
-            {"name": "trainer", "program": trainer, "phase": "WORK", "ends_run": True},
+            {"name": "trainer", "program": SAVES_LATE, "phase": "WORK", "ends_run": True},
         ],
         kill_after_s=0.5,
         max_restarts=1000,
@@ -175,7 +162,7 @@ while True:
     run.wait_for("asked")
     (stubborn,) = [pid for pid in run.notes("up") if pid not in run.notes("asked")]
     wait_until(lambda: not is_alive(stubborn))
-    (run.folder / "saves").touch()
+    (run.folder / "may-save").touch()
     assert run.process.wait(HANG_S) == 0
     assert len(run.notes("saved")) == 1
     assert run.process.stderr is not None
