@@ -10,19 +10,22 @@ Three tables, for docs/benchmarks.md:
   forward pass.
 - log-probabilities of group rows, of packed rows and of padded samples through transformers' own attention.
 - steps of the trainer, with group rows and without, with recomputed activations and without, compiled and not:
-  tokens/s, MFU, memory. With --profile, also what the GPU does in each, and for how long it waits.
+  tokens/s, MFU, memory. With --profile, also what the GPU does in each, for how long it waits, and where the host waits
+  for it.
 
-Bar: 45% MFU with group rows, on a GPU whose peak is known. The exit code is 1 if it fails, as it did when it ran
-(docs/benchmarks.md). The numbers of --cpu mean nothing.
+Bar: 45% MFU with group rows, on a GPU whose peak is known. The exit code is 1 if it fails. The numbers of --cpu mean
+nothing.
 """
 
 import argparse
 import importlib.metadata
 import platform
 import re
+import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,17 +55,25 @@ from services.trainer.config import BackendConfig  # noqa: E402
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0}
 """Dense bfloat16, from NVIDIA's data sheets."""
 LEAST_MFU = 0.45
-STEPS = ((True, True, False), (True, False, False), (True, True, True), (True, False, True), (False, True, True))
-"""Whether prompts are shared, activations recomputed, and layers compiled."""
+STEPS = (
+    (True, False, True, 16384),
+    (True, False, True, 32768),
+    (True, False, True, 8192),
+    (True, True, True, 32768),
+    (False, False, True, 16384),
+    (True, False, False, 16384),
+)
+"""Whether prompts are shared, activations recomputed and layers compiled, and the most tokens of a row."""
 KERNELS = (
-    ("products", re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.IGNORECASE)),
     ("attention", re.compile(r"flash|fmha|sdpa", re.IGNORECASE)),
+    ("products", re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.IGNORECASE)),
     ("compiled", re.compile(r"triton", re.IGNORECASE)),
     ("optimizer", re.compile(r"multi_tensor|adam", re.IGNORECASE)),
     ("copies from and to the host", re.compile(r"memcpy (htod|dtoh)", re.IGNORECASE)),
     ("all else", re.compile("")),
 )
 """Kinds of a GPU's work by the names of its kernels; the first that fits counts."""
+MOST_KERNELS = 25
 REWARDS = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
 
@@ -150,9 +161,7 @@ def _sample(prompt: Sequence[int], own: Sequence[int], image: ImagePatches, imag
 
 def backend_of(model: Path, arguments: argparse.Namespace, **changes: Any) -> InProcessBackend:
     """Load the trainer's own backend."""
-    config = BackendConfig(
-        device="cpu" if arguments.cpu else "cuda", micro_batch_tokens=arguments.micro_batch_tokens, **changes
-    )
+    config = BackendConfig(device="cpu" if arguments.cpu else "cuda", **changes)
     backend = InProcessBackend(model, config, AlgorithmConfig(), seed=0, temperature=1.0)
     backend.load(None)
     return backend
@@ -171,7 +180,7 @@ def logprobs_table(model: Path, groups: Sequence[TrainGroup], arguments: argpars
         with torch.autocast(device.type, torch.bfloat16, enabled=not arguments.cpu):
             found["padded, transformers' attention"] = reference.logprobs(sequences)
             for name, share in (("packed rows", False), ("group rows", True)):
-                rows = pack(sequences, [0] * 8, range(8), max_tokens=arguments.micro_batch_tokens, share_prompts=share)
+                rows = pack(sequences, [0] * 8, range(8), max_tokens=16384, share_prompts=share)
                 values: dict[int, torch.Tensor] = {}
                 for row in (build_row(sequences, plan).to(device) for plan in rows):
                     logprobs_N = policy(row).logprobs_N
@@ -192,37 +201,38 @@ def steps_table(model: Path, groups: Sequence[TrainGroup], arguments: argparse.N
     """
     best_mfu = 0.0
     lines = [
-        "| rows | activations | layers | s/step | tokens of samples/s | computed tokens/s | MFU | peak memory |",
-        "|---|---|---|---|---|---|---|---|",
+        "| rows | most tokens | activations | layers | s/step (range) | tokens of samples/s | computed tokens/s | MFU "
+        "| peak memory |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     sequences = [sequence for group in groups for sequence in group.sequences]
     group_of = [number for number, group in enumerate(groups) for _ in group.sequences]
     num_inputs = [sequence.num_inputs for sequence in sequences]
-    for shares, recomputes, compiles in STEPS:
-        rows = pack(
-            sequences,
-            group_of,
-            range(len(sequences)),
-            max_tokens=arguments.micro_batch_tokens,
-            share_prompts=shares,
-        )
+    for shares, recomputes, compiles, most_tokens in [STEPS[number] for number in arguments.rows]:
+        rows = pack(sequences, group_of, range(len(sequences)), max_tokens=most_tokens, share_prompts=shares)
         num_computed = sum(num_row_tokens(row, num_inputs) for row in rows)
         name = (
-            f"{'group' if shares else 'packed'} | {'recomputed' if recomputes else 'kept'} "
-            f"| {'compiled' if compiles else 'as they are'}"
+            f"{len(rows)} {'group' if shares else 'packed'} | {most_tokens:,} "
+            f"| {'recomputed' if recomputes else 'kept'} | {'compiled' if compiles else 'as they are'}"
         )
-        settings = {"share_prompts": shares, "gradient_checkpointing": recomputes, "compile": compiles}
+        settings = {
+            "share_prompts": shares,
+            "gradient_checkpointing": recomputes,
+            "compile": compiles,
+            "micro_batch_tokens": most_tokens,
+        }
         try:
             seconds, memory, flops, spent = _step(model, groups, rows, sequences, arguments, settings)
         except torch.OutOfMemoryError:
             lines.append(f"| {name} | does not fit | | | | |")
             continue
-        mfu = flops / seconds / arguments.peak_tflops / 1e12 if arguments.peak_tflops else 0.0
+        median = statistics.median(seconds)
+        mfu = flops / median / arguments.peak_tflops / 1e12 if arguments.peak_tflops else 0.0
         if shares:
             best_mfu = max(best_mfu, mfu)
         lines.append(
-            f"| {name} | {seconds:.2f} | {sum(num_inputs) / seconds:,.0f} | {num_computed / seconds:,.0f} "
-            f"| {f'{mfu:.1%}' if mfu else '-'} | {memory} |"
+            f"| {name} | {median:.3f} ({min(seconds):.3f} to {max(seconds):.3f}) | {sum(num_inputs) / median:,.0f} "
+            f"| {num_computed / median:,.0f} | {f'{mfu:.1%}' if mfu else '-'} | {memory} |"
         )
         sys.stderr.write(f"{lines[-1]}\n{spent}")
     return "\n".join(lines), best_mfu
@@ -234,42 +244,76 @@ def _step(
     rows: Sequence[Any],
     sequences: Sequence[TrainSequence],
     arguments: argparse.Namespace,
-    settings: Mapping[str, bool],
-) -> tuple[float, str, float, str]:
-    """Return the seconds of a step, its peak memory, its floating-point operations, and what the GPU did."""
+    settings: Mapping[str, Any],
+) -> tuple[list[float], str, float, str]:
+    """Return the seconds of each step, the peak memory, a step's floating-point operations, and what the GPU did."""
     backend = backend_of(model, arguments, **settings)
+    started = time.perf_counter()
     take_step(backend, [groups], 1)  # compiles and allocates at first use
+    first_s = time.perf_counter() - started
     if not arguments.cpu:
         torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
+    seconds = []
     for _ in range(arguments.steps):
-        take_step(backend, [groups], 1)  # ends with the loss on the host
-    seconds = (time.perf_counter() - started) / arguments.steps
+        started = time.perf_counter()
+        take_step(backend, [groups], 1)
+        if not arguments.cpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
     memory = "-" if arguments.cpu else f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-    spent = _spent(backend, groups, on_gpu=not arguments.cpu) if arguments.profile else ""
+    spent = f"  the first step {first_s:.1f} s; {_spent(backend, groups, arguments)}" if arguments.profile else ""
     return seconds, memory, step_flops(backend.policy.model, rows, sequences), spent
 
 
-def _spent(backend: InProcessBackend, groups: Sequence[TrainGroup], *, on_gpu: bool) -> str:
-    """Return the seconds of a step that the device spends on each kind of work, and how many kernels that takes."""
+def _spent(backend: InProcessBackend, groups: Sequence[TrainGroup], arguments: argparse.Namespace) -> str:
+    """Return the seconds of a step that the device spends on each kind of work and on the kernels that take most, how
+    many kernels that is, for how long it waits, and where the host waits for it.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    on_gpu = not arguments.cpu
     activity, device = (ProfilerActivity.CUDA, DeviceType.CUDA) if on_gpu else (ProfilerActivity.CPU, DeviceType.CPU)
     with profile(activities=[activity]) as profiled:
         started = time.perf_counter()
         take_step(backend, [groups], 1)
+        if on_gpu:
+            torch.cuda.synchronize()
         elapsed_s = time.perf_counter() - started
+    if arguments.trace:
+        profiled.export_chrome_trace(str(arguments.trace))
     seconds: Counter[str] = Counter()
     numbers: Counter[str] = Counter()
+    of_kernel: Counter[str] = Counter()
     for event in profiled.events():
         if event.device_type == device:
             kind = next(kind for kind, names in KERNELS if names.search(event.name))
-            seconds[kind] += (event.device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+            spent_s = (event.device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+            seconds[kind] += spent_s
             numbers[kind] += 1
+            of_kernel[event.name[:100]] += spent_s
     parts = [f"{kind} {seconds[kind]:.3f} s in {numbers[kind]:,}" for kind, _ in KERNELS if numbers[kind]]
     waits_s = max(0.0, elapsed_s - seconds.total())
-    return f"  {', '.join(parts)}; the device waits {waits_s:.3f} of {elapsed_s:.3f} s\n"
+    lines = [f"{', '.join(parts)}; the device waits {waits_s:.3f} of {elapsed_s:.3f} s"]
+    lines += [f"    {spent_s:.4f} s {name}" for name, spent_s in of_kernel.most_common(MOST_KERNELS)]
+    if on_gpu:
+        lines += [f"    the host waits {number} times in {where}" for where, number in _waits(backend, groups)]
+    return "\n".join(lines) + "\n"
+
+
+def _waits(backend: InProcessBackend, groups: Sequence[TrainGroup]) -> list[tuple[str, int]]:
+    """Return where and how often the host waits for the GPU in a step; the backward pass has no place of its own."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            take_step(backend, [groups], 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    places = Counter(
+        f"{Path(each.filename).name}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)
+    )
+    return places.most_common()
 
 
 def step_flops(model: Any, rows: Sequence[Any], sequences: Sequence[TrainSequence]) -> float:
@@ -302,13 +346,16 @@ def main() -> int:
     """Measure and print tables; return 1 if the bar fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="a dry run without a GPU, with a tiny model")
-    parser.add_argument("--groups", type=int, default=0, help="of eight samples; 0: 8, with --cpu 2")
+    parser.add_argument("--groups", type=int, default=0, help="of eight samples; 0: 16, with --cpu 2")
     parser.add_argument("--steps", type=int, default=0, help="measured after one that is not; 0: 5, with --cpu 1")
-    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of the table's rows; all if left out")
+    parser.add_argument("--only-steps", action="store_true", help="leave the first two tables out")
+    parser.add_argument("--trace", type=Path, help="with --profile: file for a Chrome trace of the last row's step")
     parser.add_argument("--profile", action="store_true", help="say what the GPU does in each kind of step")
     parser.add_argument("--peak-tflops", type=float, default=0, help="of the GPU; 0: from its data sheet")
     arguments = parser.parse_args()
-    arguments.groups = arguments.groups or (2 if arguments.cpu else 8)
+    arguments.rows = list(range(len(STEPS))) if arguments.rows is None else arguments.rows
+    arguments.groups = arguments.groups or (2 if arguments.cpu else 16)
     arguments.steps = arguments.steps or (1 if arguments.cpu else 5)
     arguments.image_side, arguments.max_response = (6, 60) if arguments.cpu else (40, 1500)
     if not arguments.cpu and not torch.cuda.is_available():
@@ -318,12 +365,15 @@ def main() -> int:
     if not arguments.peak_tflops:
         arguments.peak_tflops = next((peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name), 0.0)
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("torch", "transformers"))
-    sys.stdout.write(f"{name}, {versions}\n\n{attention_table(device)}\n\n")
+    sys.stdout.write(f"{name}, {versions}\n\n")
+    if not arguments.only_steps:
+        sys.stdout.write(f"{attention_table(device)}\n\n")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_model(model, is_tiny=arguments.cpu, device=device)
         groups = make_groups(model, arguments)
-        sys.stdout.write(f"{logprobs_table(model, groups, arguments)}\n\n")
+        if not arguments.only_steps:
+            sys.stdout.write(f"{logprobs_table(model, groups, arguments)}\n\n")
         table, mfu = steps_table(model, groups, arguments)
     sys.stdout.write(f"{table}\n")
     if arguments.cpu or not arguments.peak_tflops:

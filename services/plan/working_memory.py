@@ -149,11 +149,12 @@ def make_row(row: RowShape, config: Any) -> PackedRow:
     """Return a row with these sizes for a model of the config, with meaningless tokens and positions."""
     vision = getattr(config, "vision_config", None)
     ids_T = torch.zeros(row.num_tokens, dtype=torch.int64)
-    grid_thw_U3 = pixel_values_PD = None
+    grid_thw_U3 = pixel_values_PD = image_tokens_J = None
     if vision is not None and row.num_image_tokens:
         side = math.isqrt(min(row.num_image_tokens, _MAX_IMAGE_TOKENS))
         num_images = row.num_image_tokens // side**2
-        ids_T[1 : 1 + num_images * side**2] = config.image_token_id
+        image_tokens_J = torch.arange(1, 1 + num_images * side**2)
+        ids_T[image_tokens_J] = config.image_token_id
         patches = side * vision.spatial_merge_size
         grid_thw_U3 = torch.tensor([[1, patches, patches]] * num_images)
         values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -171,6 +172,7 @@ def make_row(row: RowShape, config: Any) -> PackedRow:
         pixel_values_PD=pixel_values_PD,
         grid_thw_U3=grid_thw_U3,
         image_numbers_I=() if grid_thw_U3 is None else tuple(range(len(grid_thw_U3))),
+        image_tokens_J=image_tokens_J,
         num_padded=0,
     )
 

@@ -176,11 +176,11 @@ class BackendConfig(Config):
     """With fixed_rows, the number of shapes: a pass is padded to the next multiple of micro_batch_tokens / row_lengths.
     Only the last pass of a step, or of each part of it that is computed as it arrives, is less than full."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations, logits included, in the backward pass: less memory, about a third more time."""
     compile: bool = False
-    """Compile the text's layers, and what follows the head's products, with torch.compile: on a GPU a step is faster
-    and takes less memory, but the first. Results differ by rounding errors. For dense models on one rank, without
-    adapters."""
+    """Compile the layers of text and tower, and what follows the head's products, with torch.compile: on a GPU a step
+    is faster and takes less memory, but the first takes a minute. Most of it comes with long rows: micro_batch_tokens
+    of 16384 or more. Results differ by rounding errors. For dense models on one rank, without adapters."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -56,16 +56,20 @@ def add_cross_entropy_gradient(
         coef: Factor of the gradient; the value that is returned is without it.
     """
     num_learned = sum(sequence.num_own_tokens for sequence in rows.sequences)
-    computed: list[tuple[int, tuple[float, float, torch.Tensor | None]]] = []
+    computed: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
     for number, row, counts in rows:
         said = model(row)
         value = -said.logprobs_N.sum() / num_learned
         (coef * value if counts else 0.0 * value).backward()
         if counts:
-            entropy = float(said.entropy_N.detach().double().sum())
-            counts_LE = None if said.expert_counts_LE is None else said.expert_counts_LE.cpu()
-            computed.append((number, (float(value.detach()), entropy, counts_LE)))
-    of_rows = rows.ranks.in_order(computed)
+            computed.append((number, value.detach(), said.entropy_N.detach().double().sum(), said.expert_counts_LE))
+    # Only now is a GPU waited for, when all rows are queued.
+    of_rows = rows.ranks.in_order(
+        [
+            (number, (float(value), float(entropy), None if counts_LE is None else counts_LE.cpu()))
+            for number, value, entropy, counts_LE in computed
+        ]
+    )
     counted = [counts_LE for _, _, counts_LE in of_rows if counts_LE is not None]
     return CrossEntropy(
         value=sum(value for value, _, _ in of_rows),

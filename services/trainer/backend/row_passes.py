@@ -4,10 +4,14 @@ Legend: N = the policy's own tokens of a row, L = layers with experts, E = exper
 
 All ranks call each method together. Each computes its own rows and gets what the others computed, so all return the
 same; only the gradient stays on each rank's own weights, until `ranks.sharding` sums it.
+
+Results stay on the device until the last row is queued. Read row by row, they would have a GPU wait for the host after
+each row, and what is queued for the next would come late.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -23,6 +27,7 @@ from services.trainer.backend.policy.reference import ReferencePolicy
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow
+from services.trainer.batching.to_device import to_device
 from services.trainer.config import BackendConfig
 
 
@@ -56,6 +61,23 @@ class PlannedPass:
     """The reference policy's log-probabilities in each row that this rank computes."""
     first_sample: int
     """Number in the batch of the chunk's first sample."""
+
+
+class _PassedRow(NamedTuple):
+    """What a forward pass gave, on the device."""
+
+    tokens: Tokens
+    expert_counts_LE: torch.Tensor | None
+
+    def without_gradient(self) -> Self:
+        """Return the same without what the backward pass needs."""
+        entropy_N = self.tokens.entropy_N
+        tokens = replace(
+            self.tokens,
+            logprobs_N=self.tokens.logprobs_N.detach(),
+            entropy_N=None if entropy_N is None else entropy_N.detach(),
+        )
+        return self._replace(tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,20 +122,22 @@ class RowPasses:
         Raises:
             NotFiniteError: log-probabilities of some samples are not finite; the gradient is then of no use.
         """
-        computed: list[tuple[int, tuple[float, ComputedRow]]] = []
+        computed: list[tuple[int, torch.Tensor, _PassedRow]] = []
         for (number, row, counts), reference_N in zip(planned.rows, planned.references, strict=True):
-            tokens, expert_counts_LE = self._forward(planned, row, reference_N)
+            passed = self._forward(row, reference_N)
             value = policy_loss(
-                tokens, planned.samples, self.algorithm, statistics=statistics, entropy_coef=entropy_coef
+                passed.tokens, planned.samples, self.algorithm, statistics=statistics, entropy_coef=entropy_coef
             ).value
             if self.ranks.size > 1:  # all ranks go backward as often, through all layers
-                (value * float(counts) + 0.0 * tokens.logprobs_N.sum()).backward()
+                (value * float(counts) + 0.0 * passed.tokens.logprobs_N.sum()).backward()
             elif value.requires_grad:
                 value.backward()
             if counts:
-                kept = _kept(tokens, expert_counts_LE, planned.first_sample)
-                computed.append((number, (float(value.detach()), kept)))
-        return self.ranks.in_order(computed)
+                computed.append((number, value.detach(), passed.without_gradient()))
+        kept = self._kept([passed for _, _, passed in computed], planned.first_sample)
+        return self.ranks.in_order(
+            [(number, (float(value), each)) for (number, value, _), each in zip(computed, kept, strict=True)]
+        )
 
     def measure(self, planned: PlannedPass) -> list[ComputedRow]:
         """Compute the rows without gradient, and return them in the order of the plan.
@@ -121,41 +145,43 @@ class RowPasses:
         Raises:
             NotFiniteError: log-probabilities of some samples are not finite.
         """
+        computed: list[tuple[int, _PassedRow]] = []
         with torch.no_grad():
-            computed = [
-                (number, counts, _kept(*self._forward(planned, row, reference_N), planned.first_sample))
-                for (number, row, counts), reference_N in zip(planned.rows, planned.references, strict=True)
-            ]
+            for (number, row, counts), reference_N in zip(planned.rows, planned.references, strict=True):
+                passed = self._forward(row, reference_N)
+                if counts:
+                    computed.append((number, passed))
         self.forget_forward()
-        return self.ranks.in_order([(number, kept) for number, counts, kept in computed if counts])
+        kept = self._kept([passed for _, passed in computed], planned.first_sample)
+        return self.ranks.in_order([(number, each) for (number, _), each in zip(computed, kept, strict=True)])
 
-    def _forward(
-        self, planned: PlannedPass, row: PackedRow, reference_N: torch.Tensor | None
-    ) -> tuple[Tokens, torch.Tensor | None]:
-        """Return the row's tokens with gradient, and how many of them chose each expert."""
+    def _forward(self, row: PackedRow, reference_N: torch.Tensor | None) -> _PassedRow:
         output = self.model(row)
-        is_finite_N = output.logprobs_N.isfinite()
-        if reference_N is not None:
-            reference_N = reference_N.to(self.device)
-            is_finite_N = is_finite_N & reference_N.isfinite()
-        own = set() if is_finite_N.all() else set(row.sample_N[~is_finite_N].tolist())
-        if not_finite := set().union(*self.ranks.gather(own)):
-            raise NotFiniteError({planned.first_sample + sample for sample in not_finite})
         tokens = Tokens(
             logprobs_N=output.logprobs_N,
             engine_logprobs_N=row.engine_logprobs_N,
             versions_N=row.versions_N,
             sample_N=row.sample_N,
             entropy_N=output.entropy_N,
-            reference_logprobs_N=reference_N,
+            reference_logprobs_N=None if reference_N is None else to_device(reference_N, self.device),
         )
-        return tokens, output.expert_counts_LE
+        return _PassedRow(tokens, output.expert_counts_LE)
 
-
-def _kept(tokens: Tokens, expert_counts_LE: torch.Tensor | None, first_sample: int) -> ComputedRow:
-    """Return what is kept of a row of a chunk, given the number in the batch of the chunk's first sample."""
-    tokens = tokens.detached()
-    return ComputedRow(
-        tokens=replace(tokens, sample_N=tokens.sample_N + first_sample),
-        expert_counts_LE=None if expert_counts_LE is None else expert_counts_LE.cpu(),
-    )
+    def _kept(self, passed: Sequence[_PassedRow], first_sample: int) -> list[ComputedRow]:
+        """Return what is kept of the rows of a chunk, given the number in the batch of its first sample. Waits for
+        the device.
+        """
+        kept: list[ComputedRow] = []
+        not_finite: set[int] = set()
+        for tokens, expert_counts_LE in passed:
+            tokens = tokens.detached()
+            tokens = replace(tokens, sample_N=tokens.sample_N + first_sample)
+            is_finite_N = tokens.logprobs_N.isfinite()
+            if tokens.reference_logprobs_N is not None:
+                is_finite_N &= tokens.reference_logprobs_N.isfinite()
+            not_finite |= set(tokens.sample_N[~is_finite_N].tolist())
+            counts_LE = None if expert_counts_LE is None else expert_counts_LE.cpu()
+            kept.append(ComputedRow(tokens=tokens, expert_counts_LE=counts_LE))
+        if not_finite := not_finite.union(*self.ranks.gather(not_finite)):
+            raise NotFiniteError(not_finite)
+        return kept

@@ -1,8 +1,8 @@
 """Builds packed rows: the input of one forward pass, and the loss's inputs for its tokens.
 
 Legend: T = tokens of a row, A = the four axes of positions, N = the policy's own tokens of its samples, I = images in
-order of their placeholders, U = different images among them, P = patches of the different images, D = values of a
-patch, R = tokens of a sample whose experts are known, L = layers, K = experts of a token.
+order of their placeholders, J = all images' placeholders, U = different images among them, P = patches of the different
+images, D = values of a patch, R = tokens of a sample whose experts are known, L = layers, K = experts of a token.
 
 A row is a list of segments. A segment's tokens attend to the tokens before them in the segment, and to the whole prefix
 segment if there is one: a row holds a group's prompt once, and each response is a segment with the prompt as its
@@ -10,7 +10,7 @@ prefix. Nothing else is visible, and positions continue where the prefix stops, 
 stood alone after its prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from services.trainer.batching.images import ImagePatches
 from services.trainer.batching.packing import Block, Row
 from services.trainer.batching.positions import NUM_AXES, sample_positions
 from services.trainer.batching.sequences import TrainSequence
+from services.trainer.batching.to_device import to_device
 
 ROW_MULTIPLE = 64
 """Rows of a fixed length are multiples of this."""
@@ -56,8 +57,11 @@ class PackedRow:
     pixel_values_PD: torch.Tensor | None
     """Patches of the different images; None if the row has no image."""
     grid_thw_U3: torch.Tensor | None
+    """Sizes of the different images in patches; always on the host, which derives more of the tower's inputs."""
     image_numbers_I: tuple[int, ...]
     """Index into the different images, for each occurrence of an image."""
+    image_tokens_J: torch.Tensor | None
+    """The row's token of each placeholder; None if the row has no image."""
     num_padded: int
     """Padding tokens at the row's end; they are a segment of their own."""
     routed_experts_TLK: torch.Tensor | None = None
@@ -75,9 +79,17 @@ class PackedRow:
         return len(self.input_ids_T) - self.num_padded
 
     def to(self, device: torch.device) -> "PackedRow":
-        """Return a copy on `device`."""
+        """Return a copy on `device`, without waiting for it; the images' sizes stay on the host."""
+        return self._with_each(lambda tensor: to_device(tensor, device))
+
+    def pinned(self) -> "PackedRow":
+        """Return a copy in memory of the host from which a GPU copies by itself."""
+        return self._with_each(torch.Tensor.pin_memory)
+
+    def _with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PackedRow":
         tensors = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), torch.Tensor)}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+        tensors.pop("grid_thw_U3", None)
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
 
 def build_row(
@@ -130,6 +142,7 @@ class _RowBuilder:
             name: [] for name in ("predict", "targets", "sample", "engine_logprobs", "versions")
         }
         self._images: list[ImagePatches] = []
+        self._image_tokens: list[np.ndarray] = []
         self._experts: list[tuple[int, np.ndarray]] = []
         """The first token of a run in the row, and the experts of its tokens."""
         self._num_padded = 0
@@ -175,6 +188,7 @@ class _RowBuilder:
             pixel_values_PD=torch.cat([image.pixel_values_PD for image in different]) if different else None,
             grid_thw_U3=torch.tensor([image.grid_thw for image in different]) if different else None,
             image_numbers_I=image_numbers,
+            image_tokens_J=torch.from_numpy(np.concatenate(self._image_tokens)) if different else None,
             num_padded=self._num_padded,
             routed_experts_TLK=self._experts_of_row() if with_experts and self._experts else None,
         )
@@ -213,6 +227,7 @@ class _RowBuilder:
             self._positions.append(positions_AX[:, begin:end])
             shown = zip(sequence.image_starts, sequence.images, strict=True)
             self._images += [image for image_start, image in shown if begin <= image_start < end]
+            self._image_tokens.append(start + np.flatnonzero(sequence.image_mask_X[begin:end]))
         return start, self._length
 
 

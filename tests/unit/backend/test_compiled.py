@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import varlen as torch_varlen
 
 from penstock.errors import ConfigError
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
-from services.trainer.backend.policy import compiled, logprobs
+from services.trainer.backend.policy import compiled, logprobs, varlen
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import TrainerConfig
+from tests.support.trainer import varlen_on_cpu
 from tests.support.trainer.families import random_qwen3_vl_moe, write_model
 from tests.support.trainer.read_groups import groups_with_pictures
 
@@ -25,7 +27,7 @@ def _traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
-    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(logprobs, "COMPILED_CHUNK_TOKENS", 16)
     monkeypatch.setattr(logprobs, "CHUNK_IDS", 200)
 
 
@@ -63,6 +65,28 @@ def test_a_compiled_step_is_the_same(tiny_model_path: Path, groups: list[TrainGr
         assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
     for name, weight in found[True][1].items():
         torch.testing.assert_close(weight, found[False][1][name], rtol=0, atol=2e-5, msg=name)
+
+
+def test_layers_of_a_gpu_are_compiled_whole(
+    tiny_model_path: Path, groups: list[TrainGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention included, so that the host starts a layer in one piece; rows of other lengths and numbers of pictures
+    are served by what the first step has compiled; and the step is the same.
+    """
+    monkeypatch.setattr(varlen, "is_usable_for", lambda _: True)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_on_cpu.varlen_attn)
+    found = {}
+    for compiles in (False, True):
+        backend = backend_of(tiny_model_path, compile=compiles, micro_batch_tokens=200)
+        metrics = [take_step(backend, [groups[:2]], 1)]
+        num_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        metrics += [take_step(backend, [groups], 2), take_step(backend, [groups[2:]], 3)]
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_compiled
+        found[compiles] = metrics
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for ours, plain in zip(found[True], found[False], strict=True):
+        assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
 
 
 def test_a_mixture_is_not_compiled(tmp_path: Path) -> None:

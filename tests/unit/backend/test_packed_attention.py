@@ -13,7 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from penstock.errors import ConfigError
 from services.trainer.backend.policy import attention
 from services.trainer.backend.policy.attention import RowLayout, packed_attention, packed_attention_of_gpus
+from services.trainer.backend.policy.varlen import VarlenIndex, gather
 from services.trainer.batching.rows import Segment
+from tests.support.trainer import varlen_on_cpu
 
 CPU = torch.device("cpu")
 HEADS, KEY_HEADS, DIM = 4, 2, 8
@@ -97,27 +99,33 @@ def test_equals_a_full_mask(row: list[tuple[int, list[int]]]) -> None:
 
 @given(st.lists(blocks, min_size=1, max_size=3))
 @settings(deadline=None, max_examples=30)
-def test_the_index_of_a_gpu_says_the_same(row: list[tuple[int, list[int]]]) -> None:
-    """The kernel's documented meaning, spelled out: segment by segment, causal aligned at the bottom right."""
+def test_a_gpu_computes_the_same(row: list[tuple[int, list[int]]]) -> None:
+    """In one call, whose documented meaning is spelled out; forwards, and backwards through the gathered keys."""
     segments = segments_of(row)
     layout = RowLayout(segments, CPU)
-    query, key, value, _ = inputs(segments[-1].stop)
-    expected, _ = packed_attention(MODULE, query, key, value, None, scaling=0.3, row_layout=layout)
-    index = layout.varlen
-    keys, values = key[:, :, index.key_tokens_M], value[:, :, index.key_tokens_M]
-    outputs = []
-    for number in range(len(segments)):
-        queries = slice(*index.cu_queries[number : number + 2].tolist())
-        seen = slice(*index.cu_keys[number : number + 2].tolist())
-        num_queries, num_keys = queries.stop - queries.start, seen.stop - seen.start
-        assert (num_queries <= index.max_queries, num_keys <= index.max_keys) == (True, True)
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-        outputs.append(
-            scaled_dot_product_attention(
-                query[:, :, queries], keys[:, :, seen], values[:, :, seen], attn_mask=mask, scale=0.3, enable_gqa=True
-            )
-        )
-    torch.testing.assert_close(torch.cat(outputs, dim=2).transpose(1, 2), expected, rtol=0, atol=1e-12)
+
+    def plainly(*tensors: torch.Tensor) -> torch.Tensor:
+        return packed_attention(MODULE, *tensors, None, scaling=0.3, row_layout=layout)[0].transpose(1, 2)
+
+    def on_gpu(*tensors: torch.Tensor) -> torch.Tensor:
+        return packed_attention_of_gpus(MODULE, *tensors, scaling=0.3, row_layout=layout)[0].transpose(1, 2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen, "varlen_attn", varlen_on_cpu.varlen_attn)
+        found = run(on_gpu, segments[-1].stop)
+    for ours, theirs in zip(found, run(plainly, segments[-1].stop), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_a_prompt_are_summed_in_float32() -> None:
+    """In bfloat16 each of a thousand small ones would be lost beside the sum."""
+    num_responses = 1000
+    index = VarlenIndex.of(segments_of([(1, [1] * num_responses)]), CPU)
+    states = torch.zeros(1 + num_responses, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    gathered = gather(states, index)
+    gathered.backward(torch.full_like(gathered, 1.0))
+    assert states.grad[0].item() == 1000.0  # the prompt's own key, and each response's, rounded to bfloat16 once
+    assert (states.grad[1:] == 1).all()
 
 
 def test_short_segments_share_a_call() -> None:
@@ -146,7 +154,9 @@ def test_a_gpu_is_asked_in_the_words_of_its_torch(takes_options: bool, monkeypat
         asked.update(scale=scale, window_size=window_size)
         return query
 
-    def newer(query: torch.Tensor, *_: Any, enable_gqa: bool, num_splits: int, **also: Any) -> torch.Tensor:
+    def newer(
+        query: torch.Tensor, *_: Any, enable_gqa: bool = False, num_splits: int | None = None, **also: Any
+    ) -> torch.Tensor:
         asked.update(enable_gqa=enable_gqa, num_splits=num_splits, **also)
         return query
 

@@ -166,6 +166,37 @@ def test_a_float32_head_rounds_what_it_reads_and_not_what_it_computes() -> None:
 
 
 @pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.variant)])
+def test_kept_products_are_those_that_are_computed_again(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every bit of every gradient is the same, and the head is multiplied once less."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    num_products = 0
+    plainly = logprobs._Head.products
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal num_products
+        num_products += 1
+        return plainly(*arguments)
+
+    monkeypatch.setattr(logprobs._Head, "products", counted)
+    given = inputs(torch.bfloat16)
+    found = {}
+    for keeps in (False, True):
+        before = num_products
+        outputs = token_logprobs(**given, is_compiled=is_compiled, keeps_products=keeps)
+        found[keeps] = [*outputs[:2], *gradients(given, outputs[:2], "both")]
+        found[keeps].append(torch.tensor(num_products - before))
+    *of_again, again = found[False]
+    *of_kept, kept = found[True]
+    assert all(map(torch.equal, of_kept, of_again))
+    is_whole = NUM_TOKENS <= logprobs.CHUNK_TOKENS and VOCABULARY <= logprobs.CHUNK_IDS
+    is_whole |= is_compiled and VOCABULARY <= logprobs.CHUNK_IDS
+    assert again == (kept if is_whole else 2 * kept)
+    with torch.no_grad():
+        assert torch.equal(token_logprobs(**given, keeps_products=True).logprobs_N, of_kept[0])
+
+
+@pytest.mark.usefixtures("_chunks")
 def test_a_float32_head_changes_nothing_in_float32() -> None:
     """Every bit is the same."""
     given = inputs(torch.float32)
@@ -180,7 +211,7 @@ def test_compiled_it_is_the_same(dtype: torch.dtype, chunks: tuple[int, int], mo
     made.
     """
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunks[0])
+    monkeypatch.setattr(logprobs, "COMPILED_CHUNK_TOKENS", chunks[0])
     monkeypatch.setattr(logprobs, "CHUNK_IDS", chunks[1])
     torch._dynamo.reset()
     compiled.compiled.cache_clear()

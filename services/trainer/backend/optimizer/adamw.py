@@ -117,9 +117,8 @@ class Optimizer:
 
     def scale(self, factor: float) -> None:
         """Multiply the accumulated gradient."""
-        for weight in self._trained.values():
-            if weight.grad is not None:
-                weight.grad.mul_(factor)
+        if gradients := [weight.grad for weight in self._trained.values() if weight.grad is not None]:
+            torch._foreach_mul_(gradients, factor)
 
     def discard(self) -> None:
         """Clear the accumulated gradient."""

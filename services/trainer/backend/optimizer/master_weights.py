@@ -174,9 +174,9 @@ class CopiedMasterWeights(MasterWeights):
 
     def updated(self) -> None:
         """Round the trained weights into the model."""
+        trained = self.trained
         with torch.no_grad():
-            for name, master in self.trained.items():
-                self._parameters[name].copy_(master)
+            torch._foreach_copy_([self._parameters[name] for name in trained], list(trained.values()))
 
 
 def _moves_gradient_to(master: torch.nn.Parameter) -> Any:

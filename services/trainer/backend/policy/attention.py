@@ -1,56 +1,43 @@
 """Attention over packed rows, for any transformers model that takes its attention function from `AttentionInterface`.
 
 Legend: T = tokens of a row, H = attention heads, G = key/value heads, D = head dimension, S = query ranges of a bucket,
-Q = their length, P = tokens that a range sees in full, K = P and Q together, M = gathered keys of all segments.
+Q = their length, P = tokens that a range sees in full, K = P and Q together.
 
 Each segment of a row attends to its prefix segment in full and to itself causally. Keys and values are gathered as
 prefix + segment, so a single causal call does both: query i of a segment sees the keys up to prefix + i. The gather's
 backward pass sums the gradients of all responses in the prompt's keys. No T x T mask exists.
 
-On a GPU in half precision: one call of `torch.nn.attention.varlen` per layer. Causal there means aligned at the bottom
-right, as in flash attention with fewer queries than keys. Elsewhere: scaled_dot_product_attention, one call per bucket
+On a GPU in half precision: one call per layer (`varlen`). Elsewhere: scaled_dot_product_attention, one call per bucket
 of query ranges that see the same number of tokens in full and have nearly the same length.
 
 Where ranks share a row, each computes its heads for all tokens (`row_share`).
 """
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.errors import ConfigError
+from services.trainer.backend.policy import varlen
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.batching.rows import Segment
 
 NAME = "penstock_packed"
 """Name of `packed_attention` in transformers. It has no mask function, so transformers builds no mask."""
 NAME_IN_COMPILED = f"{NAME}_in_compiled"
-"""The same function, at which torch.compile stops."""
+"""The same function in layers that are compiled."""
 BUCKET_MULTIPLE = 16
 """Query ranges whose lengths round up to the same multiple share a call."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, "RowLayout"], torch.Tensor]
+"""Takes queries [T, H, D], keys and values [T, G, D], the factor on products, and the row; returns [T, H, D]."""
 BLOCK_QUERIES = 256
 """Length of the query ranges that a segment with a prefix is cut into, each of which sees all earlier tokens in full: a
 masked call computes the whole rectangle, and a long segment would discard almost half of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class VarlenIndex:
-    """A row, indexed for one call of `varlen_attn`."""
-
-    key_tokens_M: torch.Tensor
-    """int64[M]: the row's token of each gathered key."""
-    cu_queries: torch.Tensor
-    """int32[segments + 1]: offset of each segment's first query, then the end."""
-    cu_keys: torch.Tensor
-    """int32[segments + 1]: offset of each segment's first gathered key, then the end."""
-    max_queries: int
-    max_keys: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,16 +71,13 @@ class RowLayout:
         self._device = device
 
     @cached_property
-    def varlen(self) -> VarlenIndex:
-        """The index for `varlen_attn`."""
-        keys = [_keys_of(segment) for segment in self._segments]
-        return VarlenIndex(
-            key_tokens_M=torch.cat(keys).to(self._device),
-            cu_queries=self._offsets([segment.stop - segment.start for segment in self._segments]),
-            cu_keys=self._offsets([len(tokens) for tokens in keys]),
-            max_queries=max(segment.stop - segment.start for segment in self._segments),
-            max_keys=max(map(len, keys)),
-        )
+    def varlen_index(self) -> varlen.VarlenIndex:
+        """The index for a GPU in half precision."""
+        return varlen.VarlenIndex.of(self._segments, self._device)
+
+    def make_varlen_index(self) -> None:
+        """Make the index now: layers that are compiled can only read it."""
+        self.__dict__["varlen_index"] = self.varlen_index
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -120,9 +104,6 @@ class RowLayout:
             length = -(-(queries.stop - queries.start) // BUCKET_MULTIPLE) * BUCKET_MULTIPLE
             alike[len(queries.seen_P), length].append(queries)
         return alike
-
-    def _offsets(self, lengths: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([0, *lengths]).cumsum(0).to(self._device, torch.int32)
 
     def _bucket(self, length: int, members: Sequence[_QueryRange]) -> Bucket:
         starts_S = torch.tensor([queries.start for queries in members])
@@ -152,6 +133,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    in_buckets: Attend | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return [1, T, H, D] and no weights, as transformers expects of an attention function.
@@ -170,6 +152,7 @@ def packed_attention(
         sliding_window: Must be None, like the next two: some models need these, but packed rows do not support them.
         softcap: Bound on the products.
         s_aux: Attention sinks.
+        in_buckets: Computes it elsewhere than on a GPU in half precision; None: `_attend_buckets`.
 
     Raises:
         ConfigError: the model needs one of the last three.
@@ -181,11 +164,8 @@ def packed_attention(
             f"the model attends with {', '.join(unknown)}, which the trainer's packed rows do not do; "
             "train a model of a family in docs/training/models.md"
         )
-    if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
-        return packed_attention_of_gpus(
-            module, query, key, value, scaling=scaling, row_layout=row_layout, row_share=row_share
-        )
-    return _attend(_attend_buckets, query, key, value, scaling, row_layout, row_share), None
+    compute = _attend_varlen if varlen.is_usable_for(value) else in_buckets or _attend_buckets
+    return _attend(compute, query, key, value, scaling, row_layout, row_share), None
 
 
 def packed_attention_of_gpus(
@@ -205,7 +185,7 @@ def packed_attention_of_gpus(
 
 
 def _attend(
-    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, RowLayout], torch.Tensor],
+    compute: Attend,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -230,34 +210,7 @@ def _of_tokens(
 def _attend_varlen(
     query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, scaling: float, layout: RowLayout
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    index = layout.varlen
-    options: dict[str, Any] = {}
-    if _takes_options(varlen_attn):
-        options = {
-            "enable_gqa": query_THD.shape[1] != key_TGD.shape[1],
-            "num_splits": 1,  # so that a row's other segments do not change the order of summation
-        }
-    output: torch.Tensor = varlen_attn(
-        query_THD.contiguous(),
-        key_TGD.index_select(0, index.key_tokens_M),
-        value_TGD.index_select(0, index.key_tokens_M),
-        index.cu_queries,
-        index.cu_keys,
-        index.max_queries,
-        index.max_keys,
-        scale=scaling,
-        window_size=(-1, 0),
-        **options,
-    )
-    return output
-
-
-@cache
-def _takes_options(varlen_attn: Callable[..., Any]) -> bool:
-    """Return whether this torch has them: 2.11 has neither, and does by itself what they ask for."""
-    return not {"enable_gqa", "num_splits"}.isdisjoint(inspect.signature(varlen_attn).parameters)
+    return varlen.attend_to_prefixes(query_THD, key_TGD, value_TGD, scaling, layout.varlen_index)
 
 
 def _attend_buckets(
@@ -280,7 +233,7 @@ def _attend_buckets(
 
 
 def use_packed_attention(model: Any, *, is_compiled: bool = False) -> None:
-    """Make the text part of a transformers model attend with `packed_attention`; its vision tower stays unchanged.
+    """Make the text part of a transformers model attend with `packed_attention`.
 
     Args:
         model: The model.
@@ -292,8 +245,11 @@ def use_packed_attention(model: Any, *, is_compiled: bool = False) -> None:
     from transformers import AttentionInterface
 
     text_config = model.config.get_text_config()
-    chosen = NAME_IN_COMPILED if is_compiled else NAME
-    AttentionInterface.register(chosen, torch.compiler.disable(packed_attention) if is_compiled else packed_attention)
+    chosen, function = NAME, packed_attention
+    if is_compiled:  # the buckets' calls, of which each row has another number, would be compiled for each number
+        chosen = NAME_IN_COMPILED
+        function = partial(packed_attention, in_buckets=torch.compiler.disable(_attend_buckets))
+    AttentionInterface.register(chosen, function)
     parts = {name: chosen for name in model.config.sub_configs if getattr(model.config, name) is text_config}
     model.set_attn_implementation(parts or chosen)
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
@@ -302,11 +258,6 @@ def use_packed_attention(model: Any, *, is_compiled: bool = False) -> None:
             f"models of type {model.config.model_type} cannot read packed rows: the trainer needs layers of full "
             f"attention ({sorted(layer_types)} found) whose function can be chosen; choose another model"
         )
-
-
-def _keys_of(segment: Segment) -> torch.Tensor:
-    prefix = torch.arange(segment.prefix_start, segment.prefix_stop)
-    return torch.cat([prefix, torch.arange(segment.start, segment.stop)])
 
 
 def _query_ranges(segment: Segment) -> Iterator[_QueryRange]:

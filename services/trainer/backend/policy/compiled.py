@@ -2,13 +2,13 @@
 
 On a GPU a step of a small model takes longer between the products than in them: norms, rotations and activations are
 many small kernels, each of which reads and writes all of a row. Compiled, those between two products are one. A layer
-is compiled once and serves all layers and rows of every length. Attention over packed rows stays as it is, and so does
-the tower, whose code in transformers would be compiled again for every number of pictures in a row.
+of the text, or a block of the tower, is compiled once and serves all of them and rows of every length. Attention stays
+as it is.
 
 Sums are rounded in another order than without, so results differ by rounding errors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -28,8 +28,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return fused
 
 
-def compile_layers(model: Any, text_layers: Any) -> None:
-    """Make the text's layers of a transformers model compute compiled from now on.
+def compile_layers(model: Any, layers: Iterable[torch.nn.Module]) -> None:
+    """Make layers of a transformers model compute compiled from now on.
 
     Raises:
         ConfigError: it is a mixture of experts, whose products depend on what the routers choose.
@@ -38,5 +38,5 @@ def compile_layers(model: Any, text_layers: Any) -> None:
         raise ConfigError(
             "trainer.compile = true does not go with mixtures of experts yet; leave it out, or train a dense model"
         )
-    for layer in text_layers:
+    for layer in layers:
         layer.compile(dynamic=True, backend=BACKEND)

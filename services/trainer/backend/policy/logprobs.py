@@ -7,7 +7,8 @@ Convention: logits are divided by the temperature, forbidden ids are removed, th
 top-k or top-p.
 
 Logits exist in chunks of tokens and ids. The forward pass keeps a running log-sum-exp (Milakov and Gimelshein 2018,
-"Online normalizer calculation for softmax"); the backward pass recomputes each chunk. With l the tempered logits,
+"Online normalizer calculation for softmax"). The backward pass computes the products of each chunk again, or has them
+kept in half precision, as it has other activations. With l the tempered logits,
 p = softmax(l), e = the sampled token and H = lse - sum p l:
 
     d logp / d l = 1[e] - p        d H / d l = -p (l - sum p l)
@@ -28,6 +29,9 @@ from services.trainer.backend.policy.compiled import compiled
 CHUNK_TOKENS = 2048
 CHUNK_IDS = 16384
 """Logits that exist at a time: 128 MiB in float32, and as much again for each of two intermediate results."""
+COMPILED_CHUNK_TOKENS = 8192
+"""The same compiled, where only products and their gradient are written: 256 MiB each in half precision. The head's
+gradient is read and written once for every so many tokens."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -51,6 +55,7 @@ def token_logprobs(
     bias_V: torch.Tensor | None = None,
     float32_head: bool = False,
     is_compiled: bool = False,
+    keeps_products: bool = False,
 ) -> TokenLogprobs:
     """Return the log-probability of each target and the entropy at its place, in float32 or wider.
 
@@ -66,17 +71,37 @@ def token_logprobs(
         bias_V: Bias of the output embedding, if it has one.
         float32_head: Compute the products in float32, as SGLang does with `enable_fp32_lm_head`.
         is_compiled: Fuse what follows the products, with torch.compile.
+        keeps_products: Keep products in half precision for the backward pass, V numbers for each token: it then
+            multiplies as often as for any other layer, and not once more.
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
     forbidden_V = torch.zeros(len(weight_VH), dtype=torch.bool, device=hidden_NH.device)
-    forbidden_V[forbidden_ids] = True
+    forbidden_V.index_fill_(0, forbidden_ids, True)
     hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
     if float32_head:
         hidden_NH, weight_VH = hidden_NH.to(_wide(dtype)), weight_VH.to(_wide(dtype))
+    goes_back = torch.is_grad_enabled() and (hidden_NH.requires_grad or weight_VH.requires_grad)
+    settings = _Settings(
+        temperature=temperature,
+        is_compiled=is_compiled,
+        keeps_products=keeps_products and goes_back and _wide(hidden_NH.dtype) is not hidden_NH.dtype,
+    )
     with torch.autocast(device, enabled=False):
-        outputs = _TokenLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, temperature, is_compiled)
+        outputs = _TokenLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, settings)
     return TokenLogprobs(*outputs)
+
+
+class _Settings(NamedTuple):
+    """How chunks are computed."""
+
+    temperature: float
+    is_compiled: bool
+    keeps_products: bool
+
+    def chunk_tokens(self) -> int:
+        """Return the most tokens of a chunk."""
+        return COMPILED_CHUNK_TOKENS if self.is_compiled else CHUNK_TOKENS
 
 
 class _Tempering(NamedTuple):
@@ -117,7 +142,7 @@ class _Head(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Log-probabilities and entropies, with logits recomputed for the gradient."""
+    """Log-probabilities and entropies, with logits made again for the gradient."""
 
     @staticmethod
     def forward(
@@ -127,31 +152,35 @@ class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
         bias_V: torch.Tensor | None,
         targets_N: torch.Tensor,
         forbidden_V: torch.Tensor,
-        temperature: float,
-        is_compiled: bool,
+        settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = _Head(weight_VH, bias_V, forbidden_V, temperature)
+        head = _Head(weight_VH, bias_V, forbidden_V, settings.temperature)
         wide = _wide(hidden_NH.dtype)
-        num_tokens = len(hidden_NH)
+        num_tokens, chunk_tokens = len(hidden_NH), settings.chunk_tokens()
         largest_N = torch.full((num_tokens,), -torch.inf, dtype=wide, device=hidden_NH.device)
         sum_N, weighted_N, target_N = (torch.zeros_like(largest_N) for _ in range(3))
-        is_whole = num_tokens <= CHUNK_TOKENS and len(weight_VH) <= CHUNK_IDS
-        read = compiled(_read) if is_compiled else _read
-        kept = None
-        for tokens in _slices(num_tokens):
+        is_whole = num_tokens <= chunk_tokens and len(weight_VH) <= CHUNK_IDS
+        read = compiled(_read) if settings.is_compiled else _read
+        logits: torch.Tensor | None = None
+        products: list[torch.Tensor] = []
+        for tokens in _slices(num_tokens, chunk_tokens):
             for ids in head.chunks():
-                kept = read(
-                    head.products(hidden_NH[tokens], ids),
+                product = head.products(hidden_NH[tokens], ids)
+                logits = read(
+                    product,
                     head.tempering(ids),
                     targets_N[tokens] - ids.start,
                     (largest_N[tokens], sum_N[tokens], weighted_N[tokens], target_N[tokens]),
                     keeps_logits=is_whole,
                 )
+                if settings.keeps_products and not is_whole:
+                    products.append(product)
         lse_N = largest_N + sum_N.log()
         mean_N = weighted_N / sum_N
-        context.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, lse_N, mean_N, kept)
-        context.temperature = temperature
-        context.is_compiled = is_compiled
+        context.save_for_backward(
+            hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, lse_N, mean_N, logits, *products
+        )
+        context.settings = settings
         context.set_materialize_grads(False)
         return target_N - lse_N, lse_N - mean_N
 
@@ -160,19 +189,24 @@ class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
         context: Any, grad_logprobs_N: torch.Tensor | None, grad_entropies_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         if grad_logprobs_N is None and grad_entropies_N is None:
-            return (None,) * 7
-        hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, lse_N, mean_N, kept = context.saved_tensors
-        head = _Head(weight_VH, bias_V, forbidden_V, context.temperature)
+            return (None,) * 6
+        hidden_NH, weight_VH, bias_V, targets_N, forbidden_V, lse_N, mean_N, logits, *products = context.saved_tensors
+        settings: _Settings = context.settings
+        head = _Head(weight_VH, bias_V, forbidden_V, settings.temperature)
         needs_weight, needs_bias = context.needs_input_grad[1:3]
         grad_hidden_NH = torch.zeros(hidden_NH.shape, dtype=lse_N.dtype, device=hidden_NH.device)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=lse_N.dtype) if needs_bias else None
-        differentiate = compiled(_gradient) if context.is_compiled else _gradient
-        for tokens in _slices(len(hidden_NH)):
+        differentiate = compiled(_gradient) if settings.is_compiled else _gradient
+        kept = iter(products)
+        for tokens in _slices(len(hidden_NH), settings.chunk_tokens()):
             for ids in head.chunks():
+                product = next(kept, None)
+                if product is None and logits is None:
+                    product = head.products(hidden_NH[tokens], ids)
                 narrow_CK, grad_bias_K = differentiate(
-                    head.products(hidden_NH[tokens], ids) if kept is None else None,
-                    kept,
+                    product,
+                    logits,
                     head.tempering(ids),
                     targets_N[tokens] - ids.start,
                     lse_N[tokens],
@@ -181,6 +215,7 @@ class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
                     None if grad_entropies_N is None else grad_entropies_N[tokens],
                     dtype=hidden_NH.dtype,
                     needs_bias=needs_bias,
+                    is_compiled=settings.is_compiled,
                 )
                 grad_hidden_NH[tokens] += narrow_CK @ weight_VH[ids]
                 if grad_weight_VH is not None:
@@ -188,7 +223,7 @@ class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
                 if grad_bias_V is not None:
                     grad_bias_V[ids] += grad_bias_K
         wanted = ((grad_hidden_NH, hidden_NH), (grad_weight_VH, weight_VH), (grad_bias_V, bias_V))
-        return *(None if grad is None else grad.to(like.dtype) for grad, like in wanted), None, None, None, None
+        return *(None if grad is None else grad.to(like.dtype) for grad, like in wanted), None, None, None
 
 
 def _read(
@@ -237,6 +272,7 @@ def _gradient(
     *,
     dtype: torch.dtype,
     needs_bias: bool,
+    is_compiled: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradient of a chunk's products in `dtype`, and if needed the sum over the tokens, the bias's.
 
@@ -251,6 +287,7 @@ def _gradient(
         grad_entropies_C: Gradient of each entropy, if they have any.
         dtype: Precision of products.
         needs_bias: Whether the bias is trained.
+        is_compiled: Whether this is being compiled.
     """
     if kept_CK is None:
         assert product_CK is not None
@@ -261,14 +298,18 @@ def _gradient(
     factor: torch.Tensor | float = 0.0
     if grad_entropies_C is not None:
         factor = (mean_C[:, None] - logits_CK).masked_fill_(tempering.forbidden_K, 0)
-        factor *= grad_entropies_C[:, None]
+        factor *= (grad_entropies_C / tempering.temperature)[:, None]
     if grad_logprobs_C is not None:
+        grad_logprobs_C = grad_logprobs_C / tempering.temperature
         factor = factor - grad_logprobs_C[:, None]
     grad_CK *= factor
     if grad_logprobs_C is not None:
-        is_in_C, own_C = _in_chunk(columns_C, logits_CK)
-        grad_CK.scatter_add_(1, own_C[:, None], torch.where(is_in_C, grad_logprobs_C, 0)[:, None])
-    grad_CK /= tempering.temperature
+        if is_compiled:  # one kernel with the rest, which a scatter would end
+            ids_K = torch.arange(grad_CK.shape[1], dtype=torch.int32, device=grad_CK.device)
+            grad_CK += torch.where(ids_K == columns_C.to(torch.int32)[:, None], grad_logprobs_C[:, None], 0)
+        else:
+            is_in_C, own_C = _in_chunk(columns_C, logits_CK)
+            grad_CK.scatter_add_(1, own_C[:, None], torch.where(is_in_C, grad_logprobs_C, 0)[:, None])
     return grad_CK.to(dtype), grad_CK.sum(0) if needs_bias else None
 
 
@@ -278,9 +319,9 @@ def _in_chunk(columns_C: torch.Tensor, chunk_CK: torch.Tensor) -> tuple[torch.Te
     return is_in_C, torch.where(is_in_C, columns_C, 0)
 
 
-def _slices(num_tokens: int) -> Iterator[slice]:
-    for start in range(0, num_tokens, CHUNK_TOKENS):
-        yield slice(start, min(start + CHUNK_TOKENS, num_tokens))
+def _slices(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, chunk_tokens):
+        yield slice(start, min(start + chunk_tokens, num_tokens))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

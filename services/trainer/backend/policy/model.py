@@ -1,7 +1,9 @@
 """The policy: a transformers model that returns the log-probability of each token that the policy sampled.
 
-Legend: A, T, N, I, U, P, D, L, K as in `batching.rows`; H = hidden size, S = tokens of the row that this rank computes:
-all, unless ranks share rows.
+Legend: A, T, N, J, L, K as in `batching.rows`; H = hidden size, S = tokens of the row that this rank computes: all,
+unless ranks share rows.
+
+On a GPU a forward pass waits for nothing: kernels are queued while those of the row before still run.
 """
 
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from services.trainer.backend.policy.logprobs import TokenLogprobs, token_logpro
 from services.trainer.backend.policy.mixture import set_mixture_precision
 from services.trainer.backend.policy.router_replay import KEYWORD, replay_routers
 from services.trainer.backend.policy.row_share import RowShare
+from services.trainer.backend.policy.tower import image_features, use_tower_attention
 from services.trainer.batching.rows import PackedRow
 from services.trainer.config import TRAINED_MODEL_TYPES
 
@@ -49,20 +52,26 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             )
         self._has_images = hasattr(model.config, "vision_config")
         use_packed_attention(model, is_compiled=is_compiled)
+        if self._has_images:
+            use_tower_attention(model.base_model.visual, is_compiled=is_compiled)
         set_mixture_precision(model)
         self._expert_counter = ExpertCounter(model)
         self.model = model
         replay_routers(self.text_layers)
         self._text_model.register_forward_pre_hook(_own_inputs, with_kwargs=True)
+        self._text_model._deepstack_process = _add_at_images
         self._divide_row: Callable[[int], RowShare] | None = None
         self.temperature = temperature
         self._float32_head = float32_head
         self._is_compiled = is_compiled
+        self._recomputes = gradient_checkpointing
         self.register_buffer("forbidden_ids", torch.tensor(forbidden_ids, dtype=torch.int64), persistent=False)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if is_compiled:
-            compile_layers(model, self.text_layers)
+            compile_layers(
+                model, [*self.text_layers, *getattr(getattr(model.base_model, "visual", None), "blocks", ())]
+            )
         model.train(gradient_checkpointing)  # only checkpointing needs the training mode; dropout is off
 
     @property
@@ -109,6 +118,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             bias_V=head.bias,
             float32_head=self._float32_head,
             is_compiled=self._is_compiled,
+            keeps_products=not self._recomputes,
         )
         if counts_E:
             logprobs = logprobs._replace(expert_counts_LE=torch.stack(counts_E))
@@ -121,29 +131,33 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         optional: dict[str, Any] = {} if share is None else {"row_share": share}
         if (experts_TLK := row.routed_experts_TLK) is not None:
             optional[KEYWORD] = experts_TLK if share is None else experts_TLK[share.tokens]
+        embeddings_TH = self.model.get_input_embeddings()(row.input_ids_T)
         if row.pixel_values_PD is not None:
-            optional["mm_encoder_outputs"] = {"image": self._image_features(row)}
-        output = self.model.base_model(
-            input_ids=row.input_ids_T[None],
+            images = image_features(self.model.base_model.visual, row)
+            features_JH = images.features_JW.to(embeddings_TH.dtype)
+            embeddings_TH = embeddings_TH.index_copy(0, row.image_tokens_J, features_JH)
+            if images.deepstack:
+                optional |= {"visual_pos_masks": row.image_tokens_J, "deepstack_visual_embeds": images.deepstack}
+        layout = RowLayout(row.segments, row.input_ids_T.device)
+        if self._is_compiled:
+            layout.make_varlen_index()
+        output = self._text_model(
+            inputs_embeds=embeddings_TH[None],
             position_ids=positions,
             use_cache=False,
-            row_layout=RowLayout(row.segments, row.input_ids_T.device),
+            row_layout=layout,
             **optional,
         )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
-
-    def _image_features(self, row: PackedRow) -> Any:
-        """Run the vision tower once per different image and repeat its features at every occurrence."""
-        output = self.model.base_model.get_image_features(row.pixel_values_PD, row.grid_thw_U3, return_dict=True)
-        numbers = row.image_numbers_I
-        output.pooler_output = tuple(output.pooler_output[number] for number in numbers)
-        if getattr(output, "deepstack_features", None) is not None:
-            output.deepstack_features = [tuple(layer[n] for n in numbers) for layer in output.deepstack_features]
-        return output
 
 
 def _own_inputs(_: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give the language model this rank's share of the row."""
     share: RowShare | None = inputs.get("row_share")
     return args, inputs if share is None else share.of_text_inputs(inputs)
+
+
+def _add_at_images(hidden: torch.Tensor, image_tokens_J: torch.Tensor, features_JH: torch.Tensor) -> torch.Tensor:
+    """Do what transformers' own method does, given numbers of tokens in place of a mask, which a GPU would count."""
+    return hidden.index_add(1, image_tokens_J, features_JH.to(hidden.dtype)[None])

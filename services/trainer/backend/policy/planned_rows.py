@@ -1,6 +1,7 @@
-"""Packs sequences into rows, each of which is built just before its forward pass, on the rank that computes it."""
+"""Packs sequences into rows, each of which is built while the one before is computed, on the rank that computes it."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -104,18 +105,34 @@ class PlannedRows:
         )
 
     def __iter__(self) -> Iterator[RankRow]:
-        """Build the rows that this rank computes, one at a time, on the device."""
+        """Build the rows that this rank computes, each on the device; the next one is built while one is computed."""
         num_groups = self.ranks.num_row_groups
         costs = [self._cost(row) if num_groups > 1 else 0 for row in self.plan]
-        for number, counts in rounds_of(self.ranks.row_group, costs, num_groups):
-            row = build_row(
-                self.sequences,
-                self.plan[number],
-                length=self.row_lengths[number],
-                samples=self.samples,
-                with_experts=self.with_experts,
-            )
+        numbers = list(rounds_of(self.ranks.row_group, costs, num_groups))
+        following = self._begin(numbers[0][0]) if numbers else None
+        for place, (number, counts) in enumerate(numbers, 1):
+            assert following is not None
+            row = following.result()
+            following = self._begin(numbers[place][0]) if place < len(numbers) else None
             yield RankRow(number, row.to(self.device), counts)
+
+    def _begin(self, number: int) -> Future[PackedRow]:
+        """Build a row in a thread of its own, which ends with it, whether anybody takes the row or not."""
+        builder = ThreadPoolExecutor(1, thread_name_prefix="row")
+        row = builder.submit(self._built, number)
+        builder.shutdown(wait=False)
+        return row
+
+    def _built(self, number: int) -> PackedRow:
+        """Return a row on the host."""
+        row = build_row(
+            self.sequences,
+            self.plan[number],
+            length=self.row_lengths[number],
+            samples=self.samples,
+            with_experts=self.with_experts,
+        )
+        return row.pinned() if self.device.type == "cuda" else row
 
     @property
     def num_of_rank(self) -> int:

@@ -9,7 +9,7 @@ gradient reaches every weight through each rank's own tokens alone, and its sum 
 
 Legend: W = ranks that share the row, T = its tokens, S = those of this rank, N = the policy's own tokens, O = those of
 them that this rank's tokens predict, H = attention heads, G = key/value heads, J = heads of this rank, D = head
-dimension, L = layers with experts, E = experts of a layer, B = 2.
+dimension, F = tokens of images, L = layers with experts, E = experts of a layer, B = 2.
 """
 
 import itertools
@@ -47,22 +47,16 @@ class RowShare:
         """Return the part of a language model's inputs that is this rank's.
 
         Args:
-            inputs: Keyword arguments of transformers' language model, of a single row. Images of a row are numbered in
-                order of their tokens, so a rank's features of deepstack stand beside each other.
+            inputs: Keyword arguments of transformers' language model, of a single row; `visual_pos_masks` has the
+                numbers of its image tokens.
         """
         own = dict(inputs)
-        for name in ("input_ids", "position_ids"):
-            if inputs.get(name) is not None:
-                own[name] = inputs[name][..., self.tokens]
-        if inputs.get("inputs_embeds") is not None:
-            own["inputs_embeds"] = inputs["inputs_embeds"][:, self.tokens]
-        if inputs.get("visual_pos_masks") is not None:
-            mask_T = inputs["visual_pos_masks"][0]
-            first, num_own = torch.stack([mask_T[: self.tokens.start].sum(), mask_T[self.tokens].sum()]).tolist()
-            own["visual_pos_masks"] = mask_T[None, self.tokens]
-            own["deepstack_visual_embeds"] = [
-                features[first : first + num_own] for features in inputs["deepstack_visual_embeds"]
-            ]
+        own["position_ids"] = inputs["position_ids"][..., self.tokens]
+        own["inputs_embeds"] = inputs["inputs_embeds"][:, self.tokens]
+        if (tokens_F := inputs.get("visual_pos_masks")) is not None:
+            is_own_F = (tokens_F >= self.tokens.start) & (tokens_F < self.tokens.stop)
+            own["visual_pos_masks"] = tokens_F[is_own_F] - self.tokens.start
+            own["deepstack_visual_embeds"] = [features[is_own_F] for features in inputs["deepstack_visual_embeds"]]
         return own
 
     def heads_of(

@@ -6,8 +6,8 @@ others, the others compute with it.
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +38,9 @@ class RankProcesses(Protocol):
     @property
     def are_own(self) -> bool:
         """Whether `close` ends them. Else they end by themselves when they are told that there are no more commands."""
+
+    def blame(self) -> None:
+        """End this process and say why, if one of them has ended; for a command that failed. Blocks for a moment."""
 
     def close(self) -> None:
         """End them, or only the watch over them."""
@@ -79,10 +82,10 @@ class _ManyRanks:
         Raises:
             OSError: a rank could not write its files.
         """
-        with self._lock:
+        with self._commanding():
             self._ranks.broadcast((_SAVE, (folder,)))
             with self._pulse.command(_SAVE):
-                collected = self._run("collect")
+                collected = self._own.collect()
         on_copied()
         return _write_with_others(self._own, collected, folder, self._ranks)
 
@@ -97,19 +100,24 @@ class _ManyRanks:
             os._exit(EXIT_FAILURE)  # the thread that waits in a collective would never end
 
     def _command(self, name: str, *args: Any) -> Any:
-        with self._lock:
+        with self._commanding():
             self._ranks.broadcast((name, args))
             with self._pulse.command(name):
-                return self._run(name, *args)
+                return getattr(self._own, name)(*args)
 
-    def _run(self, name: str, *args: Any) -> Any:
-        try:
-            return getattr(self._own, name)(*args)
-        except PenstockError:
-            raise  # of all ranks alike
-        except BaseException:
-            self._is_broken = True
-            raise
+    @contextmanager
+    def _commanding(self) -> Iterator[None]:
+        """Let no other command begin, and if this one fails, say whose end it was."""
+        with self._lock:
+            try:
+                yield
+            except PenstockError:
+                raise  # of all ranks alike
+            except BaseException as error:
+                self._is_broken = True
+                if isinstance(error, Exception):
+                    self._processes.blame()
+                raise
 
 
 class ManyRanksBackend(_ManyRanks):

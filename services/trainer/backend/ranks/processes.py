@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import NoReturn, Self
 
@@ -24,6 +25,8 @@ log = structlog.get_logger()
 
 _START_S = 300.0
 """For the first beat: torch is imported before it."""
+_BLAME_S = 5.0
+"""A rank's sockets are closed before it has ended."""
 _MOST_BYTES = 65536
 _MODULE = "services.trainer.backend.ranks.follower"
 
@@ -79,6 +82,17 @@ class RankProcesses:
     def pids(self) -> list[int]:
         """Process ids of the other ranks."""
         return [process.pid for process in self._processes]
+
+    def blame(self) -> None:
+        """Let the watch over a rank that has ended end this process. Torch notices sooner that a rank is gone, and does
+        not know why; without one that has, return after a moment.
+        """
+        until = time.monotonic() + _BLAME_S
+        while time.monotonic() < until:
+            if any(process.poll() is not None for process in self._processes):
+                self._closed.wait(_BLAME_S)
+                return
+            time.sleep(_BLAME_S / 100)
 
     def close(self) -> None:
         """End them. Blocks until they have ended, for a moment."""

@@ -60,6 +60,9 @@ class TorchrunRanks:
         """Whether `close` ends them: torchrun does, or they end by themselves."""
         return False
 
+    def blame(self) -> None:
+        """Do nothing: torchrun says which of its processes has ended."""
+
     def close(self) -> None:
         """Do not beat or watch any more."""
         self._closed.set()

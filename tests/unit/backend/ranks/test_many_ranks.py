@@ -1,5 +1,8 @@
 """What rank 0 passes on to the others."""
 
+import socket
+import subprocess
+import threading
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +13,11 @@ import torch
 from penstock.v1 import rollout_pb2
 from penstock.weights.named_weights import NamedWeights
 from penstock.weights.shared_memory import writing_into
+from services.trainer.backend.ranks import processes
 from services.trainer.backend.ranks.beats import Pulse
 from services.trainer.backend.ranks.many_ranks import ManyRanksBackend
 
-TORCHRUNS: Any = SimpleNamespace(are_own=False, close=lambda: None)
+TORCHRUNS: Any = SimpleNamespace(are_own=False, blame=lambda: None, close=lambda: None)
 WEIGHTS = {name: torch.tensor([value]) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
 
 
@@ -59,3 +63,27 @@ def test_the_end_is_not_told_after_a_command_that_failed_on_rank_0_alone() -> No
         backend.finish_step()
     backend.close()
     assert ranks.said == [("finish_step", ())]
+
+
+def test_a_command_that_fails_because_a_rank_has_ended_names_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has seen a connection close, and the rank's process is still ending."""
+    monkeypatch.setattr(processes, "_BLAME_S", 2.0)
+    said: list[str] = []
+    monkeypatch.setattr(processes, "end_trainer", said.append)
+
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs, subprocess.Popen(["sh", "-c", "sleep 0.3; exit 3"], pass_fds=[theirs.fileno()]) as process:
+        others = processes.RankProcesses([process], [ours])
+        theirs.close()
+        watch = threading.Thread(target=others._watch, args=(1,))
+        watch.start()
+        own: Any = SimpleNamespace(finish_step=fail)
+        ranks: Any = Broadcasts()
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            ManyRanksBackend(own, ranks, others, Pulse()).finish_step()
+        assert said == ["rank 1 ended with 3"]
+        watch.join()
+        others.close()
