@@ -20,8 +20,9 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def free_mib(folder: Path) -> str:
-    """Return the free space of the disk that holds `folder`, with its unit."""
-    return f"{shutil.disk_usage(folder).free / _MIB:,.0f} MiB"
+    """Return the free space of the disk that holds `folder`, or that will, with its unit."""
+    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return f"{shutil.disk_usage(existing).free / _MIB:,.0f} MiB"
 
 
 def flush(path: Path) -> None:
@@ -35,7 +36,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def disk_full_reported(folder: Path, remedy: str) -> Iterator[None]:
-    """Report in one line that the disk of `folder`, which exists, is full.
+    """Report in one line that the disk of `folder` is full.
 
     From errors of several tasks, any that a full disk did not cause are raised instead, because they say more.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.bus.connection import Bus
 from penstock.errors import ConfigError, SetupError
+from penstock.runtime.disk_space import disk_full_reported
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerSettings
 from services.trainer.versions import PolicyVersions, open_versions
@@ -53,11 +54,12 @@ async def find_starting_point(settings: TrainerSettings, bus: Bus) -> StartingPo
 
     Raises:
         ConfigError: the checkpoint has more steps than the run is to have.
-        SetupError: checkpoints are damaged or missing, or NATS does not answer.
+        SetupError: checkpoints are damaged or missing, NATS does not answer, or the disk is full.
     """
     folder = settings.run.folder or settings.run.dir / settings.run.name
     checkpoints = CheckpointStore(folder / "checkpoints", keep=settings.trainer.keep_checkpoints)
-    await asyncio.to_thread(checkpoints.claim)
+    with disk_full_reported(folder, "make room and start the run again"):
+        await asyncio.to_thread(checkpoints.claim)
     checkpoint = await asyncio.to_thread(checkpoints.latest)
     versions = await open_versions(bus)
     if checkpoint is None:

@@ -66,6 +66,7 @@ class Dataset:
         self._mixture = Mixture({name: config.weight(name) for name in sources}, seed=seed)
         self._seed = seed if config.shuffle else None
         self._drops_wrong = config.wrong_rows == "drop"
+        self._num_wrong: dict[str, int] = {}
         self._limit = limit
 
     @property
@@ -120,6 +121,10 @@ class Dataset:
         most = self._limit.max_tokens
         return sum(int((known.num_tokens > most).sum()) for known in self.lengths.values())
 
+    def num_wrong(self) -> int:
+        """Return the number of rows of all sources that `check` found wrong, where these are dropped."""
+        return sum(self._num_wrong.values())
+
     def check(self, *, max_rows: int = MAX_CHECKED_ROWS, on_progress: Progress | None = None) -> None:
         """Read those of each source's first rows that are not known yet, and count the tokens of their prompts.
 
@@ -145,6 +150,7 @@ class Dataset:
                     on_progress(name, done + 1, len(unknown))
             if len(unknown):
                 known.save()
+            self._num_wrong[name] = len(wrong)
             self._report_wrong(source, wrong, num_checked)
             self._report(source, known, num_checked)
 

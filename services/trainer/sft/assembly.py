@@ -15,7 +15,7 @@ from services.trainer.data.prompt_length import ConversationLimit
 from services.trainer.data.sources.source import DEMONSTRATIONS
 from services.trainer.evaluation.sets import open_sets
 from services.trainer.sft.batches import BatchesAhead, BatchReader
-from services.trainer.sft.config import SftSettings
+from services.trainer.sft.config import SftConfig, SftSettings
 from services.trainer.sft.loop import Observer, SftLoop
 from services.trainer.sft.sequences import DemonstrationReader
 from services.trainer.sft.validation import Validation
@@ -44,7 +44,7 @@ def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop
     limit = ConversationLimit.of_model(path, max_tokens=sft.max_tokens)
     dataset = open_dataset(settings.data, seed=settings.run.seed, limit=limit, form=DEMONSTRATIONS)
     sets = open_sets(settings.evaluation, settings.data, form=DEMONSTRATIONS) if sft.validate_every else {}
-    config = _with_steps(settings, dataset)
+    config = _with_steps(settings, dataset, checkpoint)
     arguments = {
         "model_path": path,
         "config": config,
@@ -66,6 +66,7 @@ def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop
         folder=folder,
         base_model=path,
         num_steps=config.num_steps,
+        num_steps_of=_num_steps_of(sft),
         checkpoint_every=config.checkpoint_every,
         validate_every=sft.validate_every,
         step=step,
@@ -95,13 +96,19 @@ def _resumable(checkpoint: Checkpoint | None) -> Checkpoint | None:
     return checkpoint
 
 
-def _with_steps(settings: SftSettings, dataset: Dataset) -> TrainerConfig:
-    """Return the trainer's settings with the number of steps that the epochs make."""
+def _with_steps(settings: SftSettings, dataset: Dataset, checkpoint: Checkpoint | None) -> TrainerConfig:
+    """Return the trainer's settings with the number of steps that the epochs make.
+
+    A run that goes on keeps the number that it began with: more rows may be known to be wrong or too long by now, and
+    the learning rate would jump.
+    """
     sft, trainer = settings.sft, settings.trainer
     if not sft.epochs:
         return trainer
-    num_rows = dataset.num_rows - dataset.num_passed_over()
+    num_rows = dataset.num_rows - dataset.num_passed_over() - dataset.num_wrong()
     num_steps = max(1, math.ceil(sft.epochs * num_rows / sft.batch_size))
+    if checkpoint is not None and checkpoint.state.get("num_steps_of") == _num_steps_of(sft):
+        num_steps = int(checkpoint.state["num_steps"])
     try:
         return TrainerConfig(**{**dict(trainer), "num_steps": num_steps})
     except pydantic.ValidationError as error:
@@ -109,6 +116,11 @@ def _with_steps(settings: SftSettings, dataset: Dataset) -> TrainerConfig:
         raise ConfigError(
             f"sft.epochs = {sft.epochs:g} makes {num_steps} steps of {num_rows} rows: {message}"
         ) from None
+
+
+def _num_steps_of(sft: SftConfig) -> list[float]:
+    """Return the settings that, with the rows, make the number of steps."""
+    return [sft.epochs, sft.batch_size]
 
 
 def _open_trackers(settings: SftSettings, folder: Path, run_id: str, step: int) -> Trackers:

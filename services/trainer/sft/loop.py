@@ -54,6 +54,8 @@ class SftLoop:
     base_model: Path
     """Folder of the model that the run began with; every checkpoint names it."""
     num_steps: int
+    num_steps_of: list[float]
+    """The settings that made it; every checkpoint has both."""
     checkpoint_every: int
     validate_every: int
     """Steps; 0 never validates."""
@@ -137,6 +139,8 @@ class SftLoop:
             "run_id": self.run_id,
             "step": self.step,
             "position": self.batches.position,
+            "num_steps": self.num_steps,
+            "num_steps_of": self.num_steps_of,
             "base_model": str(self.base_model),
         }
         checkpoint = self.checkpoints.save(self.step, state, self.backend.save)

@@ -9,20 +9,21 @@ from pathlib import Path
 import pytest
 
 from services.trainer.data.sources.downloads import download
+from tests.support.trainer.data.pictures import png
 
-WHOLE = bytes(range(250)) * 4
+WHOLE = png().ljust(1000, b"\0")
 
 
 @contextmanager
-def server(sent: list[int]) -> Iterator[str]:
+def server(sent: list[int], whole: bytes = WHOLE) -> Iterator[str]:
     """A server that sends so many bytes of each answer and ends the connection."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
-            self.send_header("Content-Length", str(len(WHOLE)))
+            self.send_header("Content-Length", str(len(whole)))
             self.end_headers()
-            self.wfile.write(WHOLE[: sent.pop(0)])
+            self.wfile.write(whole[: sent.pop(0)])
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""
@@ -46,3 +47,14 @@ def test_a_download_that_breaks_off_is_not_kept(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
         assert download(url, tmp_path) == download(url, tmp_path) == WHOLE
     assert sent == []
+
+
+def test_a_page_in_place_of_an_image_is_not_kept(tmp_path: Path) -> None:
+    """Such as one that says sorry, or asks to sign in, with 200: the next start asks again."""
+    page = b"<html>Too many requests</html>"
+    with (
+        server([len(page)], page) as url,
+        pytest.raises(ValueError, match=r"what came from 'http://127.*a\.png', 30 bytes, is no PNG, JPEG, WebP or GIF"),
+    ):
+        download(url, tmp_path)
+    assert list(tmp_path.iterdir()) == []

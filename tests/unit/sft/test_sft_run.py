@@ -165,6 +165,22 @@ def test_epochs_are_every_row_once_in_an_order_of_their_own(tiny_model_path: Pat
     assert all(row["num_samples"] == 2 and math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in found)
 
 
+def test_epochs_do_not_count_wrong_rows_and_a_run_keeps_their_number(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Of six rows, two wrong: two epochs in batches of two are four steps; still so when a row is found too long."""
+    rows = [{"prompt": f"Say {n}.", "completion": str(n)} for n in range(4)]
+    rows += [{"prompt": "", "completion": ""}] * 2
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(file), "answer_format": "", "cache_dir": tmp_path / "cache", "wrong_rows": "drop"}
+    settings = settings_of(tiny_model_path, data=data, sft={"batch_size": 2, "epochs": 2})
+    assert [row["num_steps"] for row in run(settings, tmp_path / "run", stop_after=2)] == [4, 4]
+    rows[0]["completion"] = "much " * 99
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = settings_of(tiny_model_path, data=data, sft={"batch_size": 2, "epochs": 2, "max_tokens": 80})
+    assert [row["num_steps"] for row in run(settings, tmp_path / "run")] == [4] * 4
+    assert run(settings, tmp_path / "another", stop_after=1)[0]["num_steps"] == 3
+
+
 def test_a_batch_in_tokens_is_as_many_samples_as_fit(tiny_model_path: Path, tmp_path: Path) -> None:
     """Built-in problems have 39 or 40 tokens: three fit into 120."""
     settings = settings_of(tiny_model_path, sft={"batch_size": 121, "batch_unit": "tokens"})

@@ -13,7 +13,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from penstock.errors import SetupError
+from penstock.errors import InvalidRequestError, SetupError
+from penstock.model.images import image_format
 from penstock.runtime.files import write_atomically
 
 MAX_FILE_BYTES: Final = 64 * 2**20
@@ -32,7 +33,7 @@ def download(url: str, folder: Path) -> bytes:
         folder: Folder of the files, named by hash of their address; created if missing.
 
     Raises:
-        ValueError: there is no file of at most `MAX_FILE_BYTES`, or it did not arrive within `DEADLINE_S`.
+        ValueError: there is no image file of at most `MAX_FILE_BYTES`, or it did not arrive within `DEADLINE_S`.
         SetupError: files in `folder` cannot be read or written.
     """
     kept = folder / hashlib.sha256(url.encode()).hexdigest()
@@ -48,6 +49,12 @@ def download(url: str, folder: Path) -> bytes:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
         raise ValueError(f"the image at {url[:200]!r} cannot be downloaded: {error}") from None
+    try:
+        image_format(data)
+    except InvalidRequestError:  # a page that says sorry would be kept, and never asked for again
+        raise ValueError(
+            f"what came from {url[:200]!r}, {len(data)} bytes, is no PNG, JPEG, WebP or GIF file"
+        ) from None
     try:
         write_atomically(kept, data)
     except OSError as error:

@@ -5,6 +5,8 @@ import errno
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from services.trainer.backend.files.tensor_files import save_state, writing_safe
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
+from services.trainer.starting_point import find_starting_point
 from services.trainer.telemetry.metrics_log import MetricsLog
 
 LARGEST_FILE_BYTES = 100_000
@@ -145,3 +148,17 @@ async def test_what_a_full_disk_did_not_cause_is_raised(tmp_path: Path) -> None:
     assert [str(error) for error in raised.value.exceptions] == ["a row is wrong"]
     with pytest.raises(SetupError, match="No space left on device"), disk_full_reported(tmp_path, "make room"):
         raise ExceptionGroup("tasks", [ExceptionGroup("more", [full])])
+
+
+async def test_a_disk_that_is_full_at_the_start_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is a folder; as a fault that a person mends, not one to start again for."""
+
+    def claim(_: CheckpointStore) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(CheckpointStore, "claim", claim)
+    run = SimpleNamespace(folder=tmp_path / "runs" / "a", name="a")
+    settings: Any = SimpleNamespace(run=run, trainer=SimpleNamespace(keep_checkpoints=1))
+    bus: Any = None
+    with pytest.raises(SetupError, match=r"runs/a: .*No space left.* MiB are free there; make room and start the run"):
+        await find_starting_point(settings, bus)
