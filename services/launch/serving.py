@@ -15,10 +15,10 @@ from services.launch.launcher import (
     addressed,
     background,
     look_after,
-    process_specs,
     require_bus,
     start_processes,
 )
+from services.launch.process.specs import process_specs
 from services.launch.process_trace import ProcessTrace
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import RunPlan, make_plan

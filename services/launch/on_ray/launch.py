@@ -8,7 +8,7 @@ from typing import Final
 from penstock import config as configuration
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
-from services.launch.launcher import addressed, background, run_processes, specs_of
+from services.launch.launcher import addressed, background, run_processes
 from services.launch.on_ray.addresses import listening, with_peers
 from services.launch.on_ray.backend import RayBackend
 from services.launch.on_ray.cluster import Cluster
@@ -19,6 +19,7 @@ from services.launch.on_ray.placement import (
     require_room,
 )
 from services.launch.process.spec import ProcessSpec
+from services.launch.process.specs import specs_of
 from services.launch.process_trace import ProcessTrace
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import PlannedProcess, plan_processes
