@@ -86,9 +86,9 @@ class AgentResult:
     """Why the sample has no reward; it is then not trained on, but kept with its reason."""
 
     def __post_init__(self) -> None:
-        if self.reward is not None and (not _is_number(self.reward) or not math.isfinite(self.reward)):
+        if self.reward is not None and not _is_finite(self.reward):
             raise ValueError(f"reward = {self.reward!r} must be a finite number, or None if the reward service decides")
-        fine = {name for name, value in self.metrics.items() if _is_number(value) and math.isfinite(value)}
+        fine = {name for name, value in self.metrics.items() if _is_finite(value)}
         if wrong := {name: value for name, value in self.metrics.items() if name not in fine}:
             raise ValueError(f"metrics {wrong} must be finite numbers; leave out what was not measured")
 
@@ -122,5 +122,11 @@ Runner: TypeAlias = Callable[[AgentSession], Awaitable[Any] | Any]
 """Plays one sample: a coroutine function, or a function that may block. Returns a value for `AgentResult.read`."""
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def _is_finite(value: object) -> bool:
+    """Return whether it is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False

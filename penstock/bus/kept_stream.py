@@ -139,14 +139,14 @@ class KeptStream:
         request = self._js.get_msg(self._stream.name, seq=after + 1, subject=self._full(subject), next=True)
         return await self._found(request)
 
-    async def remove(self, subject: str) -> None:
-        """Remove the messages of `subject`.
+    async def remove(self, subject: str, *, but_last: int = 0) -> None:
+        """Remove the messages of `subject`, but for so many of the last ones.
 
         Raises:
             UnavailableError: the server does not answer.
         """
         try:
-            await self._js.purge_stream(self._stream.name, subject=self._full(subject))
+            await self._js.purge_stream(self._stream.name, subject=self._full(subject), keep=but_last or None)
         except BUS_ERRORS as error:
             raise UnavailableError(f"{self._wording.stream} cannot be removed: {describe(error)}") from None
 

@@ -25,12 +25,13 @@ MAX_AGE_S: Final = 24 * 3600.0
 """For sessions of workers that died: longer than any episode. For this long, a session that is over can be told from
 one that never existed."""
 _MAX_BYTES: Final = 2 * 2**30
-"""Room for all open sessions, which hold ids and log-probabilities but no images: about 100 million tokens."""
+"""Room for all open sessions, which hold ids and log-probabilities but no images: about 100 million tokens; and for a
+few hundred bytes of each that was closed within `MAX_AGE_S`."""
 _WORDING = Wording(
     record="the session's record",
     stream="the sessions",
     when_large="make prompts or answers shorter",
-    when_full="run fewer agents",
+    when_full="run fewer agents; a trace of each is kept for a day",
 )
 
 
@@ -70,6 +71,7 @@ class Sessions:
         number = await self._write_state(session, state)
         if before is not None and before[1].nonce != session.nonce:
             await self.forget(SessionId(sample_key=session.sample_key, nonce=before[1].nonce))
+            await self._forget_earlier_states(session)
         return OpenedSession(id=session, state=state, number=number)
 
     async def close(self, opened: OpenedSession) -> None:
@@ -79,7 +81,7 @@ class Sessions:
             SessionOverError: it was superseded.
             OverloadedError, UnavailableError: as by `open`.
         """
-        closed = msgspec.structs.replace(opened.state, is_closed=True)
+        closed = msgspec.structs.replace(opened.state, is_closed=True, images=(), tools=(), chat_template_kwargs={})
         try:
             await self._write_state(opened.id, closed, seen=_seen(opened))
         except OtherMessageError:
@@ -88,6 +90,8 @@ class Sessions:
             except SessionOverError as error:
                 if error.is_superseded:
                     raise
+        else:
+            await self._forget_earlier_states(opened.id)
 
     async def find(self, session: SessionId) -> OpenedSession | None:
         """Return the session if it takes answers; None if it never existed.
@@ -148,6 +152,13 @@ class Sessions:
         """Remove the session's answers; a failure is only logged, because the answers expire anyway."""
         try:
             await self._stream.remove(_calls_subject(session))
+        except UnavailableError as error:
+            log.warning("session.remove_failed", session=session.sample_key, error=str(error))
+
+    async def _forget_earlier_states(self, session: SessionId) -> None:
+        """Leave a sample only its last state, which is small when it is closed; a failure is only logged."""
+        try:
+            await self._stream.remove(_state_subject(session), but_last=1)
         except UnavailableError as error:
             log.warning("session.remove_failed", session=session.sample_key, error=str(error))
 

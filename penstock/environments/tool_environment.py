@@ -7,7 +7,6 @@ end its neighbours.
 
 import asyncio
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.environments.protocol import Observation, StepResult, Task
@@ -15,8 +14,8 @@ from penstock.environments.tools import Tool, ToolError, ToolResult, shorten
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.model.assistant_turn import AssistantTurn
 from penstock.records import ImagePart, Message, TextPart
+from penstock.runtime.text import printable
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_QUOTED = 80
 
 
@@ -173,7 +172,7 @@ def _observe(replies: Sequence[_Reply]) -> Observation:
         parts: list[TextPart | ImagePart] = []
         for part in reply.result.content:
             if isinstance(part, str):
-                parts.append(TextPart(text=_SURROGATE.sub("\ufffd", part)))
+                parts.append(TextPart(text=printable(part)))
             else:
                 parts.append(ImagePart(index=len(images)))
                 images.append(part)

@@ -11,8 +11,8 @@ import re
 from typing import Any
 
 from penstock.errors import InvalidRequestError
+from penstock.runtime.text import printable
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_DEPTH = 64
 _MAX_KEYS = 4096
@@ -85,8 +85,3 @@ def _mended(value: Any, depth: int) -> Any:
         case dict():
             return {printable(key): mended(each) for key, each in value.items()}
     return value
-
-
-def printable(text: str) -> str:
-    """Return the text with each lone surrogate replaced by U+FFFD."""
-    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock import errors
-from penstock.http.json_body import MalformedJsonError, printable
+from penstock.http.json_body import MalformedJsonError
+from penstock.runtime.text import printable
 
 ErrorBodyMaker = Callable[[int, str], dict[str, Any]]
 """Makes the JSON body of an error from its status and message."""

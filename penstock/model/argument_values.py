@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.http.json_body import printable
+from penstock.runtime.text import printable
 
 _MAX_DEPTH = 64
 _MAX_SCHEMA_DEPTH = 8

@@ -15,9 +15,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from penstock.http.json_body import printable
 from penstock.model.argument_values import parameter_types, read_json, typed_value
 from penstock.records import ToolCall
+from penstock.runtime.text import printable
 
 CallFormat: TypeAlias = Literal["hermes", "xml"]
 """How a model writes tool calls. hermes: JSON, as Qwen2.5 and Qwen3 do. xml: `<function=name>` and `<parameter=name>`,

@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.errors import CorruptMessageError
 from penstock.records.record import RECORD_VERSION, Envelope
+from penstock.runtime.text import printable
 
 RecordT = TypeVar("RecordT", bound=msgspec.Struct)
 
@@ -20,12 +21,15 @@ DTYPES = frozenset({"<i4", "<i8", "<f4", "<f8", "|b1", "|u1"})
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """Return the record as msgpack.
+    """Return the record as msgpack; lone surrogates, which UTF-8 cannot encode, become U+FFFD.
 
     Raises:
         TypeError: an array's dtype is not in `DTYPES`, or a field holds a value that cannot be encoded.
     """
-    return _ENCODER.encode(record)
+    try:
+        return _ENCODER.encode(record)
+    except UnicodeEncodeError:  # an error of a person's own code, or what a tool or an agent said
+        return _ENCODER.encode(_printable(record))
 
 
 def decode(data: bytes, record_type: type[RecordT]) -> RecordT:
@@ -40,6 +44,19 @@ def decode(data: bytes, record_type: type[RecordT]) -> RecordT:
         return msgspec.msgpack.decode(data, type=record_type, dec_hook=_from_wire)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptMessageError(f"{len(data)} bytes are not a {record_type.__name__}: {error}") from None
+
+
+def _printable(value: Any) -> Any:
+    match value:
+        case str():
+            return printable(value)
+        case msgspec.Struct():
+            return type(value)(**{name: _printable(getattr(value, name)) for name in value.__struct_fields__})
+        case dict():
+            return {_printable(key): _printable(each) for key, each in value.items()}
+        case list() | tuple():
+            return type(value)(map(_printable, value))
+    return value
 
 
 class _Header(msgspec.Struct):

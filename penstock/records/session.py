@@ -3,6 +3,7 @@
 Shapes: N = new tokens of a prompt, with one placeholder id per image; S = tokens that the policy sampled.
 """
 
+import hashlib
 import re
 import secrets
 from typing import Any, Final, Literal, Self
@@ -40,8 +41,12 @@ class SessionId(Record, frozen=True, kw_only=True):
 
     @classmethod
     def new(cls, group: GroupId, sample: int) -> Self:
-        """Return another identity for `sample` of `group`."""
-        sample_key = f"{group.index}-{group.attempt}-{group.trainer_epoch}-{sample}"
+        """Return another identity for `sample` of `group`.
+
+        A run's groups and those of its evaluations are numbered apart, by `run_id`.
+        """
+        run = hashlib.sha256(group.run_id.encode()).hexdigest()[:12]
+        sample_key = f"{run}-{group.index}-{group.attempt}-{group.trainer_epoch}-{sample}"
         return cls(sample_key=sample_key, nonce=secrets.token_hex(16))
 
     @classmethod

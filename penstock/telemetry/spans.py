@@ -17,6 +17,8 @@ from typing import Any, Final
 
 import msgspec
 
+from penstock.runtime.text import printable
+
 MAX_WAITING: Final = 20_000
 """Spans that wait in memory, about 10 MB. Beyond that, new ones are dropped: NATS is away, or far too slow."""
 _MAX_CHARS: Final = 300
@@ -136,4 +138,4 @@ def recorded(name: str, /, **attributes: Any) -> Iterator[dict[str, Any]]:
 def _short(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6)
-    return value[:_MAX_CHARS] if isinstance(value, str) else value
+    return printable(value[:_MAX_CHARS]) if isinstance(value, str) else value

@@ -4,12 +4,12 @@ A fault is a `ValueError` that names the field, the value and the remedy; the ca
 """
 
 import json
-import re
 from typing import Any
+
+from penstock.runtime.text import printable
 
 MAX_LINE_BYTES = 16 * 2**20
 """A line with more bytes is not read."""
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_object(text: bytes | None, *, is_first: bool, example: str) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def read_text(fields: dict[str, Any], key: str, *, default: str | None = None) -
         raise ValueError(f'field "{key}" is missing; give the text')
     if not isinstance(value, str):
         raise ValueError(f'field "{key}" = {shown(value)} is not a string; write it as one')
-    return _without_surrogates(value)
+    return printable(value)
 
 
 def read_golds(fields: dict[str, Any], key: str) -> list[str]:
@@ -73,11 +73,7 @@ def read_golds(fields: dict[str, Any], key: str) -> list[str]:
     golds = [value] if isinstance(value, str) else value
     if not isinstance(golds, list) or not all(isinstance(gold, str) for gold in golds):
         raise ValueError(f'field "{key}" = {shown(value)} is neither a string nor a list of strings; quote the answer')
-    return [_without_surrogates(gold) for gold in golds]
-
-
-def _without_surrogates(text: str) -> str:
-    return _SURROGATE.sub("\ufffd", text)  # UTF-8 cannot encode them
+    return [printable(gold) for gold in golds]
 
 
 def shown(value: object) -> str:

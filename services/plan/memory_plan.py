@@ -7,7 +7,9 @@ measured; the trainer reserves `RESERVED_BYTES` for it, and SGLang keeps the sha
 
 import dataclasses
 import functools
+import json
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from services.plan.working_memory import RowShape, working_bytes
 from services.recipe import Recipe
 from services.trainer.checks.expert_parallel import require_divisible
 from services.trainer.checks.sequence_parallel import require_shareable
+from services.trainer.config import LoraConfig
 
 RESERVED_BYTES = 2 * GIB
 """Reserved on each GPU that computes steps, for CUDA's context, NCCL's buffers and memory that the allocator cannot
@@ -107,9 +110,16 @@ def _assign_gpus(recipe: Recipe, gpus: Gpus) -> GpuPlan:
     if trainer.lora.rank:
         raise ConfigError(
             f"trainer.lora.rank = {trainer.lora.rank} is not planned yet; plan the run without it, which needs more "
-            "memory in the trainer"
+            f"memory in the trainer: {_without_adapters(trainer.lora)}"
         )
     return make_plan(recipe, [str(number) for number in range(gpus.count)], own_bus=not recipe.bus.url).gpus
+
+
+def _without_adapters(lora: LoraConfig) -> str:
+    """Return the overrides that take adapters out of a recipe."""
+    defaults, own = (each.model_dump(mode="json") for each in (LoraConfig(), lora))
+    given = {name: value for name, value in defaults.items() if own[name] != value}
+    return " ".join(shlex.quote(f"--trainer.lora.{name}={json.dumps(value)}") for name, value in given.items())
 
 
 def _room(recipe: Recipe, gpus: Gpus, placed: GpuPlan, num_engines: int) -> int:

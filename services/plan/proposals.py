@@ -46,7 +46,9 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
     offloads, replicas = trainer.optimizer.offload, trainer.hsdp_replicas
     for ranks in sorted({*doubled, most, trainer.ranks}):
         if trainer.ranks <= ranks <= most and ranks % replicas == 0:
-            more = {"trainer.ranks": ranks} if ranks > trainer.ranks else {}
+            more: dict[str, object] = {"trainer.ranks": ranks} if ranks > trainer.ranks else {}
+            if ranks > 1 and trainer.compile:
+                more["trainer.compile"] = False  # for one rank only
             for expert_parallel in _divisions(ranks, trainer.expert_parallel):
                 divided = {"trainer.expert_parallel": expert_parallel} if expert_parallel > 1 else {}
                 if (more or divided) and not (divided and (offloads or replicas > 1)):
@@ -56,7 +58,8 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
     if not offloads and trainer.expert_parallel == 1:
         yield settings | {"trainer.optimizer.offload": True}
         if trainer.ranks < most and most % trainer.hsdp_replicas == 0:
-            yield settings | {"trainer.ranks": most, "trainer.optimizer.offload": True}
+            alone = {"trainer.compile": False} if trainer.compile else {}
+            yield settings | {"trainer.ranks": most, "trainer.optimizer.offload": True} | alone
     if gpus.count == 1:
         for fraction in (0.6, 0.4, 0.2):
             if fraction < rollout.gpu_memory_fraction:

@@ -21,7 +21,7 @@ import torch
 from services.plan.live_bytes import LiveBytes
 from services.plan.model_shape import NUM_BLOCKS, NUM_LAYERS, ModelShape, kind_of, make_model
 from services.plan.shapes_only import ShapesOnly
-from services.trainer.backend.policy import attention
+from services.trainer.backend.policy import attention, tower
 from services.trainer.backend.policy.expert_dispatch import weighed
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.mixture import experts_of
@@ -193,10 +193,13 @@ def _attention_of_gpus() -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(attention.NAME, attention.packed_attention_of_gpus)
+    in_tower = functools.partial(tower.tower_attention, elsewhere=tower.attend_in_one_call)
+    AttentionInterface.register(tower.NAME, in_tower)
     try:
         yield
     finally:
         AttentionInterface.register(attention.NAME, attention.packed_attention)
+        AttentionInterface.register(tower.NAME, tower.tower_attention)
 
 
 def _compute_as_on_gpus(policy: PolicyModel, *, dispatches_tokens: bool) -> None:

@@ -1,6 +1,9 @@
 """Names and forms of records are promises to messages that outlive an upgrade."""
 
+import hashlib
+
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 
@@ -89,5 +92,14 @@ def test_the_name_of_a_session_keeps_its_form() -> None:
     """It is in URLs and in subjects of the bus, which routers and workers of other releases read."""
     nonce = "0f" * 16
     session = SessionId(sample_key=SessionId.new(GROUP.id, 3).sample_key, nonce=nonce)
-    assert str(session) == f"7-1-a-3.{nonce}"
-    assert SessionId.parse(f"7-1-a-3.{nonce}") == session
+    run = hashlib.sha256(GROUP.id.run_id.encode()).hexdigest()[:12]
+    assert str(session) == f"{run}-7-1-a-3.{nonce}"
+    assert SessionId.parse(str(session)) == session
+    assert session.sample == 3
+    assert SessionId.parse(f"7-1-a-3.{nonce}").sample == 3  # of earlier releases
+
+
+def test_an_evaluation_has_sessions_of_its_own() -> None:
+    """Its groups are numbered from 0 as those of training, and played beside them by one trainer."""
+    evaluation = msgspec.structs.replace(GROUP.id, run_id=f"{GROUP.id.run_id}-step-4")
+    assert SessionId.new(evaluation, 3).sample_key != SessionId.new(GROUP.id, 3).sample_key

@@ -60,7 +60,8 @@ def add_cross_entropy_gradient(
     for number, row, counts in rows:
         said = model(row)
         value = -said.logprobs_N.sum() / num_learned
-        (coef * value if counts else 0.0 * value).backward()
+        if value.requires_grad:  # not where only the tower is trained, in a row without images
+            (coef * value if counts else 0.0 * value).backward()
         if counts:
             computed.append((number, value.detach(), said.entropy_N.detach().double().sum(), said.expert_counts_LE))
     # Only now is a GPU waited for, when all rows are queued.

@@ -6,7 +6,8 @@ All ranks call each method together. Each computes its own rows and gets what th
 same; only the gradient stays on each rank's own weights, until `ranks.sharding` sums it.
 
 Results stay on the device until the last row is queued. Read row by row, they would have a GPU wait for the host after
-each row, and what is queued for the next would come late.
+each row, and what is queued for the next would come late. So a log-probability that is not finite has gone through the
+loss, and into the gradient, before it is noticed; what calls this then forgets the gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,6 @@ from services.trainer.backend.policy.reference import ReferencePolicy
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow
-from services.trainer.batching.to_device import to_device
 from services.trainer.config import BackendConfig
 
 
@@ -163,7 +163,7 @@ class RowPasses:
             versions_N=row.versions_N,
             sample_N=row.sample_N,
             entropy_N=output.entropy_N,
-            reference_logprobs_N=None if reference_N is None else to_device(reference_N, self.device),
+            reference_logprobs_N=reference_N,
         )
         return _PassedRow(tokens, output.expert_counts_LE)
 

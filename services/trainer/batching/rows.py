@@ -79,7 +79,7 @@ class PackedRow:
         return len(self.input_ids_T) - self.num_padded
 
     def to(self, device: torch.device) -> "PackedRow":
-        """Return a copy on `device`, without waiting for it; the images' sizes stay on the host."""
+        """Return a copy on `device`, which a GPU makes by itself; the images' sizes stay on the host."""
         return self._with_each(lambda tensor: to_device(tensor, device))
 
     def pinned(self) -> "PackedRow":

@@ -248,6 +248,8 @@ class Evaluation:
         name, row = self._rows[index]
         played = self._sets[name]
         example = await asyncio.to_thread(played.__getitem__, row)
+        if attempt and index not in self._in_play:
+            return  # what was taken for lost has come
         group_id = GroupId(run_id=self._run_id, index=index, attempt=attempt, trainer_epoch=self._epoch)
         self._in_play[index] = played.described(row, example)
         self._attempts[index] = attempt

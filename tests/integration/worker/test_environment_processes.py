@@ -2,19 +2,24 @@
 
 import asyncio
 import dataclasses
+import errno
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from penstock.environments import AssistantTurn
-from penstock.errors import ConfigError, EnvironmentFailedError
+from penstock.errors import ConfigError, EnvironmentFailedError, UnavailableError
 from penstock.records import TextPart, ToolCall, Verdict
+from penstock.runtime.process import end_task
 from services.rollout.worker.config import WorkerConfig
+from services.rollout.worker.environments.hosting import processes
 from services.rollout.worker.environments.hosting.hosted import HostedEnvironment
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from tests.support.waiting import promptly, settled, until
@@ -171,6 +176,24 @@ async def test_many_episodes_run_at_once() -> None:
         firsts = await asyncio.gather(*(each.reset(task) for each in environments))
         assert len(set(map(pid_of, firsts))) == 24
         await asyncio.gather(*(each.close() for each in environments))
+
+
+async def test_a_process_that_cannot_be_started_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of a descriptor. Later ones would get each other's processes, and kill them when they end."""
+    with socket.socket() as channel:
+
+        def dup() -> socket.socket:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        no_room: Any = SimpleNamespace(dup=dup)
+        server, sent = processes._Forkserver(), list[object]()
+        monkeypatch.setattr(server, "_send", lambda message, descriptor: (sent.append(message), descriptor.close()))
+        with pytest.raises(UnavailableError, match="no process can be started: Too many open files"):
+            await server.spawn(no_room)
+        spawning = asyncio.create_task(server.spawn(channel))
+        await until(lambda: len(sent) == 1)
+        assert len(server._spawning) == 1
+        await end_task(spawning)
 
 
 @pytest.mark.parametrize(

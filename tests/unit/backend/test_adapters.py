@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from penstock.errors import ConfigError, SetupError
 from penstock.model.tokens import forbidden_token_ids
@@ -16,6 +16,7 @@ from services.cli import main
 from services.cli.model_folder import find_model
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
+from services.trainer.backend.files import checkpoint_share
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.policy.adapters import AdaptedLinear, add_adapters
 from services.trainer.backend.policy.load_model import load_policy
@@ -226,6 +227,13 @@ def test_what_does_not_go_with_adapters_is_refused(tiny_model_path: Path, tmp_pa
         InProcessBackend(tiny_model_path, config, algorithm, seed=0, temperature=1.0)
 
 
+def test_large_adapters_are_one_file(tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT reads no others."""
+    monkeypatch.setattr(checkpoint_share, "MAX_FILE_BYTES", 1000)
+    backend_of(tiny_model_path).save(tmp_path)
+    assert [file.name for file in (tmp_path / "adapter").glob("*.safetensors")] == ["adapter_model.safetensors"]
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl"])
 def test_an_export_is_the_policy(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`penstock export` merges into the published names; every weight is the policy's, in float32 to the bit."""
@@ -249,6 +257,15 @@ def test_an_export_is_the_policy(family: str, tmp_path: Path, capsys: pytest.Cap
             weight, num_changed = merged(weight, change), num_changed + 1
         assert torch.equal(exported[name], weight), name
     assert num_changed == len(pushed) / 2 > 1
+    cut = list(stored)
+    for number, names in enumerate((cut[::2], cut[1::2]), 1):  # as earlier releases wrote large ones
+        save_file(
+            {each: stored[each] for each in names}, tmp_path / f"saved/adapter/adapter_model-{number}.safetensors"
+        )
+    (tmp_path / "saved/adapter/adapter_model.safetensors").unlink()
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "of two"), "--dtype=float32"]) == 0
+    for name, weight in policy_of(tmp_path / "of two").model.named_parameters():
+        assert torch.equal(exported[name], weight), name
     model.rename(tmp_path / "moved")
     assert main(["export", str(tmp_path / "saved"), str(tmp_path / "again")]) == 2
     assert "name it with --base" in capsys.readouterr().err

@@ -1,7 +1,10 @@
 """The policy's logprobs: as a plain forward pass gives them; weights under the names engines know."""
 
+import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,10 +140,32 @@ def test_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
         load_policy(tmp_path, temperature=1.0, forbidden_ids=())
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "has quantized weights, which cannot be trained"),
+        ({"text_config": {"intermediate_size": "many"}}, "cannot be loaded"),
+        ({"text_config": {"intermediate_size": 48}}, "cannot be loaded|of the checkpoint|in the checkpoint"),
+    ],
+    ids=["quantized", "no number", "another size"],
+)
+@pytest.mark.parametrize("with_weights", [True, False], ids=["one rank", "ranks"])
+def test_refuses_a_config_that_fits_no_weights(
+    change: dict[str, Any], reason: str, with_weights: bool, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """One line that names the setting."""
+    shutil.copytree(tiny_model_path, tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    config = json.loads(file.read_text())
+    for name, value in change.items():
+        config[name] = {**config.get(name, {}), **value}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"model\.path '{tmp_path}.*({reason})"):
+        load_policy(tmp_path / "m", temperature=1.0, forbidden_ids=(), with_weights=with_weights)
+
+
 def test_refuses_a_checkpoint_that_is_cut_short(tiny_model_path: Path, tmp_path: Path) -> None:
     """The file is named: a copy that was interrupted."""
-    import shutil
-
     shutil.copytree(tiny_model_path, tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     for size in (file.stat().st_size // 2, 100, 0):
@@ -158,8 +183,6 @@ def test_refuses_a_folder_without_an_image_processor(tiny_model_path: Path, tmp_
 
 def test_refuses_a_checkpoint_with_other_names(tiny_model_path: Path, tmp_path: Path) -> None:
     """Such weights could not be pushed; better known before the first step than after it."""
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(tiny_model_path, tmp_path / "m")

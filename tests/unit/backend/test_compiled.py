@@ -82,6 +82,7 @@ def test_layers_of_a_gpu_are_compiled_whole(
         num_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         metrics += [take_step(backend, [groups], 2), take_step(backend, [groups[2:]], 3)]
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_compiled
+        assert (num_compiled > 0) is compiles
         found[compiles] = metrics
     assert not torch._dynamo.utils.counters["graph_break"]
     for ours, plain in zip(found[True], found[False], strict=True):

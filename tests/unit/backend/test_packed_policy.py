@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import varlen as torch_varlen
 
 from bench.trainer.padded import PaddedPolicy
 from penstock.model.tokens import forbidden_token_ids, image_token_id
+from services.trainer.backend.policy import varlen
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.packing import common_prefix_length
 from services.trainer.batching.rows import PackedRow, Segment
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import TRAINED_MODEL_TYPES
+from tests.support.trainer import varlen_on_cpu
 from tests.support.trainer.families import CHECKPOINT, FAMILIES, VOCABULARY, write_processors
 from tests.support.trainer.groups import picture
 from tests.support.trainer.rows import group_row, row_of
@@ -141,6 +144,20 @@ def test_packed_rows_give_the_logprobs_of_one_by_one_and_of_padded_rows(
     packed = policy(row_of(*sequences)).logprobs_N
     torch.testing.assert_close(one_by_one, padded, rtol=0, atol=1e-5)
     torch.testing.assert_close(packed, padded, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_gpus_attention_gives_the_same(
+    family: str, images: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call for all segments, images and windows, with what the host derives from the images' sizes."""
+    policy, _ = policies(family)
+    sequences = [sequence for group in groups_for(family, images) for sequence in group]
+    row = row_of(*sequences)
+    plainly = policy(row).logprobs_N
+    monkeypatch.setattr(varlen, "is_usable_for", lambda _: True)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_on_cpu.varlen_attn)
+    torch.testing.assert_close(policy(row).logprobs_N, plainly, rtol=0, atol=3e-5)
 
 
 @torch.no_grad()

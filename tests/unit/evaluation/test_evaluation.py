@@ -47,7 +47,7 @@ def evaluation(server: Any, outcomes: list[PlayedPrompt], **given: Any) -> Evalu
     """One of the built-in problems."""
     config = EvaluationConfig(at_start=True, sets={"s": EvaluationSetConfig(num_prompts=NUM_ROWS)})
 
-    async def has_received_all() -> bool:
+    async def has_received_none() -> bool:
         return False
 
     return Evaluation(
@@ -58,8 +58,7 @@ def evaluation(server: Any, outcomes: list[PlayedPrompt], **given: Any) -> Evalu
         epoch="a",
         version=1,
         on_played=outcomes.append,
-        has_received_all=has_received_all,
-        **given,
+        **{"has_received_all": has_received_none, **given},
     )
 
 
@@ -112,3 +111,31 @@ async def test_without_a_replica_one_prompt_waits_for_the_next() -> None:
     publishing = asyncio.create_task(evaluation(server, [], num_slots=0).run())
     await until(lambda: server.num_prompts == 1)
     await end_task(publishing)
+
+
+async def test_a_row_whose_group_comes_while_lost_prompts_are_repeated_is_not_repeated() -> None:
+    """Its worker was only slow. It would be counted again, and the evaluation end without another row."""
+    server, outcomes, repeated = Server(), list[PlayedPrompt](), list[str]()
+    again = [GroupId(run_id="r", index=index, attempt=1, trainer_epoch="a").message for index in range(NUM_ROWS)]
+
+    async def stream_info(_: str) -> Any:
+        return SimpleNamespace(state=SimpleNamespace(messages=0))
+
+    async def has_received_all() -> bool:
+        return True
+
+    async def publish(_stream: object, _prompt: bytes, *, message_id: str) -> None:
+        server.num_prompts += 1
+        if message_id in again:
+            repeated.append(message_id)
+            if message_id == again[0]:
+                await running.receive(failed(1))
+
+    server.jetstream = SimpleNamespace(stream_info=stream_info)  # type: ignore[attr-defined]
+    server.publish = publish  # type: ignore[method-assign]
+    running = evaluation(server, outcomes, has_received_all=has_received_all, silence_s=0.05)
+    evaluating = asyncio.create_task(running.run())
+    await until(lambda: again[3] in repeated)
+    await end_task(evaluating)
+    assert repeated[:3] == [again[0], again[2], again[3]]
+    assert len(outcomes) == 1

@@ -1,6 +1,7 @@
 """What is counted from a model's shape, against numbers worked out by hand; activations are a given number here."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -253,6 +254,28 @@ def test_more_ranks_or_a_smaller_share_are_proposed(model: Path, monkeypatch: py
     assert [name.partition("=")[0] for name in plan.remedy] in (["--trainer.ranks"], ["--trainer.optimizer.offload"])
     shared = plan_of(model, "--rollout.gpu_memory_fraction=0.85", gpus=f"1x{12 * total / GIB:.6f}")
     assert shared.remedy == ("--rollout.gpu_memory_fraction=0.6", "--trainer.optimizer.offload=true")
+
+
+def test_ranks_are_proposed_in_place_of_compiling(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is for one rank; left on, every proposal with more of them would be refused."""
+    monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: 0)
+    gpus = f"8x{11 * ModelShape.read(model).num_parameters / GIB:.6f}"
+    settings = ("--trainer.compile=true", "--trainer.gradient_checkpointing=true")
+    plan = plan_of(model, *settings, gpus=gpus)
+    assert plan.remedy is not None
+    assert [name.partition("=")[0] for name in plan.remedy] == ["--trainer.ranks", "--trainer.compile"]
+    assert plan_of(model, *settings, *plan.remedy, gpus=gpus).fits
+
+
+def test_the_way_to_plan_a_recipe_with_adapters_is_one(model: Path) -> None:
+    """Each setting of them would be refused without the others."""
+    settings = ("--trainer.lora.rank=16", "--trainer.lora.alpha=16", '--trainer.lora.targets=["q_proj"]')
+    with pytest.raises(ConfigError, match=r"which needs more memory in the trainer: --trainer\.lora") as refused:
+        plan_of(model, *settings)
+    overrides = shlex.split(str(refused.value).rpartition("trainer: ")[2])
+    assert overrides == ["--trainer.lora.rank=0", "--trainer.lora.alpha=32.0", '--trainer.lora.targets=["text"]']
+    assert plan_of(model, *settings, *overrides).processes == plan_of(model).processes
 
 
 def test_engines_of_more_gpus_are_proposed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from penstock.errors import CorruptMessageError
 from penstock.records import Group, GroupId, Sample, TokenSequence, Turn, Verdict, VersionSpan
 from penstock.records.codec import DTYPES, decode, encode
 from penstock.records.sample import check_sampled
+from tests.contract.golden_records import GROUP
 
 
 class Box(msgspec.Struct):
@@ -291,3 +292,12 @@ def test_a_message_id_is_read_back(text: str) -> None:
 def test_what_is_no_message_id_is_none(text: str) -> None:
     """No error: whoever asks has a message that is broken already."""
     assert GroupId.parse(text) is None
+
+
+def test_half_an_emoji_does_not_cost_a_group() -> None:
+    """JavaScript cuts texts there, and an error of a person's own code may hold anything."""
+    sample = msgspec.structs.replace(GROUP.samples[0], error="no \ud83d", ended_by="a\ud800")
+    group = msgspec.structs.replace(GROUP, samples=(sample,), num_samples=1)
+    (found,) = decode(encode(group), Group).samples
+    assert (found.error, found.ended_by) == ("no \ufffd", "a\ufffd")
+    assert found.turns == sample.turns

@@ -144,3 +144,20 @@ def test_frozen_parts_stay_as_they_are(tiny_model_path: Path, sequences: list[Tr
     changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
     assert any("language_model" in name for name in changed)
     assert not any("visual" in name and "merger" not in name for name in changed)
+
+
+@pytest.mark.parametrize("row_tokens", [1, 10_000], ids=["a row each", "one row"])
+def test_with_the_text_frozen_samples_without_images_teach_nothing(
+    tiny_model_path: Path, sequences: list[TrainSequence], row_tokens: int
+) -> None:
+    """The first stage of a vision-language model's training; they count in the mean all the same."""
+    text = [sequence for sequence in sequences if not sequence.images]
+    assert 0 < len(text) < len(sequences)
+    optimizer = OptimizerConfig(learning_rate=1e-3, grad_clip=1e6, learning_rates={"text": 0.0})
+    backend = backend_of(tiny_model_path, optimizer=optimizer, micro_batch_tokens=row_tokens)
+    before = backend.measure(sequences)
+    assert backend.step(text)["grad_norm"] == 0.0
+    assert backend.measure(sequences) == before
+    metrics = backend.step(sequences)
+    assert metrics["grad_norm"] > 0
+    assert metrics["num_tokens"] == before.num_tokens

@@ -56,6 +56,13 @@ def test_a_context_that_fails_is_recorded_with_its_error(buffer: spans.SpanBuffe
     assert attributes == {"turn": 0, "environment": "geo3k", "error": "no such tool"}
 
 
+def test_half_an_emoji_loses_no_span(buffer: spans.SpanBuffer) -> None:
+    """An error's text may hold anything."""
+    spans.record("session", 0.0, error="no \ud83d")
+    ((_, _, _, attributes),) = json.loads(buffer.take_batch(1)[0])["spans"]
+    assert attributes == {"error": "no \ufffd"}
+
+
 def test_values_that_json_lacks_do_not_fail(buffer: spans.SpanBuffer) -> None:
     """NaN becomes null and objects their text: a span never ends a process."""
     spans.record("group.played", 0.0, mean_reward=float("nan"), about={"a": 1}, other=ValueError("x"))

@@ -14,8 +14,8 @@ from penstock.errors import (
     SessionOverError,
     UserError,
 )
-from penstock.http.json_body import printable
 from penstock.http.status import headers_of, status_of
+from penstock.runtime.text import printable
 
 _TYPE_OF_STATUS = {401: "authentication_error", 429: "rate_limit_error"}
 _CODE_OF_STATUS = {

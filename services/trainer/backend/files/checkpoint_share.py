@@ -11,6 +11,7 @@ them as any other, and writes them into files of its own; rank 0 writes the rest
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from penstock.runtime.disk_space import flush
 from penstock.runtime.file_digest import file_digest
 from services.trainer.backend.files.adapter_folder import ADAPTER, stored_adapter, write_adapter_config
 from services.trainer.backend.files.export import write_model, write_model_settings
-from services.trainer.backend.files.file_plan import PlannedFile, owners_of, plan_files
+from services.trainer.backend.files.file_plan import MAX_FILE_BYTES, PlannedFile, owners_of, plan_files
 from services.trainer.backend.files.tensor_files import save_state, write_share
 from services.trainer.backend.optimizer.master_weights import MasterWeights
 from services.trainer.backend.ranks.ranks import Ranks
@@ -73,19 +74,27 @@ class Owning:
         shapes = weights.shapes
         return cls(weights=weights, shapes=shapes, owners=owners_of(_sizes(shapes), ranks.size))
 
-    def share(self, stem: str, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> TensorShare:
+    def share(
+        self, stem: str, shards: Mapping[str, Mapping[str, torch.Tensor]], *, is_one_file: bool = False
+    ) -> TensorShare:
         """Return what this rank writes of float32 tensors that are shaped like weights. All ranks must call it.
 
         Args:
             stem: How the names of their files begin.
             shards: This rank's shard of each, by kind and weight. One is stored as `<weight>.<kind>`, or as `<weight>`
                 if its kind is empty.
+            is_one_file: Write all of one rank into one file, however large.
         """
         owned = {kind: self.weights.owned(each, self.owners) for kind, each in shards.items()}
         weight_of = {_stored(name, kind): name for name in self.owners for kind, each in shards.items() if name in each}
         shapes = {each: self.shapes[name] for each, name in weight_of.items()}
         return TensorShare(
-            files=plan_files(stem, _sizes(shapes), {each: self.owners[name] for each, name in weight_of.items()}),
+            files=plan_files(
+                stem,
+                _sizes(shapes),
+                {each: self.owners[name] for each, name in weight_of.items()},
+                max_bytes=sys.maxsize if is_one_file else MAX_FILE_BYTES,
+            ),
             shapes=shapes,
             owned={_stored(name, kind): tensor for kind, each in owned.items() for name, tensor in each.items()},
         )

@@ -35,7 +35,9 @@ def merge_adapter(adapter: Path, target: Path, *, dtype: str, base: Path | None 
     if not (base / "config.json").is_file():
         raise ConfigError(f"{base}, the base of {adapter}, is no model folder (config.json); name it with --base")
     scale = config["lora_alpha"] / config["r"]
-    tensors = load_file(adapter / f"{STEM}.safetensors")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(adapter.glob(f"{STEM}*.safetensors")):  # earlier releases cut large ones
+        tensors |= load_file(file)
     layers = [name.removeprefix(PREFIX).removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
     model_type = json.loads((base / "config.json").read_text())["model_type"]
     changes = {

@@ -3,7 +3,7 @@
 Invariant: `collect` returns the state after the last finished step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,8 @@ class ModelState:
                     counters.setdefault(name, {})[kind] = value.clone()
         owning = Owning.of(self.weights, self.ranks)
         folder, stem = (MODEL, "model") if self.adapters is None else (ADAPTER, STEM)
-        tensors = {folder: owning.share(stem, {"": self.weights.shards})}
+        # PEFT reads adapters from one file.
+        tensors = {folder: owning.share(stem, {"": self.weights.shards}, is_one_file=folder == ADAPTER)}
         if averages:
             tensors[_OPTIMIZER] = owning.share("averages", averages)
         tensors |= {folder: owning.share(folder, {"": each}) for folder, each in shards.items()}
@@ -266,10 +267,11 @@ class ModelState:
             groups=self.ranks.expert_groups(self._expert_parallel),
         )
 
-    def read_shards(self, folder: Path) -> dict[str, torch.Tensor]:
-        """Return this rank's shards of the tensors that `collect` got for a folder of a checkpoint, by weight."""
+    def read_shards(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's shards of what `collect` got for a folder of a checkpoint, each with its weight's name."""
         with StoredTensors(folder) as stored:
-            return {name: self._read(stored, name, weight=name) for name in stored.names}
+            for name in stored.names:
+                yield name, self._read(stored, name, weight=name)
 
     def _load_optimizer(self, state: Mapping[str, Any], checkpoint: Path) -> None:
         averages: dict[str, dict[str, torch.Tensor]] = {
@@ -277,9 +279,12 @@ class ModelState:
         }
         if averages:
             with StoredTensors(checkpoint / _OPTIMIZER) as stored:
+                trained = self.weights.trained
                 for name in stored.names:
                     weight, _, kind = name.rpartition(".")
-                    averages[weight][kind] = self._read(stored, name, weight=weight)
+                    if weight in trained:  # each goes to its device at once: a host may not hold all of them
+                        average = self._read(stored, name, weight=weight)
+                        averages[weight][kind] = average.to(trained[weight].device)
         self.optimizer.load_state_dict({**state, "averages": averages})
 
     def _read(self, stored: StoredTensors, name: str, *, weight: str) -> torch.Tensor:

@@ -47,6 +47,11 @@ def load_policy(
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(
+                f"model.path {str(path)!r} has quantized weights, which cannot be trained; take the published model "
+                "without quantization"
+            )
         parts: list[Any] = [config, config.get_text_config(), getattr(config, "vision_config", None)]
         for part in parts:
             if getattr(part, "attention_dropout", 0.0):
@@ -64,8 +69,11 @@ def load_policy(
         raise ConfigError(
             f"model.path: {files or path} is not a complete safetensors file ({error}); copy it again"
         ) from None
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {error}") from None
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - transformers checks little, so an odd config may fail anywhere
+        said = " ".join(str(error).split())[:500] or type(error).__name__
+        raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {said}") from None
     policy = PolicyModel(
         model,
         temperature=temperature,

@@ -142,7 +142,9 @@ class _Head(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """Log-probabilities and entropies, with logits made again for the gradient."""
+    """Log-probabilities and entropies. For the gradient, logits are made again: of products that are kept, or computed
+    again.
+    """
 
     @staticmethod
     def forward(

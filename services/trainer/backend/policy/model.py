@@ -3,7 +3,8 @@
 Legend: A, T, N, J, L, K as in `batching.rows`; H = hidden size, S = tokens of the row that this rank computes: all,
 unless ranks share rows.
 
-On a GPU a forward pass waits for nothing: kernels are queued while those of the row before still run.
+On one GPU in half precision the forward pass of a dense model waits for nothing: kernels are queued while those of the
+row before still run.
 """
 
 from collections.abc import Callable

@@ -62,7 +62,7 @@ class ReferencePolicy:
         self._on_device: dict[str, torch.Tensor] | None = None
 
     def logprobs(self, rows: Iterable[PackedRow]) -> list[torch.Tensor]:
-        """Return float32[N] on the host for each row. One rank's weights stay on the device until `release`."""
+        """Return float32[N] for each row. One rank's weights stay on the device until `release`."""
         if isinstance(self._masters, ShardedMasterWeights):
             with self._masters.replaced_by({_own(name): weight for name, weight in self._weights.items()}):
                 logprobs = self._computed(self._policy, rows)
@@ -79,7 +79,7 @@ class ReferencePolicy:
 
     def _computed(self, compute: Callable[[PackedRow], TokenLogprobs], rows: Iterable[PackedRow]) -> list[torch.Tensor]:
         with torch.no_grad(), self._precision():
-            return [compute(replace(row, routed_experts_TLK=None)).logprobs_N.float().cpu() for row in rows]
+            return [compute(replace(row, routed_experts_TLK=None)).logprobs_N.float() for row in rows]
 
     def release(self) -> None:
         """Free the device's memory, after the last pass of a step."""
@@ -125,10 +125,10 @@ class ReferencePolicy:
         """Return the state, beside `shards`, for `load_state_dict`."""
         return {"num_updates": self._num_updates}
 
-    def load_state_dict(self, state: Mapping[str, Any], shards: Mapping[str, torch.Tensor]) -> None:
-        """Continue from the state of a checkpoint, given this rank's shard of every weight."""
+    def load_state_dict(self, state: Mapping[str, Any], shards: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Continue from the state of a checkpoint, given this rank's shard of every weight, one after the other."""
         self._num_updates = state["num_updates"]
-        for name, weight in shards.items():
+        for name, weight in shards:
             self._weights[_in_policy(name)].copy_(weight)
 
 

@@ -48,7 +48,7 @@ def use_tower_attention(tower: Any, *, is_compiled: bool = False) -> None:
     chosen, function = NAME, tower_attention
     if is_compiled:  # the images' calls, of which each row has another number, would be compiled for each number
         chosen = NAME_IN_COMPILED
-        function = partial(tower_attention, one_by_one=torch.compiler.disable(attend_one_by_one))
+        function = partial(tower_attention, elsewhere=torch.compiler.disable(attend_one_by_one))
     AttentionInterface.register(chosen, function)
     # Chosen for the whole model, transformers would look for a package of this name.
     config = copy.copy(tower.config)
@@ -126,7 +126,7 @@ def tower_attention(
     scaling: float,
     cu_seq_lens_q: torch.Tensor,
     max_length_q: int,
-    one_by_one: Callable[..., torch.Tensor] | None = None,
+    elsewhere: Callable[..., torch.Tensor] | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return [1, T, H, D] and no weights: each image, or window of it, attends to itself.
@@ -140,16 +140,27 @@ def tower_attention(
         scaling: Factor on the products of queries and keys.
         cu_seq_lens_q: int32[images or windows + 1]: offset of each, then the end.
         max_length_q: Patches of the longest.
-        one_by_one: Computes it elsewhere than on a GPU in half precision; None: `attend_one_by_one`.
+        elsewhere: Computes it elsewhere than on a GPU in half precision; None: `attend_one_by_one`.
     """
-    if varlen.is_usable_for(value):
-        query, key, value = (each[0].transpose(0, 1).to(value.dtype) for each in (query, key, value))
-        return varlen.attend_within(query, key, value, scaling, cu_seq_lens_q, max_length_q)[None], None
-    return (one_by_one or attend_one_by_one)(query, key, value, scaling, cu_seq_lens_q), None
+    attend = attend_in_one_call if varlen.is_usable_for(value) else elsewhere or attend_one_by_one
+    return attend(query, key, value, scaling, cu_seq_lens_q, max_length_q), None
+
+
+def attend_in_one_call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, cu_segments: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """Return [1, T, H, D]; arguments as of `tower_attention`."""
+    query, key, value = (each[0].transpose(0, 1).to(value.dtype) for each in (query, key, value))
+    return varlen.attend_within(query, key, value, scaling, cu_segments, longest)[None]
 
 
 def attend_one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, cu_segments: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    cu_segments: torch.Tensor,
+    _longest: int,
 ) -> torch.Tensor:
     """Return [1, T, H, D], one call for each image or window; arguments as of `tower_attention`."""
     outputs = [

@@ -23,7 +23,7 @@ from services.trainer.backend.ranks.processes import beat
 
 log = structlog.get_logger()
 
-_REPORTING_S = 5.0
+_REPORTING_S = 8.0
 """If rank 0 has failed in the same way, it ends the trainer with its own error within this time."""
 
 

@@ -116,6 +116,7 @@ class _ManyRanks:
             except BaseException as error:
                 self._is_broken = True
                 if isinstance(error, Exception):
+                    log.warning("command.failed", reason=repr(error))
                     self._processes.blame()
                 raise
 

@@ -25,8 +25,8 @@ log = structlog.get_logger()
 
 _START_S = 300.0
 """For the first beat: torch is imported before it."""
-_BLAME_S = 5.0
-"""A rank's sockets are closed before it has ended."""
+_BLAME_S = 3.0
+"""A rank's sockets are closed before it has ended. Well below what a follower that failed leaves rank 0 to say why."""
 _MOST_BYTES = 65536
 _MODULE = "services.trainer.backend.ranks.follower"
 

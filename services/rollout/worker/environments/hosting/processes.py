@@ -247,8 +247,12 @@ class _Forkserver:
             UnavailableError: no process can be forked at the moment.
         """
         spawned: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
+        try:
+            own = channel.dup()
+        except OSError as error:  # before anything is noted: answers come in the order of what was asked
+            raise UnavailableError(f"no process can be started: {error.strerror}") from None
         self._spawning.append(spawned)
-        self._send(Spawn(), channel.dup())
+        self._send(Spawn(), own)
         try:
             return await spawned
         except ConnectionError:
