@@ -140,7 +140,7 @@ class KeptStream:
         return await self._found(request)
 
     async def remove(self, subject: str, *, but_last: int = 0) -> None:
-        """Remove the messages of `subject`, but for so many of the last ones.
+        """Remove the messages of `subject`, all but the last `but_last` ones.
 
         Raises:
             UnavailableError: the server does not answer.

@@ -85,7 +85,7 @@ class SpanBuffer:
                 for name, began, ended, attributes in taken
             ],
         }
-        return msgspec.json.encode(batch, enc_hook=str), len(taken)
+        return msgspec.json.encode(batch, enc_hook=_text), len(taken)
 
 
 _buffer: SpanBuffer | None = None
@@ -139,3 +139,7 @@ def _short(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6)
     return printable(value[:_MAX_CHARS]) if isinstance(value, str) else value
+
+
+def _text(value: object) -> str:
+    return printable(str(value))

@@ -23,7 +23,6 @@ from services.trainer.config import TrainerSettings
 from services.trainer.loop import TrainingLoop
 from services.trainer.starting_point import find_starting_point
 from services.trainer.telemetry.curves import draw_curves
-from services.trainer.telemetry.metrics_log import running_mark
 from services.trainer.telemetry.progress import Progress, TrainerServicer
 from services.trainer.telemetry.span_files import collecting_spans
 
@@ -56,13 +55,10 @@ async def serve(
         await _serve_progress(settings, progress, security, stack)
         stack.enter_context(exposed(BusMetrics(bus).read))
         await stack.enter_async_context(serving_metrics(settings.metrics, settings.run, settings.network, security))
-        mark = running_mark(start.folder)
-        died = mark.read_text() if mark.exists() else None
         with disk_full_reported(start.folder, "make room and start the run again, which continues from its checkpoint"):
             assembling = assemble(settings, start, bus, lock, progress, security, stack, open_backend=open_backend)
             loop = await unless_stopped(assembling, stop)
-            if loop is None:  # asked to stop before it began: no death
-                mark.unlink(missing_ok=True) if died is None else mark.write_text(died)
+            if loop is None:
                 return
             await _run_beside_its_tasks(loop, stop)
             await asyncio.to_thread(loop.metrics.end)

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 import structlog
-from nats.js import JetStreamContext
+from nats.js import JetStreamContext, api
 from nats.js.kv import KeyValue
 
 from penstock.bus.failures import BUS_ERRORS, describe
@@ -110,7 +110,7 @@ class Watch:
             await last.aclose()
 
     async def _ask_leader(self) -> None:
-        """Return if the bucket works: only its leader answers, which also takes what is written.
+        """Return if the bucket works: its leader answers, which also takes what is written.
 
         Raises:
             TimeoutError, nats.errors.Error: it does not work.
@@ -118,7 +118,8 @@ class Watch:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(_MAX_SILENCE_S):
-                await self._bucket.status()
+                status = await self._bucket.status()
+            _require_leader(status.stream_info.cluster)
         except BUS_ERRORS:
             self._was_away = True
             raise
@@ -189,6 +190,18 @@ class Watch:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _require_leader(cluster: api.ClusterInfo | None) -> None:
+    """Check that the stream's leader gave this description, whose replicas are the servers beside the one that gave it.
+
+    While a stream of less than ten seconds has no leader, the server that was to be its first one answers in its place.
+
+    Raises:
+        TimeoutError: another server gave it.
+    """
+    if cluster is not None and cluster.leader in (None, "", *(peer.name for peer in cluster.replicas or ())):
+        raise TimeoutError("the bucket has no leader")
 
 
 async def _has_sent(watcher: KeyValue.KeyWatcher) -> bool:

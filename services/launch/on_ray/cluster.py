@@ -6,7 +6,6 @@ import dataclasses
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,7 @@ from penstock import config as configuration
 from penstock.errors import ConfigError, SetupError
 from services.launch.config import LaunchConfig
 from services.launch.on_ray import facts, inputs_check
-from services.launch.on_ray.placement import Host, describe_hosts, to_examine
+from services.launch.on_ray.placement import Host, describe_hosts
 from services.recipe import Recipe
 
 _CONNECT_TIMEOUT_S: Final = 5.0
@@ -88,9 +87,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Cluster:
-    """The hosts of the connected cluster. `look` examines new ones, and unfit ones now and then again, and forgets dead
-    ones.
-    """
+    """The hosts of the connected cluster. New ones are examined when `look` is called, dead ones are forgotten."""
 
     def __init__(self, recipe: Recipe, run_folder: Path | None) -> None:
         """Examine hosts for a run of `recipe`; None: the run folder is not there yet, and assumed to be shared."""
@@ -98,7 +95,6 @@ class Cluster:
         self._run_folder = run_folder
         self._own = facts.look("")
         self._hosts: dict[str, Host] = {}
-        self._examined_at: dict[str, float] = {}
         self.lines: list[str] = []
         """What the checks on the hosts have to say to a person."""
         self.report: Callable[[str], None] = lambda line: None
@@ -120,22 +116,19 @@ class Cluster:
         return any(host.num_gpus for host in self.hosts if not host.unfit)
 
     async def look(self) -> None:
-        """Examine the hosts that are due (`placement.to_examine`), and forget those that have died."""
+        """Examine the hosts that are new, and forget those that have died."""
         async with self._looking:
             alive = {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
             for node_id in self._hosts.keys() - alive.keys():
                 self.report(f"host {self._hosts.pop(node_id).address} is gone")
-            due = to_examine(alive, self._hosts, self._examined_at, now=time.monotonic())
-            if not due:
+            new = [node for node_id, node in alive.items() if node_id not in self._hosts]
+            if not new:
                 return
             with self._mark() as mark:
-                found = await asyncio.gather(*(self._examine(alive[node_id], mark) for node_id in due))
-            for host in found:
-                self._examined_at[host.node_id] = time.monotonic()
-                if self._hosts.get(host.node_id) != host:
+                for host in await asyncio.gather(*(self._examine(node, mark) for node in new)):
+                    self._hosts[host.node_id] = host
                     for line in describe_hosts([host]):
                         self.report(line)
-                self._hosts[host.node_id] = host
 
     async def _examine(self, node: dict[str, Any], mark: str) -> Host:
         host = Host(

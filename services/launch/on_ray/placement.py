@@ -5,7 +5,7 @@ The trainer needs the run folder. Engines and workers run anywhere.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from penstock.errors import ConfigError
@@ -14,8 +14,6 @@ from services.recipe import Recipe
 
 AT_THE_LAUNCHER: Final = ("nats", "reward", "router")
 """Services that stay on the launcher's host."""
-EXAMINE_AGAIN_S: Final = 120.0
-"""After which a host that was unfit is examined again."""
 _NODE_ID: Final = "ray.io/node-id"
 """The label with which Ray marks each node."""
 
@@ -70,29 +68,6 @@ def label_selector(node_ids: Sequence[str]) -> dict[str, str]:
 def allowed(hosts: Sequence[Host], service: str) -> list[Host]:
     """Return the hosts on which a process of the service can run."""
     return [host for host in hosts if not host.refuses(service)]
-
-
-def to_examine(
-    alive: Iterable[str], hosts: Mapping[str, Host], examined_at: Mapping[str, float], *, now: float
-) -> list[str]:
-    """Return the nodes to examine now: new ones, and those that were unfit when they were last examined a while ago.
-
-    A host that did not answer, or had no copy of the model, may be fit by now.
-
-    Args:
-        alive: Node ids of the cluster.
-        hosts: The hosts that were examined, by node id.
-        examined_at: When that was, in seconds.
-        now: The present, in seconds.
-    """
-
-    def is_due(node_id: str) -> bool:
-        host = hosts.get(node_id)
-        if host is None:
-            return True
-        return bool(host.unfit or host.unfit_for) and now - examined_at[node_id] >= EXAMINE_AGAIN_S
-
-    return [node_id for node_id in alive if is_due(node_id)]
 
 
 def require_room(hosts: Sequence[Host], processes: Sequence[PlannedProcess], recipe: Recipe) -> list[PlannedProcess]:

@@ -66,7 +66,7 @@ def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop
         folder=folder,
         base_model=path,
         num_steps=config.num_steps,
-        num_steps_of=_num_steps_of(sft),
+        num_steps_of=_num_steps_of(sft, dataset),
         checkpoint_every=config.checkpoint_every,
         validate_every=sft.validate_every,
         step=step,
@@ -107,7 +107,7 @@ def _with_steps(settings: SftSettings, dataset: Dataset, checkpoint: Checkpoint 
         return trainer
     num_rows = dataset.num_rows - dataset.num_passed_over() - dataset.num_wrong()
     num_steps = max(1, math.ceil(sft.epochs * num_rows / sft.batch_size))
-    if checkpoint is not None and checkpoint.state.get("num_steps_of") == _num_steps_of(sft):
+    if checkpoint is not None and checkpoint.state.get("num_steps_of") == _num_steps_of(sft, dataset):
         num_steps = int(checkpoint.state["num_steps"])
     try:
         return TrainerConfig(**{**dict(trainer), "num_steps": num_steps})
@@ -118,9 +118,9 @@ def _with_steps(settings: SftSettings, dataset: Dataset, checkpoint: Checkpoint 
         ) from None
 
 
-def _num_steps_of(sft: SftConfig) -> list[float]:
-    """Return the settings that, with the rows, make the number of steps."""
-    return [sft.epochs, sft.batch_size]
+def _num_steps_of(sft: SftConfig, dataset: Dataset) -> list[float]:
+    """Return what makes the number of steps, but for the rows that are passed over."""
+    return [sft.epochs, sft.batch_size, dataset.num_rows]
 
 
 def _open_trackers(settings: SftSettings, folder: Path, run_id: str, step: int) -> Trackers:

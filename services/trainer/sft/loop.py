@@ -55,7 +55,7 @@ class SftLoop:
     """Folder of the model that the run began with; every checkpoint names it."""
     num_steps: int
     num_steps_of: list[float]
-    """The settings that made it; every checkpoint has both."""
+    """What made it; every checkpoint has both."""
     checkpoint_every: int
     validate_every: int
     """Steps; 0 never validates."""

@@ -39,7 +39,7 @@ class MetricsLog:
         self._path = folder / f"{name}.jsonl"
         found = _rows(self._path)
         self._trainer_start = 1 + max((row.get("trainer_start", 0) for row in found), default=0)
-        self._mark = running_mark(folder, name)
+        self._mark = folder / f"{name}-running"
         self._trainer_deaths = max((row.get("trainer_deaths", 0) for row in found), default=0)
         if self._mark.exists():
             self._trainer_deaths = 1 + max(self._trainer_deaths, _number_in(self._mark))
@@ -69,11 +69,6 @@ class MetricsLog:
     def rows(self) -> list[dict[str, Any]]:
         """Return all steps so far."""
         return _rows(self._path)
-
-
-def running_mark(folder: Path, name: str = "metrics") -> Path:
-    """Return the file that is there while a trainer runs, and after one that died."""
-    return folder / f"{name}-running"
 
 
 def keep_steps(path: Path, *, last_step: int) -> None:

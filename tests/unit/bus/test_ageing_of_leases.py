@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nats.js import api
 from nats.js.kv import KeyValue
 
 from penstock.bus.buckets import watch as module
@@ -18,11 +19,13 @@ class Bucket:
 
     works = True
     takes_s = 0.0
+    cluster: api.ClusterInfo | None = None
 
-    async def status(self) -> None:
+    async def status(self) -> Any:
         module.time.at += self.takes_s  # type: ignore[attr-defined]
         if not self.works:
             raise TimeoutError
+        return SimpleNamespace(stream_info=SimpleNamespace(cluster=self.cluster))
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,24 @@ async def test_a_renewal_that_is_late_when_an_outage_begins_costs_no_lease(clock
     clock.at = 23.1
     await watch._ask_leader()
     assert watch.values == {}
+
+
+@pytest.mark.parametrize("leader", ["nats-0", ""])
+async def test_an_answer_that_is_not_the_leaders_shows_no_work(clock: Any, leader: str) -> None:
+    """While a young stream elects one, the server that was to lead it at first answers; it knows the dead one still."""
+    bucket = Bucket()
+    others = [api.PeerInfo(name="nats-0"), api.PeerInfo(name="nats-1")]
+    watch = Watch(bucket, ttl_s=TTL_S)  # type: ignore[arg-type]
+    watch._store(renewal(1))
+    bucket.cluster = api.ClusterInfo(leader=leader, replicas=others)
+    for clock.at in (1.5, 3.0, 4.5):
+        with pytest.raises(TimeoutError, match="has no leader"):
+            await watch._ask_leader()
+        assert watch.values == {"r": b"x"}
+    bucket.cluster = api.ClusterInfo(leader="nats-2", replicas=others)
+    clock.at = 5.0
+    await watch._ask_leader()
+    assert watch.values == {"r": b"x"}, "it has its whole time again"
 
 
 async def test_what_is_not_renewed_while_the_bucket_works_lapses(clock: Any) -> None:

@@ -1,5 +1,6 @@
 """Pictures that rows name by address: downloaded once, and whole."""
 
+import hashlib
 import http.server
 import threading
 from collections.abc import Iterator
@@ -58,3 +59,11 @@ def test_a_page_in_place_of_an_image_is_not_kept(tmp_path: Path) -> None:
     ):
         download(url, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_that_an_earlier_release_kept_is_replaced(tmp_path: Path) -> None:
+    """By the image, when that comes."""
+    with server([len(WHOLE)]) as url:
+        (tmp_path / hashlib.sha256(url.encode()).hexdigest()).write_bytes(b"<html>Too many requests</html>")
+        assert download(url, tmp_path) == WHOLE
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [WHOLE]

@@ -23,7 +23,6 @@ from services.launch.on_ray.placement import (
     label_selector,
     num_gpus_of,
     require_room,
-    to_examine,
 )
 from services.launch.on_ray.working_folder import working_folder
 from services.launch.run_plan import plan_processes
@@ -236,17 +235,3 @@ def test_a_missing_ray_is_named_with_its_extra(
     assert code == 2
     assert "`penstock train --launch.backend=ray` needs the Python package 'ray'" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
-
-
-def test_a_host_that_was_unfit_is_examined_again_after_a_while() -> None:
-    """One that was slow to answer, or got the model late, is not lost to the run."""
-    hosts = {
-        "fit": host("fit", 0),
-        "silent": host("silent", 0, unfit="it did not answer (timeout)"),
-        "bare": host("bare", 0, unfit_for={"rollout": "model.path is not there"}),
-    }
-    examined_at = dict.fromkeys(hosts, 1000.0)
-    alive = [*hosts, "new"]
-    assert to_examine(alive, hosts, examined_at, now=1060.0) == ["new"]
-    assert to_examine(alive, hosts, examined_at, now=1120.0) == ["silent", "bare", "new"]
-    assert to_examine(["fit"], hosts, examined_at, now=1120.0) == []

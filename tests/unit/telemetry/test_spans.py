@@ -58,9 +58,9 @@ def test_a_context_that_fails_is_recorded_with_its_error(buffer: spans.SpanBuffe
 
 def test_half_an_emoji_loses_no_span(buffer: spans.SpanBuffer) -> None:
     """An error's text may hold anything."""
-    spans.record("session", 0.0, error="no \ud83d")
+    spans.record("session", 0.0, error="no \ud83d", other=ValueError("\ud83d"))
     ((_, _, _, attributes),) = json.loads(buffer.take_batch(1)[0])["spans"]
-    assert attributes == {"error": "no \ufffd"}
+    assert attributes == {"error": "no \ufffd", "other": "\ufffd"}
 
 
 def test_values_that_json_lacks_do_not_fail(buffer: spans.SpanBuffer) -> None:

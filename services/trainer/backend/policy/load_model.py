@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.model.families.experts import is_ambiguous, published_experts
 from penstock.model.families.qwen_vl import published_name
 from services.trainer.backend.files.export import named_weights
 from services.trainer.backend.policy.model import PolicyModel
+
+log = structlog.get_logger()
 
 
 def load_policy(
@@ -47,7 +50,7 @@ def load_policy(
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path)
-        if getattr(config, "quantization_config", None) is not None:
+        if any(hasattr(part, "quantization_config") for part in (config, config.get_text_config())):
             raise ConfigError(
                 f"model.path {str(path)!r} has quantized weights, which cannot be trained; take the published model "
                 "without quantization"
@@ -69,9 +72,12 @@ def load_policy(
         raise ConfigError(
             f"model.path: {files or path} is not a complete safetensors file ({error}); copy it again"
         ) from None
-    except (ConfigError, MemoryError):
+    except (PenstockError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # noqa: BLE001 - transformers checks little, so an odd config may fail anywhere
+    except Exception as error:  # transformers checks little, so an odd config may fail anywhere
+        if "allocate memory" in str(error):  # torch's own, of the host's
+            raise
+        log.warning("model.not_loaded", exc_info=error)
         said = " ".join(str(error).split())[:500] or type(error).__name__
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {said}") from None
     policy = PolicyModel(

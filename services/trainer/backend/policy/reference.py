@@ -67,6 +67,8 @@ class ReferencePolicy:
             with self._masters.replaced_by({_own(name): weight for name, weight in self._weights.items()}):
                 logprobs = self._computed(self._policy, rows)
                 forget_gathered(self._policy)
+                if any(each.is_cuda for each in logprobs):
+                    torch.cuda.synchronize()  # offloaded shards may still be on their way from where the policy's go
             return logprobs
         if self._on_device is None:
             parameters = dict(self._policy.named_parameters())

@@ -26,7 +26,8 @@ log = structlog.get_logger()
 _START_S = 300.0
 """For the first beat: torch is imported before it."""
 _BLAME_S = 3.0
-"""A rank's sockets are closed before it has ended. Well below what a follower that failed leaves rank 0 to say why."""
+"""For a rank to end whose connections have closed. Shorter than `follower._REPORTING_S`: where all ranks fail alike,
+rank 0 says why."""
 _MOST_BYTES = 65536
 _MODULE = "services.trainer.backend.ranks.follower"
 

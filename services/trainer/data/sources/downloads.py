@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from penstock.errors import InvalidRequestError, SetupError
+from penstock.errors import InvalidRequestError, SetupError, TooManyPixelsError
 from penstock.model.images import image_format
 from penstock.runtime.files import write_atomically
 
@@ -38,28 +38,37 @@ def download(url: str, folder: Path) -> bytes:
     """
     kept = folder / hashlib.sha256(url.encode()).hexdigest()
     try:
-        return kept.read_bytes()
+        data = kept.read_bytes()
     except FileNotFoundError:
-        pass
+        data = b""
     except OSError as error:
         raise _unusable(folder, error) from None
+    if _is_image(data):
+        return data
     try:
         data = _get(url)
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
         raise ValueError(f"the image at {url[:200]!r} cannot be downloaded: {error}") from None
-    try:
-        image_format(data)
-    except InvalidRequestError:  # a page that says sorry would be kept, and never asked for again
-        raise ValueError(
-            f"what came from {url[:200]!r}, {len(data)} bytes, is no PNG, JPEG, WebP or GIF file"
-        ) from None
+    if not _is_image(data):  # a page that says sorry would be kept, and never asked for again
+        raise ValueError(f"what came from {url[:200]!r}, {len(data)} bytes, is no PNG, JPEG, WebP or GIF file")
     try:
         write_atomically(kept, data)
     except OSError as error:
         raise _unusable(folder, error) from None
     return data
+
+
+def _is_image(data: bytes) -> bool:
+    """Return whether it is an image file, too large a one included, which is refused where it is read."""
+    try:
+        image_format(data)
+    except TooManyPixelsError:
+        return True
+    except InvalidRequestError:
+        return False
+    return True
 
 
 def _unusable(folder: Path, error: OSError) -> SetupError:
