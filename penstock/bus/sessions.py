@@ -31,7 +31,7 @@ _WORDING = Wording(
     record="the session's record",
     stream="the sessions",
     when_large="make prompts or answers shorter",
-    when_full="run fewer agents; a trace of each is kept for a day",
+    when_full="run fewer agents; of each session that has ended a few hundred bytes stay for a day",
 )
 
 

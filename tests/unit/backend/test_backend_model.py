@@ -164,6 +164,14 @@ def test_refuses_a_config_that_fits_no_weights(
         load_policy(tmp_path / "m", temperature=1.0, forbidden_ids=(), with_weights=with_weights)
 
 
+def test_a_config_that_says_it_has_no_quantization_is_fine(tiny_model_path: Path, tmp_path: Path) -> None:
+    """As some tools write it."""
+    shutil.copytree(tiny_model_path, tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": None}))
+    load_policy(tmp_path / "m", temperature=1.0, forbidden_ids=())
+
+
 def test_refuses_a_checkpoint_that_is_cut_short(tiny_model_path: Path, tmp_path: Path) -> None:
     """The file is named: a copy that was interrupted."""
     shutil.copytree(tiny_model_path, tmp_path / "m")

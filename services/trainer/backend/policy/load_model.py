@@ -50,7 +50,7 @@ def load_policy(
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path)
-        if any(hasattr(part, "quantization_config") for part in (config, config.get_text_config())):
+        if any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config())):
             raise ConfigError(
                 f"model.path {str(path)!r} has quantized weights, which cannot be trained; take the published model "
                 "without quantization"

@@ -70,9 +70,8 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if is_compiled:
-            compile_layers(
-                model, [*self.text_layers, *getattr(getattr(model.base_model, "visual", None), "blocks", ())]
-            )
+            blocks = model.base_model.visual.blocks if self._has_images else ()
+            compile_layers(model, [*self.text_layers, *blocks])
         model.train(gradient_checkpointing)  # only checkpointing needs the training mode; dropout is off
 
     @property
