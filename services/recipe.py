@@ -19,6 +19,7 @@ from penstock.config import (
     SecurityConfig,
     TraceConfig,
 )
+from penstock.records import SINGLE_TURN
 from services.launch.config import LaunchConfig
 from services.launch.slurm.config import SlurmConfig
 from services.reward.config import RewardConfig
@@ -29,7 +30,7 @@ from services.router.config import RouterConfig
 from services.trainer.admission.config import FilterConfig, contradiction
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.checks.adapters import adapter_contradiction
-from services.trainer.checks.answer_length import ONE_TURN, most_own_tokens, penalty_contradiction
+from services.trainer.checks.answer_length import most_own_tokens, penalty_contradiction
 from services.trainer.checks.router_replay import pairs_contradiction
 from services.trainer.config import TrackersConfig, TrainerConfig
 from services.trainer.data.config import DataConfig
@@ -108,7 +109,7 @@ class Recipe(Config):
 
     @pydantic.model_validator(mode="after")
     def _length_penalty_can_apply(self) -> Self:
-        if ONE_TURN in self.worker.environments:
+        if SINGLE_TURN in self.worker.environments:
             return self  # one of the user's own, with any number of turns
         most = most_own_tokens(self.data, self.sampling, context_length=self.rollout.context_length)
         penalty, max_new_tokens = self.algorithm.advantage.length_penalty, self.sampling.max_new_tokens

@@ -5,7 +5,6 @@ tokens, so a runner never handles token ids and returns at most a reward.
 """
 
 import dataclasses
-import math
 import numbers
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any, Final, Self, TypeAlias
 
 from penstock.environments import Task
 from penstock.environments.openai_messages import write_messages
+from penstock.runtime.numbers import finite_float, shown
 
 MODEL: Final = "policy"
 """The `model` that agents may send; sessions accept any name."""
@@ -86,11 +86,17 @@ class AgentResult:
     """Why the sample has no reward; it is then not trained on, but kept with its reason."""
 
     def __post_init__(self) -> None:
-        if self.reward is not None and not _is_finite(self.reward):
-            raise ValueError(f"reward = {self.reward!r} must be a finite number, or None if the reward service decides")
-        fine = {name for name, value in self.metrics.items() if _is_finite(value)}
-        if wrong := {name: value for name, value in self.metrics.items() if name not in fine}:
-            raise ValueError(f"metrics {wrong} must be finite numbers; leave out what was not measured")
+        if self.reward is not None:
+            reward = _number(self.reward)
+            if reward is None:
+                raise ValueError(
+                    f"reward = {shown(self.reward)} must be a finite number, or None if the reward service decides"
+                )
+            object.__setattr__(self, "reward", reward)
+        metrics = {name: _number(value) for name, value in self.metrics.items()}
+        if wrong := [f"{name} = {shown(self.metrics[name])}" for name, value in metrics.items() if value is None]:
+            raise ValueError(f"metrics {', '.join(wrong)} must be finite numbers; leave out what was not measured")
+        object.__setattr__(self, "metrics", {str(name): value for name, value in metrics.items()})
 
     @classmethod
     def read(cls, value: object) -> Self:
@@ -122,11 +128,5 @@ Runner: TypeAlias = Callable[[AgentSession], Awaitable[Any] | Any]
 """Plays one sample: a coroutine function, or a function that may block. Returns a value for `AgentResult.read`."""
 
 
-def _is_finite(value: object) -> bool:
-    """Return whether it is a number that a float can hold."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return False
+def _number(value: object) -> float | None:
+    return finite_float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None

@@ -142,7 +142,13 @@ async def _close_quietly(client: Client) -> None:
         if task is None or task.cancelling():
             raise
         log.debug("bus.close_failed")
-    tasks += [getattr(client, name) for name in _CLIENT_TASKS]
-    for task in tasks:
-        if task is not None and task is not asyncio.current_task():
+    while alive := [task for task in [*tasks, *_tasks_of(client)] if task is not None and not task.done()]:
+        client._status = Client.CLOSED  # otherwise one of its tasks may start to reconnect when the connection breaks
+        for task in alive:
             await end_task(task)
+
+
+def _tasks_of(client: Client) -> list[asyncio.Task[None] | None]:
+    own = asyncio.current_task()
+    tasks: list[asyncio.Task[None] | None] = [getattr(client, name) for name in _CLIENT_TASKS]
+    return [task for task in tasks if task is not own]

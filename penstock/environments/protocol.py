@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 from penstock.model.assistant_turn import AssistantTurn
 from penstock.records import ImagePart, Message, Verdict
+from penstock.runtime.numbers import finite_float, shown
 
 Grade: TypeAlias = Callable[[str], Awaitable[Verdict]]
 """Has the reward service judge a text as the answer to the task, by the task's golds and profile. An environment that
@@ -96,10 +97,17 @@ class StepResult:
     """The environment's own word for its reading of the turn; shown to people who play it by hand."""
 
     def __post_init__(self) -> None:
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"reward = {self.reward} must be a finite number, or None if this step has none")
-        if wrong := {name: value for name, value in self.metrics.items() if not math.isfinite(value)}:
-            raise ValueError(f"metrics {wrong} must be finite numbers; leave out what was not measured")
+        if self.reward is not None:
+            reward = finite_float(self.reward)
+            if reward is None:
+                raise ValueError(
+                    f"reward = {shown(self.reward)} must be a finite number, or None if this step has none"
+                )
+            object.__setattr__(self, "reward", reward)  # what NumPy or a fraction calls a number can be sent, too
+        metrics = {name: finite_float(value) for name, value in self.metrics.items()}
+        if wrong := [f"{name} = {shown(self.metrics[name])}" for name, value in metrics.items() if value is None]:
+            raise ValueError(f"metrics {', '.join(wrong)} must be finite numbers; leave out what was not measured")
+        object.__setattr__(self, "metrics", {str(name): value for name, value in metrics.items()})
 
 
 class Environment(Protocol):

@@ -4,7 +4,18 @@ Every record validates itself, at construction and when decoded (`penstock.recor
 """
 
 from penstock.records.group import Group
-from penstock.records.prompt import TRAIN, GroupId, ImagePart, Limits, Message, Prompt, Sampling, TextPart, ToolCall
+from penstock.records.prompt import (
+    SINGLE_TURN,
+    TRAIN,
+    GroupId,
+    ImagePart,
+    Limits,
+    Message,
+    Prompt,
+    Sampling,
+    TextPart,
+    ToolCall,
+)
 from penstock.records.record import RECORD_VERSION, Envelope, Record, to_builtins
 from penstock.records.recorded_call import RecordedCall
 from penstock.records.sample import Sample, TokenSequence, Turn, Verdict, VersionSpan
@@ -12,6 +23,7 @@ from penstock.records.session import SessionCall, SessionId, SessionState
 
 __all__ = [
     "RECORD_VERSION",
+    "SINGLE_TURN",
     "TRAIN",
     "Envelope",
     "Group",

@@ -9,6 +9,8 @@ from penstock.records.record import Envelope, Record
 
 TRAIN = "train"
 """The purpose of prompts that are trained on; every other purpose is the name of an evaluation."""
+SINGLE_TURN = "single_turn"
+"""The environment of prompts that are answered once, and judged by the reward service."""
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 

@@ -4,6 +4,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,8 +14,12 @@ from typing import Any
 
 import pytest
 
+from penstock import config as configuration
 from penstock.runtime.ports import free_ports
 from penstock.testing.train_process import RECIPE, ROOT, TrainProcess, started
+from services.launch.config import LaunchConfig
+from services.launch.on_ray.cluster import Cluster, connected
+from services.recipe import Recipe
 from tests.e2e.test_killed_processes import assert_nothing_was_lost, overrides
 from tests.on_ray.nodes import Nodes, cluster
 from tests.support.processes import is_alive
@@ -138,6 +143,30 @@ def test_what_a_cluster_lacks_is_named_before_anything_starts(tmp_path: Path, no
     assert f"{tmp_path}/nowhere" in missing.stderr
     assert "no host can run" in missing.stderr
     assert not list((tmp_path / "runs").glob("*"))
+
+
+async def test_a_host_that_was_mended_is_used(tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that refuses everything is examined again, and only what it refused."""
+    other = tmp_path / "other" / "penstock-9.9.9.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: penstock\nVersion: 9.9.9\n")
+    paths = os.pathsep.join([str(other.parent), os.environ["PYTHONPATH"]])
+    stranger = nodes.add(num_gpus=4, environment={"PYTHONPATH": paths})
+    said: list[str] = []
+    with connected(LaunchConfig(backend="ray", ray_address=nodes.address)):
+        hosts = Cluster(configuration.load(Recipe, [RECIPE]), None)
+        await hosts.look()
+        assert [host.node_id for host in hosts.hosts if host.unfit] == [stranger]
+        hosts.report = said.append
+        await hosts.look()
+        assert said == []
+        shutil.rmtree(other)
+        monkeypatch.setattr("services.launch.on_ray.cluster._AGAIN_AFTER_S", 0.0)
+        await hosts.look()
+        assert [host.unfit for host in hosts.hosts] == [""] * len(hosts.hosts)
+        (line,) = said
+        assert line.endswith(": 4 GPUs")
+    nodes.kill(stranger)
 
 
 def test_a_cluster_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

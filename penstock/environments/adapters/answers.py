@@ -1,11 +1,11 @@
 """Reads the answers of wrapped environments other than messages: rewards, metrics, ends."""
 
-import math
 import numbers
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.errors import EnvironmentFailedError
+from penstock.runtime.numbers import finite_float, shown
 
 
 def read_reward(value: object, where: str) -> float | None:
@@ -16,9 +16,10 @@ def read_reward(value: object, where: str) -> float | None:
     """
     if value is None:
         return None
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise EnvironmentFailedError(f"{where} = {value!r} must be a finite number, or None")
-    return float(value)
+    reward = finite_float(value) if isinstance(value, numbers.Real) else None
+    if reward is None:
+        raise EnvironmentFailedError(f"{where} = {shown(value)} must be a finite number, or None")
+    return reward
 
 
 def read_metrics(values: object, where: str) -> dict[str, float]:
@@ -28,8 +29,8 @@ def read_metrics(values: object, where: str) -> dict[str, float]:
         EnvironmentFailedError: it is not a mapping.
     """
     fields = read_mapping(values, where)
-    numeric = {name: float(value) for name, value in fields.items() if isinstance(value, numbers.Real)}
-    return {str(name): value for name, value in numeric.items() if math.isfinite(value)}
+    numeric = {name: finite_float(value) for name, value in fields.items() if isinstance(value, numbers.Real)}
+    return {str(name): value for name, value in numeric.items() if value is not None}
 
 
 def read_mapping(value: object, where: str) -> Mapping[Any, Any]:

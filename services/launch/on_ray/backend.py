@@ -197,7 +197,7 @@ class RayBackend:
         num_gpus = self._num_gpus(service)
         while not stop.is_set():
             if name not in self._groups:
-                await self._cluster.look()
+                await self._cluster.notice()
                 if fit := allowed(self._cluster.hosts, service):
                     self._groups[name] = placement_group(
                         [bundle(num_gpus)],

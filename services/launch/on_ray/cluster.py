@@ -6,25 +6,31 @@ import dataclasses
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import ray
+import structlog
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock import config as configuration
 from penstock.errors import ConfigError, SetupError
 from services.launch.config import LaunchConfig
 from services.launch.on_ray import facts, inputs_check
-from services.launch.on_ray.placement import Host, describe_hosts
+from services.launch.on_ray.placement import ANYWHERE, Host, describe_hosts
 from services.recipe import Recipe
+
+_log = structlog.get_logger()
 
 _CONNECT_TIMEOUT_S: Final = 5.0
 _LOOK_TIMEOUT_S: Final = 120.0
 """A host whose Python loads from a slow disk, or that installs a job's packages, answers late."""
 _CHECK_TIMEOUT_S: Final = 600.0
 """Rows of data sets are read for up to a minute, and packages are imported."""
+_AGAIN_AFTER_S: Final = 120.0
+"""Seconds after which a host that something refuses is examined again: a person may have mended it."""
 
 
 @contextlib.contextmanager
@@ -87,7 +93,11 @@ def _first_line(error: Exception) -> str:
 
 
 class Cluster:
-    """The hosts of the connected cluster. New ones are examined when `look` is called, dead ones are forgotten."""
+    """The hosts of the connected cluster.
+
+    A host is examined when it is new, and from time to time while it refuses a service. Each examination is a task of
+    its own, so a host that answers late delays nothing that has room elsewhere.
+    """
 
     def __init__(self, recipe: Recipe, run_folder: Path | None) -> None:
         """Examine hosts for a run of `recipe`; None: the run folder is not there yet, and assumed to be shared."""
@@ -95,11 +105,13 @@ class Cluster:
         self._run_folder = run_folder
         self._own = facts.look("")
         self._hosts: dict[str, Host] = {}
+        self._examined_at: dict[str, float] = {}
+        self._examinations: dict[str, asyncio.Task[None]] = {}
+        self._noticing = asyncio.Lock()
         self.lines: list[str] = []
         """What the checks on the hosts have to say to a person."""
         self.report: Callable[[str], None] = lambda line: None
-        """Gets a line for each host that comes or goes."""
-        self._looking = asyncio.Lock()
+        """Gets a line for each host that comes, goes or has changed."""
         context = ray.get_runtime_context()
         self.launcher_id: str = context.get_node_id()
         self.own_address: str = ray.util.get_node_ip_address()
@@ -107,7 +119,7 @@ class Cluster:
 
     @property
     def hosts(self) -> list[Host]:
-        """The hosts that were alive when they were last looked for."""
+        """The hosts that have been examined and were alive when they were last looked for."""
         return list(self._hosts.values())
 
     @property
@@ -116,21 +128,57 @@ class Cluster:
         return any(host.num_gpus for host in self.hosts if not host.unfit)
 
     async def look(self) -> None:
-        """Examine the hosts that are new, and forget those that have died."""
-        async with self._looking:
+        """Look for hosts, and wait until those that are new are examined."""
+        await self.notice()
+        await asyncio.gather(*self._examinations.values())
+
+    async def notice(self) -> None:
+        """Look for hosts: forget those that have died, and begin to examine those that are due."""
+        async with self._noticing:
             alive = {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
             for node_id in self._hosts.keys() - alive.keys():
                 self.report(f"host {self._hosts.pop(node_id).address} is gone")
-            new = [node for node_id, node in alive.items() if node_id not in self._hosts]
-            if not new:
-                return
-            with self._mark() as mark:
-                for host in await asyncio.gather(*(self._examine(node, mark) for node in new)):
-                    self._hosts[host.node_id] = host
-                    for line in describe_hosts([host]):
-                        self.report(line)
+            for node_id in self._examinations.keys() - alive.keys():
+                self._examinations[node_id].cancel()
+            for node_id in filter(self._is_due, alive):
+                task = asyncio.create_task(self._look_at(alive[node_id]))
+                self._examinations[node_id] = task
+                task.add_done_callback(lambda _, node_id=node_id: self._examinations.pop(node_id))
 
-    async def _examine(self, node: dict[str, Any], mark: str) -> Host:
+    async def keep_noticing(self, *, every_s: float) -> None:
+        """Look for hosts until cancelled, so that `penstock scale` knows what there is room for."""
+        try:
+            while True:
+                try:
+                    await self.notice()
+                except ray.exceptions.RayError as error:
+                    _log.warning("hosts.not_seen", reason=_first_line(error))
+                await asyncio.sleep(every_s)
+        finally:
+            for examination in self._examinations.values():
+                examination.cancel()
+
+    def _is_due(self, node_id: str) -> bool:
+        if node_id in self._examinations:
+            return False
+        host = self._hosts.get(node_id)
+        if host is None:
+            return True
+        age_s = time.monotonic() - self._examined_at[node_id]
+        return bool(_refused(host)) and age_s >= _AGAIN_AFTER_S
+
+    async def _look_at(self, node: dict[str, Any]) -> None:
+        node_id = node["NodeID"]
+        before = self._hosts.get(node_id)
+        found = await self._examine(node, before)
+        self._examined_at[node_id] = time.monotonic()
+        self._hosts[node_id] = found
+        if found != before:
+            for line in describe_hosts([found]):
+                self.report(line)
+
+    async def _examine(self, node: dict[str, Any], before: Host | None) -> Host:
+        """Return what the host is now; what it did not refuse before is not examined again."""
         host = Host(
             node_id=node["NodeID"],
             address=node["NodeManagerAddress"],
@@ -138,26 +186,34 @@ class Cluster:
             is_launchers=node["NodeID"] == self.launcher_id,
         )
         try:
-            found = await self._ask(host, facts.look, mark, timeout_s=_LOOK_TIMEOUT_S)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            return dataclasses.replace(host, unfit=f"it did not answer ({_first_line(error)[:200]})")
-        if unfit := facts.difference(found, self._own):
-            return dataclasses.replace(host, unfit=unfit)
-        host = dataclasses.replace(host, sees_run_folder=found["sees_run_folder"] or self._run_folder is None)
-        services = ["rollout", "worker", *(["trainer"] if not host.refuses("trainer") else [])]
-        try:
+            with self._mark() as mark:
+                found = await self._ask(host, facts.look, mark, timeout_s=_LOOK_TIMEOUT_S)
+            if unfit := facts.difference(found, self._own):
+                return dataclasses.replace(host, unfit=unfit)
+            host = dataclasses.replace(host, sees_run_folder=found["sees_run_folder"] or self._run_folder is None)
+            doubtful = ANYWHERE if before is None else _refused(before)
+            services = [name for name in doubtful if name != "trainer" or host.sees_run_folder or host.is_launchers]
+            if not services:
+                return host
             reasons, lines = await self._ask(
                 host, inputs_check.check, self._recipe_text, services, os.getcwd(), timeout_s=_CHECK_TIMEOUT_S
             )
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            return dataclasses.replace(host, unfit=f"its check failed ({_first_line(error)[:200]})")
+        except (ray.exceptions.RayError, OSError) as error:  # a time-out is an OSError too
+            if before is not None and not before.unfit:
+                return before
+            return dataclasses.replace(host, unfit=f"it could not be examined ({_first_line(error)[:200]})")
         self.lines += [line for line in lines if line not in self.lines]
         return dataclasses.replace(host, unfit_for=reasons)
 
     async def _ask(self, host: Host, function: Any, *arguments: Any, timeout_s: float) -> Any:
         strategy = NodeAffinitySchedulingStrategy(host.node_id, soft=False)
         task = ray.remote(function).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
-        return await resolved(task.remote(*arguments), timeout_s=timeout_s)
+        answer = task.remote(*arguments)
+        try:
+            return await resolved(answer, timeout_s=timeout_s)
+        except (TimeoutError, asyncio.CancelledError):
+            ray.cancel(answer, force=True)  # it would stay with its process, one for each time that the host is asked
+            raise
 
     @contextlib.contextmanager
     def _mark(self) -> Iterator[str]:
@@ -171,6 +227,10 @@ class Cluster:
             yield str(file)
         finally:
             file.unlink(missing_ok=True)
+
+
+def _refused(host: Host) -> list[str]:
+    return [service for service in ANYWHERE if host.refuses(service)]
 
 
 async def resolved(reference: Any, *, timeout_s: float | None = None) -> Any:

@@ -78,7 +78,7 @@ async def launch(
         order = require_room(cluster.hosts, processes, live)
         await backend.reserve(order, stop, timeout_s=_RESERVE_TIMEOUT_S)
         cluster.report = _write
-        async with background(_keep_looking(cluster)):
+        async with background(cluster.keep_noticing(every_s=_LOOK_EVERY_S)):
             await run_processes(
                 _specs(processes, folder, security),
                 folder,
@@ -89,13 +89,6 @@ async def launch(
                 fleet=Fleet(folder.live_file, processes, make_specs=make_specs),
                 backend=backend,
             )
-
-
-async def _keep_looking(cluster: Cluster) -> None:
-    """Notice hosts that come and go, so that `penstock scale` knows what there is room for."""
-    while True:
-        await cluster.look()
-        await asyncio.sleep(_LOOK_EVERY_S)
 
 
 def _specs(processes: Sequence[PlannedProcess], folder: RunFolder, security: Security) -> list[ProcessSpec]:

@@ -14,6 +14,8 @@ from services.recipe import Recipe
 
 AT_THE_LAUNCHER: Final = ("nats", "reward", "router")
 """Services that stay on the launcher's host."""
+ANYWHERE: Final = ("rollout", "worker", "trainer")
+"""Services that may be on any host that is fit for them."""
 _NODE_ID: Final = "ray.io/node-id"
 """The label with which Ray marks each node."""
 

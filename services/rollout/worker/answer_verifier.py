@@ -44,11 +44,19 @@ class AnswerVerifier:
         self._verifier = verifier
         self._wait_timeout_s = wait_timeout_s
 
-    async def verify(self, prompt: Prompt, answers: Sequence[tuple[str, str]]) -> list[Verdict]:
+    async def verify(
+        self, prompt: Prompt, answers: Sequence[tuple[str, str]], *, needs_golds: bool = True
+    ) -> list[Verdict]:
         """Return verdicts on `answers` (item id, text) to `prompt`, in order.
 
+        Args:
+            prompt: The prompt, with its gold answers.
+            answers: What is judged.
+            needs_golds: Whether gold answers that cannot be read are a fault of the prompt. Otherwise they leave an
+                answer unjudged.
+
         Raises:
-            InvalidRequestError: the prompt's gold answers are wrong, or there is no such profile.
+            InvalidRequestError: the prompt's gold answers are wrong and needed, or there is no such profile.
             PenstockError: no service answers, or an answer breaks the contract.
         """
         items = [
@@ -64,10 +72,10 @@ class AnswerVerifier:
             verdicts = await self._verifier.verify_batch(
                 items, timeout_s=_VERIFY_TIMEOUT_S, retry_until=time.monotonic() + self._wait_timeout_s
             )
-        return [_to_record(verdict, prompt) for verdict in verdicts]
+        return [_to_record(verdict, prompt, needs_golds=needs_golds) for verdict in verdicts]
 
 
-def _to_record(verdict: reward_pb2.Verdict, prompt: Prompt) -> Verdict:
+def _to_record(verdict: reward_pb2.Verdict, prompt: Prompt, *, needs_golds: bool) -> Verdict:
     """Return the verdict as a record for the trainer.
 
     Raises:
@@ -84,7 +92,7 @@ def _to_record(verdict: reward_pb2.Verdict, prompt: Prompt) -> Verdict:
         raise PenstockError(
             f"verdict {verdict.item_id} has status {name}, which is unknown; update the worker or the reward service"
         ) from None
-    if status is Status.GOLD_INVALID:
+    if status is Status.GOLD_INVALID and needs_golds:
         raise InvalidRequestError(
             f"gold answers {list(prompt.golds)} of group {prompt.id.group} cannot be read by reward profile "
             f"{prompt.profile!r}; correct the row of the data, or choose another data.profile"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from penstock.errors import InvalidRequestError, MissingImageError, PoisonError
-from penstock.records import Group, Prompt, Sample, Verdict
+from penstock.records import SINGLE_TURN, Group, Prompt, Sample, Verdict
 from penstock.telemetry import spans
 from penstock.verdict_status import Status
 from services.rollout.worker import metrics
@@ -20,6 +20,7 @@ from services.rollout.worker.group_images import GroupImages, Store
 from services.rollout.worker.players import Played, Player
 from services.rollout.worker.shared_rendering import SharedRendering
 
+_CUT_SHORT = ("length", "deadline")
 _FAILED = Verdict(score=0.0, status=Status.FAILED.value, extracted="", method="UNSPECIFIED")
 
 
@@ -108,7 +109,11 @@ class GroupRollout:
             for number, episode in enumerate(episodes)
             if episode.needs_verdict
         ]
-        found = iter(await self._answer_verifier.verify(prompt, answers))
+        # What an environment rewards by itself needs no gold answer, also where a sample was cut short before that.
+        needs_golds = prompt.environment == SINGLE_TURN or any(
+            episode.needs_verdict and episode.finish_reason not in _CUT_SHORT for episode in episodes
+        )
+        found = iter(await self._answer_verifier.verify(prompt, answers, needs_golds=needs_golds))
         return [next(found) if episode.needs_verdict else _FAILED if episode.error else None for episode in episodes]
 
 

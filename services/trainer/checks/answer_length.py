@@ -3,10 +3,10 @@
 import math
 
 from penstock.config import SamplingConfig
+from penstock.records import SINGLE_TURN
 from services.trainer.algorithm.axes import LengthPenaltyConfig
 from services.trainer.data.config import DataConfig, SourceConfig
 
-ONE_TURN = "single_turn"
 """The built-in environment whose episodes have one turn."""
 
 
@@ -26,7 +26,7 @@ def _of_source(source: SourceConfig, max_new_tokens: int) -> float:
     max_turns, max_tokens = source.limits.max_turns or math.inf, source.limits.max_tokens or math.inf
     if source.limits_column:  # a row's own limits replace the source's
         max_turns = max_tokens = math.inf
-    if source.environment == ONE_TURN and not source.environment_column:
+    if source.environment == SINGLE_TURN and not source.environment_column:
         max_turns = 1
     return min(max_turns * max_new_tokens, max_tokens)
 

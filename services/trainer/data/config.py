@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, Self
 import pydantic
 
 from penstock.config import Config
+from penstock.records import SINGLE_TURN
 from services.trainer.data.limits import LimitsConfig
 
 ANSWER: Final = "{answer}"
@@ -91,7 +92,7 @@ class SourceConfig(Config):
     """System message put before each prompt; empty means none. Rows with their own system message are rejected."""
     profile: str = "geo3k"
     """Reward profile that judges the answers."""
-    environment: str = "single_turn"
+    environment: str = SINGLE_TURN
     """Environment that plays the prompts."""
 
     @property

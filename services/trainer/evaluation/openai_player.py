@@ -18,7 +18,7 @@ import structlog
 from penstock.clients import RewardClient
 from penstock.errors import ConfigError, InvalidRequestError, SetupError
 from penstock.model.images import image_format
-from penstock.records import Message, Sampling, TextPart
+from penstock.records import SINGLE_TURN, Message, Sampling, TextPart
 from penstock.runtime.backoff import Backoff
 from penstock.v1 import reward_pb2
 from penstock.verdict_status import UNJUDGED, Status
@@ -29,7 +29,6 @@ from services.trainer.evaluation.sets import MAX_CHECKED_ROWS, EvaluationSet
 
 log = structlog.get_logger()
 
-SINGLE_TURN: Final = "single_turn"
 """The only environment that needs no tokens; others need engines."""
 MAX_ATTEMPTS: Final = 8
 """Attempts at one answer, over about a minute: enough for a server that restarts or is busy."""

@@ -4,9 +4,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from nats.aio.client import Client
+from nats.protocol.parser import Parser
 
 from penstock.bus.connection import connect
 from penstock.bus.local_server import local_server
+from penstock.bus.nats_client import _close_quietly
 from penstock.config import BusConfig
 from tests.support.waiting import HANG_S, until
 
@@ -53,4 +56,33 @@ async def test_connecting_that_is_cancelled_closes_the_connection() -> None:
         using.cancel()
         await asyncio.wait({using})
         await left.wait()
+    assert asyncio.all_tasks() == before
+
+
+async def test_a_connection_that_breaks_while_it_is_closed_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nats-py starts to reconnect when it reads the end of a stream, also while its tasks are being ended."""
+
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    async def read() -> None:
+        try:
+            await wait()
+        except asyncio.CancelledError:
+            await client._process_op_err(EOFError())
+
+    async def break_off() -> None:
+        raise BrokenPipeError
+
+    before = asyncio.all_tasks()
+    client = Client()
+    client.options = {"allow_reconnect": True}
+    client._status = Client.CONNECTED
+    client._ps = Parser(client)
+    monkeypatch.setattr(client, "_attempt_reconnect", wait)
+    monkeypatch.setattr(client, "close", break_off)
+    client._reading_task = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(HANG_S):
+        await _close_quietly(client)
     assert asyncio.all_tasks() == before

@@ -36,15 +36,15 @@ PROMPT = Prompt(
 @dataclasses.dataclass
 class ScriptedEpisodes:
     """Plays by `script`: sample number to error, or "wait"; otherwise the sample's text is its number. "broken": its
-    environment failed."""
+    environment failed; "rewarded": it gave a reward of 0.5; "cut": a token limit ended the sample."""
 
     script: dict[int, Exception | str] = dataclasses.field(default_factory=dict)
     num_waiting: int = 0
     num_cancelled: int = 0
 
     async def play(self, prompt: Prompt, sample: int, images: GroupImages, _shared: SharedRendering) -> Episode:
-        broken = False
-        match self.script.get(sample):
+        scripted = self.script.get(sample)
+        match scripted:
             case "wait":
                 self.num_waiting += 1
                 try:
@@ -52,8 +52,6 @@ class ScriptedEpisodes:
                 except asyncio.CancelledError:
                     self.num_cancelled += 1
                     raise
-            case "broken":
-                broken = True
             case Exception() as error:
                 raise error
         trajectory = Trajectory(min_version=0, forbidden_ids=())
@@ -66,8 +64,11 @@ class ScriptedEpisodes:
                 finish_reason=STOP,
             )
         )
-        ending: Ending = "error" if broken else "stop"
-        error = "the tool crashed" if broken else ""
+        if scripted == "rewarded":
+            trajectory.add_step(0.5, {})
+        endings: dict[object, Ending] = {"broken": "error", "cut": "length"}
+        ending = endings.get(scripted, "stop")
+        error = "the tool crashed" if scripted == "broken" else ""
         said = f"said {sample}"
         return Episode(trajectory=trajectory, text=said, answer=said, finish_reason=ending, error=error)
 
@@ -156,6 +157,29 @@ async def test_a_gold_answer_that_cannot_be_read_fails_the_group_for_good() -> N
     """It is a fault of the data, so no other try is made; the message names row, gold and profile."""
     with pytest.raises(InvalidRequestError, match=r"gold answers \['3', '3.0'\] of group run/0 .* 'geo3k'"):
         await make_player(with_status(reward_pb2.VERDICT_STATUS_GOLD_INVALID)).play(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("endings", "environment", "is_refused"),
+    [
+        ({0: "rewarded", 1: "cut", 2: "rewarded"}, "puzzle", False),
+        ({0: "cut", 1: "cut", 2: "cut"}, "puzzle", False),
+        ({0: "rewarded", 1: "whole", 2: "cut"}, "puzzle", True),
+        ({0: "cut", 1: "cut", 2: "cut"}, "single_turn", True),
+    ],
+)
+async def test_golds_are_not_needed_where_the_environment_gives_rewards(
+    endings: dict[int, Any], environment: str, is_refused: bool
+) -> None:
+    """A sample that was cut short before its reward costs itself, not its group."""
+    prompt = msgspec.structs.replace(PROMPT, environment=environment)
+    player = make_player(with_status(reward_pb2.VERDICT_STATUS_GOLD_INVALID), ScriptedEpisodes(endings))
+    if is_refused:
+        with pytest.raises(InvalidRequestError, match="gold answers"):
+            await player.play(prompt)
+        return
+    samples = (await player.play(prompt)).samples
+    assert [sample.reward for sample in samples] == [0.5 if endings[each] == "rewarded" else None for each in range(3)]
 
 
 async def test_a_verdict_without_status_fails_the_group() -> None:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import pydantic
 
 from penstock.config import Config, MetricsConfig, NetworkConfig, RunConfig
+from penstock.records import SINGLE_TURN
 
 MAX_PROCESSES = 128
 """Maximum processes of episodes at once: as many as `worker.concurrency` groups of eight have by default."""
@@ -18,7 +19,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "calculator": "services.rollout.worker.environments.calculator:Calculator",
     "geo3k_zoom": "services.rollout.worker.environments.geo3k_zoom:Geo3kZoom",
     "python": "services.rollout.worker.environments.python:Python",
-    "single_turn": "services.rollout.worker.environments.single_turn:SingleTurn",
+    SINGLE_TURN: "services.rollout.worker.environments.single_turn:SingleTurn",
 }
 """Classes that come with Penstock, by name."""
 

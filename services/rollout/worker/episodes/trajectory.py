@@ -99,8 +99,14 @@ class Trajectory:
         self._spans, self._turn_ranges, self._experts = [], [], []
 
     def add_step(self, reward: float | None, metrics: Mapping[str, float]) -> None:
-        """Record the environment's reward and metrics for the last turn."""
+        """Record the environment's reward and metrics for the last turn.
+
+        Raises:
+            ValueError: the rewards of all turns add up to more than a float can hold.
+        """
         self._turns[-1] = msgspec.structs.replace(self._turns[-1], reward=reward, metrics=dict(metrics))
+        if not math.isfinite(total := sum(turn.reward or 0.0 for turn in self._turns)):
+            raise ValueError(f"the rewards of its steps add up to {total}; return smaller ones")
 
     def add_turn(
         self, response: generate_pb2.GenerateResponse, *, waited_s: float = 0.0, generated_s: float = 0.0

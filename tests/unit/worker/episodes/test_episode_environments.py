@@ -42,6 +42,11 @@ async def measures(_: Task) -> StepResult:
     return StepResult(observation=None, metrics={"distance": math.inf})
 
 
+async def counts(_: Task) -> StepResult:
+    """An answer with a reward and a metric that no float can hold."""
+    return StepResult(observation=None, reward=10**5000, metrics={"calls": 10**5000})
+
+
 async def cancels_what_it_awaits(_: Task) -> StepResult:
     """As a library does that ends its own tasks."""
     waiting = asyncio.create_task(asyncio.sleep(60.0))
@@ -64,7 +69,8 @@ def said(role: Any, text: str = "?") -> Message:
     ("answer", "reason"),
     [
         (rewards, "ValueError: reward = nan must be a finite number"),
-        (measures, "ValueError: metrics {'distance': inf} must be finite numbers"),
+        (measures, "ValueError: metrics distance = inf must be finite numbers"),
+        (counts, "ValueError: reward = an integer of 16610 bits must be a finite number"),
         (observed(said("user"), tools=(TOOL,)), "ValueError: it shows 1 tools after the first turn"),
         (observed(said("system")), r"ValueError: it answers a turn with messages of roles \['system'\]; answer with"),
         (observed(said("assistant")), r"ValueError: .* roles \['assistant'\]"),

@@ -1,14 +1,18 @@
 """What a sample is worth: its steps' rewards, or else the verdict on its last turn; and what is never a wrong 0."""
 
 import asyncio
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.environments import StepResult, Task
 from penstock.errors import InvalidRequestError, PenstockError, SetupError, UnavailableError
 from penstock.model.chat_template import Renderer
-from penstock.records import Limits
+from penstock.records import Group, Limits
+from penstock.records.codec import decode, encode
 from penstock.v1 import reward_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.episodes.episode import Episode
@@ -59,22 +63,31 @@ async def play_one(renderer: Renderer, verifier: Boxes, *answers: Any, **changes
     return await play(player, make_prompt("Scripted", **changes))
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "score"), [("\\boxed{3}", "\\boxed{4}", 0.0), ("\\boxed{4}", "\\boxed{3}", 1.0)]
-)
-async def test_only_the_last_turn_is_judged(renderer: Renderer, first: str, last: str, score: float) -> None:
-    """A box of the first turn wins nothing, nor does what the environment says."""
-    Scripted.plays(shows("The answer is \\boxed{3}."), DONE)
-    verifier, shelf, prompt = Boxes(), ImageShelf(), make_prompt("Scripted", num_samples=1)
+async def play_group(
+    renderer: Renderer, *answers: Any, texts: Sequence[str] = ("one", "two"), verifier: Boxes
+) -> Group:
+    """Play a script as a group of one sample."""
+    Scripted.plays(*answers)
+    shelf, prompt = ImageShelf(), make_prompt("Scripted", num_samples=1)
     await shelf.put(prompt.id.scope, PICTURE)
-    policy = ScriptedPolicy(renderer, [(first + END, 4), (last + END, 4)])
+    policy = ScriptedPolicy(renderer, [(text + END, 4) for text in texts])
     rollout = GroupRollout(
         episodes=make_player(renderer, policy),
         images=shelf,
         answer_verifier=AnswerVerifier(verifier),
         worker_id="worker-a",
     )
-    [sample] = (await rollout.play(prompt)).samples
+    return await rollout.play(prompt)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "score"), [("\\boxed{3}", "\\boxed{4}", 0.0), ("\\boxed{4}", "\\boxed{3}", 1.0)]
+)
+async def test_only_the_last_turn_is_judged(renderer: Renderer, first: str, last: str, score: float) -> None:
+    """A box of the first turn wins nothing, nor does what the environment says."""
+    verifier = Boxes()
+    answers = shows("The answer is \\boxed{3}."), DONE
+    [sample] = (await play_group(renderer, *answers, texts=(first, last), verifier=verifier)).samples
     assert verifier.judged == [last]
     assert (sample.reward, sample.text) == (score, f"{first}\n{last}")
 
@@ -86,6 +99,23 @@ async def test_rewards_of_steps_are_added_up(renderer: Renderer) -> None:
     assert (episode.reward, episode.needs_verdict) == (-0.25, False)
     episode = await play_one(renderer, Boxes(), shows("Go on.", reward=0.5), DONE)
     assert (episode.reward, episode.needs_verdict) == (0.5, False)
+
+
+@pytest.mark.parametrize("reward", [2**64, True, np.float32(0.5), Fraction(1, 2)], ids=str)
+async def test_numbers_of_any_library_can_be_sent(renderer: Renderer, reward: Any) -> None:
+    """As a reward and as a metric."""
+    result = StepResult(observation=None, reward=reward, metrics={"share": reward})
+    group = decode(encode(await play_group(renderer, result, verifier=Boxes())), Group)
+    [sample] = group.samples
+    assert (sample.reward, sample.metrics) == (float(reward), {"share": float(reward)})
+
+
+async def test_rewards_that_add_up_to_no_number_end_their_sample(renderer: Renderer) -> None:
+    """Its group is not played again for them."""
+    answers = shows("Go on.", reward=1e308), StepResult(observation=None, reward=1e308)
+    [sample] = (await play_group(renderer, *answers, verifier=Boxes())).samples
+    assert (sample.reward, sample.finish_reason) == (None, "error")
+    assert "the rewards of its steps add up to inf" in sample.error
 
 
 async def test_a_samples_metrics_are_the_last_of_each_name(renderer: Renderer) -> None:

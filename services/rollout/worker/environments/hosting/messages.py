@@ -258,8 +258,8 @@ def from_result(result: StepResult, *, number: int) -> ResultReply:
         number=number,
         observation=None if result.observation is None else from_observation(result.observation),
         truncated=bool(result.truncated),
-        reward=None if result.reward is None else float(result.reward),
-        metrics={name: float(value) for name, value in result.metrics.items()},
+        reward=result.reward,
+        metrics=dict(result.metrics),
         step_kind=str(result.kind),
     )
 
