@@ -24,6 +24,7 @@ from typing import Any
 import structlog
 
 from penstock.bus.consumer import Delivery
+from penstock.errors import DataError
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.telemetry import log as logging
 from penstock.telemetry import spans
@@ -102,21 +103,36 @@ class TrainingLoop:
     """Cleared while a checkpoint is written from the weights in place."""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Train until the last step or until `stop`, and save a checkpoint at the end in both cases."""
+        """Train until the last step or until `stop`, and save a checkpoint at the end in both cases.
+
+        Raises:
+            DataError: a row is wrong, or groups fail too often; `stop` is set, and a checkpoint of the last step saved.
+        """
         logging.bind(version=self.position.version)
         if self.evaluator is not None:
             await self.evaluator.open()
         async with asyncio.TaskGroup() as tasks:
             await self.publication.publish(self.position.version, await self._copy_weights())
             await unless_stopped(self._catch_up(), stop)
-            feeding = tasks.create_task(self.feeder.run())
+            feeding = tasks.create_task(self._feed(stop))
             try:
                 await self._train_until(stop, tasks)
             finally:
                 if self.demonstrations is not None:
                     await self.demonstrations.close()
             await end_task(feeding)
+            if not feeding.cancelled() and (error := feeding.result()) is not None:
+                raise error
         self.progress.phase = trainer_pb2.RUN_PHASE_FINISHED
+
+    async def _feed(self, stop: asyncio.Event) -> DataError | None:
+        """Admit groups until cancelled. A wrong row ends the run in order, so that no step before it is lost."""
+        try:
+            await self.feeder.run()
+        except DataError as error:
+            stop.set()
+            return error
+        return None
 
     async def _catch_up(self) -> None:
         """After a restart: take what the bus holds, and publish the rest of the admitted groups again."""
@@ -129,6 +145,7 @@ class TrainingLoop:
         pushes, writes, settlements, evaluations = (Lane(tasks) for _ in range(4))
         self._may_update.set()
         self._is_copied.set()
+        failure: DataError | None = None
         if self.evaluator is not None and self.evaluator.is_interrupted:
             evaluations.start(self._go_on_evaluating(stop))
         while self.position.num_steps_left and not stop.is_set():
@@ -139,10 +156,16 @@ class TrainingLoop:
                 clock.lap("evaluation_wait_s")
                 self._may_update.clear()
                 evaluations.start(self._evaluate(pushes, stop, on_held_out=self._may_update.set))
-            batch = await self._compute_batch(stop, clock)
-            if batch is None:
+            try:
+                batch = await self._compute_batch(stop, clock)
+                if batch is None:
+                    break
+                learned = await self._take_demonstrations(clock)
+            except DataError as error:
+                failure = error
+                stop.set()
+                await self._abort_batch()
                 break
-            learned = await self._take_demonstrations(clock)
             with self._held_up(is_over=self._may_update.is_set()):
                 await self._may_update.wait()
             clock.lap("evaluation_wait_s")
@@ -177,6 +200,8 @@ class TrainingLoop:
         if not self.position.num_steps_left and self._is_evaluation_due():
             with self._held_up(is_over=False):
                 await self._evaluate(pushes, stop, on_held_out=None)
+        if failure is not None:
+            raise failure
 
     @contextmanager
     def _held_up(self, *, is_over: bool) -> Iterator[None]:

@@ -18,6 +18,8 @@ def read_tool_calls(value: Any) -> tuple[ToolCall, ...]:
     Raises:
         ValueError: it is something else, or a call has no name or no arguments.
     """
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return ()
     calls = _parsed(value) if isinstance(value, str) else value
     match calls:
         case None | "":

@@ -240,7 +240,8 @@ class Evaluator:
             elapsed_s = time.monotonic() - started
             title = f"Evaluation of step {step}, policy version {version}"
             await asyncio.to_thread(write_page, folder, title, self._sets, outcomes)
-            self._report(step, version, elapsed_s, outcomes, hold_out)
+            summaries = await asyncio.to_thread(self._summaries, outcomes)  # seconds for many samples a prompt
+            self._report(step, version, elapsed_s, summaries, hold_out)
         finally:
             self._playing = None  # only after the report: until then the step would be due again
         if hold_out is not None:
@@ -294,10 +295,9 @@ class Evaluator:
         step: int,
         version: int,
         elapsed_s: float,
-        outcomes: Mapping[str, list[PlayedPrompt]],
+        summaries: Mapping[str, Summary],
         hold_out: HoldOut | None,
     ) -> None:
-        summaries = {name: self._summary(name, outcomes[name]) for name in self._sets}
         row = {
             "step": step,
             "policy_version": version,
@@ -317,9 +317,12 @@ class Evaluator:
         log.info("evaluation.ended", step=step, version=version, elapsed_s=round(elapsed_s, 3), **values)
         self._trackers.log({"step": step, **values})
 
-    def _summary(self, name: str, outcomes: list[PlayedPrompt]) -> Summary:
-        config = self._sets[name].config
-        return summarize(outcomes, samples_per_prompt=config.samples_per_prompt, pass_score=config.pass_score)
+    def _summaries(self, outcomes: Mapping[str, list[PlayedPrompt]]) -> dict[str, Summary]:
+        configs = {name: each.config for name, each in self._sets.items()}
+        return {
+            name: summarize(outcomes[name], samples_per_prompt=config.samples_per_prompt, pass_score=config.pass_score)
+            for name, config in configs.items()
+        }
 
 
 def _values(name: str, summary: Summary) -> Iterator[tuple[str, float]]:

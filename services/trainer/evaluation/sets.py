@@ -84,10 +84,11 @@ class EvaluationSet:
             except ValueError as error:
                 with named_set(self.name):
                     raise self.source.wrong(row, error) from None
-            if row == 0 and column and column.partition(".")[0] not in example.extra:
+            travelling = self.source.first_columns.extra
+            if row == 0 and column and column.partition(".")[0] not in travelling:
                 raise DataError(
                     f"evaluation.sets.{self.name}.break_down_by = {column!r} is no column that travels with the "
-                    f"prompt; the first row has {', '.join(sorted(example.extra)) or 'none'}"
+                    f"prompt; the first row has {', '.join(sorted(travelling)) or 'none'}"
                 )
 
     def sampling(self, example: Example) -> Sampling:

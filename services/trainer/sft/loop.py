@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+from penstock.errors import DataError
 from services.trainer.backend.base import SupervisedBackend
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.sft.batches import BatchesAhead
@@ -77,7 +78,11 @@ class SftLoop:
     observer: Observer
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Train until the last step or until `stop`, and save a checkpoint at the end in both cases."""
+        """Train until the last step or until `stop`, and save a checkpoint at the end in both cases.
+
+        Raises:
+            DataError: a row is wrong; the steps before its batch are saved.
+        """
         self.observer.opened(
             num_rows=self.num_rows, num_too_long=self.num_too_long, step=self.step, num_steps=self.num_steps
         )
@@ -85,7 +90,11 @@ class SftLoop:
             await self._validate(stop)
             while self.step < self.num_steps and not stop.is_set():
                 started = time.monotonic()
-                batch = await self.batches.take(is_last=self.step + 1 == self.num_steps)
+                try:
+                    batch = await self.batches.take(is_last=self.step + 1 == self.num_steps)
+                except DataError:
+                    await asyncio.to_thread(self._save_if_new)
+                    raise
                 data_wait_s = time.monotonic() - started
                 metrics = await asyncio.to_thread(self.backend.step, batch.sequences)
                 self.step += 1
@@ -97,8 +106,7 @@ class SftLoop:
                 await self._validate(stop)
         finally:
             await self.batches.close()
-        if self.step and self.saved_step != self.step:
-            await asyncio.to_thread(self._save)
+        await asyncio.to_thread(self._save_if_new)
         for log in (self.metrics, self.validations):
             await asyncio.to_thread(log.end)
 
@@ -131,6 +139,10 @@ class SftLoop:
     def _is_validation_due(self) -> bool:
         is_wanted = self.step % self.validate_every == 0 or self.step == self.num_steps
         return is_wanted and self.step not in [row["step"] for row in self.validations.rows()]
+
+    def _save_if_new(self) -> None:
+        if self.step and self.saved_step != self.step:
+            self._save()
 
     def _save(self) -> None:
         started = time.monotonic()

@@ -22,6 +22,14 @@ from services.trainer.data.sources import downloads
 from tests.support.trainer.data.pictures import jpeg, png
 
 PNG = png("blue")
+
+
+@pytest.fixture(autouse=True)
+def one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits until a server is better; see test_downloads.py."""
+    monkeypatch.setattr(downloads, "_MAX_ATTEMPTS", 1)
+
+
 BASE64 = base64.b64encode(PNG).decode()
 
 
@@ -142,7 +150,7 @@ def test_a_download_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(downloads, "MAX_FILE_BYTES", len(PNG) - 1)
         with pytest.raises(ValueError, match=f"it has more than {len(PNG) - 1} bytes"):
             reader.read(url)
-        monkeypatch.undo()
+        monkeypatch.setattr(downloads, "MAX_FILE_BYTES", len(PNG))
         monkeypatch.setattr(downloads, "monotonic", iter([0.0, 10.5]).__next__)
         with pytest.raises(ValueError, match=f"{len(PNG)} bytes came in 10 s"):
             reader.read(url)

@@ -91,9 +91,9 @@ def test_an_assistant_may_call_tools(calls: Any, content: str | None) -> None:
     """In OpenAI's form or bare, arguments as an object or as JSON; images stay where they are."""
     messages, found = prompt(
         [
-            {"role": "user", "content": "<image>a"},
+            {"role": "user", "content": "<image>a", "tool_calls": ""},
             {"role": "assistant", "content": content, "tool_calls": calls},
-            {"role": "tool", "content": "<image>b"},
+            {"role": "tool", "content": "<image>b", "tool_calls": None},
         ],
         [1, 2],
     )

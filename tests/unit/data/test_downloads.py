@@ -3,24 +3,36 @@
 import hashlib
 import http.server
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from services.trainer.data.sources import downloads
 from services.trainer.data.sources.downloads import download
 from tests.support.trainer.data.pictures import png
 
 WHOLE = png().ljust(1000, b"\0")
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt follows without a wait."""
+    monkeypatch.setattr(downloads, "_FIRST_WAIT_S", 0.0)
+
+
 @contextmanager
-def server(sent: list[int], whole: bytes = WHOLE) -> Iterator[str]:
-    """A server that sends so many bytes of each answer and ends the connection."""
+def server(sent: list[int], whole: bytes = WHOLE, statuses: Sequence[int] = ()) -> Iterator[str]:
+    """A server that refuses the first requests with these statuses; of each answer after that it sends so many bytes,
+    and ends the connection."""
+    refusals = [*statuses]
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if refusals:
+                self.send_error(refusals.pop(0))
+                return
             self.send_response(200)
             self.send_header("Content-Length", str(len(whole)))
             self.end_headers()
@@ -41,13 +53,26 @@ def server(sent: list[int], whole: bytes = WHOLE) -> Iterator[str]:
 
 def test_a_download_that_breaks_off_is_not_kept(tmp_path: Path) -> None:
     """The next start asks again; what came whole is not asked for again."""
-    sent = [100, len(WHOLE)]
+    sent = [100, 100, 100, 100, len(WHOLE)]
     with server(sent) as url:
         with pytest.raises(ValueError, match="ended after 100 bytes, 900 before the end"):
             download(url, tmp_path)
         assert list(tmp_path.iterdir()) == []
         assert download(url, tmp_path) == download(url, tmp_path) == WHOLE
     assert sent == []
+
+
+@pytest.mark.parametrize(("statuses", "sent"), [([503], []), ([429, 500, 502], []), ([], [100]), ([504], [0])])
+def test_what_passes_costs_an_attempt(tmp_path: Path, statuses: list[int], sent: list[int]) -> None:
+    """A busy server, a connection that breaks: the row is sound, and the run goes on."""
+    with server([*sent, len(WHOLE)], statuses=statuses) as url:
+        assert download(url, tmp_path) == WHOLE
+
+
+def test_what_stays_is_asked_for_once(tmp_path: Path) -> None:
+    """A file that is not there: a second attempt would get it from this server."""
+    with server([len(WHOLE)], statuses=[404]) as url, pytest.raises(ValueError, match=r"cannot be downloaded: .*404"):
+        download(url, tmp_path)
 
 
 def test_a_page_in_place_of_an_image_is_not_kept(tmp_path: Path) -> None:

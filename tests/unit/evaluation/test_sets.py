@@ -141,6 +141,18 @@ def test_a_column_that_does_not_travel_cannot_break_a_set_down(tmp_path: Path, r
         opened(tmp_path, path=rows, break_down_by="source")
 
 
+def test_a_set_may_be_broken_down_by_a_column_that_its_first_row_leaves_empty(tmp_path: Path) -> None:
+    """Such rows count under none."""
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({**row, "level": row["level"] if number else None}) + "\n" for number, row in enumerate(ROWS)
+        )
+    )
+    found = opened(tmp_path, path=str(file), break_down_by="level")
+    assert [found.described(row, found[row]).source for row in (0, 2)] == ["none", "hard"]
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     """Its error names the set and the file."""
     with pytest.raises(ConfigError, match=r"evaluation\.sets\.s: .*nowhere\.parquet.*there is no such file"):

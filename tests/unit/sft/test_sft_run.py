@@ -181,6 +181,27 @@ def test_epochs_do_not_count_wrong_rows_and_a_run_keeps_their_number(tiny_model_
     assert run(settings, tmp_path / "another", stop_after=1)[0]["num_steps"] == 3
 
 
+def test_a_wrong_row_costs_no_step_before_it(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows are not read before the start: the run goes on with its batch when the row is corrected."""
+    monkeypatch.setattr("services.trainer.data.dataset.MAX_CHECKED_ROWS", 0)
+    monkeypatch.setattr("services.trainer.data.dataset.Dataset.check", lambda *_, **__: None)
+    rows = [{"prompt": f"Say {n}.", "completion": str(n)} for n in range(5)] + [{"prompt": "a", "completion": ""}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(file), "answer_format": "", "cache_dir": tmp_path / "cache", "shuffle": False}
+    sections = {"data": data, "sft": {"batch_size": 2}, "trainer": {"num_steps": 3, "checkpoint_every": 99}}
+    settings = settings_of(tiny_model_path, **sections)
+    with pytest.raises(DataError, match=r"rows\.jsonl', row 5"):
+        run(settings, tmp_path / "run")
+    [checkpoint] = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert checkpoint.name == "step-000002"
+    rows[-1]["completion"] = "b"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["step"] for row in run(settings, tmp_path / "run")] == [1, 2, 3]
+
+
 def test_a_batch_in_tokens_is_as_many_samples_as_fit(tiny_model_path: Path, tmp_path: Path) -> None:
     """Built-in problems have 39 or 40 tokens: three fit into 120."""
     settings = settings_of(tiny_model_path, sft={"batch_size": 121, "batch_unit": "tokens"})

@@ -125,7 +125,7 @@ def test_a_run_without_demonstrations_so_far_begins_with_the_first(tiny_model_pa
 def test_a_wrong_row_ends_the_run_when_a_step_comes_to_it(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rows are not read before the start; the error names section and row."""
+    """Where rows are not read before the start; the error names section and row, and the step before is kept."""
     monkeypatch.setattr("services.trainer.data.dataset.MAX_CHECKED_ROWS", 0)
     monkeypatch.setattr("services.trainer.data.dataset.Dataset.check", lambda *_, **__: None)
     rows = [{"prompt": "a", "completion": text} for text in ("b", "c", "")]
@@ -139,6 +139,7 @@ def test_a_wrong_row_ends_the_run_when_a_step_comes_to_it(
     assert isinstance(error, DataError)
     assert re.match(r"demonstrations: data\.path '.*rows\.jsonl', row 2: ", str(error))
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert newest(tmp_path / "run").step == 1
 
 
 class Numbers(BatchReader):

@@ -42,8 +42,10 @@ class Trigonometry:
             raise ValueError(f"{name} of a number that is not between -1 and 1")
         if name.startswith("a"):
             angle = self._angle(_INVERSES[name](float(value)))
-            is_exact = isinstance(value, Fraction) and self._of_angle(name[1:], Fraction(round(angle))) == value
-            return Fraction(round(angle)) if is_exact and self._unit == "degrees" else angle
+            whole = Fraction(round(angle))
+            if self._unit != "degrees" or not isinstance(value, Fraction) or (name == "atan" and abs(whole) == 90):
+                return angle  # of an angle near 90 degrees, which has no tangent, or that nothing makes exact
+            return whole if self._of_angle(name[1:], whole) == value else angle
         return self._of_angle(name, value)
 
     def _of_angle(self, name: str, angle: Fraction | float) -> Fraction | float:

@@ -1,6 +1,7 @@
 """Downloads each image that a data set names by address once.
 
-Invariant: a download ends within `DEADLINE_S`, reads at most `MAX_FILE_BYTES`, and follows no redirect away from http.
+Invariant: each attempt at a download ends within `DEADLINE_S`, reads at most `MAX_FILE_BYTES`, and follows no redirect
+away from http.
 """
 
 import hashlib
@@ -13,6 +14,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+
 from penstock.errors import InvalidRequestError, SetupError, TooManyPixelsError
 from penstock.model.images import image_format
 from penstock.runtime.files import write_atomically
@@ -23,6 +26,9 @@ DEADLINE_S: Final = 10.0
 """Longest duration of one download, in seconds."""
 
 _PIECE_BYTES = 2**16
+_MAX_ATTEMPTS = 4
+_FIRST_WAIT_S = 1.0
+_PASSING_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 def download(url: str, folder: Path) -> bytes:
@@ -33,7 +39,8 @@ def download(url: str, folder: Path) -> bytes:
         folder: Folder of the files, named by hash of their address; created if missing.
 
     Raises:
-        ValueError: there is no image file of at most `MAX_FILE_BYTES`, or it did not arrive within `DEADLINE_S`.
+        ValueError: there is no image file of at most `MAX_FILE_BYTES`, or it did not arrive within `DEADLINE_S`
+            at any of several attempts.
         SetupError: files in `folder` cannot be read or written.
     """
     kept = folder / hashlib.sha256(url.encode()).hexdigest()
@@ -46,10 +53,8 @@ def download(url: str, folder: Path) -> bytes:
     if _is_image(data):
         return data
     try:
-        data = _get(url)
+        data = _get_patiently(url)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()
         raise ValueError(f"the image at {url[:200]!r} cannot be downloaded: {error}") from None
     if not _is_image(data):  # a page that says sorry would be kept, and never asked for again
         raise ValueError(f"what came from {url[:200]!r}, {len(data)} bytes, is no PNG, JPEG, WebP or GIF file")
@@ -77,6 +82,29 @@ def _unusable(folder: Path, error: OSError) -> SetupError:
     )
 
 
+def _get_patiently(url: str) -> bytes:
+    """Read an address, again where a server was busy or a connection broke: a row would count as wrong for it."""
+    attempts = Retrying(
+        stop=stop_after_attempt(_MAX_ATTEMPTS),
+        wait=wait_random_exponential(multiplier=_FIRST_WAIT_S, max=DEADLINE_S),
+        retry=retry_if_exception(_may_pass),
+        reraise=True,
+    )
+    return attempts(_get, url)
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code in _PASSING_STATUSES
+    if isinstance(error, urllib.error.URLError):
+        return isinstance(error.reason, OSError)  # and no text that says what is wrong with the address
+    return isinstance(error, OSError | http.client.HTTPException | _BrokenOffError)
+
+
+class _BrokenOffError(ValueError):
+    """A download that did not come whole, or not in time."""
+
+
 def _get(url: str) -> bytes:
     """Read an address in its own thread: a server that sends one byte at a time never triggers a socket timeout."""
     done: Future[bytes] = Future()
@@ -84,6 +112,9 @@ def _get(url: str) -> bytes:
     def read() -> None:
         try:
             done.set_result(_read(url))
+        except urllib.error.HTTPError as error:
+            error.close()
+            done.set_exception(error)
         except Exception as error:  # noqa: BLE001 - it is raised again below
             done.set_exception(error)
 
@@ -91,7 +122,7 @@ def _get(url: str) -> bytes:
     try:
         return done.result(DEADLINE_S)
     except TimeoutError:
-        raise ValueError(f"it did not come in {DEADLINE_S:g} s") from None
+        raise _BrokenOffError(f"it did not come in {DEADLINE_S:g} s") from None
 
 
 def _read(url: str) -> bytes:
@@ -104,9 +135,9 @@ def _read(url: str) -> bytes:
             if len(data) > MAX_FILE_BYTES:
                 raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
             if monotonic() > ends:
-                raise ValueError(f"{len(data)} bytes came in {DEADLINE_S:g} s")
+                raise _BrokenOffError(f"{len(data)} bytes came in {DEADLINE_S:g} s")
         if response.length:
-            raise ValueError(f"the connection ended after {len(data)} bytes, {response.length} before the end")
+            raise _BrokenOffError(f"the connection ended after {len(data)} bytes, {response.length} before the end")
     return bytes(data)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,9 +248,11 @@ async def running(
     checkpoints: GatedCheckpoints | None = None,
     rows: Rows | None = None,
     publication: Callable[[Position], Any] = PromptPublication,
+    feed: Callable[[], Awaitable[None]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Run]:
-    """A loop of three steps, with max_staleness 1; it pushes if there are `rows` for the metrics."""
+    """A loop of three steps, with max_staleness 1; it pushes if there are `rows` for the metrics, and has a feeder at
+    work if there is `feed`."""
     ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=1, groups_per_step=groups_per_step))
     position = Position(num_steps=3, step=0, version=1, announced_version=1)
     changes, backend, stop = Changes(), GatedBackend(), asyncio.Event()
@@ -262,7 +264,7 @@ async def running(
 
     batches = BatchSource(
         ledger=ledger,
-        feeder=SimpleNamespace(wake=admit),  # type: ignore[arg-type]
+        feeder=SimpleNamespace(wake=admit, run=feed),  # type: ignore[arg-type]
         collector=SimpleNamespace(has_everything=UNUSED),  # type: ignore[arg-type]
         changes=changes,
         position=position,
@@ -287,6 +289,9 @@ async def running(
     )
 
     async def train() -> None:
+        if feed is not None:
+            await loop.run(stop)
+            return
         async with asyncio.TaskGroup() as tasks:
             await loop._train_until(stop, tasks)
 

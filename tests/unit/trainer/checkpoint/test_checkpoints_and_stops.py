@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.errors import DataError
 from services.trainer.admission.group_state import GroupStatus
 from tests.support.trainer.runs.gated_loop import GatedCheckpoints, Rows, SlowSettlements, running
 from tests.support.waiting import promptly, settled
@@ -97,3 +98,30 @@ async def test_a_stop_does_not_throw_away_a_batch_that_is_there(tmp_path: Path) 
         run.checkpoints.on_disk.set()
         await promptly(run.task)
         assert (run.position.step, run.checkpoints.moments) == (1, [2])
+
+
+async def test_a_wrong_row_ends_the_run_after_a_checkpoint(tmp_path: Path) -> None:
+    """The feeder comes to it steps after the last checkpoint; the step that has begun is given up."""
+    is_wrong = asyncio.Event()
+
+    async def feed() -> None:
+        await is_wrong.wait()
+        raise DataError("row 7 is wrong")
+
+    async with running(tmp_path, feed=feed) as run:
+        run.finish(0, 1, 2, 3)
+        for what in ([0, 1, 2, 3], "finish_step"):
+            assert await run.backend.next_call() == what
+            run.backend.go_on()
+        run.finish(4)
+        assert await run.backend.next_call() == [4]
+        is_wrong.set()
+        await settled()
+        run.backend.go_on()
+        assert await run.backend.next_call() == "abort_step"
+        run.checkpoints.on_disk.set()
+        with pytest.raises(ExceptionGroup) as caught:
+            await promptly(run.task)
+        assert [str(error) for error in caught.value.exceptions] == ["row 7 is wrong"]
+        assert run.checkpoints.moments == [2]
+        assert run.stop.is_set()
