@@ -17,6 +17,8 @@ class Api:
     models: list[str] = field(default_factory=lambda: ["m"])
     refusals: list[tuple[int, str]] = field(default_factory=list)
     """Given first, one to each request for a completion."""
+    retry_after: str = ""
+    """The header that goes with them; empty: none."""
     is_reasoning: bool = False
     """Whether it refuses `max_tokens`, and temperatures other than 1, as OpenAI does for its reasoning models."""
     text: str = "so \\boxed{3}"
@@ -64,6 +66,8 @@ def serving_api() -> Iterator[Api]:
             body = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
+            if status == 429 and found.retry_after:
+                self.send_header("Retry-After", found.retry_after)
             self.end_headers()
             self.wfile.write(body)
 

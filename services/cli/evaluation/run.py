@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any
 
 from penstock import config as configuration
 from penstock.bus.connection import Bus, connect
 from penstock.bus.span_stream import SEND_EVERY_S
 from penstock.runtime import process
+from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.process import end_task
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
@@ -29,7 +30,7 @@ from services.recipe import Recipe
 from services.trainer.evaluation.bus_player import play_on_bus
 from services.trainer.evaluation.evaluation import OnPlayed
 from services.trainer.evaluation.kept_answers import read_kept_answers, write_set_settings
-from services.trainer.evaluation.openai_player import OpenAiPlayer, require_single_turn
+from services.trainer.evaluation.openai_player import API_KEY, OpenAiPlayer, require_single_turn
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.report import RESULTS_FILE, SAMPLES_FILE, SamplesFile, describe, write_results
 from services.trainer.evaluation.samples_page import PAGE_FILE, write_page
@@ -38,8 +39,6 @@ from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from services.trainer.evaluation.summary import Summary, summarize
 from services.trainer.telemetry.span_files import collecting_spans
 
-API_KEY: Final = "OPENAI_API_KEY"
-"""Environment variable with the key of --url."""
 _MODEL_VERSION = 0
 """The version that engines without a trainer report for the model that they loaded."""
 _EXIT_FAILED_PROMPTS = 1
@@ -89,12 +88,13 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
         log.configure(recipe.log, service="eval", file=folder.launcher_log)
         run = _Evaluating(recipe, folder, sets, security, begun)
         sys.stdout.write("\n".join([f"run folder {folder.path}", *([] if url else plan.describe()), ""]))
-        code = 0
-        if not run.is_complete:
-            code = process.run(lambda stop: run.over_api(stop, url, url_model) if url else run.with_engines(stop))
-        if begun is None and code == process.EXIT_USER_ERROR and folder.discard_unused():
-            sys.stdout.write(f"run folder {folder.path} is removed: nothing was played\n")
-        return code or run.report()
+        with disk_full_reported(folder.path, f"make room and continue with `penstock eval --resume {folder.path}`"):
+            code = 0
+            if not run.is_complete:
+                code = process.run(lambda stop: run.over_api(stop, url, url_model) if url else run.with_engines(stop))
+            if begun is None and code == process.EXIT_USER_ERROR and folder.discard_unused():
+                sys.stdout.write(f"run folder {folder.path} is removed: nothing was played\n")
+            return code or run.report()
 
 
 class _Evaluating:

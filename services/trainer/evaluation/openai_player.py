@@ -4,6 +4,7 @@
 
 import asyncio
 import base64
+import email.utils
 import json
 import random
 import time
@@ -29,12 +30,17 @@ from services.trainer.evaluation.sets import MAX_CHECKED_ROWS, EvaluationSet
 
 log = structlog.get_logger()
 
-"""The only environment that needs no tokens; others need engines."""
 MAX_ATTEMPTS: Final = 8
-"""Attempts at one answer, over about a minute: enough for a server that restarts or is busy."""
+"""Failed attempts at one answer, over about a minute: enough for a server that restarts."""
+_LIMITED_PATIENCE_S: Final = 900.0
+"""Seconds for which one request is told that there are too many, such as by a limit per minute."""
+_NO_QUOTA: Final = "insufficient_quota"
+"""OpenAI's word, under the same status, for an account that is used up."""
 _BACKOFF = Backoff(first_s=0.5, max_s=20.0)
 _TIMEOUT = httpx.Timeout(900.0, connect=10.0)
 _VERIFY_PATIENCE_S = 900.0
+API_KEY: Final = "OPENAI_API_KEY"
+"""Environment variable with the key of --url."""
 _REFUSED = frozenset({401, 403, 404})
 """Statuses that every other request would also get."""
 _MAX_TOKENS: Final = "max_tokens"
@@ -199,11 +205,13 @@ class OpenAiPlayer:
     async def _answered(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, max_attempts: int = MAX_ATTEMPTS
     ) -> dict[str, Any]:
-        """Send a request and return the server's answer, after at most `max_attempts` attempts.
+        """Send a request and return the server's answer, after at most `max_attempts` attempts that fail.
 
         By hand, not by tenacity as Penstock's own clients: each status has an outcome of its own.
         """
-        for attempt in range(1, max_attempts + 1):
+        num_failures = num_limited = 0
+        limited_until = time.monotonic() + _LIMITED_PATIENCE_S
+        while True:
             try:
                 response = await self._http.request(method, f"{self._url}{path}", json=body)
             except httpx.InvalidURL as error:
@@ -216,16 +224,30 @@ class OpenAiPlayer:
                 if response.status_code < 400:
                     return _object(response)
                 reason = f"HTTP {response.status_code}: {response.text[:300]}"
-                if response.status_code in _REFUSED:
-                    raise ConfigError(f"--url {self._url} refuses {path}: {reason}; check it and OPENAI_API_KEY")
+                if response.status_code in _REFUSED or _NO_QUOTA in response.text:
+                    raise ConfigError(f"--url {self._url} refuses {path}: {reason}; check it and {API_KEY}")
                 if response.status_code == 400 and body is not None:
                     self._require_supported(body, response.text)
-                if response.status_code != 429 and response.status_code < 500:
+                if response.status_code == 429:
+                    num_limited += 1
+                    wait_s = max(retry_after_s(response.headers), _wait_after(num_limited))
+                    if time.monotonic() + wait_s > limited_until:
+                        raise SetupError(
+                            f"--url {self._url} has refused a request for {_LIMITED_PATIENCE_S:g} s: {reason}; lower "
+                            "worker.concurrency, the prompts that are asked at once"
+                        )
+                    await self._pause(reason, wait_s)
+                    continue
+                if response.status_code < 500:
                     raise InvalidRequestError(f"{self._url} refuses the prompt: {reason}")
-            if attempt < max_attempts:
-                log.warning("evaluation.request_retried", url=self._url, attempt=attempt, reason=reason)
-                await asyncio.sleep(_BACKOFF.after(attempt) * random.uniform(0.5, 1.0))
-        raise SetupError(f"--url {self._url} does not answer: {reason}; start it, or check the address")
+            num_failures += 1
+            if num_failures == max_attempts:
+                raise SetupError(f"--url {self._url} does not answer: {reason}; start it, or check the address")
+            await self._pause(reason, _wait_after(num_failures))
+
+    async def _pause(self, reason: str, wait_s: float) -> None:
+        log.warning("evaluation.request_retried", url=self._url, reason=reason, wait_s=round(wait_s, 1))
+        await asyncio.sleep(wait_s)
 
     def _require_supported(self, body: Mapping[str, Any], refusal: str) -> None:
         """Raise an error of its own if a refusal with status 400 is of a parameter that every request has."""
@@ -265,6 +287,23 @@ def _require_single_turn(played: EvaluationSet, environment: str) -> None:
 
 class _UnsupportedMaxTokensError(Exception):
     """The server's model takes `max_completion_tokens` in place of `max_tokens`."""
+
+
+def _wait_after(num_failures: int) -> float:
+    return _BACKOFF.after(num_failures) * random.uniform(0.5, 1.0)
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds that an answer's `Retry-After` asks to wait, given as a number or a date; 0 without one."""
+    value = headers.get("retry-after", "")
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

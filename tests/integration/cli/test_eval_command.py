@@ -260,6 +260,27 @@ def test_an_api_that_is_away_leaves_no_folder(recipe: Path, arguments: list[str]
     assert list((recipe.parent / "runs").iterdir()) == []
 
 
+def test_a_full_disk_is_one_line_with_how_to_go_on(recipe: Path) -> None:
+    """The answers so far are kept."""
+    program = (
+        "import errno, sys; from services.cli import main; from services.trainer.evaluation import report\n"
+        "write = report.SamplesFile.add\n"
+        "def add(self, outcome):\n"
+        "    if outcome.row == 2: raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "    write(self, outcome)\n"
+        "report.SamplesFile.add = add; sys.exit(main(sys.argv[1:]))"
+    )
+    with serving_api() as api:
+        options = [f"--url={api.url}", "--worker.concurrency=1"]
+        command = [sys.executable, "-c", program, "eval", str(recipe), *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+    [folder] = (recipe.parent / "runs").iterdir()
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "No space left on device; " in done.stderr
+    assert f"make room and continue with `penstock eval --resume {folder}`" in done.stderr
+    assert [json.loads(line)["row"] for line in (folder / "samples.jsonl").read_text().splitlines()] == [0, 1]
+
+
 def test_a_recipe_without_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The error shows how to add one."""
     (tmp_path / "r.toml").write_text('[run]\nname = "r"\n')

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.clients import RewardClient
-from penstock.errors import ConfigError, SetupError
+from penstock.errors import ConfigError, SetupError, UserError
 from penstock.runtime.backoff import Backoff
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
@@ -135,6 +135,50 @@ async def test_a_busy_server_is_asked_again(
     monkeypatch.setattr(openai_player, "_BACKOFF", Backoff(first_s=0.001, max_s=0.001))
     api.refusals = [(429, "busy"), (503, "starting")]
     assert [len(each.samples) for each in await play(api, verifier, sets)] == [2, 2]
+
+
+async def test_a_limit_per_minute_is_waited_out(
+    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often the server refuses: it answers, only not now."""
+    monkeypatch.setattr(openai_player, "_BACKOFF", Backoff(first_s=0.001, max_s=0.001))
+    api.refusals, api.retry_after = [(429, "slow down")] * 20, "0.001"
+    assert [len(each.samples) for each in await play(api, verifier, sets)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("reason", "patience_s", "words"),
+    [
+        ("slow down", 0.0, "has refused a request for 0 s: HTTP 429: .*slow down.*; lower worker.concurrency"),
+        ("insufficient_quota", 900.0, "HTTP 429: .*insufficient_quota.*check it and OPENAI_API_KEY"),
+    ],
+)
+async def test_a_limit_that_stays_ends_the_evaluation(
+    *,
+    api: Api,
+    verifier: RewardClient,
+    sets: dict[str, EvaluationSet],
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+    patience_s: float,
+    words: str,
+) -> None:
+    """With what to do about it."""
+    monkeypatch.setattr(openai_player, "_LIMITED_PATIENCE_S", patience_s)
+    api.refusals = [(429, reason)] * 4
+    with pytest.raises(ExceptionGroup) as raised:
+        await play(api, verifier, sets)
+    assert raised.group_contains(UserError, match=words)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("20", 20.0), ("0.5", 0.5), ("", 0.0), ("soon", 0.0), ("-3", 0.0), ("Fri, 27 Nov 2026 08:00:30 GMT", 30.0)],
+)
+def test_how_long_a_server_asks_to_wait(monkeypatch: pytest.MonkeyPatch, value: str, seconds: float) -> None:
+    """In seconds, or until a date."""
+    monkeypatch.setattr("time.time", lambda: 1_795_766_400.0)
+    assert openai_player.retry_after_s({"retry-after": value}) == pytest.approx(seconds)
 
 
 async def test_a_refused_prompt_fails_alone(api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]) -> None:
