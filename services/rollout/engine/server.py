@@ -1,7 +1,7 @@
 """Life of a rollout engine: start SGLang, serve, hold a lease, drain.
 
-SGLang starts first: it forks, so no other thread may run yet. If one of its processes dies, or call after call crashes,
-this process drops its lease and ends with an error, so that its supervisor restarts it.
+SGLang starts first: it forks, so no other thread may run yet. If one of its processes dies or hangs, or call after call
+crashes, this process drops its lease and ends with an error, so that its supervisor restarts it.
 """
 
 import asyncio
@@ -49,7 +49,6 @@ _LAST_WORDS_S = 2.0
 """Seconds that finished answers have to be sent."""
 _OPEN_TIMEOUT_S = 120.0
 """As long as SGLang may take for its first answer."""
-_DIED = "the engine died: one of SGLang's processes ended; start the engine again"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
 
     Raises:
         SetupError: NATS is out of reach, a port is in use, or SGLang does not start.
-        UnavailableError: one of SGLang's processes died, or call after call crashed.
+        UnavailableError: one of SGLang's processes died or hung, or call after call crashed.
     """
     # This and the bus are checked before a minute of loading.
     require_free_port(settings.network.host, settings.rollout.port, key="rollout.port")
@@ -110,13 +109,16 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
                     keeping = [
                         tasks.create_task(_renew_on_change(server, lease)),
                         tasks.create_task(_follow_load(server)),
+                        tasks.create_task(
+                            server.engine.until_it_hangs(is_excused=lambda: server.receiver.is_receiving)
+                        ),
                     ]
                     await _until_any((stop, server.engine.died, server.crashes.is_useless))
                     await server.end_service(settings.run.grace_s)  # while the lease announces it
                     for task in keeping:
                         task.cancel()
             if server.engine.died.is_set():
-                raise UnavailableError(_DIED)
+                raise _dead(server.engine)
             server.crashes.require_useful()
 
 
@@ -217,7 +219,11 @@ async def _open(receiver: WeightReceiver, engine: SglangEngine) -> None:
     except TimeoutError:
         raise UnavailableError(f"the engine did not name its parameters within {_OPEN_TIMEOUT_S:g} s") from None
     if engine.died.is_set():
-        raise UnavailableError(_DIED)
+        raise _dead(engine)
+
+
+def _dead(engine: SglangEngine) -> UnavailableError:
+    return UnavailableError(f"the engine died: {engine.death}; start the engine again")
 
 
 async def _renew_on_change(server: EngineServer, lease: Lease) -> None:

@@ -264,18 +264,42 @@ async def test_a_taken_port_is_said_at_once(tiny_model_path: Path, nats_url: str
                 pass
 
 
+_IMPATIENT = """
+from services.rollout.engine.sglang import scheduler_watch
+
+scheduler_watch.MAX_SILENT_LOOKS = 15
+scheduler_watch._ASK_EVERY_S = 0.5
+"""
+"""Read by the interpreter before the engine's own modules."""
+
+
 @pytest.mark.usefixtures("rendezvous")
-async def test_a_group_that_sglang_comes_to_too_late_is_refused(
+async def test_a_scheduler_that_comes_back_and_one_that_hangs(
     tiny_model_path: Path, nats_url: str, tmp_path: Path, reference: Reference
 ) -> None:
-    """The trainer has given up meanwhile: SGLang is there for the next push at once."""
+    """A group that SGLang comes to too late is refused: the trainer has given up meanwhile, and SGLang is there for the
+    next push at once. A scheduler that answers nothing any more ends the engine: its calls fail, exit code 1, no lease
+    left."""
+    (tmp_path / "sitecustomize.py").write_text(_IMPATIENT)
     settings = {"weight_sync": {"stage_timeout_s": 3.0}}
-    async with engine_process(tiny_model_path, nats_url, tmp_path, trainer=settings) as engine:
-        scheduler = _children(engine.process.pid)[0]
-        os.kill(scheduler, signal.SIGSTOP)
+    environment = {"PYTHONPATH": str(tmp_path)}
+    async with (
+        engine_process(tiny_model_path, nats_url, tmp_path, environment=environment, trainer=settings) as engine,
+        connect(BusConfig(url=nats_url), run=tmp_path.name) as bus,
+        watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
+    ):
+        children = _children(engine.process.pid)
+        os.kill(children[0], signal.SIGSTOP)
         with pytest.raises(grpc.aio.AioRpcError, match="exceeded its deadline"):
             await Push(engine, reference.perturbed(seed=1).weights, 1).prepare()
-        os.kill(scheduler, signal.SIGCONT)
+        os.kill(children[0], signal.SIGCONT)
         await Push(engine, reference.perturbed(seed=2).weights, 2).complete()
         assert (await engine.replica()).policy_version == 2
         assert "too late; its trainer no longer waits" in engine.log.read_text()
+        os.kill(children[0], signal.SIGSTOP)
+        call = asyncio.ensure_future(engine.generation.Generate(_endless_request(), timeout=HANG_S))
+        assert await promptly(engine.process.wait()) == 1
+        assert await _code_of(call) is grpc.StatusCode.UNAVAILABLE
+        assert "error: the engine died: SGLang's scheduler has answered nothing for 15 s" in engine.log.read_text()
+        assert not any(_runs(pid) for pid in children)
+        assert not watch.values

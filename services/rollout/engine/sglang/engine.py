@@ -1,7 +1,7 @@
 """One SGLang engine inside this process, on this process's event loop.
 
 It takes only requests that `prompt.py` has checked. Cancelling a call aborts its request inside SGLang. If one of
-SGLang's own processes dies, `died` is set: the engine is unusable, and this process should end.
+SGLang's own processes dies or hangs, `died` is set: the engine is unusable, and this process should end.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from services.rollout.engine.pd_barrier import PdBarrier
 from services.rollout.engine.prompt import CheckedRequest, PromptChecker
 from services.rollout.engine.sglang import settings
 from services.rollout.engine.sglang.generation import Generation, read_generation, require_sound
+from services.rollout.engine.sglang.scheduler_watch import LOOK_S, MAX_SILENT_LOOKS, until_it_hangs
 from services.rollout.engine.sglang.token_stream import TokenStream
 
 log = structlog.get_logger()
@@ -96,6 +97,8 @@ class SglangEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self.died = asyncio.Event()
+        self.death = ""
+        """Why it died; empty while it lives."""
         self.barrier = PdBarrier()
         self.is_disaggregated = disaggregation.is_disaggregated(config)
         scheduler = engine._scheduler_init_result.scheduler_infos[0]
@@ -255,6 +258,21 @@ class SglangEngine:
             kv_use=max((load.token_usage for load in loads), default=0.0),
         )
 
+    async def until_it_hangs(self, *, is_excused: Callable[[], bool]) -> None:
+        """Return when SGLang's scheduler hangs, which ends the engine; it does not while `is_excused`."""
+        await until_it_hangs(self._tokenizer_manager.get_internal_state, is_excused=is_excused)
+        self._die(f"SGLang's scheduler has answered nothing for {MAX_SILENT_LOOKS * LOOK_S:g} s")
+
+    def _die(self, reason: str) -> None:
+        log.error(
+            "engine.died",
+            reason=reason,
+            remedy="SGLang's log above says why; the process ends and should be started again",
+        )
+        self.death = reason
+        self.died.set()
+        self.fail_running("the engine died")
+
     async def shutdown(self) -> None:
         """End SGLang's processes and wait for their exit."""
         self.fail_running("the engine shuts down")
@@ -280,11 +298,7 @@ class SglangEngine:
                 signal.raise_signal(signal.SIGINT)
 
             def running_phase_sigquit_handler(self) -> None:
-                log.error(
-                    "engine.died", remedy="SGLang's log above says why; the process ends and should be started again"
-                )
-                engine.died.set()
-                engine.fail_running("the engine died")
+                engine._die("one of SGLang's processes ended")
 
         self._tokenizer_manager.signal_handler_class = Signals
         self._tokenizer_manager.auto_create_handle_loop()

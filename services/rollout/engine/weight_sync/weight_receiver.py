@@ -81,6 +81,11 @@ class WeightReceiver:
         self.state: ReplicaState.ValueType = REPLICA_STATE_READY
         self.version = 0
 
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a push is open, which may keep the engine from everything else."""
+        return self._push is not None
+
     async def open(self) -> None:
         """Ask the engine for its parameters. Call it before the first push."""
         self._expected = dict(await self._sink.parameters())
