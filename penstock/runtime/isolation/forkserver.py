@@ -8,12 +8,13 @@ killed. A dead worker keeps its process id until then, so the server never kills
 control socket closes, or the server ends in any way, this process and its workers end.
 """
 
+import errno
 import gc
 import os
 import select
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -72,7 +73,7 @@ def serve(encoded_settings: str, *, prepare: Callable[[], None], work: Work) -> 
             return
         command, pid = COMMAND.unpack(message)
         if command == SPAWN:
-            control.send(encode_reply(_spawn(control, fds[0], work, is_confined=is_confined)))
+            control.send(encode_reply(_spawn(control, fds, work, is_confined=is_confined)))
         else:
             killed.add(pid)
 
@@ -89,7 +90,11 @@ def _check_sandbox(settings: ForkserverSettings) -> str:
     return f"worker processes are not confined: {reason}" if reason else ""
 
 
-def _spawn(control: socket.socket, worker_fd: int, work: Work, *, is_confined: bool) -> ForkserverReply:
+def _spawn(control: socket.socket, fds: Sequence[int], work: Work, *, is_confined: bool) -> ForkserverReply:
+    """Fork a worker that serves the socket in `fds`, which is empty if no descriptor was left for it."""
+    if not fds:
+        return ForkserverReply(error=f"no worker can be forked: {os.strerror(errno.EMFILE)}")
+    [worker_fd] = fds
     parent_pid = os.getpid()
     try:
         pid = os.fork()

@@ -19,7 +19,7 @@ from penstock.runtime.isolation.forkserver_process import WorkerDiedError
 from penstock.verdict_status import Status
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, VerifierTask, WorkerReply
-from tests.support.processes import is_alive
+from tests.support.processes import is_alive, open_files_left
 from tests.support.reward import misbehaving_verifiers
 from tests.support.reward.service import parent_of
 from tests.support.waiting import HANG_S, until
@@ -212,6 +212,21 @@ async def test_workers_come_back_after_open_files_ran_out() -> None:
             assert (pool.num_workers, pending.done()) == (0, False)
         async with asyncio.timeout(HANG_S):
             assert (await pending)[0].credit == 1.0
+
+
+async def test_a_forkserver_without_descriptors_keeps_its_workers() -> None:
+    """It says why it cannot fork, and forks again when it can."""
+    async with _running(num_workers=1, max_overtime=0) as pool:
+        (worker,) = pool.worker_pids
+        server = psutil.Process(worker).ppid()
+        with open_files_left(server, 0), capture_logs() as events:
+            os.kill(worker, signal.SIGKILL)
+            pending = asyncio.create_task(pool.run(_EASY, 20.0))
+            await until(lambda: any("Too many open files" in str(event) for event in events))
+        async with asyncio.timeout(HANG_S):
+            assert (await pending)[0].credit == 1.0
+        (worker,) = pool.worker_pids
+        assert psutil.Process(worker).ppid() == server
 
 
 async def test_a_forkserver_starts_beside_very_many_open_files() -> None:

@@ -22,6 +22,7 @@ from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.hosting import processes
 from services.rollout.worker.environments.hosting.hosted import HostedEnvironment
 from services.rollout.worker.environments.registry import EnvironmentRegistry
+from tests.support.processes import open_files_left
 from tests.support.waiting import promptly, settled, until
 from tests.support.worker.hosted_episodes import HERE, environment_of, has_ended, pid_of, text_of, turn
 
@@ -194,6 +195,24 @@ async def test_a_process_that_cannot_be_started_is_nobody_elses(monkeypatch: pyt
         await until(lambda: len(sent) == 1)
         assert len(server._spawning) == 1
         await end_task(spawning)
+
+
+@pytest.mark.parametrize("num_left", range(4))
+async def test_a_server_without_descriptors_keeps_the_episodes_that_run(num_left: int) -> None:
+    """A new one needs four: too few, however many that are, end no other episode; later there is room again."""
+    async with environment_of("Echo") as (environment, task):
+        await environment.reset(task)
+        factory = environment._open_channel.__self__
+        server = factory._forkserver._process.pid
+        another = factory()
+        with (
+            open_files_left(server, num_left),
+            pytest.raises(UnavailableError, match="no process can be forked: Too many open files"),
+        ):
+            await another.reset(task)
+        assert "hello" in text_of(await another.reset(task))
+        await another.close()
+        assert text_of(await environment.step(turn("hi")))
 
 
 @pytest.mark.parametrize(

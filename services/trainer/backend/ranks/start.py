@@ -31,13 +31,18 @@ from services.trainer.config import BackendConfig
 
 OwnT = TypeVar("OwnT", InProcessBackend, InProcessSupervisedBackend)
 
+_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MEETING = timedelta(minutes=30)
 """Rank 0 opens the run's data before it joins the others."""
 
 
 def is_follower() -> bool:
-    """Return whether torchrun has started this process as a rank that is not the first."""
-    return int(os.environ.get("RANK", "0")) > 0
+    """Return whether torchrun has started this process as a rank that is not the first.
+
+    Raises:
+        ConfigError: its variables are not those of torchrun.
+    """
+    return (_torchruns_size() or 1) > 1 and _whole("RANK") > 0
 
 
 def open_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> TrainBackend:
@@ -48,15 +53,15 @@ def open_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> TrainBackend:
         num_ranks: `trainer.ranks`.
 
     Raises:
-        ConfigError: torchrun has started another number of ranks, there are fewer GPUs than ranks, or the ranks cannot
-            be divided into replicas, or the model's experts or heads among them.
+        ConfigError: torchrun has started another number of ranks, or its variables are incomplete, there are fewer GPUs
+            than ranks, or the ranks cannot be divided into replicas, or the model's experts or heads among them.
     """
     size = _num_started(num_ranks)
     _require_divisible(backend, size)
     if size == 1:
         return InProcessBackend(**backend)
     config: BackendConfig = backend["config"]
-    if "WORLD_SIZE" not in os.environ:
+    if _torchruns_size() is None:
         return ManyRanksBackend(*_started(InProcessBackend, backend, config, size))
     pulse = Pulse()
     ranks, others = _join_torchrun(config.device, pulse)
@@ -74,9 +79,9 @@ def open_supervised_ranks(backend: Mapping[str, Any], *, num_ranks: int) -> Supe
         ConfigError: torchrun has started several ranks, there are fewer GPUs than ranks, or the ranks cannot be
             divided into replicas, or the model's experts or heads among them.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (size := _torchruns_size() or 1) > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but supervised training starts its ranks itself; start it "
+            f"WORLD_SIZE is {size}, but supervised training starts its ranks itself; start it "
             "without torchrun, and set trainer.ranks"
         )
     _require_divisible(backend, num_ranks)
@@ -158,10 +163,7 @@ def join_on_this_machine(store: int, *, rank: int, size: int, device: torch.devi
 
 
 def _join_torchrun(device: str, pulse: Pulse) -> tuple[Ranks, TorchrunRanks]:
-    environment = os.environ
-    placed = prepare_device(
-        device, local_rank=int(environment["LOCAL_RANK"]), num_local=int(environment["LOCAL_WORLD_SIZE"])
-    )
+    placed = prepare_device(device, local_rank=_whole("LOCAL_RANK"), num_local=_whole("LOCAL_WORLD_SIZE"))
     store, rank, size = next(dist.rendezvous("env://", timeout=_MEETING))
     ranks = Ranks.join(store, rank=rank, size=size, device=placed)
     pulse.count_collectives = ranks.num_collectives
@@ -170,13 +172,40 @@ def _join_torchrun(device: str, pulse: Pulse) -> tuple[Ranks, TorchrunRanks]:
 
 def _num_started(num_ranks: int) -> int:
     """Return the number of ranks to start."""
-    started = int(os.environ.get("WORLD_SIZE", num_ranks))
+    started = _torchruns_size() or num_ranks
     if num_ranks not in (1, started):
         raise ConfigError(
             f"trainer.ranks = {num_ranks}, but WORLD_SIZE is {started}: torchrun has started the ranks already; leave "
             "trainer.ranks out, or start the trainer without torchrun"
         )
     return started
+
+
+def _torchruns_size() -> int | None:
+    """Return how many ranks torchrun has started; None if it has not started this process.
+
+    Raises:
+        ConfigError: some of its variables are set, and others are not, or are no numbers.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    size = _whole("WORLD_SIZE")
+    if size > 1 and (missing := [name for name in _TORCHRUN if name not in os.environ]):
+        raise ConfigError(
+            f"WORLD_SIZE is {size}, but {', '.join(missing)} not set, and torchrun sets them together; unset "
+            "WORLD_SIZE, or start the ranks with torchrun"
+        )
+    return size
+
+
+def _whole(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ConfigError(
+            f"{name} is {os.environ[name]!r}, where torchrun sets a whole number; unset it, or start the ranks with "
+            "torchrun"
+        ) from None
 
 
 @contextmanager

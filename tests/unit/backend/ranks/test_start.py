@@ -26,11 +26,36 @@ def test_one_rank_is_the_trainer_alone(tiny_model_path: Path) -> None:
     assert not is_follower()
 
 
+def started_by_torchrun(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    """Its variables, of the first of two ranks."""
+    names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_torchrun_and_the_recipe_must_agree(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise some ranks would wait for others that never come."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    started_by_torchrun(monkeypatch)
     with pytest.raises(ConfigError, match=r"trainer\.ranks = 3, but WORLD_SIZE is 2: .* leave trainer\.ranks out"):
         open_ranks(arguments(tiny_model_path), num_ranks=3)
+
+
+def test_what_an_earlier_job_left_in_the_environment_is_named(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of torchrun's variables without the others, or no number; that of a job of one rank does not matter."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2, but RANK, LOCAL_RANK, .* not set, .*; unset WORLD_SIZE"):
+        open_ranks(arguments(tiny_model_path), num_ranks=1)
+    with pytest.raises(ConfigError, match="unset WORLD_SIZE"):
+        is_follower()
+    monkeypatch.setenv("WORLD_SIZE", "all")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 'all', where torchrun sets a whole number"):
+        open_ranks(arguments(tiny_model_path), num_ranks=1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "3")
+    assert not is_follower()
+    assert isinstance(open_ranks(arguments(tiny_model_path), num_ranks=1), InProcessBackend)
 
 
 def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +68,7 @@ def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_supervised_training_refuses_torchrun(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of training the same thing several times."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    started_by_torchrun(monkeypatch)
     backend = {"model_path": tiny_model_path, "config": BackendConfig(device="cpu"), "seed": 0}
     with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2, .* without torchrun, and set trainer\.ranks"):
         open_supervised_ranks(backend, num_ranks=1)

@@ -7,6 +7,7 @@ worker asks for it, when the process ends, and when the control socket closes be
 The processes' output is read here, so that it never blocks them and never reaches the worker.
 """
 
+import errno
 import faulthandler
 import gc
 import os
@@ -15,7 +16,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -117,21 +118,30 @@ class _Forkserver:
             return False
         command = self._commands.decode(packet)
         if isinstance(command, Spawn):
-            self._spawn(fds[0])
+            self._spawn(fds)
         elif command.pid in self._children:
             os.killpg(command.pid, signal.SIGKILL)
         return True
 
-    def _spawn(self, channel_fd: int) -> None:
-        output_fd, write_fd = os.pipe()
-        parent_pid = os.getpid()
+    def _spawn(self, channel: Sequence[int]) -> None:
+        """Fork an episode's process, which serves `channel`: one socket, or none if no descriptor was left for it."""
+        opened = [*channel]
         try:
+            if not channel:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            [channel_fd] = channel
+            output_fd, write_fd = os.pipe()
+            opened += [output_fd, write_fd]
+            # Of this process itself, to learn before the fork that there is room for the child's.
+            opened.append(reserved_fd := os.pidfd_open(os.getpid()))
+            parent_pid = os.getpid()
             pid = os.fork()
-        except OSError as error:
-            for fd in (output_fd, write_fd, channel_fd):
+        except OSError as error:  # the other episodes go on
+            for fd in opened:
                 os.close(fd)
             self._tell(Spawned(pid=0, error=f"no process can be forked: {error.strerror}"))
             return
+        os.close(reserved_fd)
         if pid == 0:
             os.close(output_fd)
             self._become_episode(channel_fd, write_fd, parent_pid)
