@@ -199,6 +199,8 @@ class SimulatedEngine(generate_pb2_grpc.GenerateServiceServicer, rollout_pb2_grp
                 os.kill(os.getpid(), signal.SIGKILL)
             if made == self.hang_after:
                 await self.released.wait()
+            if self._handing_over:
+                raise NotReadyError("this engine drains; play the rest on another replica")
             if fails:
                 raise self.fail_with or UnavailableError(f"told to fail after {made} tokens")
             await asyncio.sleep(self.token_s)

@@ -21,7 +21,7 @@ class Calls(Protocol):
     @property
     def num_in_flight(self) -> int: ...
     async def idle(self) -> None: ...
-    def fail_running(self, reason: str) -> None: ...
+    def hand_over(self, reason: str) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Drain:
                 await self._calls.idle()
         self._grace = None
         num_left = self._calls.num_in_flight
-        self._calls.fail_running("this engine drains and hands its requests over; play the rest on another replica")
+        self._calls.hand_over("this engine drains and hands its requests over; play the rest on another replica")
         with suppress(TimeoutError):
             async with asyncio.timeout(_HAND_OVER_S):
                 await self._calls.idle()

@@ -19,7 +19,7 @@ from penstock.bus.connection import connect
 from penstock.clients import GenerateClient
 from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
-from penstock.errors import UnavailableError
+from penstock.errors import NotReadyError, UnavailableError
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from services.rollout.engine.crash_streak import MAX_IN_A_ROW
 from services.rollout.testing.engine_process import EngineProcess, engine_process, log_events
@@ -104,7 +104,7 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
             await _until_refused(engine)
         assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
         handed_over = await asyncio.gather(*plays, return_exceptions=True)
-        assert {type(each) for each in handed_over} == {UnavailableError}
+        assert {type(each) for each in handed_over} == {NotReadyError}
         assert await promptly(engine.process.wait()) == 0
         assert not any(_runs(pid) for pid in children)
         assert not list(engine.scratch.iterdir())  # nor the files of SGLang's sockets
@@ -165,9 +165,9 @@ async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nat
         assert drained == await draining
         assert drained.num_handed_over == 5
         for failed in await asyncio.gather(*plays, return_exceptions=True):
-            assert isinstance(failed, UnavailableError)
+            assert isinstance(failed, NotReadyError)  # no failure, of the replica or of the call
             assert "play the rest on another replica" in str(failed)
-        assert await _code_of(unary) == grpc.StatusCode.UNAVAILABLE
+        assert await _code_of(unary) == grpc.StatusCode.FAILED_PRECONDITION
         outputs = [each.remaining().input_ids[3:] for each in turns]
         longest = max(outputs, key=len)
         assert all(len(one) > 1 and one == longest[: len(one)] for one in outputs)

@@ -28,7 +28,7 @@ class Calls:
         if not self.num_in_flight:
             self._idle.set()
 
-    def fail_running(self, reason: str) -> None:
+    def hand_over(self, reason: str) -> None:
         self.reasons.append(reason)
         self.end(self.num_in_flight)
 

@@ -21,7 +21,7 @@ import structlog
 from fastapi import HTTPException
 
 from penstock.config import NetworkConfig
-from penstock.errors import InvalidRequestError, SetupError, UnavailableError
+from penstock.errors import InvalidRequestError, NotReadyError, PenstockError, SetupError, UnavailableError
 from penstock.model.families.experts import mixture_shape
 from penstock.model.tokens import forbidden_token_ids
 from penstock.runtime.imports import kept_for_ever
@@ -66,7 +66,7 @@ class _Call:
     """SGLang's request."""
     bootstrap: generate_pb2.Bootstrap | None
     task: asyncio.Task[Any] | None = None
-    failure: str = ""
+    failure: PenstockError | None = None
     is_aborted: bool = False
     version: int | None = None
     """On a PD pair: the policy version of the whole call."""
@@ -225,8 +225,15 @@ class SglangEngine:
 
     def fail_running(self, reason: str) -> None:
         """End all running calls with an UnavailableError of text `reason`, and abort their requests in SGLang."""
+        self._end_running(UnavailableError, reason)
+
+    def hand_over(self, reason: str) -> None:
+        """The same with a NotReadyError: others play the rest, and nothing has failed."""
+        self._end_running(NotReadyError, reason)
+
+    def _end_running(self, kind: type[PenstockError], reason: str) -> None:
         for call in self._running.values():
-            call.failure = reason
+            call.failure = kind(reason)
             if call.task is not None:
                 call.task.cancel()
             self._abort(call)  # now, because callers may be slow to take the finished tokens
@@ -333,7 +340,7 @@ class SglangEngine:
 
     @contextmanager
     def _in_flight(self, call: _Call, work: Coroutine[Any, Any, ResultT]) -> "Iterator[asyncio.Task[ResultT]]":
-        """Run `work` as a task that `fail_running` ends; at the end of the context, abort the request in SGLang."""
+        """Run `work` as a task that `_end_running` ends; at the end of the context, abort the request in SGLang."""
         task = asyncio.create_task(work)
         task.add_done_callback(_retrieve)
         call.task = task
@@ -343,8 +350,8 @@ class SglangEngine:
         try:
             yield task
         except asyncio.CancelledError:
-            if call.failure:
-                raise UnavailableError(call.failure) from None
+            if call.failure is not None:
+                raise call.failure from None
             raise
         except ValueError as error:
             raise InvalidRequestError(f"SGLang refuses the request: {error}") from None
