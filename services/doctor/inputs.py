@@ -1,9 +1,9 @@
 """Checks the recipe's model, data and settings as far as possible without loading anything."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from penstock.errors import UserError
+from penstock.errors import ConfigError, UserError
 from penstock.model import hub
 from penstock.model.folder import read_json, require_model
 from penstock.runtime.security import Security
@@ -12,7 +12,8 @@ from services.doctor.memory import ModelSize
 from services.launch.known_names import require_names
 from services.recipe import Recipe
 from services.rollout.engine.sglang import recipe_settings
-from services.rollout.engine.sglang.settings import num_parameters
+from services.rollout.engine.sglang.settings import parameter_sizes
+from services.trainer.backend.optimizer.learning_rates import rates_of
 from services.trainer.config import TRAINED_MODEL_TYPES
 from services.trainer.data.sources.files import require_files
 from services.trainer.demonstrations.files import require_demonstrations
@@ -30,17 +31,20 @@ def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
         return fault("model", "section [model] is missing", "give --model.path=, or add it to the recipe"), None
     path = hub.find_cached(recipe.model.path)
     if path is None:
-        return _check_on_the_hub(recipe.model.path)
+        return _check_on_the_hub(recipe.model.path, recipe)
     try:
         require_model(path)
         model_type = read_json(path / "config.json").get("model_type", "")
-        count = num_parameters(path)
+        sizes = parameter_sizes(path)
     except UserError as error:
         return blamed("model", error), None
+    count = sum(sizes.values())
     if not count:
         return fault("model", f"{path} has no .safetensors file", "download the model again, with its weights"), None
     size = ModelSize(
-        num_parameters=count, checkpoint_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        num_parameters=count,
+        num_trained=_num_trained(sizes, recipe),
+        checkpoint_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
     )
     if missing := [name for name in _TEXT_FILES if not (path / name).is_file()]:
         return fault("model", f"{path} has no {missing[0]}", "download the model again, with its tokenizer"), size
@@ -50,7 +54,18 @@ def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
     return ok("model", seen), size
 
 
-def _check_on_the_hub(path: Path) -> tuple[Finding, ModelSize | None]:
+def _num_trained(sizes: Mapping[str, int], recipe: Recipe) -> int:
+    """Count the parameters with a learning rate; all of them if the files have other names than the model."""
+    if recipe.trainer.lora.rank:
+        return 0
+    try:
+        rates = rates_of(list(sizes), recipe.trainer.optimizer.learning_rates, default=1.0)
+    except ConfigError:
+        return sum(sizes.values())
+    return sum(size for name, size in sizes.items() if rates[name] > 0)
+
+
+def _check_on_the_hub(path: Path, recipe: Recipe) -> tuple[Finding, ModelSize | None]:
     """Ask the Hub for a model that its cache lacks; nothing is downloaded."""
     model = hub.parse_id(path)
     assert model is not None, "a path is a model on the Hub, or on this machine"
@@ -61,7 +76,11 @@ def _check_on_the_hub(path: Path) -> tuple[Finding, ModelSize | None]:
     seen = f"{model} on the Hugging Face Hub: {facts.checkpoint_bytes / 1e9:,.1f} GB of weights to download"
     if not facts.num_parameters:
         return ok("model", f"{seen}; the Hub does not say how many parameters"), None
-    size = ModelSize(num_parameters=facts.num_parameters, checkpoint_bytes=facts.checkpoint_bytes)
+    size = ModelSize(
+        num_parameters=facts.num_parameters,
+        num_trained=0 if recipe.trainer.lora.rank else facts.num_parameters,  # the Hub tells no names
+        checkpoint_bytes=facts.checkpoint_bytes,
+    )
     return ok("model", f"{seen}, {facts.num_parameters / 1e6:,.1f} million parameters"), size
 
 

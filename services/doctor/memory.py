@@ -15,10 +15,9 @@ from services.launch.gpu_plan import TRAINER, GpuPlan
 from services.plan.host_memory import host_moments
 from services.recipe import Recipe
 
-MASTER_BYTES = 16
-"""Bytes per trained parameter: the weight, its gradient and two averages of AdamW, in float32."""
-CHECKPOINT_BYTES = 12
-"""Bytes per parameter in a checkpoint: the weight and two averages of AdamW, in float32."""
+_FLOAT32 = 4
+_AVERAGES = 8
+"""Bytes of AdamW's two averages of a trained parameter, in float32."""
 SPARE = 0.8
 """Above this share of the available memory, activations and caches may not fit."""
 MIN_SHM_BYTES = 2**30
@@ -40,6 +39,8 @@ class ModelSize:
     num_parameters: int
     checkpoint_bytes: int
     """Bytes of its weight files."""
+    num_trained: int
+    """Parameters with a learning rate; those of adapters are too few to count."""
 
 
 def check_gpu_memory(
@@ -102,10 +103,11 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, i
     num_shards = recipe.trainer.num_shards
     # Beside the weights that AdamW updates.
     has_rounded = ranks == 1 and copied < 4 and not recipe.trainer.lora.rank
-    per_weight = copied if offloads else MASTER_BYTES / num_shards + (has_rounded + has_copy) * copied
-    if recipe.algorithm.needs_reference and not is_sft:
-        per_weight += copied if ranks == 1 else 4 / num_shards
-    needed = int(per_weight * size.num_parameters)
+    per_weight = copied if offloads else _FLOAT32 / num_shards + (has_rounded + has_copy) * copied
+    per_trained = 0 if offloads else (_FLOAT32 + _AVERAGES) / num_shards  # its gradient and averages
+    if recipe.algorithm.needs_reference and not is_sft and not recipe.trainer.lora.rank:
+        per_weight += copied if ranks == 1 else _FLOAT32 / num_shards
+    needed = int(per_weight * size.num_parameters + per_trained * size.num_trained)
     parts = ["weights"] if offloads else ["weights", "gradients", "AdamW's averages"]
     parts += ["the copy that is pushed"] * (has_copy and not offloads)
     of = "" if ranks == 1 else f", in {ranks} ranks,"
@@ -138,6 +140,7 @@ def check_host_memory(
     moments = host_moments(
         size.num_parameters,
         recipe,
+        num_trained=size.num_trained,
         num_engines=num_engines,
         engines_on_gpu=bool(plan.devices),
         trainer_on_gpu=TRAINER in plan.of_process,
@@ -217,7 +220,8 @@ def check_disk(size: ModelSize | None, recipe: Recipe | None, folder: str, free:
         return ok("disk", seen)
     num_kept = recipe.trainer.keep_checkpoints
     # A new checkpoint is written before the oldest is deleted.
-    needed = (num_kept + 1) * CHECKPOINT_BYTES * size.num_parameters
+    weights = 0 if recipe.trainer.lora.rank else _FLOAT32 * size.num_parameters
+    needed = (num_kept + 1) * (weights + _AVERAGES * size.num_trained)
     seen += f"; {num_kept} checkpoints, and one more while it is written, take {gib(needed)}"
     if needed >= free:
         return fault("disk", seen, "free some of it, set run.dir elsewhere, or lower trainer.keep_checkpoints")

@@ -26,6 +26,7 @@ def host_moments(
     num_parameters: int,
     recipe: Recipe,
     *,
+    num_trained: int,
     num_engines: int,
     engines_on_gpu: bool = True,
     trainer_on_gpu: bool = True,
@@ -35,6 +36,7 @@ def host_moments(
 
     Args:
         num_parameters: Of the model.
+        num_trained: Those with a learning rate, which have gradients and averages.
         recipe: The recipe. Its `trainer.ranks` are taken to be all the ranks, on one machine.
         num_engines: Engines of the run.
         engines_on_gpu: Whether engines hold their weights on GPUs.
@@ -43,6 +45,7 @@ def host_moments(
     """
     common = tuple(_common(num_parameters, recipe, num_engines=num_engines, on_gpu=engines_on_gpu))
     ranks, has_reference = recipe.trainer.ranks, recipe.algorithm.needs_reference and not is_sft
+    has_reference = has_reference and not recipe.trainer.lora.rank  # it is the base, with adapters of its own
     whole = _FLOAT32 * num_parameters
     copies = recipe.trainer.hsdp_replicas if ranks > 1 else 1
     reference = (Part(name="reference policy in float32", size_bytes=copies * whole),) * has_reference
@@ -54,13 +57,13 @@ def host_moments(
         moments.append(Moment(name="when the trainer starts", parts=(*common, loaded)))
     of_step = [*common, *weights, *reference]
     if held_here:
-        of_step.append(Part(name="gradients", size_bytes=copies * whole))
-        of_step.append(Part(name="AdamW's averages", size_bytes=copies * _AVERAGES * num_parameters))
+        of_step.append(Part(name="gradients", size_bytes=copies * _FLOAT32 * num_trained))
+        of_step.append(Part(name="AdamW's averages", size_bytes=copies * _AVERAGES * num_trained))
     if not is_sft and (recipe.trainer.keeps_copies_on_host or not trainer_on_gpu):
         of_step.append(_copies(num_parameters, recipe, on_gpu=trainer_on_gpu))
     if ranks > 1:
-        size = _FLOAT32 + _AVERAGES + _FLOAT32 * has_reference
-        of_step.append(Part(name="checkpoint that is being written", size_bytes=size * num_parameters))
+        size = (1 + has_reference) * whole + _AVERAGES * num_trained
+        of_step.append(Part(name="checkpoint that is being written", size_bytes=size))
     moments.append(Moment(name="in a step", parts=tuple(of_step)))
     return tuple(moments)
 

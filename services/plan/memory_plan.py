@@ -96,7 +96,9 @@ def _plan(
     if TRAINER in placed.of_process:
         room = _room(recipe, gpus, placed, len(engines))
         processes += _trainer(shape, recipe, room, working, image_share=image_share)
-    host = host_moments(shape.num_parameters, recipe, num_engines=len(engines))
+    trained = shape.trained(trainer.optimizer.learning_rates)
+    num_trained = sum(size for name, size in shape.sizes if name in trained)
+    host = host_moments(shape.num_parameters, recipe, num_trained=num_trained, num_engines=len(engines))
     return MemoryPlan(shape=shape, processes=tuple(processes), host=host)
 
 

@@ -23,7 +23,7 @@ GIB = 2**30
 H100 = Gpu(name="NVIDIA H100", capability=(9, 0), free_bytes=78 * GIB, total_bytes=80 * GIB)
 B200 = Gpu(name="NVIDIA B200", capability=(10, 0), free_bytes=178 * GIB, total_bytes=180 * GIB)
 T4 = Gpu(name="Tesla T4", capability=(7, 5), free_bytes=15 * GIB, total_bytes=16 * GIB)
-TWO_BILLION = ModelSize(num_parameters=2_000_000_000, checkpoint_bytes=4_000_000_000)
+TWO_BILLION = ModelSize(num_parameters=2_000_000_000, num_trained=2_000_000_000, checkpoint_bytes=4_000_000_000)
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -262,7 +262,10 @@ def test_memory_of_ranks() -> None:
 
 def test_an_engine_rounds_a_checkpoint_in_float32() -> None:
     """To bfloat16, which the trainer computes in."""
-    one_each, wide = recipe(), ModelSize(num_parameters=2_000_000_000, checkpoint_bytes=8_000_000_000)
+    one_each, wide = (
+        recipe(),
+        ModelSize(num_parameters=2_000_000_000, num_trained=2_000_000_000, checkpoint_bytes=8_000_000_000),
+    )
     engine, _ = memory.check_gpu_memory(wide, one_each, plan(one_each, 2), facts(H100, H100))
     assert_found(engine, Status.OK, "weights take 3.7 GiB of the 68.0 GiB")
 
@@ -280,15 +283,29 @@ def test_memory_of_a_gpu_that_is_shared() -> None:
     assert_found(trainer, Status.WARNING, "2.7 GiB are left for activations")
 
 
+def test_what_is_not_trained_has_neither_gradients_nor_averages() -> None:
+    """On the GPU, in the host's memory and in checkpoints, which of adapters hold nothing else."""
+    frozen = dataclasses.replace(TWO_BILLION, num_trained=0)
+    alone, shared = recipe(), recipe("--rollout.gpu_memory_fraction=0.6")
+    _, trainer = memory.check_gpu_memory(frozen, shared, plan(shared, 1), facts(H100))
+    assert_found(trainer, Status.OK, "14.9 GiB of 32.0 GiB")
+    found = memory.check_host_memory(frozen, alone, plan(alone, 0), available=60 * GIB)
+    whole = memory.check_host_memory(TWO_BILLION, alone, plan(alone, 0), available=2**60)
+    assert found.seen != whole.seen
+    adapters = recipe("--trainer.lora.rank=8")
+    assert_found(memory.check_disk(frozen, adapters, "/runs", free=GIB), Status.OK, "take 0.0 GiB")
+    assert_found(memory.check_disk(TWO_BILLION, alone, "/runs", free=GIB), Status.FAULT)
+
+
 def test_memory_that_an_engine_does_not_have() -> None:
     """Weights that do not fit its share, that leave little for KV caches, and a GPU that something else uses."""
-    huge = ModelSize(num_parameters=40_000_000_000, checkpoint_bytes=80_000_000_000)
+    huge = ModelSize(num_parameters=40_000_000_000, num_trained=40_000_000_000, checkpoint_bytes=80_000_000_000)
     one_each, split = recipe(), recipe("--rollout.tensor_parallel=2")
     engine, _ = memory.check_gpu_memory(huge, one_each, plan(one_each, 2), facts(H100, H100))
     assert_found(engine, Status.FAULT, "74.5 GiB of the 68.0 GiB", "rollout.gpu_memory_fraction")
     engine, _ = memory.check_gpu_memory(huge, split, plan(split, 3), facts(H100, H100, H100))
     assert_found(engine, Status.OK, "37.3 GiB of the 68.0 GiB")
-    large = ModelSize(num_parameters=32_000_000_000, checkpoint_bytes=64_000_000_000)
+    large = ModelSize(num_parameters=32_000_000_000, num_trained=32_000_000_000, checkpoint_bytes=64_000_000_000)
     engine, _ = memory.check_gpu_memory(large, one_each, plan(one_each, 2), facts(H100, H100))
     assert_found(engine, Status.WARNING, "8.4 GiB are left for KV caches")
     used = Gpu(name="used", capability=(9, 0), free_bytes=10 * GIB, total_bytes=80 * GIB)
@@ -386,7 +403,12 @@ def test_the_model(tmp_path: Path) -> None:
     finding, size = check_model(recipe("--model.path=builtin:tiny-qwen3-vl"))
     assert_found(finding, Status.OK, "qwen3_vl, 1.1 million parameters")
     assert size is not None
-    assert size.num_parameters == 1_104_320
+    assert size.num_trained == size.num_parameters == 1_104_320
+    frozen = "--trainer.optimizer.learning_rates={tower = 0.0, merger = 0.0}"
+    for setting, expected in ((frozen, range(1, 1_104_320)), ("--trainer.lora.rank=8", range(1))):
+        _, other = check_model(recipe("--model.path=builtin:tiny-qwen3-vl", setting))
+        assert other is not None
+        assert other.num_trained in expected
     tiny = recipe("--model.path=builtin:tiny-qwen3-vl").model
     assert tiny is not None
     copy = recipe(f"--model.path={tmp_path}")

@@ -8,11 +8,14 @@ TOTAL = 1_000_000_000
 """Parameters."""
 
 
-def bytes_per_parameter(*settings: str, num_engines: int = 1, is_sft: bool = False, **where: bool) -> dict[str, float]:
+def bytes_per_parameter(
+    *settings: str, num_engines: int = 1, is_sft: bool = False, trained: float = 1.0, **where: bool
+) -> dict[str, float]:
     """By moment, without what processes take beside weights."""
     recipe = load(Recipe, [], ['--run.name="a"', *settings])
     processes = num_engines * ENGINE_BYTES + OTHERS_BYTES + (recipe.trainer.ranks - 1) * RANK_BYTES
-    moments = host_moments(TOTAL, recipe, num_engines=num_engines, is_sft=is_sft, **where)
+    num_trained = int(trained * TOTAL)
+    moments = host_moments(TOTAL, recipe, num_trained=num_trained, num_engines=num_engines, is_sft=is_sft, **where)
     return {moment.name: (moment.total_bytes - processes) / TOTAL for moment in moments}
 
 
@@ -35,6 +38,13 @@ def test_offloaded_weights_gradients_and_averages_are_here() -> None:
     assert bytes_per_parameter(*offload)["in a step"] == 16 + 4 + 12
     assert bytes_per_parameter(*offload, "--trainer.hsdp_replicas=2")["in a step"] == 2 * 16 + 4 + 12
     assert bytes_per_parameter("--trainer.optimizer.offload=true")["in a step"] == 16 + 4
+
+
+def test_frozen_parts_are_weights_alone() -> None:
+    """Without gradients and averages, in checkpoints too."""
+    offload = ("--trainer.ranks=4", "--trainer.optimizer.offload=true")
+    assert bytes_per_parameter(*offload, trained=0.5)["in a step"] == 4 + 2 + 4 + 4 + (4 + 4)
+    assert bytes_per_parameter("--trainer.ranks=8", trained=0.5)["in a step"] == 2 * 2 + 4 + 4
 
 
 def test_a_reference_policy_is_here() -> None:

@@ -54,6 +54,11 @@ def test_frozen_parts_have_neither_gradients_nor_averages(model: Path) -> None:
     head = dict(shape.sizes)["lm_head.weight"]
     found = moments(plan_of(model, "--trainer.optimizer.learning_rates={head = 0.0}"), "trainer")
     assert found["in a step"]["gradients"] == 4 * (shape.num_parameters - head)
+    offloaded = plan_of(model, "--trainer.optimizer.learning_rates={head = 0.0}", "--trainer.optimizer.offload=true")
+    [of_step] = [moment for moment in offloaded.host if moment.name == "in a step"]
+    sizes = {part.name: part.size_bytes for part in of_step.parts}
+    trained = shape.num_parameters - head
+    assert (sizes["gradients"], sizes["AdamW's averages"]) == (4 * trained, 8 * trained)
 
 
 def test_offload(model: Path) -> None:

@@ -206,12 +206,21 @@ def context_length(config: RolloutConfig, model_path: Path) -> int:
 
 
 def num_parameters(model_path: Path) -> int:
-    """Return the number of parameters in the checkpoint, from the headers of its safetensors files.
+    """Return the number of parameters in the checkpoint.
+
+    Raises:
+        ConfigError: as `parameter_sizes`.
+    """
+    return sum(parameter_sizes(model_path).values())
+
+
+def parameter_sizes(model_path: Path) -> dict[str, int]:
+    """Return the number of elements of each parameter in the checkpoint, from the headers of its safetensors files.
 
     Raises:
         ConfigError: a file is truncated, or not a safetensors file.
     """
-    total = 0
+    sizes: dict[str, int] = {}
     for path in model_path.glob("*.safetensors"):
         try:
             with path.open("rb") as file:
@@ -219,5 +228,5 @@ def num_parameters(model_path: Path) -> int:
                 header = json.loads(file.read(size))
         except (OSError, struct.error, ValueError, OverflowError, MemoryError) as error:
             raise ConfigError(f"model.path: {path} is truncated or not a safetensors file ({error})") from None
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total
+        sizes |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return sizes
