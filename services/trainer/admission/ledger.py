@@ -55,6 +55,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         self._arrivals: dict[int, Arrival[GroupT]] = {}
         self._dropped_early: dict[int, Dropped] = {}
         self._lost_early: dict[int, int] = {}  # index -> next attempt
+        self._redrawn: dict[int, list[int]] = {}  # index -> tokens counted in `counts` of messages that may come again
         self._receipts: dict[int, tuple[int, ReceiptT]] = {}  # number -> index and receipt
         self._next_receipt = 0
 
@@ -180,7 +181,8 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             return False
         self._arrivals[arrival.index] = arrival
         self._dropped_early.pop(arrival.index, None)
-        self._count_redrawn(arrival.attempt, arrival.num_tokens, was_redelivered=arrival.was_redelivered)
+        if arrival.attempt > 0 or arrival.was_redelivered:
+            self._count_redrawn(arrival.index, arrival.num_tokens)
         return True
 
     def fail(self, index: int, attempt: int) -> bool:
@@ -208,8 +210,8 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         dropped = Dropped(attempt=attempt, outcome=GroupStatus.FILTERED, reason=reason, num_tokens=num_tokens)
         if not self._drop(index, dropped):
             return False
-        if num_tokens:
-            self._count_redrawn(attempt, num_tokens, was_redelivered=was_redelivered)
+        if num_tokens and (attempt > 0 or was_redelivered):
+            self._count_redrawn(index, num_tokens)
         return True
 
     def lose(self, index: int, attempt: int) -> bool:
@@ -223,6 +225,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         if index in self._admissions or index in self._rejected:
             self._admissions.pop(index, None)
             self._rejected[index] = attempt + 1
+            self._redrawn.pop(index, None)
         else:
             self._lost_early[index] = attempt + 1
         self.counts.lost += 1
@@ -257,6 +260,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             del self._arrivals[arrival.index]
             admission = self._admissions.pop(arrival.index)
             self._rejected[arrival.index] = max(arrival.attempt, admission.attempt) + 1
+            self._redrawn.pop(arrival.index, None)
             self.counts.rejected += 1
             self.counts.rejected_tokens += arrival.num_tokens
         return stale
@@ -299,6 +303,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         for index in self._training:
             del self._admissions[index]
             self._ended[index] = GroupStatus.TRAINED
+            self._redrawn.pop(index, None)
         self.counts.trained += len(self._training)
         self._training = {}
 
@@ -320,12 +325,19 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         if self._training:
             raise ValueError(f"groups {sorted(self._training)} are being trained")
         only_here = self._arrivals.keys() | self._dropped_early.keys() | self._lost_early.keys()
+        again = [tokens for index in only_here for tokens in self._redrawn.get(index, ())]
+        counts = replace(
+            self.counts,
+            redrawn=self.counts.redrawn - len(again),  # counted when their messages come again
+            redrawn_tokens=self.counts.redrawn_tokens - sum(again),
+        )
+        self._redrawn = {index: tokens for index, tokens in self._redrawn.items() if index in only_here}
         return LedgerCheckpoint(
             state={
                 "next_index": self._next_index,
                 "admitted": [[a.index, a.attempt, a.version] for a in self._admissions.values()],
                 "rejected": sorted([index, attempt] for index, attempt in self._rejected.items()),
-                "counts": asdict(self.counts),
+                "counts": asdict(counts),
             },
             receipts=frozenset(number for number, (index, _) in self._receipts.items() if index not in only_here),
             ended=frozenset(self._ended),
@@ -377,7 +389,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             counts.filtered_tokens += dropped.num_tokens
             counts.filtered_by_reason[dropped.reason] = counts.filtered_by_reason.get(dropped.reason, 0) + 1
 
-    def _count_redrawn(self, attempt: int, num_tokens: int, *, was_redelivered: bool) -> None:
-        if attempt > 0 or was_redelivered:
-            self.counts.redrawn += 1
-            self.counts.redrawn_tokens += num_tokens
+    def _count_redrawn(self, index: int, num_tokens: int) -> None:
+        self.counts.redrawn += 1
+        self.counts.redrawn_tokens += num_tokens
+        self._redrawn.setdefault(index, []).append(num_tokens)

@@ -203,6 +203,24 @@ def test_what_is_sampled_again_is_counted() -> None:
     assert (ledger.counts.redrawn, ledger.counts.lost) == (3, 1)
 
 
+def test_what_comes_again_after_a_restart_is_counted_once() -> None:
+    """Groups in hand are in no checkpoint, and their messages come again; what was rejected or trained is counted."""
+    ledger = ledger_of(max_staleness=1, groups_per_step=1)
+    ledger.admit(1), ledger.admit(1)
+    ledger.hold(arrival(0, was_redelivered=True))
+    ledger.hold(arrival(1, was_redelivered=True))
+    assert restored(ledger).counts.redrawn == 0
+    after = restored(ledger)
+    after.hold(arrival(0, was_redelivered=True))
+    assert (after.counts.redrawn, after.counts.redrawn_tokens) == (1, 7)
+    ledger.commit([0])
+    ledger.finish_training()
+    assert (restored(ledger).counts.redrawn, restored(ledger).counts.redrawn_tokens) == (1, 7)
+    ledger.reject_stale(9)
+    assert (restored(ledger).counts.redrawn, restored(ledger).counts.redrawn_tokens) == (2, 14)
+    assert ledger.counts.redrawn == 2
+
+
 def test_a_group_whose_images_are_gone_is_admitted_again() -> None:
     """As the next attempt, whether its loss is known before its admission or after; its message is released."""
     ledger = ledger_of(groups_per_step=2)
