@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import nats.js.errors
 import structlog
@@ -20,7 +20,7 @@ from nats.js.kv import KeyValue
 from penstock.bus.answers import ANSWER_S, until_answered
 from penstock.bus.buckets.unsynced import UnsyncedStreams
 from penstock.bus.cluster.creation import create, describe_other_settings
-from penstock.bus.failures import BUS_ERRORS, Presence
+from penstock.bus.failures import BUS_ERRORS, Presence, describe
 from penstock.bus.nats_client import connected_client
 from penstock.config import BusConfig
 from penstock.errors import InvalidRequestError, SetupError, UnavailableError
@@ -54,6 +54,15 @@ class Stream:
     name: str
     subject: str
     retention: api.RetentionPolicy
+
+
+class Stored(NamedTuple):
+    """What the server says of a message that it has stored."""
+
+    is_new: bool
+    """Whether no message of the same id was stored before."""
+    sequence: int
+    """Its number in the stream."""
 
 
 class Bus:
@@ -167,8 +176,8 @@ class Bus:
 
     async def publish(
         self, stream: Stream, payload: bytes, *, message_id: str, headers: Mapping[str, str] | None = None
-    ) -> bool:
-        """Store `payload` once; return whether it was new: false if `message_id` was stored before.
+    ) -> Stored:
+        """Store `payload` once; it is not new if `message_id` was stored before.
 
         Raises:
             InvalidRequestError: the payload is larger than the server accepts.
@@ -185,7 +194,22 @@ class Bus:
         presence = self.presence(f"stream {stream.name}", lambda: self._js.stream_info(stream.name))
         publish = functools.partial(self._js.publish, stream.subject, payload, headers=headers)
         ack = await self._stored(message_id, publish, presence)
-        return not ack.duplicate
+        return Stored(is_new=not ack.duplicate, sequence=ack.seq)
+
+    async def holds(self, stream: Stream, message_id: str, sequence: int) -> bool:
+        """Return whether the stream still has a message, by its id and the number under which it was stored.
+
+        Raises:
+            UnavailableError: the server does not answer.
+        """
+        try:
+            message = await self._js.get_msg(stream.name, seq=sequence)
+        except nats.js.errors.NotFoundError:
+            return False
+        except BUS_ERRORS as error:
+            raise UnavailableError(f"stream {stream.name} cannot be read: {describe(error)}") from None
+        # A server that has lost it may have used the number again.
+        return (message.headers or {}).get("Nats-Msg-Id") == message_id
 
     async def replace(self, stream: Stream, subject: str, payload: bytes) -> None:
         """Store `payload` under `subject` of `stream`, replacing what a stream of one message per subject had there.

@@ -76,6 +76,7 @@ class PromptHandler:
                 )
                 payload = smaller
             about["size_bytes"] = len(payload)
-            about["is_new"] = await self._bus.publish(self._bus.groups, payload, message_id=message_id)
+            stored = await self._bus.publish(self._bus.groups, payload, message_id=message_id)
+            about["is_new"] = stored.is_new
         if group.error:
             log.warning("group.unplayed", group=message_id, error=group.error)

@@ -8,15 +8,14 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import structlog
 
 from penstock.bus.connection import Bus
-from penstock.bus.failures import BUS_ERRORS
 from penstock.bus.image_store import ImageStore
-from penstock.errors import DataError, InvalidRequestError
+from penstock.errors import DataError, InvalidRequestError, UnavailableError
 from penstock.records import Group, GroupId
 from penstock.records.codec import encode
 from penstock.runtime.process import end_task
@@ -105,8 +104,8 @@ class Evaluation:
         """
         self._has_received_all = has_received_all
         self._silence_s = silence_s
-        self._attempts: dict[int, int] = {}
-        """Attempt of each prompt in play, by index."""
+        self._sent: dict[int, _Sent] = {}
+        """The last attempt of each prompt, by index."""
         self._heard = asyncio.Event()
         """Set when a group arrives; cleared by `_replace_lost`."""
         self._sets = sets
@@ -219,26 +218,31 @@ class Evaluation:
 
     async def _replace_lost(self) -> None:
         """Publish again the prompts that are in neither queue. A worker stores a group before it acknowledges the
-        prompt, so the server lost a group that is missing first from PROMPTS and then from GROUPS."""
+        prompt, so the server lost a group that is missing first from PROMPTS and then from GROUPS. Prompts of a
+        training run are in the queue, too, so each one is looked for by itself."""
         while True:
             self._heard.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._heard.wait(), self._silence_s)
                 continue
             async with self._publishing:
-                if await self._has_prompts() or not await self._has_received_all():
+                missing = await self._not_in_the_queue()
+                if not missing or not await self._has_received_all():
                     continue
-                lost = sorted(self._in_play)
+                lost = sorted(missing & self._in_play.keys())
             for index in lost:
                 log.warning("evaluation.prompt_lost", index=index)
-                await self._publish(index, attempt=self._attempts[index] + 1)
+                await self._publish(index, attempt=self._sent[index].attempt + 1)
 
-    async def _has_prompts(self) -> bool:
-        """Return whether the queue holds prompts, delivered to a worker or not; True if the server does not answer."""
-        try:
-            return int((await self._bus.jetstream.stream_info(self._bus.prompts.name)).state.messages) > 0
-        except BUS_ERRORS:
-            return True
+    async def _not_in_the_queue(self) -> set[int]:
+        """Return the prompts in play that the queue no longer holds; none if the server does not answer."""
+        missing = set[int]()
+        with suppress(UnavailableError):
+            for index in sorted(self._in_play):
+                sent = self._sent[index]
+                if not await self._bus.holds(self._bus.prompts, sent.message_id, sent.sequence):
+                    missing.add(index)
+        return missing
 
     async def _publish(self, index: int, *, attempt: int) -> None:
         async with self._publishing:
@@ -252,13 +256,19 @@ class Evaluation:
             return  # what was taken for lost has come
         group_id = GroupId(run_id=self._run_id, index=index, attempt=attempt, trainer_epoch=self._epoch)
         self._in_play[index] = played.described(row, example)
-        self._attempts[index] = attempt
         try:
             hashes = tuple([await self._images.put(group_id.scope, image) for image in example.images])
             prompt = played.prompt(example, group_id, version=self._version, images=hashes)
-            await self._bus.publish(self._bus.prompts, encode(prompt), message_id=group_id.message)
+            stored = await self._bus.publish(self._bus.prompts, encode(prompt), message_id=group_id.message)
         except InvalidRequestError as error:
             raise DataError(f"row {row} of evaluation.sets.{name} cannot be sent: {error}") from None
+        self._sent[index] = _Sent(attempt, group_id.message, stored.sequence)
+
+
+class _Sent(NamedTuple):
+    attempt: int
+    message_id: str
+    sequence: int
 
 
 def _max_in_play(sets: Mapping[str, EvaluationSet], num_slots: int | None) -> int:

@@ -39,9 +39,9 @@ asyncio.run(main(*sys.argv[1:]))
 
 async def test_the_same_message_id_is_stored_once(workers: OpenConsumer, bus: Bus) -> None:
     """A repeated publish changes nothing and says so."""
-    assert await bus.publish(bus.prompts, b"first", message_id="a")
-    assert not await bus.publish(bus.prompts, b"again", message_id="a")
-    assert await bus.publish(bus.prompts, b"other", message_id="b")
+    assert (await bus.publish(bus.prompts, b"first", message_id="a")).is_new
+    assert not (await bus.publish(bus.prompts, b"again", message_id="a")).is_new
+    assert (await bus.publish(bus.prompts, b"other", message_id="b")).is_new
     assert await num_messages(bus, bus.prompts.name) == 2
     delivery = await fetch_one(await workers(bus))
     assert (delivery.payload, delivery.message_id, delivery.num_delivered) == (b"first", "a", 1)
@@ -122,8 +122,8 @@ async def test_an_oversized_payload_is_refused_and_the_largest_is_taken(bus: Bus
         InvalidRequestError, match=r"message big of \d+ bytes is over .*max_payload = .*raise max_payload"
     ):
         await bus.publish(bus.groups, bytes(largest + 1), message_id="big")
-    assert await bus.publish(bus.groups, bytes(largest), message_id="big")
-    assert await bus.publish(bus.groups, b"small", message_id="small")
+    assert (await bus.publish(bus.groups, bytes(largest), message_id="big")).is_new
+    assert (await bus.publish(bus.groups, b"small", message_id="small")).is_new
 
 
 async def test_the_largest_message_can_be_buried(workers: OpenConsumer, bus: Bus) -> None:

@@ -44,7 +44,7 @@ async def test_a_publish_waits_out_a_restart_of_the_server(
             async with local_server(tmp_path, port=port):
                 await promptly(pending)
                 assert await num_messages(bus, bus.prompts.name) == 2
-                assert not await bus.publish(bus.prompts, b"before", message_id="before")
+                assert not (await bus.publish(bus.prompts, b"before", message_id="before")).is_new
                 assert {(await fetch_one(consumer)).payload for _ in range(2)} == {b"before", b"during"}
 
 

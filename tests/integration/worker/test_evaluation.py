@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from transformers import AutoTokenizer
 
@@ -15,7 +16,7 @@ from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore
 from penstock.errors import DataError
 from penstock.records import Group, Prompt
-from penstock.records.codec import decode
+from penstock.records.codec import decode, encode
 from penstock.runtime.ports import free_ports
 from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine
@@ -172,8 +173,10 @@ async def test_a_lost_group_is_published_again_and_a_copy_is_ignored(bus: Bus, t
     assert await count(bus, bus.images) == 0
 
 
-async def test_a_prompt_that_the_server_lost_is_published_again(bus: Bus, tmp_path: Path) -> None:
-    """Once nothing arrives any more and neither queue holds it; not while a group may still be on its way."""
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside training"])
+async def test_a_prompt_that_the_server_lost_is_published_again(bus: Bus, tmp_path: Path, beside: bool) -> None:
+    """Once nothing arrives any more and neither queue holds it; not while a group may still be on its way. Prompts that
+    training keeps in the queue do not hide the loss, even under the lost one's number."""
     played: list[PlayedPrompt] = []
     has_all, num_looks = False, 0
 
@@ -185,12 +188,16 @@ async def test_a_prompt_that_the_server_lost_is_published_again(bus: Bus, tmp_pa
     sets = make_sets(tmp_path, ["3"])
     async with published(bus, sets, played, has_received_all=has_received_all, silence_s=0.05) as evaluation:
         [prompt] = await prompts(bus)
-        await bus.purge(bus.prompts)
+        await bus.jetstream.delete_stream(bus.prompts.name)
+        await bus.ensure_streams()
+        if beside:
+            foreign = msgspec.structs.replace(prompt, id=msgspec.structs.replace(prompt.id, run_id="training"))
+            await bus.publish(bus.prompts, encode(foreign), message_id=foreign.id.message)
         await until(lambda: num_looks >= 3)
-        assert await count(bus, bus.prompts) == 0
+        assert await count(bus, bus.prompts) == int(beside)
         has_all = True
-        await until(lambda: _has_prompts(bus, 1))
-        [again] = await prompts(bus)
+        await until(lambda: _has_prompts(bus, 1 + int(beside)))
+        [again] = [each for each in await prompts(bus) if each.id.run_id == prompt.id.run_id]
         assert (again.id.index, again.id.attempt) == (prompt.id.index, 1)
         await evaluation.receive(broken(again))
     assert [each.error for each in played] == ["broken"]
