@@ -129,6 +129,7 @@ class TurnPlayer:
                     log.warning("images.stored_again", request=request.request_id, reason=str(error))
                     progress.restored_at = resumable.num_tokens
                     await restore_images(began)
+                    progress.give_up_at = time.monotonic() + self._wait_timeout_s
                     continue
                 if resumable.num_tokens == 0:
                     raise
