@@ -129,4 +129,6 @@ Runner: TypeAlias = Callable[[AgentSession], Awaitable[Any] | Any]
 
 
 def _number(value: object) -> float | None:
-    return finite_float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    return finite_float(value)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import secrets
 import socket
@@ -143,7 +144,7 @@ class Cluster:
             for node_id in filter(self._is_due, alive):
                 task = asyncio.create_task(self._look_at(alive[node_id]))
                 self._examinations[node_id] = task
-                task.add_done_callback(lambda _, node_id=node_id: self._examinations.pop(node_id))
+                task.add_done_callback(functools.partial(self._end_examination, node_id))
 
     async def keep_noticing(self, *, every_s: float) -> None:
         """Look for hosts until cancelled, so that `penstock scale` knows what there is room for."""
@@ -157,6 +158,9 @@ class Cluster:
         finally:
             for examination in self._examinations.values():
                 examination.cancel()
+
+    def _end_examination(self, node_id: str, _: asyncio.Task[None]) -> None:
+        del self._examinations[node_id]
 
     def _is_due(self, node_id: str) -> bool:
         if node_id in self._examinations:
