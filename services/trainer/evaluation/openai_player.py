@@ -294,16 +294,20 @@ def _wait_after(num_failures: int) -> float:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds that an answer's `Retry-After` asks to wait, given as a number or a date; 0 without one."""
+    """Return the seconds that an answer's `Retry-After` asks to wait; 0 without one.
+
+    A date counts from the answer's own `Date`, since this machine's clock may differ.
+    """
     value = headers.get("retry-after", "")
     try:
         return max(0.0, float(value))
     except ValueError:
         pass
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+        until, now = (email.utils.parsedate_to_datetime(each) for each in (value, headers.get("date", "")))
     except ValueError:
         return 0.0
+    return max(0.0, (until - now).total_seconds())
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

@@ -175,10 +175,11 @@ async def test_a_limit_that_stays_ends_the_evaluation(
     ("value", "seconds"),
     [("20", 20.0), ("0.5", 0.5), ("", 0.0), ("soon", 0.0), ("-3", 0.0), ("Fri, 27 Nov 2026 08:00:30 GMT", 30.0)],
 )
-def test_how_long_a_server_asks_to_wait(monkeypatch: pytest.MonkeyPatch, value: str, seconds: float) -> None:
-    """In seconds, or until a date."""
-    monkeypatch.setattr("time.time", lambda: 1_795_766_400.0)
-    assert openai_player.retry_after_s({"retry-after": value}) == pytest.approx(seconds)
+def test_how_long_a_server_asks_to_wait(value: str, seconds: float) -> None:
+    """In seconds, or until a date by its own clock."""
+    headers = {"retry-after": value, "date": "Fri, 27 Nov 2026 08:00:00 GMT"}
+    assert openai_player.retry_after_s(headers) == seconds
+    assert openai_player.retry_after_s({"retry-after": "Fri, 27 Nov 2026 08:00:30 GMT"}) == 0.0
 
 
 async def test_a_refused_prompt_fails_alone(api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]) -> None:
