@@ -18,4 +18,7 @@ def shown(value: object) -> str:
     """Return a value for a message, however many digits it has."""
     if isinstance(value, int) and value.bit_length() > 1_000:
         return f"an integer of {value.bit_length()} bits"
-    return repr(value)
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return f"a {type(value).__name__} of very many digits"

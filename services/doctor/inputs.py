@@ -5,6 +5,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, UserError
 from penstock.model import hub
+from penstock.model.families.qwen_vl import loaded_name
 from penstock.model.folder import read_json, require_model
 from penstock.runtime.security import Security
 from services.doctor.finding import Finding, blamed, fault, ok, warning
@@ -43,7 +44,7 @@ def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
         return fault("model", f"{path} has no .safetensors file", "download the model again, with its weights"), None
     size = ModelSize(
         num_parameters=count,
-        num_trained=_num_trained(sizes, recipe),
+        num_trained=_num_trained({loaded_name(name, model_type): size for name, size in sizes.items()}, recipe),
         checkpoint_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
     )
     if missing := [name for name in _TEXT_FILES if not (path / name).is_file()]:

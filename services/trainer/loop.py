@@ -15,7 +15,7 @@ waits until replicas are held out for the evaluation of the weights that it chan
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +97,8 @@ class TrainingLoop:
     """Batches of demonstrations that steps learn beside their groups; None if they learn none."""
     on_step: Callable[[dict[str, Any]], None] = lambda row: None
     """Called with the row of each step, as it is in metrics.jsonl."""
+    failure: DataError | None = None
+    """The first that ended the run."""
     _may_update: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while the weights that an evaluation plays must stay the published ones."""
     _is_copied: asyncio.Event = field(default_factory=asyncio.Event)
@@ -114,25 +116,23 @@ class TrainingLoop:
         async with asyncio.TaskGroup() as tasks:
             await self.publication.publish(self.position.version, await self._copy_weights())
             await unless_stopped(self._catch_up(), stop)
-            feeding = tasks.create_task(self._feed(stop))
+            feeding = tasks.create_task(self.until_wrong(self.feeder.run(), stop))
             try:
                 await self._train_until(stop, tasks)
             finally:
                 if self.demonstrations is not None:
                     await self.demonstrations.close()
             await end_task(feeding)
-            if not feeding.cancelled() and (error := feeding.result()) is not None:
-                raise error
         self.progress.phase = trainer_pb2.RUN_PHASE_FINISHED
 
-    async def _feed(self, stop: asyncio.Event) -> DataError | None:
-        """Admit groups until cancelled. A wrong row ends the run in order, so that no step before it is lost."""
+    async def until_wrong(self, work: Awaitable[object], stop: asyncio.Event) -> None:
+        """Await `work`. If data are wrong, the run ends in order, so that no step before that is lost: `stop` is set,
+        and `run` raises the error once everything is saved."""
         try:
-            await self.feeder.run()
+            await work
         except DataError as error:
+            self.failure = self.failure or error
             stop.set()
-            return error
-        return None
 
     async def _catch_up(self) -> None:
         """After a restart: take what the bus holds, and publish the rest of the admitted groups again."""
@@ -145,7 +145,6 @@ class TrainingLoop:
         pushes, writes, settlements, evaluations = (Lane(tasks) for _ in range(4))
         self._may_update.set()
         self._is_copied.set()
-        failure: DataError | None = None
         if self.evaluator is not None and self.evaluator.is_interrupted:
             evaluations.start(self._go_on_evaluating(stop))
         while self.position.num_steps_left and not stop.is_set():
@@ -162,7 +161,7 @@ class TrainingLoop:
                     break
                 learned = await self._take_demonstrations(clock)
             except DataError as error:
-                failure = error
+                self.failure = self.failure or error
                 stop.set()
                 await self._abort_batch()
                 break
@@ -192,16 +191,17 @@ class TrainingLoop:
         await pushes.free()
         await writes.free()
         await settlements.free()
-        if self.checkpoints.saved_version != self.position.version:
+        is_untrained = self.position.step == 0 and self.failure is not None
+        if self.checkpoints.saved_version != self.position.version and not is_untrained:
             await self._write_checkpoint(self.checkpoints.moment(self.position), settlements)
             await settlements.free()
         with self._held_up(is_over=evaluations.is_free):
             await evaluations.free()
-        if not self.position.num_steps_left and self._is_evaluation_due():
+        if not self.position.num_steps_left and self._is_evaluation_due() and self.failure is None:
             with self._held_up(is_over=False):
                 await self._evaluate(pushes, stop, on_held_out=None)
-        if failure is not None:
-            raise failure
+        if self.failure is not None:
+            raise self.failure
 
     @contextmanager
     def _held_up(self, *, is_over: bool) -> Iterator[None]:
@@ -227,13 +227,14 @@ class TrainingLoop:
             step, version, has_received_all=self.collector.has_everything, on_held_out=on_held_out
         )
         with spans.recorded("evaluation", step=step, version=version):
-            await unless_stopped(evaluating, stop)
+            await self.until_wrong(unless_stopped(evaluating, stop), stop)
         self._may_update.set()
 
     async def _go_on_evaluating(self, stop: asyncio.Event) -> None:
         """Go on with the evaluation that a kill or a stop interrupted, or until `stop`."""
         assert self.evaluator is not None, "nothing was interrupted without an evaluator"
-        await unless_stopped(self.evaluator.go_on(has_received_all=self.collector.has_everything), stop)
+        going_on = self.evaluator.go_on(has_received_all=self.collector.has_everything)
+        await self.until_wrong(unless_stopped(going_on, stop), stop)
 
     async def _compute_batch(self, stop: asyncio.Event, clock: StepClock) -> list[Finished] | None:
         """Compute the groups of a step as they come; None, and no step, if `stop` is set while some are missing."""

@@ -77,9 +77,10 @@ async def _serve_progress(
 
 
 async def _run_beside_its_tasks(loop: TrainingLoop, stop: asyncio.Event) -> None:
-    """Run the loop with the tasks that it needs; an error in one ends all of them."""
+    """Run the loop with the tasks that it needs; an error in one ends all of them, at once or, of data, in order."""
     async with asyncio.TaskGroup() as tasks:
-        helpers = [tasks.create_task(loop.collector.run()), tasks.create_task(loop.publisher.keep_current())]
+        collecting = loop.until_wrong(loop.collector.run(), stop)
+        helpers = [tasks.create_task(collecting), tasks.create_task(loop.publisher.keep_current())]
         await loop.run(stop)
         for helper in helpers:
             await end_task(helper)

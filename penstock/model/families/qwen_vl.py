@@ -64,6 +64,16 @@ def published_name(name: str, model: str) -> str:
     return name
 
 
+def loaded_name(name: str, model_type: str) -> str:
+    """Return what transformers calls the parameter with this name in a checkpoint: the inverse of `published_name`."""
+    is_own = any(name.startswith(own) for own, _ in _OWN_TO_PUBLISHED)
+    if model_type in _WITH_PUBLISHED_NAMES and not is_own:
+        for own, published in _OWN_TO_PUBLISHED:
+            if name.startswith(published):
+                return own + name.removeprefix(published)
+    return name
+
+
 def part_of(name: str) -> str:
     """Return the part of the model, one of `PARTS`, that holds the parameter with this own name."""
     if name.startswith("lm_head."):

@@ -109,9 +109,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
                     keeping = [
                         tasks.create_task(_renew_on_change(server, lease)),
                         tasks.create_task(_follow_load(server)),
-                        tasks.create_task(
-                            server.engine.until_it_hangs(is_excused=lambda: server.receiver.is_receiving)
-                        ),
+                        tasks.create_task(server.engine.until_it_hangs(is_excused=lambda: server.receiver.is_busy)),
                     ]
                     await _until_any((stop, server.engine.died, server.crashes.is_useless))
                     await server.end_service(settings.run.grace_s)  # while the lease announces it

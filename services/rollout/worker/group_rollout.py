@@ -20,7 +20,7 @@ from services.rollout.worker.group_images import GroupImages, Store
 from services.rollout.worker.players import Played, Player
 from services.rollout.worker.shared_rendering import SharedRendering
 
-_CUT_SHORT = ("length", "deadline")
+_CUT_SHORT = ("length", "deadline", "environment")
 _FAILED = Verdict(score=0.0, status=Status.FAILED.value, extracted="", method="UNSPECIFIED")
 
 

@@ -7,8 +7,6 @@ from penstock.records import SINGLE_TURN
 from services.trainer.algorithm.axes import LengthPenaltyConfig
 from services.trainer.data.config import DataConfig, SourceConfig
 
-"""The built-in environment whose episodes have one turn."""
-
 
 def most_own_tokens(data: DataConfig, sampling: SamplingConfig, *, context_length: int) -> float:
     """Return a bound on the policy's own tokens of a sample, over all its turns; infinite if nothing known bounds them.

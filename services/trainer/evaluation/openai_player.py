@@ -210,7 +210,7 @@ class OpenAiPlayer:
         By hand, not by tenacity as Penstock's own clients: each status has an outcome of its own.
         """
         num_failures = num_limited = 0
-        limited_until = time.monotonic() + _LIMITED_PATIENCE_S
+        limited_until: float | None = None
         while True:
             try:
                 response = await self._http.request(method, f"{self._url}{path}", json=body)
@@ -230,11 +230,13 @@ class OpenAiPlayer:
                     self._require_supported(body, response.text)
                 if response.status_code == 429:
                     num_limited += 1
+                    limited_until = limited_until or time.monotonic() + _LIMITED_PATIENCE_S
                     wait_s = max(retry_after_s(response.headers), _wait_after(num_limited))
                     if time.monotonic() + wait_s > limited_until:
                         raise SetupError(
-                            f"--url {self._url} has refused a request for {_LIMITED_PATIENCE_S:g} s: {reason}; lower "
-                            "worker.concurrency, the prompts that are asked at once"
+                            f"--url {self._url} refuses one request for more than {_LIMITED_PATIENCE_S:g} s (now for "
+                            f"{wait_s:.0f} s more): {reason}; lower worker.concurrency, the prompts that are asked at "
+                            "once, or go on later with --resume"
                         )
                     await self._pause(reason, wait_s)
                     continue
@@ -305,9 +307,9 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
         pass
     try:
         until, now = (email.utils.parsedate_to_datetime(each) for each in (value, headers.get("date", "")))
-    except ValueError:
+        return max(0.0, (until - now).total_seconds())
+    except (ValueError, TypeError):  # no date, or only one of them with a zone
         return 0.0
-    return max(0.0, (until - now).total_seconds())
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

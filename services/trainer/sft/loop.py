@@ -90,11 +90,7 @@ class SftLoop:
             await self._validate(stop)
             while self.step < self.num_steps and not stop.is_set():
                 started = time.monotonic()
-                try:
-                    batch = await self.batches.take(is_last=self.step + 1 == self.num_steps)
-                except DataError:
-                    await asyncio.to_thread(self._save_if_new)
-                    raise
+                batch = await self.batches.take(is_last=self.step + 1 == self.num_steps)
                 data_wait_s = time.monotonic() - started
                 metrics = await asyncio.to_thread(self.backend.step, batch.sequences)
                 self.step += 1
@@ -104,6 +100,9 @@ class SftLoop:
                 if self.step % self.checkpoint_every == 0:
                     await asyncio.to_thread(self._save)
                 await self._validate(stop)
+        except DataError:
+            await asyncio.to_thread(self._save_if_new)
+            raise
         finally:
             await self.batches.close()
         await asyncio.to_thread(self._save_if_new)

@@ -267,7 +267,7 @@ async def test_a_taken_port_is_said_at_once(tiny_model_path: Path, nats_url: str
 _IMPATIENT = """
 from services.rollout.engine.sglang import scheduler_watch
 
-scheduler_watch.MAX_SILENT_LOOKS = 15
+scheduler_watch.silence_limit_s = lambda watchdog_timeout: watchdog_timeout / 20
 scheduler_watch._ASK_EVERY_S = 0.5
 """
 """Read by the interpreter before the engine's own modules."""

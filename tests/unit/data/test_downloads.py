@@ -1,8 +1,12 @@
 """Pictures that rows name by address: downloaded once, and whole."""
 
 import hashlib
+import http.client
 import http.server
+import socket
+import ssl
 import threading
+import urllib.error
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +77,25 @@ def test_what_stays_is_asked_for_once(tmp_path: Path) -> None:
     """A file that is not there: a second attempt would get it from this server."""
     with server([len(WHOLE)], statuses=[404]) as url, pytest.raises(ValueError, match=r"cannot be downloaded: .*404"):
         download(url, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (urllib.error.URLError(socket.gaierror(socket.EAI_NONAME, "Name or service not known")), False),
+        (urllib.error.URLError(socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")), True),
+        (urllib.error.URLError(ssl.SSLCertVerificationError("certificate has expired")), False),
+        (urllib.error.URLError("unknown url type: ftp"), False),
+        (http.client.InvalidURL("URL can't contain control characters"), False),
+        (http.client.IncompleteRead(b"a"), True),
+        (urllib.error.URLError(ConnectionRefusedError()), True),
+        (ValueError("it has more than 3 bytes"), False),
+    ],
+    ids=repr,
+)
+def test_nobody_waits_for_what_will_not_pass(error: Exception, passes: bool) -> None:
+    """A host that is gone costs a data set of dead links no minutes."""
+    assert downloads._may_pass(error) == passes
 
 
 def test_a_page_in_place_of_an_image_is_not_kept(tmp_path: Path) -> None:

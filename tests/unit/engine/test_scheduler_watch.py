@@ -5,15 +5,14 @@ import asyncio
 import pytest
 
 from services.rollout.engine.sglang import scheduler_watch
-from services.rollout.engine.sglang.scheduler_watch import until_it_hangs
+from services.rollout.engine.sglang.scheduler_watch import silence_limit_s, until_it_hangs
 from tests.support.waiting import promptly, until
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks follow each other at once."""
-    monkeypatch.setattr(scheduler_watch, "LOOK_S", 0.001)
-    monkeypatch.setattr(scheduler_watch, "MAX_SILENT_LOOKS", 5)
+    monkeypatch.setattr(scheduler_watch, "_LOOK_S", 0.001)
     monkeypatch.setattr(scheduler_watch, "_ASK_EVERY_S", 0.0)
 
 
@@ -40,7 +39,7 @@ class Scheduler:
 async def test_a_scheduler_that_stops_answering_is_noticed() -> None:
     """After it has answered, and not before."""
     scheduler = Scheduler()
-    watching = asyncio.create_task(until_it_hangs(scheduler.ask, is_excused=scheduler.is_excused))
+    watching = asyncio.create_task(until_it_hangs(scheduler.ask, limit_s=0.0049, is_excused=scheduler.is_excused))
     await until(lambda: scheduler.num_asked >= 20)
     assert not watching.done()
     scheduler.answers.clear()
@@ -52,7 +51,7 @@ async def test_one_that_loads_weights_is_not_taken_for_hanging() -> None:
     scheduler = Scheduler()
     scheduler.answers.clear()
     scheduler.num_excused = 50
-    await promptly(until_it_hangs(scheduler.ask, is_excused=scheduler.is_excused))
+    await promptly(until_it_hangs(scheduler.ask, limit_s=0.0049, is_excused=scheduler.is_excused))
     assert scheduler.num_excused == -5
     assert scheduler.num_asked == 1
 
@@ -66,8 +65,14 @@ async def test_one_that_is_only_slow_is_borne() -> None:
         for _ in range(3):
             await asyncio.sleep(0.0)
 
-    watching = asyncio.create_task(until_it_hangs(ask, is_excused=lambda: False))
+    watching = asyncio.create_task(until_it_hangs(ask, limit_s=0.0049, is_excused=lambda: False))
     await until(lambda: scheduler.num_asked >= 50)
     assert not watching.done()
     watching.cancel()
     await asyncio.wait({watching})
+
+
+def test_sglangs_own_watchdog_comes_first() -> None:
+    """It looks twice in its timeout, so that it bears up to one and a half of it; without it nothing hangs."""
+    assert silence_limit_s(300.0) > 1.5 * 300.0
+    assert silence_limit_s(0.0) == silence_limit_s(None) == float("inf")

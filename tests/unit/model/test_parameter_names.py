@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.model.families.qwen_vl import own_names, published_name
+from penstock.model.families.qwen_vl import loaded_name, own_names, published_name
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,5 @@ def test_older_checkpoints_keep_their_names(model: str) -> None:
     assert published_name("model.visual.merger.ln_q.weight", model) == "visual.merger.ln_q.weight"
     assert published_name("model.language_model.norm.weight", model) == "model.norm.weight"
     assert published_name("model.language_model.norm.weight", "qwen3_vl") == "model.language_model.norm.weight"
+    for name in ("model.visual.merger.ln_q.weight", "model.language_model.norm.weight", "lm_head.weight"):
+        assert loaded_name(published_name(name, model), model) == loaded_name(name, model) == name

@@ -36,7 +36,8 @@ PROMPT = Prompt(
 @dataclasses.dataclass
 class ScriptedEpisodes:
     """Plays by `script`: sample number to error, or "wait"; otherwise the sample's text is its number. "broken": its
-    environment failed; "rewarded": it gave a reward of 0.5; "cut": a token limit ended the sample."""
+    environment failed; "rewarded": it gave a reward of 0.5; "cut" and "ended": a token limit, or one
+    of turns, ended the sample."""
 
     script: dict[int, Exception | str] = dataclasses.field(default_factory=dict)
     num_waiting: int = 0
@@ -66,7 +67,7 @@ class ScriptedEpisodes:
         )
         if scripted == "rewarded":
             trajectory.add_step(0.5, {})
-        endings: dict[object, Ending] = {"broken": "error", "cut": "length"}
+        endings: dict[object, Ending] = {"broken": "error", "cut": "length", "ended": "environment"}
         ending = endings.get(scripted, "stop")
         error = "the tool crashed" if scripted == "broken" else ""
         said = f"said {sample}"
@@ -164,6 +165,7 @@ async def test_a_gold_answer_that_cannot_be_read_fails_the_group_for_good() -> N
     [
         ({0: "rewarded", 1: "cut", 2: "rewarded"}, "puzzle", False),
         ({0: "cut", 1: "cut", 2: "cut"}, "puzzle", False),
+        ({0: "rewarded", 1: "ended", 2: "cut"}, "puzzle", False),
         ({0: "rewarded", 1: "whole", 2: "cut"}, "puzzle", True),
         ({0: "cut", 1: "cut", 2: "cut"}, "single_turn", True),
     ],

@@ -33,7 +33,7 @@ from services.rollout.engine.pd_barrier import PdBarrier
 from services.rollout.engine.prompt import CheckedRequest, PromptChecker
 from services.rollout.engine.sglang import settings
 from services.rollout.engine.sglang.generation import Generation, read_generation, require_sound
-from services.rollout.engine.sglang.scheduler_watch import LOOK_S, MAX_SILENT_LOOKS, until_it_hangs
+from services.rollout.engine.sglang.scheduler_watch import silence_limit_s, until_it_hangs
 from services.rollout.engine.sglang.token_stream import TokenStream
 
 log = structlog.get_logger()
@@ -200,7 +200,7 @@ class SglangEngine:
         Raises:
             InvalidRequestError: SGLang refuses the request.
             UnavailableError: the engine became unusable while it ran; its tokens are lost.
-            NotReadyError: its PD pair was chosen for another policy version.
+            NotReadyError: its PD pair was chosen for another policy version, or the engine hands it over.
         """
         call = _Call(self._request(checked), checked.bootstrap)
         with self._in_flight(call, self._collect(call)) as task:
@@ -212,7 +212,7 @@ class SglangEngine:
         Raises:
             InvalidRequestError: SGLang refuses the request.
             UnavailableError: the engine became unusable while it ran; all tokens that SGLang reported were yielded.
-            NotReadyError: its PD pair was chosen for another policy version.
+            NotReadyError: its PD pair was chosen for another policy version, or the engine hands it over.
         """
         request = self._request(checked, stream_interval=max(1, min(MAX_STREAM_INTERVAL, chunk_tokens // 4)))
         tokens = TokenStream(min_tokens=chunk_tokens)
@@ -267,8 +267,10 @@ class SglangEngine:
 
     async def until_it_hangs(self, *, is_excused: Callable[[], bool]) -> None:
         """Return when SGLang's scheduler hangs, which ends the engine; it does not while `is_excused`."""
-        await until_it_hangs(self._tokenizer_manager.get_internal_state, is_excused=is_excused)
-        self._die(f"SGLang's scheduler has answered nothing for {MAX_SILENT_LOOKS * LOOK_S:g} s")
+        limit_s = silence_limit_s(self._engine.server_args.watchdog_timeout)
+        ask = self._tokenizer_manager.get_internal_state
+        await until_it_hangs(ask, limit_s=limit_s, is_excused=is_excused)
+        self._die(f"SGLang's scheduler has answered nothing for {limit_s:g} s")
 
     def _die(self, reason: str) -> None:
         log.error(

@@ -9,29 +9,39 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-MAX_SILENT_LOOKS: Final = 300
-"""Looks in a row without an answer; as many seconds as SGLang lets a batch take. They are counted, because a machine
-that was suspended, or a process that was stopped with all its children, has a scheduler that did not hang."""
-LOOK_S: Final = 1.0
+_LOOK_S: Final = 1.0
 _ASK_EVERY_S: Final = 10.0
+_SLACK: Final = 2.0
 
 
-async def until_it_hangs(ask: Callable[[], Awaitable[object]], *, is_excused: Callable[[], bool]) -> None:
+def silence_limit_s(watchdog_timeout: float | None) -> float:
+    """Return the seconds of silence that are no hang: more than SGLang's own watchdog bears, with this timeout, of a
+    batch. Without that watchdog, nothing is a hang."""
+    return _SLACK * watchdog_timeout if watchdog_timeout else float("inf")
+
+
+async def until_it_hangs(
+    ask: Callable[[], Awaitable[object]], *, limit_s: float, is_excused: Callable[[], bool]
+) -> None:
     """Return when the scheduler hangs.
+
+    Seconds are counted in looks: a machine that was suspended, or a process that was stopped with all its children, has
+    a scheduler that did not hang.
 
     Args:
         ask: Has the scheduler answer a question that it answers between any two batches.
+        limit_s: Seconds of silence after which it hangs.
         is_excused: Whether it has a reason to answer nothing now, such as weights that it is loading.
     """
     while True:
         asking = asyncio.ensure_future(ask())
-        num_silent = 0
+        silent_s = 0.0
         try:
             while not asking.done():
-                if num_silent >= MAX_SILENT_LOOKS:
+                if silent_s >= limit_s:
                     return
-                await asyncio.wait({asking}, timeout=LOOK_S)
-                num_silent = 0 if is_excused() else num_silent + 1
+                await asyncio.wait({asking}, timeout=_LOOK_S)
+                silent_s = 0.0 if is_excused() else silent_s + _LOOK_S
         finally:
             asking.cancel()
         asking.result()

@@ -82,9 +82,10 @@ class WeightReceiver:
         self.version = 0
 
     @property
-    def is_receiving(self) -> bool:
-        """Whether a push is open, which may keep the engine from everything else."""
-        return self._push is not None
+    def is_busy(self) -> bool:
+        """Whether a push is open, begins, or is cleaned up after, which may keep the engine from everything else."""
+        is_cleaning_up = self._clean_up is not None and not self._clean_up.done()
+        return self._push is not None or self._holder is not None or is_cleaning_up
 
     async def open(self) -> None:
         """Ask the engine for its parameters. Call it before the first push."""

@@ -192,7 +192,7 @@ def _torchruns_size() -> int | None:
     size = _whole("WORLD_SIZE")
     if size > 1 and (missing := [name for name in _TORCHRUN if name not in os.environ]):
         raise ConfigError(
-            f"WORLD_SIZE is {size}, but {', '.join(missing)} not set, and torchrun sets them together; unset "
+            f"WORLD_SIZE is {size}, but {', '.join(missing)} are not set, and torchrun sets them together; unset "
             "WORLD_SIZE, or start the ranks with torchrun"
         )
     return size

@@ -6,6 +6,8 @@ away from http.
 
 import hashlib
 import http.client
+import socket
+import ssl
 import threading
 import urllib.error
 import urllib.request
@@ -96,9 +98,12 @@ def _get_patiently(url: str) -> bytes:
 def _may_pass(error: BaseException) -> bool:
     if isinstance(error, urllib.error.HTTPError):
         return error.code in _PASSING_STATUSES
-    if isinstance(error, urllib.error.URLError):
-        return isinstance(error.reason, OSError)  # and no text that says what is wrong with the address
-    return isinstance(error, OSError | http.client.HTTPException | _BrokenOffError)
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(reason, socket.gaierror):
+        return reason.errno == socket.EAI_AGAIN  # and not that there is no such host
+    if isinstance(reason, ssl.SSLCertVerificationError | http.client.InvalidURL):
+        return False
+    return isinstance(reason, OSError | http.client.HTTPException | _BrokenOffError)
 
 
 class _BrokenOffError(ValueError):

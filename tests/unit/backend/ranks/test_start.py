@@ -45,7 +45,9 @@ def test_what_an_earlier_job_left_in_the_environment_is_named(
 ) -> None:
     """One of torchrun's variables without the others, or no number; that of a job of one rank does not matter."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2, but RANK, LOCAL_RANK, .* not set, .*; unset WORLD_SIZE"):
+    with pytest.raises(
+        ConfigError, match=r"WORLD_SIZE is 2, but RANK, LOCAL_RANK, .* are not set, .*; unset WORLD_SIZE"
+    ):
         open_ranks(arguments(tiny_model_path), num_ranks=1)
     with pytest.raises(ConfigError, match="unset WORLD_SIZE"):
         is_follower()

@@ -150,10 +150,10 @@ async def test_a_turn_that_loses_an_image_keeps_the_tokens_delivered() -> None:
 async def test_a_long_turn_that_loses_an_image_may_wait_for_a_replica_again() -> None:
     """As long as one that has just begun, though it has played for longer than that already."""
     is_old, is_free = asyncio.Event(), asyncio.Event()
-    asyncio.get_running_loop().call_later(0.3, is_old.set)
-    asyncio.get_running_loop().call_later(0.4, is_free.set)
+    asyncio.get_running_loop().call_later(0.85, is_old.set)
+    asyncio.get_running_loop().call_later(0.9, is_free.set)
     attempts = [[chunk(10), is_old, MissingImageError("image x")], [is_free, chunk(11, last=True)]]
-    turn = await play(ScriptedStreams(attempts), wait_timeout_s=0.25)
+    turn = await play(ScriptedStreams(attempts), wait_timeout_s=0.8)
     assert (list(turn.response.output_ids), turn.response.finish_reason) == ([10, 11], generate_pb2.FINISH_REASON_STOP)
 
 
