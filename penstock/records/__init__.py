@@ -15,6 +15,7 @@ from penstock.records.prompt import (
     Sampling,
     TextPart,
     ToolCall,
+    text_for_verifiers,
 )
 from penstock.records.record import RECORD_VERSION, Envelope, Record, to_builtins
 from penstock.records.recorded_call import RecordedCall
@@ -45,5 +46,6 @@ __all__ = [
     "Turn",
     "Verdict",
     "VersionSpan",
+    "text_for_verifiers",
     "to_builtins",
 ]

@@ -1,6 +1,7 @@
 """Prompts, which the trainer admits and a worker plays, and the identity of their groups on the bus."""
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ TRAIN = "train"
 SINGLE_TURN = "single_turn"
 """The environment of prompts that are answered once, and judged by the reward service."""
 
+_MAX_VERIFIED_CHARS = 65_536
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -48,6 +50,16 @@ class Message(Record, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} has tool_calls; only the assistant's may")
+
+
+def text_for_verifiers(messages: Sequence[Message]) -> str:
+    """Return a conversation as verifiers read what was asked: the messages' texts, an image as `<image>`; of very long
+    ones the end, as much as of a response."""
+    texts = (
+        "".join(part.text if isinstance(part, TextPart) else "<image>" for part in message.parts)
+        for message in messages
+    )
+    return "\n\n".join(texts)[-_MAX_VERIFIED_CHARS:]
 
 
 class GroupId(Record, frozen=True, kw_only=True):

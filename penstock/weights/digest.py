@@ -12,8 +12,9 @@ probability 2^-32). The sums are mixed with the number of their block by splitmi
 
 import functools
 import os
+from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
@@ -55,8 +56,12 @@ def require_digest_kind(kind: str) -> None:
 
 def digest_pool(device: torch.device) -> ThreadPoolExecutor:
     """Return threads for digests of tensors on `device`: one per useful core, or one for a GPU."""
-    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if device.type == "cpu" else 1
+    num_threads = _num_threads() if device.type == "cpu" else 1
     return ThreadPoolExecutor(num_threads, thread_name_prefix="digest")
+
+
+def _num_threads() -> int:
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def tensor_digest(tensor: torch.Tensor, kind: str = XXH3) -> int:
@@ -74,13 +79,24 @@ def tensor_digest(tensor: torch.Tensor, kind: str = XXH3) -> int:
 def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = XXH3) -> dict[str, int]:
     """Return the digest of each tensor by name, computed on all useful cores.
 
-    On a GPU it runs in this thread, whose stream is ordered after pending writes; other threads have other streams.
+    Tensors are taken as their digests are computed, one for each core, so an iterator that makes them needs no room for
+    all. Those of a GPU are read in this thread, whose stream is ordered after pending writes, as no other thread's is.
     """
-    named = dict(tensors)
-    if any(tensor.device.type != "cpu" for tensor in named.values()):
-        return {name: tensor_digest(tensor, kind) for name, tensor in named.items()}
+    found: dict[str, int] = {}
+    pending: deque[tuple[str, Future[int]]] = deque()
     with digest_pool(torch.device("cpu")) as pool:
-        return dict(zip(named, pool.map(lambda tensor: tensor_digest(tensor, kind), named.values()), strict=True))
+        for name, tensor in tensors:
+            found[name] = 0  # so that the names stay in their order
+            if tensor.device.type != "cpu":
+                found[name] = tensor_digest(tensor, kind)
+            else:
+                pending.append((name, pool.submit(tensor_digest, tensor, kind)))
+            del tensor
+            if len(pending) >= _num_threads():
+                first, digest = pending.popleft()
+                found[first] = digest.result()
+        found.update((name, digest.result()) for name, digest in pending)
+    return found
 
 
 def _xxh3(data: torch.Tensor) -> int:

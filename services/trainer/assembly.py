@@ -172,6 +172,7 @@ async def assemble(
         images=images,
         lock=lock,
         run_id=start.run_id,
+        trainer_epoch=trainer_epoch,
         streak=streak,
         crashes=crashes,
         filters=settings.filters,

@@ -216,10 +216,10 @@ environment = "mine"
 
 
 def submitted(nodes: Nodes, folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
-    """`ray job submit`, which returns when the job has ended; a cluster takes none in its first seconds."""
+    """`ray job submit`, which returns when the job has ended; a cluster takes none in its first seconds, or minutes."""
     ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
     submit = [*ray, "job", "submit", f"--address=http://{nodes.dashboard}", f"--working-dir={folder}", "--", *command]
-    for _ in range(30):
+    for _ in range(120):
         done = subprocess.run(submit, capture_output=True, text=True, timeout=500)
         if "No available agent" not in done.stdout + done.stderr:
             break

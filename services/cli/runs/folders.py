@@ -1,7 +1,10 @@
 """The folders of runs, with what they say of their runs, whatever version of Penstock wrote them."""
 
+import os
 import socket
+import stat
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,14 @@ class FolderOfRun:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files."""
-        files = (path for path in self.folder.path.rglob("*") if path.is_file() and not path.is_symlink())
-        return sum(path.lstat().st_size for path in files)
+        """Size of all files. Those of a live run may go while they are looked at."""
+        total = 0
+        for folder, _, names in os.walk(self.folder.path):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    found = os.lstat(os.path.join(folder, name))
+                    total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+        return total
 
     @property
     def started_at(self) -> float:

@@ -10,7 +10,7 @@ from typing import Protocol
 import structlog
 
 from penstock.errors import InvalidRequestError, PenstockError
-from penstock.records import Prompt, Verdict
+from penstock.records import Prompt, Verdict, text_for_verifiers
 from penstock.telemetry import spans
 from penstock.v1 import reward_pb2
 from penstock.verdict_status import UNJUDGED, Status
@@ -59,8 +59,11 @@ class AnswerVerifier:
             InvalidRequestError: the prompt's gold answers are wrong and needed, or there is no such profile.
             PenstockError: no service answers, or an answer breaks the contract.
         """
+        asked = text_for_verifiers(prompt.messages)
         items = [
-            reward_pb2.VerifyItem(item_id=item_id, golds=prompt.golds, response=text, profile=prompt.profile)
+            reward_pb2.VerifyItem(
+                item_id=item_id, golds=prompt.golds, response=text, profile=prompt.profile, prompt=asked
+            )
             for item_id, text in answers
         ]
         if not items:

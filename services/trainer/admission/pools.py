@@ -101,7 +101,7 @@ class RowPools:
             rate: See `pass_rate`; None (nothing was judged, or the group failed) leaves the row in its pool.
         """
         if position >= self._next_position:
-            self._early[position] = rate
+            self._early.setdefault(position, rate)
         elif (row := self._leave_play(position)) is not None and rate is not None:
             self._unplayable.discard(row)
             for pool, is_member in (

@@ -88,7 +88,7 @@ class CheckpointStore:
                 final = self.folder / aside.name.removesuffix(".aside")
                 if not final.exists():
                     aside.rename(final)
-            shutil.rmtree(taken)
+            self._discard(taken)
         for partial in self.folder.glob(".*.partial"):
             shutil.rmtree(partial, ignore_errors=True)  # a trainer that was replaced may still be writing it
         self._is_claimed = True
@@ -171,7 +171,7 @@ class CheckpointStore:
         ready.rename(final)
         flush(self.folder)
         if aside.exists():
-            shutil.rmtree(aside)
+            self._discard(aside)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None if this folder never had one.
@@ -240,9 +240,19 @@ class CheckpointStore:
         paths = sorted(self._paths(), key=_step)
         later = [path for path in paths if _step(path) > step]
         for path in (*later, *paths[: len(paths) - len(later)][: -self._keep]):
-            unwanted = self._writer / f"{path.name}.unwanted"
+            unwanted = self._writer / f"{path.name}.{uuid.uuid4().hex[:8]}.unwanted"
             path.rename(unwanted)
-            shutil.rmtree(unwanted)
+            self._discard(unwanted)
+
+    def _discard(self, path: Path) -> None:
+        """Delete what nobody needs, as far as that is possible: on NFS not what another process has open. What stays is
+        in the writer's folder, and the next `claim` tries again."""
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            if not self._writer.exists():
+                raise  # another trainer has taken over
+            log.warning("checkpoint.not_deleted", path=str(path), reason=str(error))
 
 
 def _read(path: Path) -> Checkpoint:

@@ -71,29 +71,31 @@ def survey(
         on_row: Called after each row.
     """
     found = Survey(num_rows=len(rows))
-    for number in range(len(rows) if max_rows is None else min(max_rows, len(rows))):
-        try:
-            example = rows[number]
-            num_tokens = _measure(source, number, example, lengths, limit)
-            num_learned = 0 if limit is None else limit.num_learned(example)
-        except DataError as error:
-            _reject(found, error)
-        else:
+    try:
+        for number in range(len(rows) if max_rows is None else min(max_rows, len(rows))):
             try:
-                if require is not None:
-                    require(example)
-            except ValueError as error:
-                _reject(found, source.wrong(number, error))
-                found.num_unfit += 1
-            _count(found, example)
-            if limit is not None:
-                found.num_tokens.append(num_tokens)
-                found.num_overlong += num_tokens > limit.max_tokens
-                if num_learned and num_tokens <= limit.max_tokens:
-                    found.num_learned.append(num_learned)
-        found.num_read += 1
-        on_row()
-    lengths.save()
+                example = rows[number]
+                num_tokens = _measure(source, number, example, lengths, limit)
+                num_learned = 0 if limit is None else limit.num_learned(example)
+            except DataError as error:
+                _reject(found, error)
+            else:
+                try:
+                    if require is not None:
+                        require(example)
+                except ValueError as error:
+                    _reject(found, source.wrong(number, error))
+                    found.num_unfit += 1
+                _count(found, example)
+                if limit is not None:
+                    found.num_tokens.append(num_tokens)
+                    found.num_overlong += num_tokens > limit.max_tokens
+                    if num_learned and num_tokens <= limit.max_tokens:
+                        found.num_learned.append(num_learned)
+            found.num_read += 1
+            on_row()
+    finally:
+        lengths.save()  # measuring takes long, and a person may interrupt it
     return found
 
 

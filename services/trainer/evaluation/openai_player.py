@@ -19,7 +19,7 @@ import structlog
 from penstock.clients import RewardClient
 from penstock.errors import ConfigError, InvalidRequestError, SetupError
 from penstock.model.images import image_format
-from penstock.records import SINGLE_TURN, Message, Sampling, TextPart
+from penstock.records import SINGLE_TURN, Message, Sampling, TextPart, text_for_verifiers
 from penstock.runtime.backoff import Backoff
 from penstock.v1 import reward_pb2
 from penstock.verdict_status import UNJUDGED, Status
@@ -181,9 +181,14 @@ class OpenAiPlayer:
         Raises:
             InvalidRequestError: the gold answer or the profile is invalid.
         """
+        asked = text_for_verifiers(example.messages)
         items = [
             reward_pb2.VerifyItem(
-                item_id=f"{item_id}/{number}", golds=example.golds, response=sample.text, profile=example.profile
+                item_id=f"{item_id}/{number}",
+                golds=example.golds,
+                response=sample.text,
+                profile=example.profile,
+                prompt=asked,
             )
             for number, sample in enumerate(samples)
         ]

@@ -61,6 +61,9 @@ class Collector:
     """Only its holder may acknowledge messages."""
     images: ImageStore
     run_id: str
+    trainer_epoch: str
+    """This start of the trainer. Groups of an earlier one that failed, or are filtered, come again until a checkpoint
+    accounts for them; they do not end the run, because what made them so may be mended."""
     streak: FailureStreak
     """Ends the run when only failures and losses arrive."""
     crashes: CrashRecord
@@ -132,7 +135,7 @@ class Collector:
             untouched = msgspec.structs.replace(group, samples=(), error=reason)
             is_of_use = self._drop(untouched, reason)  # one death gives up a batch, so it adds to no streak
         elif group.is_lost:
-            is_of_use = self._lose(index, attempt, group.error)
+            is_of_use = self._lose(group.id, group.error)
         elif group.error:
             is_of_use = self._fail(group, group.error)
         elif (reason := (screening := screen(group, self.filters)).reason) is not None:
@@ -142,7 +145,7 @@ class Collector:
                 images = await self._fetch_images(group)
                 ready = await asyncio.to_thread(self._read, group, images, screening)
             except MissingImageError as error:
-                is_of_use = self._lose(index, attempt, str(error))
+                is_of_use = self._lose(group.id, str(error))
             except InvalidRequestError as error:
                 await self._give_up(delivery, group, str(error))
                 return
@@ -193,7 +196,8 @@ class Collector:
         )
         if is_of_use:
             log.debug("group.filtered", group=group.id.message, reason=reason)
-            self.tally.filter_out(reason, (sample.reward for sample in group.samples))
+            rewards = (sample.reward for sample in group.samples)
+            self.tally.filter_out(reason, rewards, may_end_run=self._is_of_this_start(group.id))
             self._end_play(group)
             if self.episodes is not None:
                 self.episodes.keep_left_out("filtered", reason, group)
@@ -243,18 +247,24 @@ class Collector:
         delivery.forget_payload()
         self.ledger.keep_receipt(group.id.index, delivery)
 
-    def _lose(self, index: int, attempt: int, reason: str) -> bool:
+    def _lose(self, group_id: GroupId, reason: str) -> bool:
+        index, attempt = group_id.index, group_id.attempt
         if not self.ledger.lose(index, attempt):
             return False
         log.warning("group.images_lost", index=index, attempt=attempt, reason=reason)
-        self.streak.lose([index], reason)
+        if self._is_of_this_start(group_id):
+            self.streak.lose([index], reason)
         return True
 
     def _fail(self, group: Group, reason: str) -> bool:
         if not self._drop(group, reason):
             return False
-        self.streak.fail(group.id.index, reason)
+        if self._is_of_this_start(group.id):
+            self.streak.fail(group.id.index, reason)
         return True
+
+    def _is_of_this_start(self, group_id: GroupId) -> bool:
+        return group_id.trainer_epoch == self.trainer_epoch
 
     def _drop(self, group: Group, reason: str) -> bool:
         index, attempt = group.id.index, group.id.attempt

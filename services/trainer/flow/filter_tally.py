@@ -50,14 +50,22 @@ class FilterTally:
     def keep(self, rewards: Iterable[float | None]) -> None:
         """Count a group that passed, with the rewards of its samples."""
         self._count(None, rewards)
+        self._recent.append(None)
 
-    def filter_out(self, reason: FilterReason, rewards: Iterable[float | None] = ()) -> None:
+    def filter_out(
+        self, reason: FilterReason, rewards: Iterable[float | None] = (), *, may_end_run: bool = True
+    ) -> None:
         """Count a group that was filtered, with the rewards of its samples if it was played.
+
+        One that may not end the run counts for the metrics only.
 
         Raises:
             DataError: too large a share of the last groups was filtered.
         """
         self._count(reason, rewards)
+        if not may_end_run:
+            return
+        self._recent.append(reason)
         if len(self._recent) < WINDOW:
             return
         counts = Counter(each for each in self._recent if each is not None)
@@ -81,6 +89,5 @@ class FilterTally:
         return interval
 
     def _count(self, reason: FilterReason | None, rewards: Iterable[float | None]) -> None:
-        self._recent.append(reason)
         self._since.append(reason)
         self._rewards += [reward for reward in rewards if reward is not None]

@@ -2,14 +2,16 @@
 
 import base64
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.clients import RewardClient
 from penstock.errors import ConfigError, SetupError, UserError
 from penstock.runtime.backoff import Backoff
+from penstock.v1 import reward_pb2
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
 from services.trainer.data.config import DataConfig
@@ -96,6 +98,22 @@ async def test_every_row_is_asked_and_judged(api: Api, verifier: RewardClient, s
         "max_tokens": 16,
     }
     assert next(request for request in api.requests if request is not with_picture)["messages"] is not None
+
+
+async def test_verifiers_hear_what_was_asked(
+    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in training."""
+    asked: set[str] = set()
+    verify_batch = verifier.verify_batch
+
+    async def listen(items: Sequence[reward_pb2.VerifyItem], **times: Any) -> list[reward_pb2.Verdict]:
+        asked.update(item.prompt for item in items)
+        return await verify_batch(items, **times)
+
+    monkeypatch.setattr(verifier, "verify_batch", listen)
+    await play(api, verifier, sets)
+    assert asked == {"<image>Find x.", "1 + 1?"}
 
 
 async def test_tool_calls_are_asked_with_ids(api: Api, verifier: RewardClient, tmp_path: Path) -> None:

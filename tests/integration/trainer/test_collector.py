@@ -153,6 +153,16 @@ async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_
             await flow.collector.run()
 
 
+async def test_failures_of_an_earlier_start_do_not_end_the_run(bus: Bus, tiny_model_path: Path) -> None:
+    """They come again until a checkpoint accounts for them; what made groups fail may be mended."""
+    for index in range(4):
+        await publish_failed(bus, make_group(tiny_model_path, index=index, version=1), reason="the server was away")
+    await publish(bus, make_group(tiny_model_path, index=4, version=1))
+    async with running(bus, tiny_model_path, groups_per_step=1, trainer_epoch="b") as flow:
+        (finished,) = await flow.next_batch(1)
+    assert (finished.ready.index, flow.ledger.counts.failed) == (4, 4)
+
+
 async def _is_empty(bus: Bus) -> bool:
     return await num_stored(bus) == 0
 

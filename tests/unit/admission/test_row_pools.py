@@ -179,6 +179,15 @@ def test_a_second_attempt_changes_no_pool() -> None:
     assert pools.shares() == {Pool.EASY: 0.2, Pool.HARD: 0.0}
 
 
+def test_the_first_attempt_counts_after_a_restart_too() -> None:
+    """Both attempts of a position that a killed trainer had drawn come again before it is drawn."""
+    pools = new_pools()
+    pools.end(0, 1.0)
+    pools.end(0, 0.0)
+    pools.draw(0, ("", 0), is_in_hand=True)
+    assert pools.shares() == {Pool.EASY: 0.2, Pool.HARD: 0.0}
+
+
 def test_the_run_ends_when_no_row_can_be_played_any_more() -> None:
     """Rows that cannot be played at all count; the error says what to change."""
     pools = new_pools(num_rows=3)

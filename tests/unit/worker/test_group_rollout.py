@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from penstock.errors import InvalidRequestError, PenstockError, PoisonError, UnavailableError
-from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart
+from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart, text_for_verifiers
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.episodes.episode import Ending, Episode, EpisodePlayer
@@ -129,6 +129,24 @@ async def test_every_sample_gets_its_own_verdict() -> None:
     assert (group.worker_id, group.error, group.oldest_version) == ("worker-a", "", 0)
     assert [item.item_id for item in verifier.items] == ["run/0/0/a/0", "run/0/0/a/1", "run/0/0/a/2"]
     assert {(tuple(item.golds), item.profile) for item in verifier.items} == {(("3", "3.0"), "geo3k")}
+
+
+def test_a_prompt_is_the_text_of_its_messages() -> None:
+    """For verifiers that look at the question; of a very long one they get the end."""
+    messages = (
+        Message(role="system", parts=(TextPart(text="Be brief."),)),
+        Message(role="user", parts=(ImagePart(index=0), TextPart(text="Find x."))),
+    )
+    assert text_for_verifiers(messages) == "Be brief.\n\n<image>Find x."
+    long = (*messages, Message(role="user", parts=(TextPart(text="a" * 70_000 + "z"),)))
+    assert text_for_verifiers(long) == "a" * 65_535 + "z"
+
+
+async def test_verifiers_hear_what_was_asked() -> None:
+    """A judge, or a verifier of a person's own, reads the question."""
+    verifier = with_status(reward_pb2.VERDICT_STATUS_OK)
+    await make_player(verifier).play(PROMPT)
+    assert [item.prompt for item in verifier.items] == ["?"] * 3
 
 
 @pytest.mark.parametrize("status", ["NO_ANSWER", "UNPARSEABLE", "TOO_LARGE"])

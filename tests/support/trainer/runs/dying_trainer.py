@@ -117,6 +117,7 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
                 lock=lock,
                 images=images,
                 run_id="run",
+                trainer_epoch="a",
                 streak=streak,
                 crashes=crashes,
                 filters=FilterConfig(),

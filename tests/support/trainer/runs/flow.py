@@ -130,6 +130,7 @@ async def open_flow(
                 lock=await claim(bus, "trainer", ttl_s=0.0),
                 images=images,
                 run_id=run_id,
+                trainer_epoch=trainer_epoch,
                 streak=streak,
                 crashes=CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=False),
                 filters=filters,

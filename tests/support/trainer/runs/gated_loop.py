@@ -17,6 +17,7 @@ from services.trainer.flow.batch_source import BatchSource
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.crash_record import CrashRecord
 from services.trainer.loop import TrainingLoop
+from services.trainer.main import _run_beside_its_tasks
 from services.trainer.position import Position
 from services.trainer.telemetry.progress import Progress
 from services.trainer.weight_sync.push_report import PushReport
@@ -249,10 +250,11 @@ async def running(
     rows: Rows | None = None,
     publication: Callable[[Position], Any] = PromptPublication,
     feed: Callable[[], Awaitable[None]] | None = None,
+    collect: Callable[[], Awaitable[None]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Run]:
-    """A loop of three steps, with max_staleness 1; it pushes if there are `rows` for the metrics, and has a feeder at
-    work if there is `feed`."""
+    """A loop of three steps, with max_staleness 1; it pushes if there are `rows` for the metrics, and runs beside a
+    feeder and a collector if there is `feed` or `collect`."""
     ledger: GroupLedger[Any, Any] = GroupLedger(Gate(max_staleness=1, groups_per_step=groups_per_step))
     position = Position(num_steps=3, step=0, version=1, announced_version=1)
     changes, backend, stop = Changes(), GatedBackend(), asyncio.Event()
@@ -264,8 +266,8 @@ async def running(
 
     batches = BatchSource(
         ledger=ledger,
-        feeder=SimpleNamespace(wake=admit, run=feed),  # type: ignore[arg-type]
-        collector=SimpleNamespace(has_everything=UNUSED),  # type: ignore[arg-type]
+        feeder=SimpleNamespace(wake=admit, run=feed or asyncio.Event().wait),  # type: ignore[arg-type]
+        collector=SimpleNamespace(has_everything=UNUSED, run=collect or asyncio.Event().wait),  # type: ignore[arg-type]
         changes=changes,
         position=position,
         streak=UNUSED,
@@ -282,15 +284,15 @@ async def running(
         evaluator=evaluator,
         loop_type=Loop if rows is None else PushingLoop,
         publication=publication(position),
-        publisher=SimpleNamespace(num_live_replicas=1),
+        publisher=SimpleNamespace(num_live_replicas=1, keep_current=asyncio.Event().wait),
         metrics=rows,
         trackers=rows,
         **settings,
     )
 
     async def train() -> None:
-        if feed is not None:
-            await loop.run(stop)
+        if feed is not None or collect is not None:
+            await _run_beside_its_tasks(loop, stop)
             return
         async with asyncio.TaskGroup() as tasks:
             await loop._train_until(stop, tasks)

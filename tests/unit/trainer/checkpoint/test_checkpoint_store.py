@@ -1,5 +1,7 @@
 """Checkpoints: whole or not there, whatever dies while they are written."""
 
+import errno
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,6 +39,32 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 10, 11):
         store.save(step, {}, write)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000010", "step-000011"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS a file that another process has open keeps its folder; a later start tries again."""
+
+    def refuse(path: Path, **options: object) -> None:
+        if path.name.endswith(".unwanted") or path.name.startswith("earlier-"):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rmtree(path, **options)
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        store.save(step, {}, write)
+    store = CheckpointStore(tmp_path, keep=1)
+    store.claim()
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 3
+    assert len([*tmp_path.rglob("*.unwanted")]) == 2
+    monkeypatch.undo()
+    CheckpointStore(tmp_path, keep=1).claim()
+    assert [*tmp_path.rglob("*.unwanted")] == []
 
 
 def test_a_trainer_killed_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.errors import DataError
 from services.trainer.admission.group_state import GroupStatus
-from tests.support.trainer.runs.gated_loop import GatedCheckpoints, Rows, SlowSettlements, running
+from tests.support.trainer.runs.gated_loop import GatedCheckpoints, GatedEvaluator, Rows, Run, SlowSettlements, running
 from tests.support.waiting import promptly, settled
 
 
@@ -100,15 +101,17 @@ async def test_a_stop_does_not_throw_away_a_batch_that_is_there(tmp_path: Path) 
         assert (run.position.step, run.checkpoints.moments) == (1, [2])
 
 
-async def test_a_wrong_row_ends_the_run_after_a_checkpoint(tmp_path: Path) -> None:
-    """The feeder comes to it steps after the last checkpoint; the step that has begun is given up."""
+@pytest.mark.parametrize("part", ["feed", "collect"])
+async def test_wrong_data_end_the_run_after_a_checkpoint(tmp_path: Path, part: str) -> None:
+    """A row to which the feeder comes steps after the last checkpoint, or groups that fail too often; the step that has
+    begun is given up."""
     is_wrong = asyncio.Event()
 
-    async def feed() -> None:
+    async def work() -> None:
         await is_wrong.wait()
         raise DataError("row 7 is wrong")
 
-    async with running(tmp_path, feed=feed) as run:
+    async with running(tmp_path, **{part: work}) as run:
         run.finish(0, 1, 2, 3)
         for what in ([0, 1, 2, 3], "finish_step"):
             assert await run.backend.next_call() == what
@@ -120,8 +123,46 @@ async def test_a_wrong_row_ends_the_run_after_a_checkpoint(tmp_path: Path) -> No
         run.backend.go_on()
         assert await run.backend.next_call() == "abort_step"
         run.checkpoints.on_disk.set()
-        with pytest.raises(ExceptionGroup) as caught:
-            await promptly(run.task)
-        assert [str(error) for error in caught.value.exceptions] == ["row 7 is wrong"]
+        assert await failure_of(run) == "row 7 is wrong"
         assert run.checkpoints.moments == [2]
-        assert run.stop.is_set()
+
+
+async def failure_of(run: Run) -> str:
+    """The only error of a run that has ended in order."""
+    error: BaseException
+    with pytest.raises(ExceptionGroup) as caught:
+        await promptly(run.task)
+    error = caught.value
+    while isinstance(error, ExceptionGroup):
+        (error,) = error.exceptions
+    assert isinstance(error, DataError)
+    assert run.stop.is_set()
+    return str(error)
+
+
+async def test_wrong_data_at_the_start_leave_no_checkpoint(tmp_path: Path) -> None:
+    """Of a model that has learned nothing; the corrected data need not fit it."""
+
+    async def feed() -> None:
+        raise DataError("row 0 is wrong")
+
+    async with running(tmp_path, feed=feed) as run:
+        assert await failure_of(run) == "row 0 is wrong"
+        assert run.checkpoints.moments == []
+
+
+async def test_a_wrong_row_of_an_evaluation_ends_the_run_after_a_checkpoint(tmp_path: Path) -> None:
+    """The steps beside which it is played are kept."""
+
+    class Wrong(GatedEvaluator):
+        async def evaluate(self, *_: Any, **__: Any) -> None:
+            raise DataError("row 5500 of evaluation.sets.held_out is wrong")
+
+    async with running(tmp_path, evaluator=Wrong(1), checkpoint_every=99) as run:
+        run.finish(0, 1, 2, 3)
+        for what in ([0, 1, 2, 3], "finish_step"):
+            assert await run.backend.next_call() == what
+            run.backend.go_on()
+        run.checkpoints.on_disk.set()
+        assert await failure_of(run) == "row 5500 of evaluation.sets.held_out is wrong"
+        assert run.checkpoints.moments == [2]
