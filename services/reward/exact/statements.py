@@ -56,6 +56,10 @@ _LIST_MARK = re.compile(r"(?:[-*•]|\d{1,2}[.)]) +")
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _MATH = {"$$": "$$", r"\[": r"\]", r"\(": r"\)", "$": "$"}
 _OPENING = re.compile(r"\$\$?|\\[\[(]")
+_AMOUNT = re.compile(r"\$\d[\d,]*+(?:\.\d+)?")
+_ARGUMENT = re.compile(r"\\[A-Za-z]+\*? *\{[^{}]*\}")
+_PROSE = re.compile(r"[.?]\s|\n\s*\n|(?<![\\A-Za-z])[A-Za-z]{3,}")
+"""Matches, outside of `_ARGUMENT`, what stands between the prices of two sentences and not in mathematics."""
 _SENTENCE_END = re.compile(r"[.!?](?=[\"')*_\]]*+(?:\s+[^a-z\s]|\s*+$))|\n")
 _BOUNDARY = re.compile(r"[.!?:;](?=\s)|\n")
 _REASON = re.compile(
@@ -159,9 +163,10 @@ def read_value(text: str, position: int) -> tuple[str, int]:
     opening = _OPENING.match(text, begin)
     if opening is not None:  # a full stop inside mathematics does not end the sentence
         closing = text.find(_MATH[opening[0]], opening.end(), begin + _MAX_CHARS)
-        if closing < 0:
-            return "", position
-        behind = closing + len(_MATH[opening[0]])
+        if not _is_price(text, begin, closing):
+            if closing < 0:
+                return "", position
+            behind = closing + len(_MATH[opening[0]])
     stop = _SENTENCE_END.search(text, behind, begin + 2 * _MAX_CHARS)
     end = len(text) if stop is None else stop.start()
     if end - begin > _MAX_CHARS or (stop is not None and stop[0] == "?"):
@@ -176,6 +181,13 @@ def read_value(text: str, position: int) -> tuple[str, int]:
         return (content, end) if len(content.split()) <= _MAX_WORDS else ("", position)
     others, end = _lines_of_values(text, end)
     return " or ".join((content, *others)), end
+
+
+def _is_price(text: str, begin: int, closing: int) -> bool:
+    """Return whether `text` has an amount in dollars at `begin`: the next `$`, at `closing`, does not close it."""
+    if _AMOUNT.match(text, begin) is None:
+        return False
+    return closing < 0 or _PROSE.search(_ARGUMENT.sub(" ", text[begin:closing])) is not None
 
 
 def _takes_back(reason: re.Match[str]) -> bool:

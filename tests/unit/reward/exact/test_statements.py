@@ -95,6 +95,52 @@ def test_nothing_is_stated(response: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("gold", "response", "answer"),
+    [
+        ("18", "She sells 9 eggs. The answer is $18.", "$18"),
+        ("18", "The answer is **$18**.", "$18"),
+        ("18", "The answer is $18", "$18"),
+        ("1000", "The answer is $1,000.", "$1,000"),
+        ("18.5", "The answer is $18.50.", "$18.50"),
+        ("18", "The answer is $18 per day.", "$18 per day"),
+        ("18", "The answer is $18. She sells 9 eggs for $2 each.", "$18"),
+        ("18", "The answer is $18. $2 is the price of an egg.", "$18"),
+        ("18", "The answer is $18\n\nCheck: 9 * $2 = $18", "$18"),
+        ("18", "The answer is $18, since $9 \\cdot 2 = 18$.", "$18"),
+        ("18", "## Final Answer\n\n$18", "$18"),
+        ("18", "The answer is $18$.", "$18$"),
+        ("18", "The answer is $x = 18$. She sells 9 eggs for $2 each.", "$x = 18$"),
+        ("12", "The answer is $3! \\cdot 2$.", "$3! \\cdot 2$"),
+        ("18", r"The answer is $18 \text{ dollars}$. She sells eggs.", r"$18 \text{ dollars}$"),
+    ],
+)
+def test_a_dollar_sign_before_an_amount_may_be_currency(gold: str, response: str, answer: str) -> None:
+    """It is, unless another closes it with nothing but mathematics between them."""
+    decision = make_profiles(RewardConfig())["math"].decide(Item(golds=[gold], response=response, profile="math"))
+    assert (decision.extracted, isinstance(decision, Finding) and decision.credit) == (answer, 1)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "The answer is $18 or $20.",
+        "The answer is $18. Wait, no, it is $20.",
+        "The answer is $18. The answer is $20.",
+        "The answer is:\n$18\n\n$20",
+        "The answer is $18 + 2$.",
+        "The answer is $18 + 2",
+        "Is the answer $18?",
+    ],
+)
+@pytest.mark.parametrize("gold", ["18", "20"])
+def test_several_prices_are_several_answers(gold: str, response: str) -> None:
+    """As without dollar signs, and unfinished work stays unfinished."""
+    decision = make_profiles(RewardConfig())["math"].decide(Item(golds=[gold], response=response, profile="math"))
+    assert isinstance(decision, Finding)
+    assert decision.credit == 0
+
+
+@pytest.mark.parametrize(
     ("response", "answer"),
     [
         (r"\boxed{5}. The answer is 5.", "5"),
