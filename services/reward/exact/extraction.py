@@ -14,6 +14,7 @@ import enum
 import re
 from collections.abc import Callable, Sequence
 
+from services.reward.exact.emphasis import drop_emphasis, read_plain
 from services.reward.exact.statements import Span, find_statements
 
 _BOX = re.compile(
@@ -108,7 +109,11 @@ def _later(text: str, position: int, finders: Sequence[Finder]) -> Span | None:
 
 
 def _lines(text: str) -> list[Span]:
-    return [(line.start(), line.end(), line[1].rstrip(" \t*_`")) for line in _ANSWER_LINE.finditer(text)]
+    """Return the lines that begin with `Answer:`, in order."""
+    return [
+        (line.start(), line.end(), read_plain(text, line.start(1), line.end()).rstrip(" \t*_`"))
+        for line in _ANSWER_LINE.finditer(text)
+    ]
 
 
 def _boxes(text: str) -> list[Span]:
@@ -138,7 +143,8 @@ def _elements(text: str) -> list[Span]:
         start = text.rfind("<answer>", 0, max(end, 0))
         if start < 0:
             break
-        elements.append((start, end + len("</answer>"), text[start + len("<answer>") : end].strip()))
+        content = drop_emphasis(text[start + len("<answer>") : end])
+        elements.append((start, end + len("</answer>"), content.strip()))
     return elements[::-1]
 
 
@@ -147,15 +153,17 @@ def _last_of(text: str, spans: list[Span]) -> str:
     start, _, content = spans[-1]
     contents = {content: None}  # a dictionary, to keep order
     for begin, end, content in reversed(spans[:-1]):
-        if start - end > _MAX_CHOICE_CHARS or not _are_side_by_side(text[end:start]):
+        if not are_side_by_side(text[end:start]):
             break
         start = begin
         contents[content] = None
     return " or ".join(reversed(contents))
 
 
-def _are_side_by_side(between: str) -> bool:
+def are_side_by_side(between: str) -> bool:
     """Return whether the text on both sides of `between` is offered as one answer."""
+    if len(between) > _MAX_CHOICE_CHARS:
+        return False
     if _offers_choice(between):
         return True
     if _CORRECTION.search(between):

@@ -21,6 +21,8 @@ Lists of words that veto a statement, by where they stand:
 
 import re
 
+from services.reward.exact.emphasis import drop_emphasis, read_plain
+
 Span = tuple[int, int, str]
 """Start, end and content."""
 
@@ -171,7 +173,7 @@ def read_value(text: str, position: int) -> tuple[str, int]:
     end = len(text) if stop is None else stop.start()
     if end - begin > _MAX_CHARS or (stop is not None and stop[0] == "?"):
         return "", position
-    content = text[begin:end].strip(_TRIM)
+    content = read_plain(text, begin, end).strip(_TRIM)
     reason = _REASON.search(content)
     if reason is not None and not _takes_back(reason):
         content = content[: reason.start()].rstrip(_TRIM)
@@ -205,7 +207,7 @@ def _lines_of_values(text: str, position: int) -> tuple[list[str], int]:
     while 0 <= line_end < len(text) and len(found) < _MAX_STATEMENTS:
         begin = line_end + 1
         line_end = text.find("\n", begin, begin + _MAX_CHARS)
-        line = text[begin : line_end if line_end >= 0 else begin + _MAX_CHARS].strip(_TRIM + "#.")
+        line = drop_emphasis(text[begin : line_end if line_end >= 0 else begin + _MAX_CHARS]).strip(_TRIM + "#.")
         mark = _LIST_MARK.match(line)
         line = line if mark is None else line[mark.end() :]
         if line and (_MARK.search(line) or _LONG_WORD.search(line) or not _VALUE.search(line)):
@@ -220,7 +222,7 @@ def _last_line(text: str) -> list[Span]:
     """Return the answer at the end of the last line, if it is stated without the word "answer"."""
     whole = text.rstrip()
     begin = whole.rfind("\n") + 1
-    line = whole[begin:]
+    line = drop_emphasis(whole[begin:])
     school = _GRADE_SCHOOL.fullmatch(line)
     if school is not None:
         return [(begin, len(whole), school[1])] if _VALUE.search(school[1]) else []

@@ -143,6 +143,27 @@ def test_several_prices_are_several_answers(gold: str, response: str) -> None:
 @pytest.mark.parametrize(
     ("response", "answer"),
     [
+        ("The final answer is **12** cm.", "12 cm"),
+        ("The final answer is: __12__ cm.", "12 cm"),
+        ("**The final answer is 12** cm.", "12 cm"),
+        ("Therefore, x = **12**.", "x = 12"),
+        ("Therefore, x = **12.**", "x = 12"),
+        ("### Final Answer\n\nThe area is **12 cm²**.", "The area is 12 cm²"),
+        ("### Final Answer\n\nThe area is **12 cm².**", "The area is 12 cm²"),
+        ("Answer: `12` cm", "12 cm"),
+        ("#### **12**", "12"),
+        ("The answer is **$12$** cm.", "$12$ cm"),
+    ],
+)
+def test_marks_of_emphasis_and_code_are_no_part_of_an_answer(response: str, answer: str) -> None:
+    """Wherever in the sentence they stand."""
+    decision = make_profiles(RewardConfig())["math"].decide(Item(golds=["12"], response=response, profile="math"))
+    assert (decision.extracted, isinstance(decision, Finding) and decision.credit) == (answer, 1)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
         (r"\boxed{5}. The answer is 5.", "5"),
         (r"\boxed{\frac{1}{2}}. So the answer is 0.5.", r"\frac{1}{2}"),
         (r"\boxed{3\sqrt{2}}, so the final answer is about 4.24.", r"3\sqrt{2}"),
@@ -303,6 +324,10 @@ def test_any_text_is_taken(response: str) -> None:
         " ",
         "\n",
         "is ",
+        "**a",
+        " **",
+        "`",
+        "__ a",
     ],
 )
 def test_statements_are_found_in_linear_time(unit: str) -> None:
