@@ -5,6 +5,8 @@ Several letters are no choice: a list of all, `A or B`, `A. 5 B. 6`, `B, c, d`.
 
 import re
 
+from services.reward.exact.emphasis import read_plain
+from services.reward.exact.extraction import are_side_by_side
 from services.reward.exact.normalisation import normalise
 from services.reward.exact.statements import Span, find_statements, is_unsure
 
@@ -78,13 +80,38 @@ def find_choices(text: str) -> list[Span]:
         if not is_unsure(text, choice.start()):
             letters.append((choice.start(), choice.end(), next(filter(None, choice.groups()))))
     if letters:
-        return sorted(letters)
+        return _merged(text, sorted(letters))
     return stated or _last_line(text)
+
+
+def _merged(text: str, spans: list[Span]) -> list[Span]:
+    """Return `spans`, with those that name one letter twice, overlapping or side by side, as one."""
+    merged = spans[:1]
+    for start, end, content in spans[1:]:
+        first, last_end, last_content = merged[-1]
+        fuller = _fuller(last_content, content)
+        if fuller is not None and are_side_by_side(text[last_end:start]):
+            merged[-1] = (first, max(last_end, end), fuller)
+        else:
+            merged.append((start, end, content))
+    return merged
+
+
+def _fuller(first: str, second: str) -> str | None:
+    """Return which of two contents says more; None if they differ in their letters or in the text beside them."""
+    one, other = read_letter(first), read_letter(second)
+    if one is None or other is None or one[0] != other[0] or (one[1] and other[1] and one[1] != other[1]):
+        return None
+    return first if one[1] or not other[1] else second
 
 
 def _last_line(text: str) -> list[Span]:
     """Return the last line, if it is a letter and no other line is: a list of the options chooses none."""
-    found = ((line.start(1), line[1].rstrip()) for line in _LINE.finditer(text))
-    lines = [(begin, begin + len(line), line.rstrip(" *_")) for begin, line in found if len(line) <= _MAX_LINE_CHARS]
+    found = ((line.start(1), line.start(1) + len(line[1].rstrip())) for line in _LINE.finditer(text))
+    lines = [
+        (begin, end, read_plain(text, begin, end).rstrip(" *_"))
+        for begin, end in found
+        if end - begin <= _MAX_LINE_CHARS
+    ]
     lettered = [line for line in lines if read_letter(line[2]) is not None or has_letters(line[2])]
     return lettered if len(lettered) == 1 and lettered[0] == lines[-1] else []

@@ -88,7 +88,8 @@ _UNSURE = re.compile(
 )
 _DENIAL = re.compile(r"(?:not|never|no longer|neither|nor|unknown|unclear|wrong|incorrect)\b", re.IGNORECASE)
 _VALUE = re.compile(
-    r"\d|\\(?!text|quad|,|;)[A-Za-z]+|[π√∞½¼¾⅓⅔°]|^[\s$*(\[{]*[A-Za-z][\s$*).\]}]*$|[\w)] *[-+*/^=<>] *[\w(]|\([A-Z]\)"
+    r"\d|\\(?!text|quad|,|;)[A-Za-z]+|[π√∞½¼¾⅓⅔°]|^[\s$*(\[{\\]*[A-Za-z][\s$*).\]}\\]*$|[\w)] *[-+*/^=<>] *[\w(]"
+    r"|\([A-Z]\)"
 )
 _MARK = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])|</?answer>|<think>")
 _TRIM = ' \t\n*_"`'

@@ -48,6 +48,42 @@ def test_the_letter_is_found(response: str) -> None:
 @pytest.mark.parametrize(
     "response",
     [
+        "Therefore, the correct option is (B).", "So the correct choice is (B).",
+        "Therefore, the correct option is B: 12.", "The correct answer is (B). I choose (B).",
+        "The correct answer is option B. Option B is correct.", "Option B is correct. The answer is (B) 12.",
+        "I choose (A). Therefore, the correct option is (B).", "The answer is **(B)** 12 cm.",
+        r"Hence, the correct option is \(B\).", "**B)** 12 cm",
+    ],
+)  # fmt: skip
+def test_a_letter_that_is_named_twice_is_one_choice(response: str) -> None:
+    """In one sentence or in two side by side; a last line in mathematics or emphasis chooses too."""
+    assert judge(response, "B", "12").credit == judge(response, "B").credit == judge(response, "B. 12 cm").credit == 1
+    assert judge(response, "A", "12").credit == judge(response, "A").credit == 0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "The correct answer is (A). I choose (B).", "Therefore, the correct option is (A) or (B).",
+        "I choose (A). I choose (B). I choose (B).",
+    ],
+)  # fmt: skip
+def test_two_letters_side_by_side_stay_two(response: str) -> None:
+    """Whether or not one of them is named twice."""
+    assert judge(response, "B").credit == judge(response, "A").credit == 0
+
+
+def test_the_text_beside_a_letter_that_is_named_twice_counts() -> None:
+    """The value that the fuller of the two has is compared, and two values are two answers."""
+    for response in ("Therefore, the correct option is B: 13.", "I choose B. The answer is (B) 13."):
+        assert judge(response, "B. 12").credit == 0
+        assert judge(response, "B. 13").credit == 1
+    assert judge("The answer is (B) 12. The answer is (B) 13.", "B. 12").credit == 0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
         "ABCD", "A B C D", "A, B, C, D", r"\boxed{ABCD}", r"\boxed{A, B, C, D}", r"\boxed{A B C D}", r"\boxed{A/B/C/D}",
         r"\boxed{A \text{ or } B}", r"\boxed{A \text{ and } B}", r"\boxed{A}\boxed{B}", r"\boxed{B} or \boxed{A}",
         "The answer is A or B.", "The answer is B or A.", "The answer is A. The answer is B.", "A\nB", "B\nA",
@@ -207,6 +243,10 @@ _PIECES = [
     "Option ",
     "90",
     "**",
+    "`",
+    "option is ",
+    "I choose ",
+    r"\(B\)",
 ]
 
 
