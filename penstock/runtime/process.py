@@ -131,13 +131,15 @@ def _raise_file_limit() -> None:
 
 async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> bool:
     """Run `main`; return whether a signal asked it to stop."""
-    stop = asyncio.Event()
+    stop, was_signalled = asyncio.Event(), False
     task = asyncio.ensure_future(main(stop))
     loop = asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:
-        if stop.is_set():
+        nonlocal was_signalled
+        if was_signalled:
             task.cancel()
+        was_signalled = True
         stop.set()
         log.info("signal.received", signal=number.name)
 
@@ -150,7 +152,7 @@ async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> 
         if (error := _first_reported(group)) is None:
             raise
         raise error from None
-    return stop.is_set()
+    return was_signalled
 
 
 def _first_reported(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:

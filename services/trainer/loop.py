@@ -14,6 +14,7 @@ waits until replicas are held out for the evaluation of the weights that it chan
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -115,8 +116,8 @@ class TrainingLoop:
             await self.evaluator.open()
         async with asyncio.TaskGroup() as tasks:
             await self.publication.publish(self.position.version, await self._copy_weights())
-            await unless_stopped(self._catch_up(), stop)
-            feeding = tasks.create_task(self.until_wrong(self.feeder.run(), stop))
+            await self.until_wrong(lambda: unless_stopped(self._catch_up(), stop), stop)
+            feeding = tasks.create_task(self.until_wrong(self.feeder.run, stop))
             try:
                 await self._train_until(stop, tasks)
             finally:
@@ -125,14 +126,19 @@ class TrainingLoop:
             await end_task(feeding)
         self.progress.phase = trainer_pb2.RUN_PHASE_FINISHED
 
-    async def until_wrong(self, work: Awaitable[object], stop: asyncio.Event) -> None:
-        """Await `work`. If data are wrong, the run ends in order, so that no step before that is lost: `stop` is set,
-        and `run` raises the error once everything is saved."""
+    async def until_wrong(self, work: Callable[[], Awaitable[object]], stop: asyncio.Event) -> None:
+        """Call and await `work`. If data are wrong, the run ends in order, so that no step before that is lost: `stop`
+        is set, and `run` raises the error once everything is saved."""
         try:
-            await work
+            await work()
         except DataError as error:
-            self.failure = self.failure or error
-            stop.set()
+            self._fail(error, stop)
+
+    def _fail(self, error: DataError, stop: asyncio.Event) -> None:
+        if self.failure is None:
+            log.error("run.ending", reason=str(error), remedy="it ends with this error once everything is saved")
+            self.failure = error
+        stop.set()
 
     async def _catch_up(self) -> None:
         """After a restart: take what the bus holds, and publish the rest of the admitted groups again."""
@@ -161,8 +167,7 @@ class TrainingLoop:
                     break
                 learned = await self._take_demonstrations(clock)
             except DataError as error:
-                self.failure = self.failure or error
-                stop.set()
+                self._fail(error, stop)
                 await self._abort_batch()
                 break
             with self._held_up(is_over=self._may_update.is_set()):
@@ -223,18 +228,21 @@ class TrainingLoop:
         assert self.evaluator is not None, "nothing is due without an evaluator"
         step, version = self.position.step, self.position.version
         await pushes.free()
-        evaluating = self.evaluator.evaluate(
-            step, version, has_received_all=self.collector.has_everything, on_held_out=on_held_out
+        evaluate = functools.partial(
+            self.evaluator.evaluate,
+            *(step, version),
+            has_received_all=self.collector.has_everything,
+            on_held_out=on_held_out,
         )
         with spans.recorded("evaluation", step=step, version=version):
-            await self.until_wrong(unless_stopped(evaluating, stop), stop)
+            await self.until_wrong(lambda: unless_stopped(evaluate(), stop), stop)
         self._may_update.set()
 
     async def _go_on_evaluating(self, stop: asyncio.Event) -> None:
         """Go on with the evaluation that a kill or a stop interrupted, or until `stop`."""
         assert self.evaluator is not None, "nothing was interrupted without an evaluator"
-        going_on = self.evaluator.go_on(has_received_all=self.collector.has_everything)
-        await self.until_wrong(unless_stopped(going_on, stop), stop)
+        go_on = functools.partial(self.evaluator.go_on, has_received_all=self.collector.has_everything)
+        await self.until_wrong(lambda: unless_stopped(go_on(), stop), stop)
 
     async def _compute_batch(self, stop: asyncio.Event, clock: StepClock) -> list[Finished] | None:
         """Compute the groups of a step as they come; None, and no step, if `stop` is set while some are missing."""

@@ -79,7 +79,7 @@ async def _serve_progress(
 async def _run_beside_its_tasks(loop: TrainingLoop, stop: asyncio.Event) -> None:
     """Run the loop with the tasks that it needs; an error in one ends all of them, at once or, of data, in order."""
     async with asyncio.TaskGroup() as tasks:
-        collecting = loop.until_wrong(loop.collector.run(), stop)
+        collecting = loop.until_wrong(loop.collector.run, stop)
         helpers = [tasks.create_task(collecting), tasks.create_task(loop.publisher.keep_current())]
         await loop.run(stop)
         for helper in helpers:

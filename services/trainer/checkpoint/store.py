@@ -171,7 +171,7 @@ class CheckpointStore:
         ready.rename(final)
         flush(self.folder)
         if aside.exists():
-            self._discard(aside)
+            self._discard_renamed(aside)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None if this folder never had one.
@@ -240,19 +240,26 @@ class CheckpointStore:
         paths = sorted(self._paths(), key=_step)
         later = [path for path in paths if _step(path) > step]
         for path in (*later, *paths[: len(paths) - len(later)][: -self._keep]):
-            unwanted = self._writer / f"{path.name}.{uuid.uuid4().hex[:8]}.unwanted"
-            path.rename(unwanted)
-            self._discard(unwanted)
+            self._discard_renamed(path)
+
+    def _discard_renamed(self, path: Path) -> None:
+        """Give a checkpoint that nobody needs a name that is none of a checkpoint, and delete it."""
+        unwanted = self._writer / f"{path.name}.{uuid.uuid4().hex[:8]}.unwanted"
+        path.rename(unwanted)
+        self._discard(unwanted)
 
     def _discard(self, path: Path) -> None:
-        """Delete what nobody needs, as far as that is possible: on NFS not what another process has open. What stays is
-        in the writer's folder, and the next `claim` tries again."""
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            if not self._writer.exists():
-                raise  # another trainer has taken over
-            log.warning("checkpoint.not_deleted", path=str(path), reason=str(error))
+        """Delete a folder as far as that is possible: on NFS not what another process has open. What stays is in the
+        writer's folder, and the next `claim` tries again.
+
+        Raises:
+            FileNotFoundError: another store has claimed the folder.
+        """
+        shutil.rmtree(path, ignore_errors=True)
+        if not self._writer.exists():
+            raise FileNotFoundError(self._writer)
+        if path.exists():
+            log.warning("checkpoint.not_deleted", path=str(path))
 
 
 def _read(path: Path) -> Checkpoint:

@@ -180,7 +180,8 @@ class Collector:
             )
         )
         if is_of_use:
-            self.tally.keep(sample.reward for sample in group.samples)
+            rewards = (sample.reward for sample in group.samples)
+            self.tally.keep(rewards, is_of_this_start=self._is_of_this_start(group.id))
             self._end_play(group)
         return is_of_use
 
@@ -196,11 +197,12 @@ class Collector:
         )
         if is_of_use:
             log.debug("group.filtered", group=group.id.message, reason=reason)
-            rewards = (sample.reward for sample in group.samples)
-            self.tally.filter_out(reason, rewards, may_end_run=self._is_of_this_start(group.id))
             self._end_play(group)
             if self.episodes is not None:
                 self.episodes.keep_left_out("filtered", reason, group)
+            # Last, since it may raise: the checkpoint that follows must know all that became of the group.
+            rewards = (sample.reward for sample in group.samples)
+            self.tally.filter_out(reason, rewards, is_of_this_start=self._is_of_this_start(group.id))
         return is_of_use
 
     def _end_play(self, group: Group) -> None:

@@ -214,7 +214,7 @@ class Feeder:
         """Filter a group whose row cannot be played, which makes room for the next one."""
         if self.ledger.filter_out(admission.index, admission.attempt, reason=reason):
             log.info("prompt.passed_over", index=admission.index, reason=reason)
-            self.tally.filter_out(reason)
             if self.pools is not None:
                 self.pools.pass_over(admission.index)
             self.changes.notify()
+            self.tally.filter_out(reason)  # last, since it may raise, and a checkpoint follows

@@ -47,23 +47,27 @@ class FilterTally:
     _since: list[FilterReason | None] = field(default_factory=list)
     _rewards: list[float] = field(default_factory=list)
 
-    def keep(self, rewards: Iterable[float | None]) -> None:
-        """Count a group that passed, with the rewards of its samples."""
+    def keep(self, rewards: Iterable[float | None], *, is_of_this_start: bool = True) -> None:
+        """Count a group that passed, with the rewards of its samples.
+
+        Those of an earlier start of the trainer count for the metrics only.
+        """
         self._count(None, rewards)
-        self._recent.append(None)
+        if is_of_this_start:
+            self._recent.append(None)
 
     def filter_out(
-        self, reason: FilterReason, rewards: Iterable[float | None] = (), *, may_end_run: bool = True
+        self, reason: FilterReason, rewards: Iterable[float | None] = (), *, is_of_this_start: bool = True
     ) -> None:
         """Count a group that was filtered, with the rewards of its samples if it was played.
 
-        One that may not end the run counts for the metrics only.
+        Those of an earlier start of the trainer count for the metrics only.
 
         Raises:
             DataError: too large a share of the last groups was filtered.
         """
         self._count(reason, rewards)
-        if not may_end_run:
+        if not is_of_this_start:
             return
         self._recent.append(reason)
         if len(self._recent) < WINDOW:
