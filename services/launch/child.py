@@ -43,6 +43,8 @@ class Child:
         self.address = spec.address
         self.stop_requested = asyncio.Event()
         """Set when the process has been asked to end."""
+        self.was_killed = False
+        """Whether the launcher killed the process since its last start."""
         self._clock = clock
         self._started_at = clock()
         self._backend = backend
@@ -67,6 +69,7 @@ class Child:
         if process is None:  # asked to stop before there was room for it
             return Ending(code=0)
         self._process = process
+        self.was_killed = False
         self.address = process.address
         self.state = State.STARTING
         self.num_starts += 1
@@ -91,6 +94,7 @@ class Child:
     def kill(self) -> None:
         """Kill the process and everything that it started."""
         if self._process is not None:
+            self.was_killed = True
             self._process.kill()
 
     async def check_ready(self) -> bool:

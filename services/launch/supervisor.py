@@ -2,11 +2,13 @@
 
 A process that dies is restarted after a pause. One that exits with 2 found a fault that a person must fix: no restart
 would help, so the run ends with its error. The exception is a restart that misses something that was there before, such
-as a frozen NATS server. However the run ends, none of its processes is left.
+as a frozen NATS server. If the process that ends the run fails while it stops, that is the run's error. However the run
+ends, none of its processes is left.
 """
 
 import asyncio
 import functools
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -14,10 +16,10 @@ from typing import Any
 
 from penstock.errors import PenstockError, UserError
 from penstock.runtime.backoff import Backoff
-from penstock.runtime.process import EXIT_USER_ERROR
+from penstock.runtime.process import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child, State
-from services.launch.process.backend import Backend
+from services.launch.process.backend import Backend, Ending
 from services.launch.process.local import local_backend
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.process_trace import ProcessTrace
@@ -34,10 +36,13 @@ _KILL_TIMEOUT_S = 5.0
 _FAILED_RUN_GRACE_S = 900.0
 """Seconds for the process that ends the run after another has failed: maybe no one is there to press Ctrl-C again."""
 _NUM_SHOWN_LINES = 20
+_STOPPED_CODES = frozenset({0, EXIT_INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM})
+"""Exit codes of a process that did what it was asked to when it was asked to stop. A signal ends it as long as it
+imports its libraries, when there is nothing to save."""
 
 
 class ProcessFailedError(PenstockError):
-    """A process died so often that restarting it is pointless."""
+    """A process died so often that restarting it is pointless, or failed when nothing starts it again."""
 
 
 class Supervisor:
@@ -144,7 +149,7 @@ class Supervisor:
 
         Raises:
             UserError: meanwhile a process exited with 2; the message is the process's own.
-            ProcessFailedError: meanwhile a process died too often.
+            ProcessFailedError: meanwhile a process died too often, or the one that ends the run failed.
         """
         self.has_begun_to_stop = True
         failure: BaseException | None = None
@@ -186,7 +191,10 @@ class Supervisor:
             self._ended.set_result(None)
 
     async def _end(self, child: Child) -> BaseException | None:
-        """Wait for the end of `child` and kill it after its grace; return the failure that limited its time, if any."""
+        """Wait for the end of `child` and kill it after its grace; return the run's failure, unless `wait` raised one.
+
+        That is the failure which limited its time, or else its own if it ends the run.
+        """
         task, limit_s, failure = self._tasks[child.spec.name], self._kill_after_s, None
         if child.spec.ends_run:
             limit_s = self._failed_run_grace_s
@@ -196,6 +204,8 @@ class Supervisor:
         if not task.done() and child.is_running:
             child.kill()
             self._report(f"{child.spec.name} did not stop within {limit_s:g} s; killed")
+        if child.spec.ends_run and not self._has_failed and failure is None and task.done() and not task.cancelled():
+            failure = task.exception()
         return failure
 
     async def _failure_before_end_of(self, task: "asyncio.Task[None]") -> BaseException | None:
@@ -215,7 +225,11 @@ class Supervisor:
         while not child.stop_requested.is_set():
             ending = await child.run()
             ended_in, child.state = child.state, State.STOPPED
-            if child.stop_requested.is_set() or (ending.code == 0 and child.spec.ends_run):
+            if child.stop_requested.is_set():
+                if child.spec.ends_run and not child.was_killed and ending.code not in _STOPPED_CODES:
+                    raise self._failure_to_stop(child, ending)
+                return
+            if ending.code == 0 and child.spec.ends_run:
                 return
             if ending.code == EXIT_USER_ERROR and not child.lacks_what_it_had(ended_in):
                 raise UserError(child.read_error() or f"{name} cannot start; see {child.log.path}")
@@ -223,14 +237,21 @@ class Supervisor:
             self._num_deaths[name] = num_deaths
             how = ending.describe()
             if num_deaths > self._max_restarts:
-                raise ProcessFailedError(_describe_failure(child, how, num_deaths))
+                raise ProcessFailedError(_with_log(child, f"{how}, death {num_deaths} in a row without a trained step"))
             num_failures = 1 if child.age_s > _MAX_BACKOFF_S else num_failures + 1
             backoff_s = Backoff(self._first_backoff_s, _MAX_BACKOFF_S).after(num_failures)
-            why = " ".join((child.read_error() or "").split())
-            self._report(f"{name} {how}; starting it again in {backoff_s:g} s" + (f": {why}" if why else ""))
+            self._report(f"{name} {how}; starting it again in {backoff_s:g} s{_reason(child)}")
             child.state = State.RESTARTING
             with suppress(TimeoutError):
                 await asyncio.wait_for(child.stop_requested.wait(), backoff_s)
+
+    def _failure_to_stop(self, child: Child, ending: Ending) -> PenstockError:
+        """Report and return the failure of the process that ends the run, after it was asked to stop."""
+        how = f"{ending.describe()} after it was asked to stop; steps after its last checkpoint are lost"
+        self._report(f"{child.spec.name} {how}{_reason(child)}")
+        if ending.code == EXIT_USER_ERROR and (error := child.read_error()):
+            return UserError(error)
+        return ProcessFailedError(_with_log(child, how))
 
 
 @asynccontextmanager
@@ -276,9 +297,13 @@ async def supervised(
             await supervisor.kill()
 
 
-def _describe_failure(child: Child, how: str, num_deaths: int) -> str:
+def _reason(child: Child) -> str:
+    """Return ": " and the error that the process wrote as it ended, in one line; nothing if it wrote none."""
+    why = " ".join((child.read_error() or "").split())
+    return f": {why}" if why else ""
+
+
+def _with_log(child: Child, how: str) -> str:
+    """Return how the process ended, and the end of its log."""
     lines = child.log.last_lines(_NUM_SHOWN_LINES)
-    head = (
-        f"{child.spec.name} {how}, death {num_deaths} in a row without a trained step; its log {child.log.path} ends:"
-    )
-    return "\n".join([head, *(f"  {line}" for line in lines)])
+    return "\n".join([f"{child.spec.name} {how}; its log {child.log.path} ends:", *(f"  {line}" for line in lines)])

@@ -111,6 +111,93 @@ def test_the_trainer_finishes_its_step_however_long_it_takes(fake_run: Callable[
     assert_all_gone(run)
 
 
+def failing_to_save(end: str) -> str:
+    """A trainer whose last checkpoint fails: it ends by these lines."""
+    return f"""{NOTE}
+def finish(*_):
+    note("asked")
+    {end}
+signal.signal(signal.SIGTERM, finish)
+note("up")
+while True:
+    signal.pause()
+"""
+
+
+DISK_FULL = failing_to_save("""
+    with open("trainer.error.json", "w") as file:
+        file.write('{"error": "DiskError", "message": "no space left in runs"}')
+    sys.exit(2)
+""")
+KILLED = failing_to_save("print('saving'); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)")
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "how", "error"),
+    [
+        (DISK_FULL, 2, "exited with 2", "error: no space left in runs\n"),
+        (KILLED, 1, "was killed by signal 9", "error: trainer was killed by signal 9 after it was asked to stop"),
+    ],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_trainer_that_fails_after_the_signal_fails_the_run(
+    fake_run: Callable[..., FakeRun], number: signal.Signals, program: str, code: int, how: str, error: str
+) -> None:
+    """Its steps since the last checkpoint are lost, so the run says how it ended and why, and does not exit with 0."""
+    run = fake_run(
+        [
+            {"name": "router", "program": SERVE},
+            {"name": "trainer", "program": program, "phase": "WORK", "ends_run": True},
+        ]
+    )
+    run.wait_for("up", 2)
+    run.process.send_signal(number)
+    ended, out, err = run.finish()
+    assert ended == code
+    assert f"trainer {how} after it was asked to stop; steps after its last checkpoint are lost" in out
+    assert err.startswith(error)
+    assert ("no space left in runs" in out) == (code == 2)
+    assert ("\n  saving\n" in err) == (code == 1)
+    assert len(run.notes("stopped-router")) == 1
+    assert_all_gone(run)
+
+
+@pytest.mark.parametrize(
+    "end", ["sys.exit(130)", "sys.exit(143)", "signal.signal(15, signal.SIG_DFL); os.kill(os.getpid(), 15)"]
+)
+def test_a_trainer_that_a_signal_ends_in_order_has_not_failed(fake_run: Callable[..., FakeRun], end: str) -> None:
+    """Exit codes of a signal are those of an orderly end, also before the trainer has set its own handler."""
+    run = fake_run([{"name": "trainer", "program": failing_to_save(end), "phase": "WORK", "ends_run": True}])
+    run.wait_for("up")
+    run.process.send_signal(signal.SIGINT)
+    code, out, _ = run.finish()
+    assert (code, "trainer" in out) == (0, False)
+    assert_all_gone(run)
+
+
+def test_the_first_failure_is_the_run_s(fake_run: Callable[..., FakeRun]) -> None:
+    """A trainer that then fails to stop is reported, but the error is that of the process which failed first."""
+    reward = f"""{NOTE}
+while not os.path.exists("may-fail"):
+    time.sleep(0.02)
+with open("reward.error.json", "w") as file:
+    file.write('{{"error": "ConfigError", "message": "no such profile"}}')
+sys.exit(2)
+"""
+    run = fake_run(
+        [
+            {"name": "reward", "program": reward},
+            {"name": "trainer", "program": DISK_FULL, "phase": "WORK", "ends_run": True},
+        ]
+    )
+    run.wait_for("up")
+    (run.folder / "may-fail").touch()
+    code, out, err = run.finish()
+    assert (code, err) == (2, "error: no such profile\n")
+    assert "trainer exited with 2 after it was asked to stop" in out
+    assert_all_gone(run)
+
+
 def test_the_trainer_does_not_wait_for_ever_for_a_process_that_dies_again_and_again(
     fake_run: Callable[..., FakeRun],
 ) -> None:

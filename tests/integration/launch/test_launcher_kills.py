@@ -145,9 +145,10 @@ def test_second_signal_kills_at_once(fake_run: Callable[..., FakeRun]) -> None:
     run.wait_for("asked")
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
-    code, _, err = run.finish()
+    code, out, err = run.finish()
     assert code == 1
     assert "Traceback" not in err
+    assert "after it was asked to stop" not in out + err
     assert_all_gone(run)
 
 
