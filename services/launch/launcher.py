@@ -6,11 +6,8 @@ while the others notice only its absence.
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from typing import Any
-
-import structlog
 
 from penstock import config as configuration
 from penstock.bus.connection import connect
@@ -18,6 +15,7 @@ from penstock.config import NetworkConfig
 from penstock.errors import PenstockError, SetupError
 from penstock.runtime.ports import held_port, held_ports
 from penstock.runtime.security import Security, is_loopback
+from services.launch.background import background, repeated
 from services.launch.bounded_log import BoundedLog
 from services.launch.gpu_plan import extend_plan, find_gpus, without
 from services.launch.metrics import MetricsFollower, describe_run
@@ -36,8 +34,6 @@ from services.launch.supervisor import Supervisor, supervised
 from services.launch.terminal.display import Display, open_display
 from services.launch.terminal.lasting_output import lasting_output
 from services.recipe import Recipe
-
-log = structlog.get_logger()
 
 _BUS_START_TIMEOUT_S = 60.0
 """Seconds that the other processes are not started for if the bus does not listen; on Ray its actor starts first."""
@@ -257,18 +253,7 @@ async def _watched(
             supervisor.note_progress()
         display.show(supervisor.children, follower.rows, new_rows, follower.standing(is_running=True))
 
-    async def watch() -> None:
-        failure = ""
-        while True:
-            try:
-                await look()
-            except OSError as error:  # of a disk or a network folder, which may come back
-                if str(error) != failure:
-                    failure = str(error)
-                    log.warning("display.retried", error=failure)
-            await asyncio.sleep(REFRESH_S)
-
-    async with background(watch()):
+    async with background(repeated(look, every_s=REFRESH_S)):
         yield
 
 
@@ -279,20 +264,19 @@ async def _scaled(
     """Answer the requests of `penstock scale`; while processes still wait for the bus to be started, requests wait."""
 
     async def answer() -> None:
-        while fleet is not None:
-            is_open = supervisor.has_started_all or supervisor.has_begun_to_stop
-            for asked in request.pending(folder) if is_open else ():
-                try:
-                    lines = fleet.scale(asked.counts, supervisor)
-                except PenstockError as error:
-                    asked.refuse(str(error))
-                    continue
-                asked.answer(lines)
-                for line in lines:
-                    write(f"penstock scale: {line}")
-            await asyncio.sleep(REFRESH_S)
+        if fleet is None or not (supervisor.has_started_all or supervisor.has_begun_to_stop):
+            return
+        for asked in request.pending(folder):
+            try:
+                lines = fleet.scale(asked.counts, supervisor)
+            except PenstockError as error:
+                asked.refuse(str(error))
+                continue
+            for line in lines:
+                write(f"penstock scale: {line}")
+            asked.answer(lines)
 
-    async with background(answer()):
+    async with background(repeated(answer, every_s=REFRESH_S)):
         yield
 
 
@@ -324,23 +308,6 @@ async def _trainer_reported(supervisor: Supervisor, display: Display, security: 
 
     async with background(report()):
         yield
-
-
-@asynccontextmanager
-async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` beside the context. If it fails, the run goes on and the launcher's log has the traceback."""
-    task = asyncio.create_task(work)
-    task.add_done_callback(_log_failure)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("display.failed", exc_info=error)
 
 
 def _write_result(folder: RunFolder, metrics: MetricsFollower, *, interrupted: bool) -> None:

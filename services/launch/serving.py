@@ -1,11 +1,13 @@
 """Serves a model on this machine without a trainer: engines, router, reward service and workers."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from penstock import config as configuration
 from penstock.runtime.security import Security
+from services.launch.background import background, repeated
 from services.launch.bounded_log import BoundedLog
 from services.launch.gpu_plan import find_gpus
 from services.launch.known_names import require_names
@@ -13,7 +15,6 @@ from services.launch.launcher import (
     KILL_MARGIN_S,
     REFRESH_S,
     addressed,
-    background,
     look_after,
     require_bus,
     start_processes,
@@ -61,14 +62,8 @@ async def serving(
             kill_after_s=recipe.run.grace_s + KILL_MARGIN_S,
             trace=ProcessTrace(folder.path) if recipe.trace.max_gib else None,
         ) as supervisor:
-
-            async def watch() -> None:
-                own_log = BoundedLog(folder.launcher_log)
-                while True:
-                    await look_after(supervisor, write, own_log)
-                    await asyncio.sleep(REFRESH_S)
-
-            async with background(watch()):
+            look = functools.partial(look_after, supervisor, write, BoundedLog(folder.launcher_log))
+            async with background(repeated(look, every_s=REFRESH_S)):
                 await start_processes(supervisor, specs, write, stop)
                 yield live, supervisor
         folder.forget_targets()

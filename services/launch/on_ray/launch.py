@@ -8,7 +8,8 @@ from typing import Final
 from penstock import config as configuration
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
-from services.launch.launcher import addressed, background, run_processes
+from services.launch.background import background
+from services.launch.launcher import addressed, run_processes
 from services.launch.on_ray.addresses import listening, with_peers
 from services.launch.on_ray.backend import RayBackend
 from services.launch.on_ray.cluster import Cluster

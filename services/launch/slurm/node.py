@@ -5,6 +5,7 @@ sends to all nodes at once, ends its processes only when the trainer has ended: 
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -15,9 +16,10 @@ import structlog
 from penstock import config as configuration
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
+from services.launch.background import background, repeated
 from services.launch.bounded_log import BoundedLog
 from services.launch.gpu_plan import find_gpus, plan_gpus
-from services.launch.launcher import KILL_MARGIN_S, REFRESH_S, background, look_after
+from services.launch.launcher import KILL_MARGIN_S, REFRESH_S, look_after
 from services.launch.process.spec import StopPhase
 from services.launch.process.specs import process_specs
 from services.launch.readiness import serves_grpc, serves_nats
@@ -69,13 +71,8 @@ async def serve_node(
         report=write,
         kill_after_s=node.run.grace_s + KILL_MARGIN_S,
     ) as supervisor:
-
-        async def watch() -> None:
-            while True:
-                await look_after(supervisor, write, own_log)
-                await asyncio.sleep(REFRESH_S)
-
-        async with background(watch()):
+        look = functools.partial(look_after, supervisor, write, own_log)
+        async with background(repeated(look, every_s=REFRESH_S)):
             for process in plan.processes:
                 supervisor.start(process.name)
             # Of its own: a signal after the end of the run is then the first one, and kills nobody.

@@ -1,6 +1,7 @@
 """`penstock scale` on a run of small programs: processes join and leave while it goes on."""
 
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -11,6 +12,7 @@ import pytest
 
 from penstock.config import dump, load
 from penstock.errors import ConfigError, SetupError
+from penstock.runtime.files import write_atomically
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from services.cli.app import main
@@ -18,6 +20,7 @@ from services.launch.launcher import run_processes
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import PlannedProcess, plan_processes
+from services.launch.scaling import request
 from services.launch.scaling.fleet import Fleet
 from services.launch.scaling.request import ask
 from services.recipe import Recipe
@@ -109,6 +112,29 @@ async def test_processes_join_and_leave_while_the_run_goes_on(
     assert num_noted(folder, "stopped-rollout-0") == 1
     assert num_noted(folder, "stopped-rollout-1") == 2
     assert list((tmp_path / "scale").iterdir()) == []
+
+
+async def test_an_answer_that_cannot_be_written_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The change is made and shown; once the disk has room again, requests are answered."""
+    folder = RunFolder(tmp_path)
+    num_failed = 0
+
+    def write(path: Path, text: str) -> None:
+        nonlocal num_failed
+        if ".answer." in path.name and not num_failed:
+            num_failed += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomically(path, text)
+
+    monkeypatch.setattr(request, "write_atomically", write)
+    async with running(folder, SERVE):
+        with pytest.raises(SetupError, match="has not answered within 2 s"):
+            await asyncio.to_thread(ask, folder, {"rollout": 2}, timeout_s=2.0)
+        assert num_failed == 1
+        assert "penstock scale: starting rollout-1" in capsys.readouterr().out
+        assert await asked(folder, rollout=2) == ["the run has these numbers already"]
 
 
 async def test_impossible_numbers_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
 """A node of a Slurm job waits for the run of the first node, serves it, and ends with it."""
 
 import asyncio
+import errno
+import os
+import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
@@ -13,17 +17,42 @@ from penstock.config import load
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from services.launch import readiness
+from services.launch.bounded_log import BoundedLog
+from services.launch.process.spec import ProcessSpec
 from services.launch.run_folder import RunFolder
+from services.launch.run_plan import RunPlan
 from services.launch.slurm import node as slurm_node
 from services.launch.slurm.node import serve_node
 from services.launch.slurm.placement import NodeShare
 from services.recipe import Recipe
 from tests.support.waiting import promptly, until
 
+NOTHING = NodeShare()
 
-def node(folder: Path, stop: asyncio.Event, lines: list[str]) -> "asyncio.Task[None]":
+
+def node(folder: Path, stop: asyncio.Event, lines: list[str], share: NodeShare = NOTHING) -> "asyncio.Task[None]":
     (folder / "logs").mkdir(exist_ok=True)
-    return asyncio.create_task(serve_node(RunFolder(folder), NodeShare(), [], stop, Security(), lines.append))
+    return asyncio.create_task(serve_node(RunFolder(folder), share, [], stop, Security(), lines.append))
+
+
+def small_programs(
+    program: str, is_ready: Callable[[str], Awaitable[bool]] | None = None
+) -> Callable[..., list[ProcessSpec]]:
+    """The same small program in place of every process of a node."""
+
+    def specs(plan: RunPlan, *_: object) -> list[ProcessSpec]:
+        return [
+            ProcessSpec(
+                name=process.name,
+                command=[sys.executable, "-c", program],
+                environment=dict(os.environ),
+                phase=process.phase,
+                is_ready=is_ready,
+            )
+            for process in plan.processes
+        ]
+
+    return specs
 
 
 def write_addresses(folder: Path, bus_url: str) -> None:
@@ -99,4 +128,29 @@ async def test_a_node_serves_a_trainer_that_is_late_with_an_answer(
     assert not serving.done()
     monkeypatch.setattr(slurm_node, "_ABSENT_S", 0.5)
     await server.stop(None)
+    await promptly(serving)
+
+
+async def test_a_node_looks_after_its_processes_although_a_folder_failed_once(
+    tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network folder that is stale for a moment costs one look, not all that follow."""
+    size, has_failed = BoundedLog._size, asyncio.Event()
+
+    def stale_once(log: BoundedLog) -> int:
+        if log.path == tmp_path / "logs" / "127.0.0.1.log" and not has_failed.is_set():
+            has_failed.set()
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return size(log)
+
+    async def is_ready(_: str) -> bool:
+        return has_failed.is_set()
+
+    monkeypatch.setattr(BoundedLog, "_size", stale_once)
+    monkeypatch.setattr(slurm_node, "process_specs", small_programs("import signal; signal.pause()", is_ready))
+    lines: list[str] = []
+    write_addresses(tmp_path, nats_url)
+    serving = node(tmp_path, asyncio.Event(), lines, NodeShare(workers=1))
+    await until(lambda: any("worker-0 is up after" in line for line in lines))
+    (tmp_path / "live.toml").unlink()
     await promptly(serving)
