@@ -5,7 +5,6 @@ sends to all nodes at once, ends its processes only when the trainer has ended: 
 """
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from services.launch.background import background, repeated
 from services.launch.bounded_log import BoundedLog
 from services.launch.gpu_plan import find_gpus, plan_gpus
 from services.launch.launcher import KILL_MARGIN_S, REFRESH_S, look_after
+from services.launch.metrics import MetricsFollower
 from services.launch.process.spec import StopPhase
 from services.launch.process.specs import process_specs
 from services.launch.readiness import serves_grpc, serves_nats
@@ -65,13 +65,19 @@ async def serve_node(
     plan = plan_node(node, share, [*overrides, *addresses_of_first(live)])
     write(f"serving {share.describe()}")
     own_log = BoundedLog(folder.logs / f"{node.network.advertised}.log")
+    metrics = MetricsFollower(folder.metrics_file)
     async with supervised(
         process_specs(plan, folder, security),
         logs=folder.logs,
         report=write,
         kill_after_s=node.run.grace_s + KILL_MARGIN_S,
     ) as supervisor:
-        look = functools.partial(look_after, supervisor, write, own_log)
+
+        async def look() -> None:
+            await look_after(supervisor, write, own_log)
+            if metrics.poll():
+                supervisor.note_progress()
+
         async with background(repeated(look, every_s=REFRESH_S)):
             for process in plan.processes:
                 supervisor.start(process.name)

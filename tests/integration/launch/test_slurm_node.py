@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import functools
+import itertools
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -24,6 +26,7 @@ from services.launch.run_plan import RunPlan
 from services.launch.slurm import node as slurm_node
 from services.launch.slurm.node import serve_node
 from services.launch.slurm.placement import NodeShare
+from services.launch.supervisor import ProcessFailedError, supervised
 from services.recipe import Recipe
 from tests.support.waiting import promptly, until
 
@@ -129,6 +132,33 @@ async def test_a_node_serves_a_trainer_that_is_late_with_an_answer(
     monkeypatch.setattr(slurm_node, "_ABSENT_S", 0.5)
     await server.stop(None)
     await promptly(serving)
+
+
+async def test_a_node_forgets_deaths_before_a_trained_step(
+    tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes may die any number of times while the trainer, which runs elsewhere, makes progress."""
+    often = functools.partial(supervised, max_restarts=1, first_backoff_s=0.3)
+    monkeypatch.setattr(slurm_node, "supervised", often)
+    monkeypatch.setattr(slurm_node, "process_specs", small_programs("raise SystemExit(1)"))
+    monkeypatch.setattr(slurm_node, "REFRESH_S", 0.02)
+    metrics = tmp_path / "metrics.jsonl"
+
+    async def train() -> None:
+        for step in itertools.count(1):
+            with metrics.open("a") as file:
+                file.write(f'{{"step": {step}, "num_steps": 9}}\n')
+            await asyncio.sleep(0.01)
+
+    lines: list[str] = []
+    write_addresses(tmp_path, nats_url)
+    training = asyncio.create_task(train())
+    serving = node(tmp_path, asyncio.Event(), lines, NodeShare(workers=1))
+    await until(lambda: serving.done() or sum("starting it again" in line for line in lines) >= 3)
+    assert not serving.done()
+    training.cancel()
+    with pytest.raises(ProcessFailedError, match="death 2 in a row without a trained step"):
+        await promptly(serving)
 
 
 async def test_a_node_looks_after_its_processes_although_a_folder_failed_once(
