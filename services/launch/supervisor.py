@@ -2,8 +2,8 @@
 
 A process that dies is restarted after a pause. One that exits with 2 found a fault that a person must fix: no restart
 would help, so the run ends with its error. The exception is a restart that misses something that was there before, such
-as a frozen NATS server. If the process that ends the run fails while it stops, that is the run's error. However the run
-ends, none of its processes is left.
+as a frozen NATS server. If the process that ends the run fails while it stops, a person is told. However the run ends,
+none of its processes is left.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ imports its libraries, when there is nothing to save."""
 
 
 class ProcessFailedError(PenstockError):
-    """A process died so often that restarting it is pointless, or failed when nothing starts it again."""
+    """A process died so often that restarting it is pointless."""
 
 
 class Supervisor:
@@ -148,8 +148,8 @@ class Supervisor:
         are kept running.
 
         Raises:
-            UserError: meanwhile a process exited with 2; the message is the process's own.
-            ProcessFailedError: meanwhile a process died too often, or the one that ends the run failed.
+            UserError: a process exited with 2, meanwhile or because of the stop; the message is the process's own.
+            ProcessFailedError: meanwhile a process died too often.
         """
         self.has_begun_to_stop = True
         failure: BaseException | None = None
@@ -227,7 +227,7 @@ class Supervisor:
             ended_in, child.state = child.state, State.STOPPED
             if child.stop_requested.is_set():
                 if child.spec.ends_run and not child.was_killed and ending.code not in _STOPPED_CODES:
-                    raise self._failure_to_stop(child, ending)
+                    self._report_failure_to_stop(child, ending)
                 return
             if ending.code == 0 and child.spec.ends_run:
                 return
@@ -245,13 +245,19 @@ class Supervisor:
             with suppress(TimeoutError):
                 await asyncio.wait_for(child.stop_requested.wait(), backoff_s)
 
-    def _failure_to_stop(self, child: Child, ending: Ending) -> PenstockError:
-        """Report and return the failure of the process that ends the run, after it was asked to stop."""
+    def _report_failure_to_stop(self, child: Child, ending: Ending) -> None:
+        """Report the failure of the process that ends the run, after it was asked to stop.
+
+        Unless a person must mend something, the run counts as stopped: who starts it again, as Slurm does a preempted
+        job, has it go on from its last checkpoint.
+
+        Raises:
+            UserError: the process's own.
+        """
         how = f"{ending.describe()} after it was asked to stop; steps after its last checkpoint are lost"
-        self._report(f"{child.spec.name} {how}{_reason(child)}")
+        self._report(f"{child.spec.name} {how}{_reason(child)}; its log is {child.log.path}")
         if ending.code == EXIT_USER_ERROR and (error := child.read_error()):
-            return UserError(error)
-        return ProcessFailedError(_with_log(child, how))
+            raise UserError(error)
 
 
 @asynccontextmanager

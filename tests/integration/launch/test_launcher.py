@@ -136,14 +136,15 @@ KILLED = failing_to_save("print('saving'); sys.stdout.flush(); os.kill(os.getpid
     ("program", "code", "how", "error"),
     [
         (DISK_FULL, 2, "exited with 2", "error: no space left in runs\n"),
-        (KILLED, 1, "was killed by signal 9", "error: trainer was killed by signal 9 after it was asked to stop"),
+        (KILLED, 0, "was killed by signal 9", ""),
     ],
 )
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_trainer_that_fails_after_the_signal_fails_the_run(
+def test_a_trainer_that_fails_after_the_signal_is_reported(
     fake_run: Callable[..., FakeRun], number: signal.Signals, program: str, code: int, how: str, error: str
 ) -> None:
-    """Its steps since the last checkpoint are lost, so the run says how it ended and why, and does not exit with 0."""
+    """Its steps since the last checkpoint are lost, so the run says how it ended and why. The exit code is that of a
+    stop, unless a person must mend something."""
     run = fake_run(
         [
             {"name": "router", "program": SERVE},
@@ -155,9 +156,8 @@ def test_a_trainer_that_fails_after_the_signal_fails_the_run(
     ended, out, err = run.finish()
     assert ended == code
     assert f"trainer {how} after it was asked to stop; steps after its last checkpoint are lost" in out
-    assert err.startswith(error)
+    assert err == error
     assert ("no space left in runs" in out) == (code == 2)
-    assert ("\n  saving\n" in err) == (code == 1)
     assert len(run.notes("stopped-router")) == 1
     assert_all_gone(run)
 

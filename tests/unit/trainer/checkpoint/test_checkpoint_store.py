@@ -1,7 +1,7 @@
 """Checkpoints: whole or not there, whatever dies while they are written."""
 
 import errno
-import shutil
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,15 +44,15 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
 def test_an_old_checkpoint_that_cannot_be_deleted_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On NFS a file that another process has open keeps its folder; a later start tries again."""
+    """On NFS a file that another process has open keeps its folder, and nothing else; a later start tries again."""
 
-    def refuse(path: Path, **options: object) -> None:
-        if path.name.endswith(".unwanted") or path.name.startswith("earlier-"):
+    def refuse(path: str, *, dir_fd: int | None = None) -> None:
+        if path == "model":
             raise OSError(errno.ENOTEMPTY, "Directory not empty")
-        rmtree(path, **options)
+        rmdir(path, dir_fd=dir_fd)
 
-    rmtree = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", refuse)
+    rmdir = os.rmdir
+    monkeypatch.setattr(os, "rmdir", refuse)
     store = CheckpointStore(tmp_path, keep=1)
     for step in (1, 2, 3):
         store.save(step, {}, write)
@@ -62,6 +62,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_costs_nothing(
     assert latest is not None
     assert latest.step == 3
     assert len([*tmp_path.rglob("*.unwanted")]) == 2
+    assert len([*tmp_path.rglob("trainer.pt")]) == 1
     monkeypatch.undo()
     CheckpointStore(tmp_path, keep=1).claim()
     assert [*tmp_path.rglob("*.unwanted")] == []
