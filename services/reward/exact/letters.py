@@ -42,6 +42,11 @@ _CHOOSES = re.compile(
     rf"|\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer) +{_OPTION} +is +(?:the +)?(?:correct|right)(?! +(?:for|if|when)\b)"
     rf"|(?<![\w\\]){_OPTION} +is +the +(?:correct|right) +(?:answer|option|choice|one)\b"
 )
+_JOINED = re.compile(
+    r" *(?:[,/&]|\b(?:or|and)\b) *(?:(?:or|and) +)?[*_]{0,3}[(\[]?[A-J][)\]]?[*_]{0,3}"
+    r"(?= *(?:[.,;:!?/&\n]|\b(?:or|and)\b|$))"
+)
+"""Matches behind a chosen letter another one that is chosen with it, and not one of which something is said."""
 _LINE = re.compile(r"^[ \t>*_-]*+(\S.*)$", re.MULTILINE)
 _MAX_CHOICES = 32
 _MAX_CHARS = 512
@@ -78,7 +83,9 @@ def find_choices(text: str) -> list[Span]:
     letters = [span for span in stated if read_letter(span[2]) is not None or has_letters(span[2])]
     for choice in list(_CHOOSES.finditer(text))[-_MAX_CHOICES:]:
         if not is_unsure(text, choice.start()):
-            letters.append((choice.start(), choice.end(), next(filter(None, choice.groups()))))
+            letter = next(filter(None, choice.groups()))
+            joined = _JOINED.match(text, choice.end())
+            letters.append((choice.start(), choice.end(), letter if joined is None else letter + joined[0]))
     if letters:
         return _merged(text, sorted(letters))
     return stated or _last_line(text)

@@ -73,6 +73,31 @@ def test_two_letters_side_by_side_stay_two(response: str) -> None:
     assert judge(response, "B").credit == judge(response, "A").credit == 0
 
 
+@pytest.mark.parametrize(
+    "response",
+    [
+        "The correct option is A or B.", "Therefore, the correct option is (A) or (B).", "I choose A or B.",
+        "Therefore, the correct option is A and C.", "I choose A, B, C or D.", "The correct option is A/B",
+        "I choose **A** and **B**.",
+    ],
+)  # fmt: skip
+def test_letters_that_are_chosen_together_are_no_choice(response: str) -> None:
+    """Not of the first one either."""
+    assert judge(response, "A").credit == judge(response, "B").credit == 0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "I choose A, and B is wrong.", "The correct option is A. B and C are wrong.", "I choose A, or 5 cm.",
+        "I choose A, as C has no solution.",
+    ],
+)  # fmt: skip
+def test_what_is_said_of_other_letters_takes_nothing_away(response: str) -> None:
+    """Only the chosen one counts."""
+    assert judge(response, "A").credit == 1
+
+
 def test_the_text_beside_a_letter_that_is_named_twice_counts() -> None:
     """The value that the fuller of the two has is compared, and two values are two answers."""
     for response in ("Therefore, the correct option is B: 13.", "I choose B. The answer is (B) 13."):
