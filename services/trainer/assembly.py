@@ -283,9 +283,16 @@ async def _watch_replicas(settings: TrainerSettings, bus: Bus, stack: AsyncExitS
 def _doubts(settings: TrainerSettings) -> list[str]:
     """Return warnings about settings that work together, but perhaps not as they are meant."""
     most = most_own_tokens(settings.data, settings.sampling, context_length=settings.context_length)
-    found = penalty_doubt(settings.algorithm.advantage.length_penalty, most)
+    penalty = penalty_doubt(settings.algorithm.advantage.length_penalty, most)
     stale = settings.trainer.max_staleness
-    return [*doubts(settings.filters, settings.algorithm, max_staleness=stale), *([found] if found else [])]
+    found = [*doubts(settings.filters, settings.algorithm, max_staleness=stale), *([penalty] if penalty else [])]
+    warmup_steps, num_steps = settings.trainer.optimizer.warmup_steps, settings.trainer.num_steps
+    if warmup_steps >= num_steps:
+        found.append(
+            f"trainer.optimizer.warmup_steps = {warmup_steps} is not below trainer.num_steps = {num_steps}: the run "
+            "ends before it reaches its learning rate"
+        )
+    return found
 
 
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:

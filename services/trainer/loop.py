@@ -166,19 +166,19 @@ class TrainingLoop:
                 if batch is None:
                     break
                 learned = await self._take_demonstrations(clock)
+                with self._held_up(is_over=self._may_update.is_set()):
+                    await self._may_update.wait()
+                clock.lap("evaluation_wait_s")
+                if stop.is_set() and self._is_evaluation_due():  # it was stopped, and comes again when the run goes on
+                    await self._abort_batch()
+                    break
+                await self._is_copied.wait()
+                clock.lap("checkpoint_wait_s")
+                metrics = await self._update(batch, learned)
             except DataError as error:
                 self._fail(error, stop)
                 await self._abort_batch()
                 break
-            with self._held_up(is_over=self._may_update.is_set()):
-                await self._may_update.wait()
-            clock.lap("evaluation_wait_s")
-            if stop.is_set() and self._is_evaluation_due():  # it was stopped, and comes again when the run goes on
-                await self._abort_batch()
-                break
-            await self._is_copied.wait()
-            clock.lap("checkpoint_wait_s")
-            metrics = await self._update(batch, learned)
             clock.lap("train_s")
             await pushes.free()
             weights = await self._copy_weights()

@@ -19,9 +19,10 @@ metadata:
     {{- with $values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- if or $values.podAnnotations $root.Values.recipe.text }}
+  {{- $hasRecipe := and $root.Values.recipe.text (ne .component "nats") }}
+  {{- if or $values.podAnnotations $hasRecipe }}
   annotations:
-    {{- if $root.Values.recipe.text }}
+    {{- if $hasRecipe }}
     penstock/recipe: {{ $root.Values.recipe.text | sha256sum | trunc 16 | quote }}
     {{- end }}
     {{- with $values.podAnnotations }}

@@ -148,10 +148,17 @@ class InProcessBackend:
         )
 
     def _fill_reference(self, reference: ReferencePolicy, checkpoint: Path | None, state: Mapping[str, Any]) -> None:
-        if checkpoint is None:
-            if self._algorithm.kl.reference is not None:
-                reference.read_model(self._algorithm.kl.reference)
+        teacher = self._algorithm.kl.reference
+        saved = state.get("settings", {}).get("algorithm.kl.reference")
+        if checkpoint is None or (teacher is not None and str(teacher) != saved):
+            if teacher is not None:
+                reference.read_model(teacher)
             return
+        if teacher is None and saved is not None:
+            raise ConfigError(
+                f"algorithm.kl.reference is not set, but the reference policy of {checkpoint} is the model {saved}; "
+                "set it to that, or begin a new run"
+            )
         if _REFERENCE not in state:
             raise ConfigError(
                 f"algorithm.kl.kind = {self._algorithm.kl.kind!r} needs a reference policy, but {checkpoint} was saved "

@@ -11,4 +11,9 @@ def adapter_contradiction(lora: LoraConfig, kl: KlConfig) -> str | None:
             f"algorithm.kl.reference = {str(kl.reference)!r} does not go with trainer.lora.rank = {lora.rank}: the "
             "reference is the base with the adapters of an earlier step, or none; leave reference out"
         )
+    if lora.rank and kl.refresh == "ema" and kl.ema_weight < 1:
+        return (
+            f"algorithm.kl.refresh = 'ema' does not go with trainer.lora.rank = {lora.rank}: the product of averaged "
+            "adapters is no average of the policies; set refresh = 'copy'"
+        )
     return None

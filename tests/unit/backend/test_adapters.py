@@ -225,6 +225,9 @@ def test_what_does_not_go_with_adapters_is_refused(tiny_model_path: Path, tmp_pa
     config = TrainerConfig.model_validate({"device": "cpu", "lora": LORA})
     with pytest.raises(ConfigError, match=r"algorithm\.kl\.reference = .* does not go with trainer\.lora\.rank = 4"):
         InProcessBackend(tiny_model_path, config, algorithm, seed=0, temperature=1.0)
+    algorithm = AlgorithmConfig.model_validate({"kl": {"kind": "k3", "refresh": "ema"}})
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.refresh = 'ema' does not go with trainer\.lora\.rank = 4"):
+        InProcessBackend(tiny_model_path, config, algorithm, seed=0, temperature=1.0)
 
 
 def test_large_adapters_are_one_file(tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

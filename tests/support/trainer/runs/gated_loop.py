@@ -33,6 +33,8 @@ class GatedBackend:
         self._loop = asyncio.get_running_loop()
         self._calls: asyncio.Queue[Any] = asyncio.Queue()
         self._may_go_on = threading.Semaphore(0)
+        self.problem: Exception | None = None
+        """What the end of a step raises."""
 
     async def next_call(self) -> Any:
         """What it is doing next: the indices of a chunk, or the name of a method."""
@@ -56,6 +58,8 @@ class GatedBackend:
     def finish_step(self) -> dict[str, float]:
         """Update likewise."""
         self._do("finish_step")
+        if self.problem is not None:
+            raise self.problem
         return {"grad_norm": 1.0, "num_groups": 4.0, "num_groups_without_gradient": 0.0}
 
     def abort_step(self) -> None:

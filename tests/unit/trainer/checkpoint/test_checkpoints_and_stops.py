@@ -166,3 +166,18 @@ async def test_a_wrong_row_of_an_evaluation_ends_the_run_after_a_checkpoint(tmp_
         run.checkpoints.on_disk.set()
         assert await failure_of(run) == "row 5500 of evaluation.sets.held_out is wrong"
         assert run.checkpoints.moments == [2]
+
+
+async def test_data_that_only_a_whole_batch_shows_to_be_wrong_cost_their_step(tmp_path: Path) -> None:
+    """Such as an advantage of a person's own that is no number; the steps before are kept."""
+    async with running(tmp_path, checkpoint_every=99) as run:
+        for first, problem in ((0, None), (4, DataError("advantages must be finite numbers"))):
+            run.finish(*range(first, first + 4))
+            for what in ([*range(first, first + 4)], "finish_step"):
+                assert await run.backend.next_call() == what
+                run.backend.problem = problem
+                run.backend.go_on()
+        assert await run.backend.next_call() == "abort_step"
+        run.checkpoints.on_disk.set()
+        assert await failure_of(run) == "advantages must be finite numbers"
+        assert run.checkpoints.moments == [2]
