@@ -160,8 +160,14 @@ def test_an_interrupted_run_is_queued_again(tmp_path: Path, start: Callable[...,
     assert job.calls()[-1] == "scontrol requeue 7"
     assert "resumes" not in job.calls()
     job.exits("node", 0)
-    job = start()  # the exit codes are still there
-    assert job.end()[0] == 130
+    (tmp_path / "recipe.toml").touch()
+    for later_s, is_warned in ((60, False), (-60, True)):
+        written = time.time() + later_s
+        os.utime(tmp_path / "config.toml", (written, written))
+        job = start()  # the exit codes are still there
+        code, output = job.end()
+        assert code == 130
+        assert ("what was changed in recipe.toml has no effect" in output) == is_warned
     assert "resumes" in job.calls()
 
 

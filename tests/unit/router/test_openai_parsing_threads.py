@@ -1,12 +1,22 @@
-"""Prompts are parsed off the event loop: short ones never wait for long ones, nor for clients that have left."""
+"""Prompts are parsed and answers written off the event loop: short prompts never wait for long ones, nor for clients
+that have left."""
 
 import asyncio
+import json
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from services.router.frontends.openai import chat_api
+from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.parsing_threads import LONG_BYTES, NUM_THREADS, ParsingThreads
+from services.router.frontends.openai.request_parser import size_to_parse
+from services.router.frontends.openai.schema.requests import ChatRequest
+from services.router.frontends.openai.schema.tokens import DetokenizeRequest
 
 
 class Parser:
@@ -30,6 +40,14 @@ async def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
     may_end.set()
     assert all(await asyncio.gather(*long))
     threads.close()
+
+
+def test_tools_make_a_prompt_long() -> None:
+    """They are rendered and tokenised with it."""
+    tool = {"type": "function", "function": {"name": "add", "description": "a" * LONG_BYTES}}
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    assert size_to_parse(ChatRequest.model_validate(chat)) == 2
+    assert size_to_parse(ChatRequest.model_validate({**chat, "tools": [tool]})) > LONG_BYTES
 
 
 async def test_a_prompt_whose_client_left_before_its_turn_is_not_parsed() -> None:
@@ -66,3 +84,34 @@ async def test_no_parser_is_used_by_two_threads_at_once() -> None:
     sizes = [LONG_BYTES * (number % 2) for number in range(200)]
     assert all(await asyncio.gather(*(threads.run(parse, size_bytes=size) for size in sizes)))
     threads.close()
+
+
+async def test_answers_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with many log-probabilities takes seconds, in which every other call would stand still; so does the text of
+    many ids."""
+
+    @asynccontextmanager
+    async def generated(*_: object, **__: object) -> AsyncIterator[AsyncIterator[None]]:
+        async def nothing() -> AsyncIterator[None]:
+            for each in ():
+                yield each
+
+        yield nothing()
+
+    async def keep(_: object) -> None:
+        """Record nothing."""
+
+    def form(*_: object, **__: object) -> Any:
+        return SimpleNamespace(whole=lambda: {"thread": threading.get_ident()}, headers={"x-y": "1"})
+
+    monkeypatch.setattr(chat_api, "generating", generated)
+    monkeypatch.setattr(ChatApi, "_text_of", lambda _, ids: str(threading.get_ident()))
+    api = ChatApi.__new__(ChatApi)
+    api.model, api._texts, api._forwarder = "m", *[None] * 2  # type: ignore[assignment]
+    api._tuning = SimpleNamespace(timeout_s=1.0)  # type: ignore[assignment]
+    request: Any = SimpleNamespace(num_all=0, is_cut_by_text=False)
+    answer = await api.answer(request, form, is_streamed=False, keep=keep)
+    assert (answer.headers["content-type"], answer.headers["x-y"]) == ("application/json", "1")
+    text = (await api.detokenize(DetokenizeRequest(tokens=[1])))["text"]
+    for thread in (json.loads(bytes(answer.body))["thread"], int(text)):
+        assert thread != threading.get_ident()

@@ -84,7 +84,7 @@ def make_openai_app(api: ChatApi, sessions: SessionApi) -> FastAPI:
     @app.post("/v1/detokenize", tags=["policy"], name="detokenize_v1")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Return the text of ids."""
-        return api.detokenize(body)
+        return await api.detokenize(body)
 
     @app.get("/v1/penstock/recordings/{session:path}", tags=["recordings"], response_class=Response)
     async def recorded(

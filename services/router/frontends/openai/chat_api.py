@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
-from fastapi.responses import JSONResponse
+import msgspec
 from starlette.responses import Response
 
 from penstock.bus.recordings import Recordings
@@ -28,8 +28,8 @@ from services.router.frontends.openai.recording import page_json, record
 from services.router.frontends.openai.request_parser import (
     RequestParser,
     name_session,
-    size_of_chat,
     size_of_completion,
+    size_to_parse,
 )
 from services.router.frontends.openai.responses import ChatFormat, CompletionFormat, ResponseFormat
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest, GenerationRequest
@@ -122,7 +122,7 @@ class ChatApi:
         session_id, is_recorded = _find_session(body, session=session, recorded_session=recorded_session)
         request = await self.parse(
             lambda parser: parser.parse_chat(body, session_id=session_id, is_recorded=is_recorded),
-            size_bytes=size_of_chat(body),
+            size_bytes=size_to_parse(body),
         )
         return await self.answer(request, ChatFormat, is_streamed=body.stream)
 
@@ -153,22 +153,24 @@ class ChatApi:
                 chat_template_kwargs=body.chat_template_kwargs,
             )
             request = await self._parsing.run(
-                lambda parser: parser.parse_chat(chat, session_id="", is_recorded=False), size_bytes=size_of_chat(chat)
+                lambda parser: parser.parse_chat(chat, session_id="", is_recorded=False), size_bytes=size_to_parse(chat)
             )
         ids = list(request.prompts[0].input_ids)
         names = [self._texts.name_of(number) for number in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.context_length, "tokens": ids, "token_strs": names}
 
-    def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """Answer /detokenize with the ids' text, special tokens included, under vLLM's name and SGLang's."""
         self.find_model(body.model or self.model)
+        text = await asyncio.to_thread(self._text_of, body.tokens)  # as many as a body may have
+        return {"prompt": text, "text": text}
+
+    def _text_of(self, ids: Sequence[int]) -> str:
         stream = IncrementalDetokenizer(self._texts)
         text = "".join(
-            stream.add(number) if self._texts.bytes_of(number) else self._texts.name_of(number)
-            for number in body.tokens
+            stream.add(number) if self._texts.bytes_of(number) else self._texts.name_of(number) for number in ids
         )
-        text += stream.finish()
-        return {"prompt": text, "text": text}
+        return text + stream.finish()
 
     async def recorded(self, session: str, *, after: int, limit: int) -> bytes:
         """Return a page of the session's recorded calls as JSON, oldest first."""
@@ -226,7 +228,8 @@ class ChatApi:
             async for _ in deltas:
                 pass
         await keep(choices)
-        return JSONResponse(form.whole(), headers=form.headers)
+        content = await asyncio.to_thread(lambda: msgspec.json.encode(form.whole()))  # log-probabilities take seconds
+        return Response(content, media_type="application/json", headers=form.headers)
 
     def _timeout_s(self, terms: Terms) -> float:
         return max(self._tuning.timeout_s, terms.wait_s)

@@ -285,8 +285,13 @@ def name_session(*, header: str, metadata: str, user: str) -> str:
     return name
 
 
+def size_to_parse(body: ChatRequest) -> int:
+    """Return the bytes of all text that a chat's prompt may be made of: its messages', and the tools'."""
+    return size_of_chat(body) + sum(len(tool.model_dump_json()) for tool in body.tools or ())
+
+
 def size_of_chat(body: ChatRequest) -> int:
-    """Return the bytes of the messages' text, without images."""
+    """Return the bytes of the messages' text, without images: a template prints all of it, and not always tools."""
     num_bytes = 0
     for message in body.messages:
         content: Sequence[Any] = message.content or ()

@@ -27,7 +27,7 @@ from services.router.frontends.openai.choice import Choice
 from services.router.frontends.openai.errors import ParameterError, SessionLimitError, UnknownSessionError
 from services.router.frontends.openai.generation import Terms
 from services.router.frontends.openai.parsed_request import ParsedRequest, PromptIds
-from services.router.frontends.openai.request_parser import ReadChat, RequestParser, size_of_chat
+from services.router.frontends.openai.request_parser import ReadChat, RequestParser, size_to_parse
 from services.router.frontends.openai.responses import ChatFormat
 from services.router.frontends.openai.schema.messages import Tool
 from services.router.frontends.openai.schema.requests import ChatRequest
@@ -89,7 +89,7 @@ class SessionApi:
                 "the agent's loop earlier, or raise the limit"
             )
         call = _Call(opened, history, self._grid)
-        request = await self._chat.parse(lambda parser: call.parse(parser, body), size_bytes=size_of_chat(body))
+        request = await self._chat.parse(lambda parser: call.parse(parser, body), size_bytes=size_to_parse(body))
         await self._store_images(opened, call, stored={*opened.state.images, *call.prompt.prefix_images})
         keep = functools.partial(self._keep, opened, call, request, began)
         return await self._chat.answer(
