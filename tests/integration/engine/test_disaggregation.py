@@ -371,7 +371,7 @@ async def _begin(pair: Pair, given: generate_pb2.GenerateRequest) -> Any:
 
 @pytest.mark.kills_engine
 async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_well(pair: Pair) -> None:
-    """Drained, it hands over what it has; killed, the requests that wait for it fail in seconds."""
+    """Drained, it hands over what it has, and nothing failed; killed, the requests that wait for it fail in seconds."""
     turns: list[ResumableTurn] = []
 
     async def play_another(index: int) -> None:
@@ -382,11 +382,12 @@ async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_wel
     await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 4)
     traffic.stop()
     await pair.decode.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=0.0), timeout=20)
-    for error, each in zip(await asyncio.gather(*traffic.calls, return_exceptions=True), turns, strict=True):
-        if not each.is_finished:
-            late = each.num_tokens == 0 and "DRAINING" in str(error)  # it came when the engine drained already
-            require_code(error, grpc.StatusCode.FAILED_PRECONDITION if late else grpc.StatusCode.UNAVAILABLE)
-    assert any(each.num_tokens > 0 and not each.is_finished for each in turns)
+    ends = zip(await asyncio.gather(*traffic.calls, return_exceptions=True), turns, strict=True)
+    handed_over = [(error, each) for error, each in ends if not each.is_finished]
+    for error, each in handed_over:  # without a token, a call may also have failed at the prefill engine
+        drains = each.num_tokens > 0 or "drain" in str(error).lower()
+        require_code(error, grpc.StatusCode.FAILED_PRECONDITION if drains else grpc.StatusCode.UNAVAILABLE)
+    assert any(each.num_tokens > 0 for _, each in handed_over)
     requests = [await pair.bootstrapped(each.remaining()) for each in turns if not each.is_finished]
     waiting = [asyncio.ensure_future(pair.prefill.generation.Generate(given, timeout=60)) for given in requests]
     kill(pair.decode)
