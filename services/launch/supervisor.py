@@ -256,8 +256,8 @@ class Supervisor:
         """
         how = f"{ending.describe()} after it was asked to stop; steps after its last checkpoint are lost"
         self._report(f"{child.spec.name} {how}{_reason(child)}; its log is {child.log.path}")
-        if ending.code == EXIT_USER_ERROR and (error := child.read_error()):
-            raise UserError(error)
+        if ending.code == EXIT_USER_ERROR:
+            raise UserError(child.read_error() or f"{child.spec.name} {how}; see {child.log.path}")
 
 
 @asynccontextmanager

@@ -35,7 +35,7 @@ _NAME = re.compile(
 """Matches a letter that is a name, an argument or a unit: `vitamin C`, `\\angle A`, `f(a)`, `5 g`. In `point c. 45` it
 is a label, because text follows its mark."""
 _LONE = re.compile(r"(?<![\w'])[A-J](?![\w'])")
-_OPTION = r"[*_]{0,3}[(\[]?([A-J])[)\]]?[*_]{0,3}(?![\w'])"
+_OPTION = r"(?:\\\(|\$)?[*_]{0,3}[(\[]?([A-J])[)\]]?[*_]{0,3}(?:\\\)|\$)?(?![\w'])"
 _CHOOSES = re.compile(
     rf"\b[Oo]ption(?: +is|:) *{_OPTION}|\b[Cc]hoice(?: +is|:) *{_OPTION}"
     rf"|\b(?:[Cc]hoose|[Ss]elect|[Pp]ick|go with)(?: +(?:option|choice|answer))? +{_OPTION}"
@@ -43,10 +43,10 @@ _CHOOSES = re.compile(
     rf"|(?<![\w\\]){_OPTION} +is +the +(?:correct|right) +(?:answer|option|choice|one)\b"
 )
 _JOINED = re.compile(
-    r" *(?:[,/&]|\b(?:or|and)\b) *(?:(?:or|and) +)?[*_]{0,3}[(\[]?[A-J][)\]]?[*_]{0,3}"
-    r"(?= *(?:[.,;:!?/&\n]|\b(?:or|and)\b|$))"
+    r"(?:\s*(?:[,/&]|\b(?:and/or|or|and)\b)\s*(?:(?:or|and)\s+)?[*_`]{0,3}[(\[]?[A-J][)\]]?[*_`]{0,3}(?![\w']))++"
+    r"(?=\s*(?:[.;:!?]|\b(?:because|since)\b|$))"
 )
-"""Matches behind a chosen letter another one that is chosen with it, and not one of which something is said."""
+"""Matches behind a chosen letter others that are chosen with it, and none of which something is said."""
 _LINE = re.compile(r"^[ \t>*_-]*+(\S.*)$", re.MULTILINE)
 _MAX_CHOICES = 32
 _MAX_CHARS = 512

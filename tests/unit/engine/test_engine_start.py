@@ -22,7 +22,7 @@ class Silent:
 async def test_an_engine_that_dies_before_its_first_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether its end was noticed or not; it would neither serve nor be started again."""
     receiver: Any = Silent()
-    engine: Any = SimpleNamespace(died=asyncio.Event())
+    engine: Any = SimpleNamespace(died=asyncio.Event(), death="one of SGLang's processes ended")
     opening = asyncio.create_task(_open(receiver, engine))
     await asyncio.sleep(0)
     engine.died.set()

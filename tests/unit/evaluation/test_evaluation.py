@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.bus.connection import Stored
 from penstock.errors import DataError
 from penstock.records import Group, GroupId
 from penstock.runtime.process import end_task
@@ -32,8 +33,12 @@ class Server:
         self.may_remove = asyncio.Event()
         self.may_remove.set()
 
-    async def publish(self, *_: object, **__: object) -> None:
+    async def publish(self, *_: object, **__: object) -> Stored:
         self.num_prompts += 1
+        return Stored(is_new=True, sequence=self.num_prompts)
+
+    async def holds(self, *_: object) -> bool:
+        return False
 
     async def put(self, *_: object) -> str:
         return "0" * 64
@@ -118,20 +123,17 @@ async def test_a_row_whose_group_comes_while_lost_prompts_are_repeated_is_not_re
     server, outcomes, repeated = Server(), list[PlayedPrompt](), list[str]()
     again = [GroupId(run_id="r", index=index, attempt=1, trainer_epoch="a").message for index in range(NUM_ROWS)]
 
-    async def stream_info(_: str) -> Any:
-        return SimpleNamespace(state=SimpleNamespace(messages=0))
-
     async def has_received_all() -> bool:
         return True
 
-    async def publish(_stream: object, _prompt: bytes, *, message_id: str) -> None:
+    async def publish(_stream: object, _prompt: bytes, *, message_id: str) -> Stored:
         server.num_prompts += 1
         if message_id in again:
             repeated.append(message_id)
             if message_id == again[0]:
                 await running.receive(failed(1))
+        return Stored(is_new=True, sequence=server.num_prompts)
 
-    server.jetstream = SimpleNamespace(stream_info=stream_info)  # type: ignore[attr-defined]
     server.publish = publish  # type: ignore[method-assign]
     running = evaluation(server, outcomes, has_received_all=has_received_all, silence_s=0.05)
     evaluating = asyncio.create_task(running.run())

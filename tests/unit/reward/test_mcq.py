@@ -78,7 +78,9 @@ def test_two_letters_side_by_side_stay_two(response: str) -> None:
     [
         "The correct option is A or B.", "Therefore, the correct option is (A) or (B).", "I choose A or B.",
         "Therefore, the correct option is A and C.", "I choose A, B, C or D.", "The correct option is A/B",
-        "I choose **A** and **B**.",
+        "I choose **A** and **B**.", "I choose A or B because both fit.", "I choose A and/or B.", "I choose A or\nB.",
+        r"Hence, the correct option is \(A\).\nHence, the correct option is \(B\).".replace(r"\n", "\n"),
+        "Hence, the correct option is $A$.\nHence, the correct option is $B$.",
     ],
 )  # fmt: skip
 def test_letters_that_are_chosen_together_are_no_choice(response: str) -> None:
@@ -90,7 +92,8 @@ def test_letters_that_are_chosen_together_are_no_choice(response: str) -> None:
     "response",
     [
         "I choose A, and B is wrong.", "The correct option is A. B and C are wrong.", "I choose A, or 5 cm.",
-        "I choose A, as C has no solution.",
+        "I choose A, as C has no solution.", "I choose A, B and C are wrong.", "I choose A, B/C fail.",
+        "Option A is correct, and C, D are not.",
     ],
 )  # fmt: skip
 def test_what_is_said_of_other_letters_takes_nothing_away(response: str) -> None:
