@@ -129,6 +129,23 @@ def test_the_policy_comes_closer_to_the_teacher(
     assert again == pytest.approx(take_step(backend, [groups], VERSION)["kl_loss"], rel=1e-5)
 
 
+def test_a_resumed_run_has_the_teacher_that_its_recipe_names(
+    tiny_model_path: Path, teacher: Path, groups: list[TrainGroup], tmp_path: Path
+) -> None:
+    """One that is not the checkpoint's is read; a recipe that no longer names any is refused."""
+    backend = distilled(tiny_model_path, teacher)
+    take_step(backend, [groups], VERSION)
+    backend.save(tmp_path)
+    same, other = (
+        take_step(distilled(tiny_model_path, each, tmp_path), [groups], VERSION)["kl_loss"]
+        for each in (teacher, tiny_model_path)
+    )
+    assert same == pytest.approx(take_step(backend, [groups], VERSION)["kl_loss"], rel=1e-5)
+    assert other != pytest.approx(same, rel=0.1)
+    with pytest.raises(ConfigError, match=r"kl\.reference is not set, but the reference policy of .* is the model"):
+        distilled(tiny_model_path, teacher, tmp_path, reference=None)
+
+
 def test_a_teacher_of_other_sizes_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
     """With a weight that differs, and what to take instead."""
     shutil.copytree(tiny_model_path, tmp_path / "other")

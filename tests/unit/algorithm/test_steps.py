@@ -1,7 +1,6 @@
 """Optimizer steps of a real model under the axes: the same for every cut, a reference beside the policy, bad input."""
 
 import math
-import shutil
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -400,34 +399,6 @@ def test_a_resumed_run_cannot_invent_its_reference(
     backend.save(tmp_path)
     with pytest.raises(ConfigError, match=r"algorithm\.kl\.kind = 'k2' needs a reference policy, but .* without one"):
         loaded(tiny_model_path, tmp_path, kl={"kind": "k2"})
-
-
-def test_a_resumed_run_has_the_teacher_that_its_recipe_names(
-    tiny_model_path: Path, groups: list[TrainGroup], tmp_path: Path
-) -> None:
-    """A checkpoint has that of its run; another one is read, and none is no longer what the checkpoint has."""
-    teachers = [tmp_path / "a", tmp_path / "b"]
-    (tmp_path / "run").mkdir()
-    for number, teacher in enumerate(teachers):
-        teacher.mkdir()
-        learned = loaded(tiny_model_path)
-        for _ in range(1 + number):
-            take_step(learned, [groups], VERSION)
-        learned.save(teacher)
-    first, second = (str(teacher / "model") for teacher in teachers)
-    backend = loaded(tiny_model_path, kl={"kind": "k2", "reference": first})
-    take_step(backend, [groups], VERSION)
-    backend.save(tmp_path / "run")
-    found = [
-        take_step(loaded(tiny_model_path, tmp_path / "run", kl={"kind": "k2", "reference": each}), [groups], VERSION)
-        for each in (first, second)
-    ]
-    assert found[0]["kl_reference"] != pytest.approx(found[1]["kl_reference"], rel=1e-3)
-    shutil.rmtree(first)
-    again = loaded(tiny_model_path, tmp_path / "run", kl={"kind": "k2", "reference": first})
-    assert take_step(again, [groups], VERSION)["kl_reference"] == found[0]["kl_reference"]
-    with pytest.raises(ConfigError, match=r"kl\.reference is not set, but the reference policy of .* is the model"):
-        loaded(tiny_model_path, tmp_path / "run", kl={"kind": "k2"})
 
 
 def test_the_entropy_bonus_stops_above_its_target(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
