@@ -29,7 +29,11 @@ class RunConfig(Config):
 
 
 class NetworkConfig(Config):
-    """Addresses on which a process's services listen and others reach them. Each service's section has its port."""
+    """Addresses on which a process's services listen and others reach them. Each service's section has its port.
+
+    Hosts are names or IPv4 addresses: what Penstock writes as host:port is read by gRPC, NATS, torch and SGLang, which
+    do not agree on brackets.
+    """
 
     host: str = "127.0.0.1"
     """Address on which every service of the process listens; 0.0.0.0 for all."""
@@ -49,7 +53,14 @@ class NetworkConfig(Config):
 
     @property
     def _listens_on_all(self) -> bool:
-        return self.host in ("", "0.0.0.0", "::", "[::]")
+        return self.host in ("", "0.0.0.0")
+
+    @pydantic.field_validator("host", "advertise_host")
+    @classmethod
+    def _is_no_ipv6_address(cls, host: str) -> str:
+        if ":" in host:
+            raise ValueError("must be a name or an IPv4 address, without a port; IPv6 addresses are not supported")
+        return host
 
 
 class TraceConfig(Config):

@@ -110,8 +110,7 @@ class HttpServer:
             SetupError: the port is in use, the host is not one of this machine's, or a certificate is gone.
         """
         try:
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
+            listener = socket.create_server((self._host, self._port), backlog=_BACKLOG)
         except OSError as error:
             raise SetupError(
                 f"{self._key}: cannot listen on {self._host}:{self._port}: {error.strerror}; choose another port, or 0 "
@@ -151,7 +150,7 @@ class HttpServer:
     @property
     def address(self) -> str:
         """host:port, valid after `start`."""
-        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        return f"{self._host}:{self._port}"
 
     @property
     def url(self) -> str:

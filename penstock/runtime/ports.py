@@ -32,7 +32,7 @@ def held_port(host: str, port: int, *, key: str) -> Iterator[None]:
     Raises:
         SetupError: a process listens on it, or the host is not this machine's; `key` is the setting to change.
     """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+    with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             holder.bind((host, port))
@@ -58,7 +58,7 @@ def held_ports(count: int, *, host: str = "127.0.0.1") -> Iterator[list[int]]:
         for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
             if len(ports) == count:
                 break
-            holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            holder = socket.socket()
             try:
                 holder.bind((host, port))
             except OSError as error:

@@ -69,7 +69,7 @@ def _greeting(recipe: Recipe) -> Iterator[Question]:
 
 def _listener(host: str) -> socket.socket:
     try:
-        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server((host, 0))
     except OSError as error:
         raise ConfigError(f"network.host = {host!r}: cannot listen there: {error.strerror}; correct it") from None
 
