@@ -34,10 +34,12 @@ def slurm_node(
     if others:
         raise ConfigError(f"{others[0]}: slurm-node takes one run folder; leave it out")
     share = NodeShare(unified=unified, prefill=prefill, decode=decode, workers=workers)
-    recipe = configuration.load(Recipe, [run / "recipe.toml"], overrides)
+    folder = RunFolder(run)
+    has_begun = folder.config_file.exists()
+    recipe = configuration.load(Recipe, [folder.config_file if has_begun else run / "recipe.toml"], overrides)
     security = Security.load(recipe.security)
     hide_secrets()
-    name, folder = recipe.network.advertised, RunFolder(run)
+    name = recipe.network.advertised
     folder.logs.mkdir(exist_ok=True)
     log.configure(recipe.log, service="launcher", run=recipe.run.name, file=folder.logs / f"{name}.log")
 

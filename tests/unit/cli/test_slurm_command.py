@@ -218,6 +218,15 @@ def test_what_slurm_refuses_is_told_with_its_words(tmp_path: Path, monkeypatch: 
         submission.submit(Path("/x/job.sh"))
 
 
+def test_a_node_goes_on_with_the_settings_of_a_run_that_has_begun(tmp_path: Path) -> None:
+    """As the trainer does; what was changed in the recipe has no effect."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.toml").write_text("[run]\nname = 'changed!'\n")
+    (run / "config.toml").write_text("[run]\nname = 'begun!'\n")
+    assert_mistake(penstock("slurm-node", run), "run.name = 'begun!'")
+
+
 def test_a_node_without_the_run_folder_says_so(tmp_path: Path) -> None:
     """Its path is not shared."""
     assert_mistake(penstock("slurm-node", tmp_path / "run"), f"recipe {tmp_path}/run/recipe.toml cannot be read")

@@ -29,7 +29,7 @@ PROGRAMS = {
 echo "$NODE $1" >> calls
 [[ $2 != --resume ]] || echo resumes >> calls
 case $1 in
-  doctor) exit $(cat doctor-$NODE);;
+  doctor) echo "$NODE checks ${2##*/}" >> checks; exit $(cat doctor-$NODE);;
   train)
     echo $PPID > trainer.pid
     trap 'echo told >> calls; [[ -s hold ]] || exit 130' TERM
@@ -168,6 +168,8 @@ def test_an_interrupted_run_is_queued_again(tmp_path: Path, start: Callable[...,
         code, output = job.end()
         assert code == 130
         assert ("what was changed in recipe.toml has no effect" in output) == is_warned
+        checks = (tmp_path / "checks").read_text().split("\n")
+        assert sorted(checks[-3:-1]) == ["node1 checks config.toml", "node2 checks config.toml"]
     assert "resumes" in job.calls()
 
 
