@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import UnavailableError
+from penstock.records import SessionId
 from services.router.frontends.openai import chat_api
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.parsing_threads import LONG_BYTES, NUM_THREADS, ParsingThreads
 from services.router.frontends.openai.request_parser import size_to_parse
 from services.router.frontends.openai.schema.requests import ChatRequest
 from services.router.frontends.openai.schema.tokens import DetokenizeRequest
+from services.router.frontends.openai.sessions.session_api import SessionApi
+from tests.support.router.agent_session import group_id, state_of
 
 
 class Parser:
@@ -48,6 +52,32 @@ def test_tools_make_a_prompt_long() -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     assert size_to_parse(ChatRequest.model_validate(chat)) == 2
     assert size_to_parse(ChatRequest.model_validate({**chat, "tools": [tool]})) > LONG_BYTES
+
+
+async def test_tools_of_a_sessions_row_make_a_prompt_long() -> None:
+    """They are rendered and tokenised with it, though the request does not have them."""
+    tool = {"type": "function", "function": {"name": "add", "description": "a" * LONG_BYTES}}
+    group = group_id("run")
+    session = SessionId.new(group, 0)
+    opened = SimpleNamespace(id=session, state=state_of(group, session, tools=(tool,)))
+    sizes: list[int] = []
+
+    async def find(_: SessionId) -> Any:
+        return opened
+
+    async def read(_: SessionId, *, after: int) -> list[Any]:
+        return []
+
+    async def parse(_: Any, *, size_bytes: int) -> Any:
+        sizes.append(size_bytes)
+        raise UnavailableError("that is all")
+
+    api: Any = SessionApi
+    sessions = api(SimpleNamespace(parse=parse), SimpleNamespace(find=find, read=read), None, grid=None)
+    chat = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
+    with pytest.raises(UnavailableError, match="that is all"):
+        await sessions.answer(str(session), chat)
+    assert min(sizes) > LONG_BYTES
 
 
 async def test_a_prompt_whose_client_left_before_its_turn_is_not_parsed() -> None:

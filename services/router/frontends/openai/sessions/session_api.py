@@ -89,6 +89,7 @@ class SessionApi:
                 "the agent's loop earlier, or raise the limit"
             )
         call = _Call(opened, history, self._grid)
+        body = call.with_tools(body)
         request = await self._chat.parse(lambda parser: call.parse(parser, body), size_bytes=size_to_parse(body))
         await self._store_images(opened, call, stored={*opened.state.images, *call.prompt.prefix_images})
         keep = functools.partial(self._keep, opened, call, request, began)
@@ -148,6 +149,12 @@ class _Call:
         assert self._prompt is not None
         return self._prompt
 
+    def with_tools(self, body: ChatRequest) -> ChatRequest:
+        """Return the request with the tools of the session's row, unless it brings its own."""
+        if body.tools or not self._state.tools:
+            return body
+        return body.model_copy(update={"tools": _tools_of(self._state.tools)})
+
     def parse(self, parser: RequestParser, body: ChatRequest) -> ParsedRequest:
         """Return the request with the session's prompt and sampling."""
         state, forced = self._state, self._state.sampling
@@ -158,8 +165,6 @@ class _Call:
                 raise ParameterError(name, f"{name} is not supported in a session, whose prompts go on; leave it out")
         changes: dict[str, object] = {name: getattr(forced, name) for name in given}
         changes["chat_template_kwargs"] = {**state.chat_template_kwargs, **body.chat_template_kwargs}
-        if not body.tools and state.tools:
-            changes["tools"] = _tools_of(state.tools)
         parsed = parser.parse_chat(
             body.model_copy(update=changes),
             session_id=self._id.sample_key,
