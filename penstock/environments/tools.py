@@ -23,6 +23,7 @@ import jsonschema
 import structlog
 
 from penstock.errors import InvalidRequestError, PenstockError
+from penstock.runtime.process import others_code
 
 log = structlog.get_logger()
 
@@ -138,7 +139,8 @@ class Tool:
         try:
             async with limit:
                 if inspect.iscoroutinefunction(self.function):
-                    result = await self.function(**arguments)
+                    with others_code():
+                        result = await self.function(**arguments)
                 else:
                     result = await _run_in_thread(functools.partial(self.function, **arguments))
             return _to_result(result)

@@ -104,12 +104,13 @@ async def end_task(task: asyncio.Future[Any]) -> None:
 
 @contextmanager
 def others_code() -> Iterator[None]:
-    """Within the context code of other people is awaited; a cancellation that it raises by itself is a failure of it.
+    """Within the context code of other people is awaited; what it raises to end its task or process is a failure of it.
 
-    Otherwise the awaiting task would look as if it had been cancelled, which nobody reports.
+    Otherwise the awaiting task would look as if it had been cancelled, which nobody reports, and SystemExit of a task
+    ends the whole event loop.
 
     Raises:
-        RuntimeError: CancelledError came, and nobody has cancelled this task.
+        RuntimeError: CancelledError came, and nobody has cancelled this task; or SystemExit came.
     """
     try:
         yield
@@ -121,6 +122,8 @@ def others_code() -> Iterator[None]:
             "CancelledError came out of it, and nobody has cancelled it: it awaits a task that it has cancelled; catch "
             "that there"
         ) from error
+    except SystemExit as error:
+        raise RuntimeError(repr(error)) from error
 
 
 def _raise_file_limit() -> None:

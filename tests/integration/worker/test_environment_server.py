@@ -83,6 +83,18 @@ async def test_a_server_records_each_call_of_an_environment(bus: Bus, nats_url: 
     assert [bool(about.get("error")) for *_, about in found] == [False, False, True]
 
 
+async def test_an_environment_that_leaves_its_program_ends_its_own_sample() -> None:
+    """The server goes on; exit code 2 would end the run."""
+    with environment_server(f"--worker.environments.Leaves={HERE}:Leaves") as server:
+        tables = WorkerConfig(environments={"Leaves": {"url": server.url}}).environments
+        async with EnvironmentRegistry(tables) as registry:
+            for _ in range(2):
+                environment = registry.find("Leaves")()
+                with pytest.raises(EnvironmentFailedError, match=r"reset raised RuntimeError: SystemExit\(2\)"):
+                    await environment.reset(make_task())
+                await environment.close()
+
+
 async def test_a_server_that_is_stopped_lets_its_episodes_end() -> None:
     """It takes no new one and says so on its health page; a step in play still gets its verdict; then it ends."""
     with environment_server(ECHO, "--run.grace_s=600") as server:

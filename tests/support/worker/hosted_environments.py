@@ -69,6 +69,22 @@ class StuckInStep(Echo):
         raise AssertionError
 
 
+class Leaves:
+    """Ends its program as argparse does, which is the server's own where it is not blocking."""
+
+    async def reset(self, task: Task) -> Observation:
+        """Leave."""
+        raise SystemExit(2)
+
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        """There is no first turn."""
+        raise AssertionError
+
+    async def close(self) -> None:
+        """Leave once more."""
+        raise SystemExit(2)
+
+
 class CountsOthers(Echo):
     """Measures how many episodes have a process, by files that they leave in a folder."""
 

@@ -184,6 +184,9 @@ async def test_what_a_function_raises_is_the_reason() -> None:
     async def fail(session: AgentSession) -> None:
         raise TimeoutError("of its own")
 
+    async def leave_in_a_coroutine(session: AgentSession) -> None:
+        sys.exit("of the whole worker")
+
     async def cancel_itself(session: AgentSession) -> None:
         waiting = asyncio.create_task(asyncio.sleep(60.0))
         asyncio.get_running_loop().call_soon(waiting.cancel)
@@ -193,6 +196,8 @@ async def test_what_a_function_raises_is_the_reason() -> None:
         await FunctionRunner(cancel_itself).run(SESSION)
     with pytest.raises(RunnerError, match="SystemExit: bye"):
         await FunctionRunner(leave).run(SESSION)
+    with pytest.raises(RunnerError, match=r"SystemExit\('of the whole worker'\)"):
+        await FunctionRunner(leave_in_a_coroutine).run(SESSION)
     with pytest.raises(RunnerError, match="TimeoutError: of its own"):
         await FunctionRunner(fail).run(SESSION)
 

@@ -165,21 +165,24 @@ async def test_a_failing_tool_is_answered_in_words_and_its_neighbours_go_on() ->
     def leave() -> str:
         raise SystemExit(3)
 
+    async def leave_in_a_coroutine() -> str:
+        raise SystemExit(2)
+
     async def slow() -> str:
         await asyncio.sleep(0)
         return "done"
 
-    environment = ToolEnvironment(
-        [tool("refuse", refuse), tool("crash", crash), tool("leave", leave), tool("slow", slow)]
-    )
-    result = await environment.step(turn(("refuse", {}), ("crash", {}), ("leave", {}), ("slow", {})))
+    functions = {"refuse": refuse, "crash": crash, "leave": leave, "leave_2": leave_in_a_coroutine, "slow": slow}
+    environment = ToolEnvironment([tool(*each) for each in functions.items()], max_calls_per_turn=len(functions))
+    result = await environment.step(turn(*((name, {}) for name in functions)))
     assert texts(result.observation) == [
         "Error in refuse: not today",
         "Error in crash: it failed: KeyError: 'key'",
         "Error in leave: it failed: RuntimeError: SystemExit(3)",
+        "Error in leave_2: it failed: RuntimeError: SystemExit(2)",
         "done",
     ]
-    assert result.metrics == {"num_calls": 4, "num_failed_calls": 3, "tool_use": 1}
+    assert result.metrics == {"num_calls": 5, "num_failed_calls": 4, "tool_use": 1}
 
 
 async def test_a_server_that_does_not_answer_is_no_fault_of_the_call() -> None:

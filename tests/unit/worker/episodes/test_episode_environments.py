@@ -47,6 +47,11 @@ async def counts(_: Task) -> StepResult:
     return StepResult(observation=None, reward=10**5000, metrics={"calls": 10**5000})
 
 
+async def leaves(_: Task) -> StepResult:
+    """As argparse does."""
+    raise SystemExit(2)
+
+
 async def cancels_what_it_awaits(_: Task) -> StepResult:
     """As a library does that ends its own tasks."""
     waiting = asyncio.create_task(asyncio.sleep(60.0))
@@ -78,6 +83,7 @@ def said(role: Any, text: str = "?") -> Message:
         (None, "TypeError: its step returned NoneType; return a StepResult"),
         (shows("Look.", b"no picture"), r"InvalidRequestError: images\[0\] \(10 bytes\) cannot be decoded"),
         (KeyError("tool"), "KeyError: 'tool'"),
+        (leaves, r"RuntimeError: SystemExit\(2\)"),
         (cancels_what_it_awaits, "RuntimeError: CancelledError came out of it, and nobody has cancelled it"),
     ],
 )

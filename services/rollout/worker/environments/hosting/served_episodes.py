@@ -17,6 +17,7 @@ from fastapi import HTTPException
 from penstock.environments import Environment, Task
 from penstock.errors import EnvironmentFailedError, InvalidRequestError, NotReadyError, OverloadedError, PenstockError
 from penstock.records import Verdict
+from penstock.runtime.process import others_code
 from penstock.telemetry import spans
 from services.rollout.worker.environments.hosting import messages
 from services.rollout.worker.environments.hosting.messages import (
@@ -76,7 +77,8 @@ class _Episode:
                 await asyncio.gather(self._call, return_exceptions=True)
             try:
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                    await self._environment.close()
+                    with others_code():
+                        await self._environment.close()
             except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
                 log.warning("environment.close_failed", error=repr(error))
 
@@ -125,10 +127,13 @@ class _Episode:
         try:
             if isinstance(request, ResetRequest):
                 task = Task(**request.task.fields(), remaining_s=self._remaining_s, grade=self._grade)
-                observation = messages.from_observation(await self._environment.reset(task))
-                return ObservationReply(number=request.number, observation=observation)
+                with others_code():
+                    observation = await self._environment.reset(task)
+                return ObservationReply(number=request.number, observation=messages.from_observation(observation))
             assert isinstance(request, StepRequest)
-            return messages.from_result(await self._environment.step(request.turn), number=request.number)
+            with others_code():
+                result = await self._environment.step(request.turn)
+            return messages.from_result(result, number=request.number)
         except EnvironmentFailedError as error:
             is_too_large = isinstance(error, ObservationTooLargeError)
             return messages.failed(request.number, str(error), is_too_large=is_too_large)
