@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 ResultT = TypeVar("ResultT")
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_FAILURE = 1
 """Exit code of all other failures."""
 EXIT_USER_ERROR = 2
@@ -32,8 +32,9 @@ def run(
 ) -> int:
     """Run `main(stop)` and return the exit code.
 
-    SIGINT and SIGTERM set `stop`, upon which `main` must end in order; a second signal cancels it. They are unblocked
-    first: a thread of Ray that blocks one hands that down to the processes that it starts. An error that
+    SIGINT, SIGTERM and SIGHUP set `stop`, upon which `main` must end in order; a second signal cancels it, unless it is
+    SIGHUP, which a closed terminal and its shell both send. Where SIGHUP is ignored, as under nohup, it stays so. All
+    are unblocked first: a thread of Ray that blocks one hands that down to the processes that it starts. An error that
     Penstock raised on purpose is printed, a `UserError` as one line; the log gets the traceback of any other. The
     open-file limit is raised to the hard limit.
 
@@ -140,14 +141,15 @@ async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> 
 
     def on_signal(number: signal.Signals) -> None:
         nonlocal was_signalled
-        if was_signalled:
+        if was_signalled and number != signal.SIGHUP:
             task.cancel()
         was_signalled = True
         stop.set()
         log.info("signal.received", signal=number.name)
 
     for number in _STOPPING:
-        loop.add_signal_handler(number, on_signal, number)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            loop.add_signal_handler(number, on_signal, number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     try:
         await task

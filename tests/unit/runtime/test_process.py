@@ -1,11 +1,16 @@
 """What becomes of an error that ends a process."""
 
 import asyncio
+import contextlib
+import fcntl
 import os
+import pty
 import resource
 import signal
 import subprocess
 import sys
+import termios
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,6 +102,73 @@ async def test_a_process_whose_log_nobody_reads_any_more_still_ends_in_order() -
         process.stderr._transport.close()  # type: ignore[attr-defined]  # the reading end of the pipe
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
+
+
+_PATIENT_PROGRAM = """
+import asyncio, sys
+from penstock.telemetry import log
+from penstock.runtime import process
+from penstock.config import LogConfig
+
+async def main(stop):
+    print("running", flush=True)
+    await stop.wait()
+    print("stopping", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+
+log.configure(LogConfig(), service="test")
+sys.exit(process.run(main))
+"""
+
+
+async def patient_process(begin: Callable[[], object]) -> asyncio.subprocess.Process:
+    """Start a process that calls `begin`, and after a signal reads a line before it ends; wait until it runs."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _PATIENT_PROGRAM),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=begin,
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(HANG_S):
+        assert await process.stdout.readline() == b"running\n"
+    return process
+
+
+async def test_a_closed_terminal_ends_a_process_in_order() -> None:
+    """The shell sends the same signal once more, which does not count as a second one."""
+    ours, terminal = pty.openpty()
+    process = await patient_process(lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0))
+    os.close(terminal)
+    assert process.stdout is not None
+    try:
+        os.close(ours)
+        async with asyncio.timeout(HANG_S):
+            assert await process.stdout.readline() == b"stopping\n"
+            process.send_signal(signal.SIGHUP)
+            _, log = await process.communicate(b"\n")
+        assert (process.returncode, log.count(b"SIGHUP")) == (0, 2)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+
+async def test_a_process_under_nohup_outlives_its_terminal() -> None:
+    """It was asked to."""
+    process = await patient_process(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    try:
+        async with asyncio.timeout(HANG_S):
+            process.send_signal(signal.SIGHUP)
+            process.send_signal(signal.SIGTERM)
+            _, log = await process.communicate(b"\n")
+        assert process.returncode == 0
+        assert b"SIGTERM" in log
+        assert b"SIGHUP" not in log
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

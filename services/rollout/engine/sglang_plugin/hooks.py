@@ -90,10 +90,11 @@ def _note_signal(_number: int, _frame: object) -> None:
 
 
 def _detach_signals(_result: None) -> None:
-    """Detach a child from signals: Ctrl-C reaches the whole OS process group, but children must outlive the drain."""
+    """Detach a child from signals: those of a terminal reach the whole OS process group, but children must outlive the
+    drain."""
     signal.set_wakeup_fd(-1)  # after a fork it is still the parent's event loop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _join_group(

@@ -29,7 +29,7 @@ _REPORTING_S = 8.0
 
 def main(rank: int, size: int, store: int, device: str, descriptor: int) -> int:
     """Join, and follow; return the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step first
     logging.configure(LogConfig(level="error"), service=f"trainer, rank {rank}")  # the rest rank 0 says
     pulse = Pulse()
