@@ -1,6 +1,7 @@
 """A scheduler that answers nothing is noticed; one that is slow, or excused, is not."""
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -47,12 +48,21 @@ async def test_a_scheduler_that_stops_answering_is_noticed() -> None:
 
 
 async def test_one_that_loads_weights_is_not_taken_for_hanging() -> None:
-    """However long that takes; once it is over, the silence counts from there."""
+    """However long that takes; only the silence around it counts."""
     scheduler = Scheduler()
     scheduler.answers.clear()
     scheduler.num_excused = 50
     await promptly(until_it_hangs(scheduler.ask, limit_s=0.0049, is_excused=scheduler.is_excused))
     assert scheduler.num_excused == -5
+    assert scheduler.num_asked == 1
+
+
+async def test_excuses_now_and_then_do_not_hide_a_hang() -> None:
+    """A trainer tries to push to the engine again and again, each time for a minute."""
+    scheduler = Scheduler()
+    scheduler.answers.clear()
+    excuses = itertools.cycle([False, False, True])
+    await promptly(until_it_hangs(scheduler.ask, limit_s=0.0049, is_excused=lambda: next(excuses)))
     assert scheduler.num_asked == 1
 
 

@@ -26,7 +26,8 @@ async def until_it_hangs(
     """Return when the scheduler hangs.
 
     Seconds are counted in looks: a machine that was suspended, or a process that was stopped with all its children, has
-    a scheduler that did not hang.
+    a scheduler that did not hang. Excused looks do not count, and do not start the count anew: a trainer that keeps
+    trying to push to a hanging engine would hide it for ever.
 
     Args:
         ask: Has the scheduler answer a question that it answers between any two batches.
@@ -41,7 +42,7 @@ async def until_it_hangs(
                 if silent_s >= limit_s:
                     return
                 await asyncio.wait({asking}, timeout=_LOOK_S)
-                silent_s = 0.0 if is_excused() else silent_s + _LOOK_S
+                silent_s += 0.0 if is_excused() else _LOOK_S
         finally:
             asking.cancel()
         asking.result()
