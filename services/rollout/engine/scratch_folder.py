@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from penstock.errors import SetupError
+
 _PREFIX = "penstock-engine-"
 _MAX_PARENT_CHARS = 107 - len(f"/{_PREFIX}xxxxxxxx") - len("/tmpxxxxxxxxxxx")
 """Longest path of the parent folder: Linux's limit for a socket, less the names of the folder and the socket."""
@@ -33,6 +35,9 @@ def scratch_folder() -> Iterator[Path]:
     """Use a new folder as TMPDIR during the context, and remove those that dead processes left.
 
     It sets the environment variable, for children, and `tempfile.tempdir`, for this process.
+
+    Raises:
+        SetupError: no file can be locked where the folder is.
     """
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > _MAX_PARENT_CHARS:
@@ -76,15 +81,21 @@ def _make(parent: Path) -> tuple[Path, int]:
     """Return a new folder, and the descriptor that holds its lock until it is closed or the process ends."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        lock = _lock(folder, os.O_RDWR | os.O_CREAT)
-        if lock is not None:
-            return folder, lock
+        try:
+            return folder, _lock(folder, os.O_RDWR | os.O_CREAT)
+        except (BlockingIOError, FileNotFoundError):  # another process takes it for abandoned
+            continue
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise SetupError(
+                f"no file in {parent} can be locked: {error.strerror}; set TMPDIR to a folder on a local disk with room"
+            ) from None
 
 
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
-        lock = _lock(folder, os.O_RDWR)
-        if lock is not None:
+        with contextlib.suppress(OSError):
+            lock = _lock(folder, os.O_RDWR)
             _remove(folder)
             os.close(lock)
 
@@ -98,15 +109,19 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock(folder: Path, flags: int) -> int | None:
-    """Lock the folder; return None if it has no lock file, or another process holds the lock or has removed it."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder / _LOCK, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.stat(folder / _LOCK)  # the folder may have been removed just before the lock
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
-    return None
+def _lock(folder: Path, flags: int) -> int:
+    """Lock the folder; return the descriptor that holds the lock.
+
+    Raises:
+        FileNotFoundError: it has no lock file, or another process has removed it.
+        BlockingIOError: another process holds the lock.
+        OSError: the lock file cannot be written or locked.
+    """
+    descriptor = os.open(folder / _LOCK, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.stat(folder / _LOCK)  # the folder may have been removed just before the lock
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.errors import SetupError
 from penstock.runtime.parent_death import dying_with_parent
 from services.rollout.engine.scratch_folder import note_segments, scratch_folder
 
@@ -105,6 +108,21 @@ async def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_tha
     finally:
         living.kill()
         await living.wait()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOSPC])
+def test_a_folder_without_locks_is_refused_and_not_left(
+    parent: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As of Lustre mounted without flock; each try would leave another folder."""
+
+    def refuse(_: int, __: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(SetupError, match=f"{os.strerror(number)}; set TMPDIR"), scratch_folder():
+        raise AssertionError
+    assert list(parent.iterdir()) == []
 
 
 async def test_segments_of_shared_memory_go_with_the_folder(parent: Path) -> None:
