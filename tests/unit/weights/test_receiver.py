@@ -1,6 +1,7 @@
 """WeightReceiver: whatever happens to a push, the engine ends with whole weights, or BROKEN and healed by the next."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -270,6 +271,20 @@ async def test_a_group_that_does_not_form_costs_its_deadline() -> None:
     await until(lambda: sink.calls[-1] == "leave g1")
     assert one.state == REPLICA_STATE_READY
     await push(one, "p2", 1, group_name="g2")
+
+
+async def test_a_push_lasts_from_its_first_call() -> None:
+    """The time in which its process group forms is part of it."""
+    sink, formed = RecordedSink(), []
+
+    async def join(source: rollout_pb2.BroadcastSource) -> None:
+        formed.append(time.monotonic())
+
+    sink.join_group = join  # type: ignore[method-assign]
+    one = await receiver(sink)
+    await one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
+    assert one._push is not None
+    assert one._push.started < formed[0]
 
 
 async def test_a_drain_does_not_count_towards_the_deadline() -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import enum
-import time
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -58,9 +57,10 @@ class IncomingPush:
     stage: Stage = Stage.PREPARED
     held: dict[str, int] = dataclasses.field(default_factory=dict)
     """Digests of the received weights."""
+    started: float
+    """When its first call came, on the clock of `time.monotonic`."""
     abort_reason: str = ""
     """Why the push is aborted while one of its stages still runs."""
-    started: float = dataclasses.field(default_factory=time.monotonic)
 
 
 async def accept(

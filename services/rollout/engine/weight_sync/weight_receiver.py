@@ -158,6 +158,7 @@ class WeightReceiver:
                 digest=digest,
                 upload=upload,
                 deadline_s=deadline_s,
+                started=began,
                 deadline=time.monotonic() + deadline_s,
             )
             self._watchdog = self._start(self._give_up_at_deadline(self._push))
