@@ -1,17 +1,28 @@
-"""Sessions of agents while engines are away, and after the bus has lost images: what a sample need not be lost for."""
+"""Sessions of agents while engines or NATS are away, and after the bus has lost images: what a sample need not be lost
+for."""
 
 import asyncio
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+from structlog.testing import capture_logs
 
+from penstock.bus.connection import connect
 from penstock.bus.image_store import ImageStore, hash_of
+from penstock.bus.local_server import local_server
+from penstock.bus.sessions import Sessions
+from penstock.config import BusConfig
 from penstock.errors import MissingImageError
+from penstock.records import SessionId
 from penstock.v1 import common_pb2
-from tests.support.router.agent_session import agent_session, group_id
+from services.router.frontends.openai.sessions.session_api import SessionApi
+from tests.support.router.agent_session import agent_session, group_id, state_of
 from tests.support.router.openai_harness import HI, PNG, Harness, collect, data_url
-from tests.support.waiting import promptly
+from tests.support.waiting import promptly, until
 
 LOOK: Any = [
     {
@@ -54,6 +65,26 @@ async def test_no_call_waits_for_an_engine_longer_than_its_session_is_open(harne
         with pytest.raises(openai.InternalServerError, match="no replica could take the request") as caught:
             await promptly(once.create(model="any", messages=HI))
         assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "1")
+
+
+async def test_a_session_is_found_after_a_restart_of_nats(tmp_path: Path, run_name: str) -> None:
+    """However long its server is away: the first requests of a call wait for it."""
+    async with contextlib.AsyncExitStack() as server:
+        url = await server.enter_async_context(local_server(tmp_path))
+        async with connect(BusConfig(url=url), run=run_name) as bus:
+            sessions, group = Sessions(bus), group_id(run_name)
+            await sessions.ensure()
+            session = SessionId.new(group, 0)
+            opened = await sessions.open(session, state_of(group, session, timeout_s=600.0))
+            make: Any = SessionApi
+            api = make(SimpleNamespace(), sessions, None, grid=None)
+            await server.aclose()
+            with capture_logs() as events:
+                pending = asyncio.create_task(api.require_open(str(session)))
+                await until(lambda: pending.done() or "session.waits_for_bus" in [each["event"] for each in events])
+            assert not pending.done()
+            async with local_server(tmp_path, port=int(url.rsplit(":", 1)[1])):
+                assert await promptly(pending) == opened
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -25,18 +25,18 @@ def session(number: int) -> SessionId:
 async def test_sessions_of_one_call_take_their_share_of_the_room() -> None:
     """Their answer is never read, so that their tokens take none; the newest stay."""
     cache: Any = HistoryCache(Nothing(), max_bytes=100 * 2**10)  # type: ignore[arg-type]
-    kept = [await cache.current(session(number)) for number in range(1000)]
+    kept = [await cache.current(session(number), 0.0) for number in range(1000)]
     assert 10 < len(cache._histories) <= 100
-    assert await cache.current(session(999)) is kept[999]
-    assert await cache.current(session(0)) is not kept[0]
+    assert await cache.current(session(999), 0.0) is kept[999]
+    assert await cache.current(session(0), 0.0) is not kept[0]
 
 
 async def test_what_is_forgotten_takes_no_room() -> None:
     """However often sessions come and go."""
     cache: Any = HistoryCache(Nothing(), max_bytes=100 * 2**10)  # type: ignore[arg-type]
-    first = await cache.current(session(0))
+    first = await cache.current(session(0), 0.0)
     for number in range(1, 1000):
-        await cache.current(session(number))
+        await cache.current(session(number), 0.0)
         cache.forget(session(number))
         cache.forget(session(number))
-    assert await cache.current(session(0)) is first
+    assert await cache.current(session(0), 0.0) is first

@@ -4,7 +4,6 @@ Invariant: a history is updated from the bus before each use, so it includes the
 answers stay valid, because answers are only ever added to a session.
 """
 
-import time
 from collections import OrderedDict
 
 from penstock.bus.sessions import Sessions
@@ -27,8 +26,13 @@ class HistoryCache:
         """Bytes that each of them counts for."""
         self._num_bytes = 0
 
-    async def current(self, session: SessionId) -> SessionHistory:
-        """Return the session's history, with all records.
+    def known_since(self, session: SessionId, began: float) -> float:
+        """Return since when the session is known, by `time.monotonic()`: since `began` if its history is not cached."""
+        history = self._histories.get(str(session))
+        return began if history is None else history.known_since
+
+    async def current(self, session: SessionId, known_since: float) -> SessionHistory:
+        """Return the session's history, with all records; if it is not cached, it is known since `known_since`.
 
         Raises:
             UnavailableError: the server does not answer.
@@ -36,7 +40,7 @@ class HistoryCache:
         name = str(session)
         history = self._histories.get(name)
         if history is None:
-            history = self._histories[name] = SessionHistory(known_since=time.monotonic())
+            history = self._histories[name] = SessionHistory(known_since=known_since)
         self._histories.move_to_end(name)
         for number, call in await self._sessions.read(session, after=history.last_number):
             history.add(number, call)

@@ -5,21 +5,25 @@ decides how tokens are sampled. For the client, an answer ends once it is record
 call is recorded.
 """
 
+import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TypeVar
 
 import numpy as np
 import pydantic
+import structlog
 from starlette.responses import Response
 
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.bus.sessions import OpenedSession, Sessions
-from penstock.errors import PenstockError, SessionOverError
+from penstock.errors import PenstockError, SessionOverError, UnavailableError
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Message, SessionCall, SessionId, TextPart
+from penstock.runtime.backoff import Backoff
 from penstock.telemetry import spans
 from penstock.v1 import common_pb2
 from services.router.frontends.openai.chat_api import ChatApi
@@ -36,8 +40,15 @@ from services.router.frontends.openai.sessions.history import Chat, NextPrompt, 
 from services.router.frontends.openai.sessions.history_cache import HistoryCache
 from services.router.frontends.openai.sessions.limits import room_for_answer
 
+log = structlog.get_logger()
+
+FoundT = TypeVar("FoundT")
+
 _MAX_HISTORY_BYTES = 256 * 2**20
 """Memory for the ids of sessions that a router keeps: those of 60 million tokens."""
+_MAX_WAIT_S = 600.0
+"""Seconds that a call waits for NATS while the time of its session is not known: OpenAI's own clients give up then."""
+_BACKOFF = Backoff(first_s=0.5, max_s=5.0)
 
 
 class SessionApi:
@@ -53,19 +64,21 @@ class SessionApi:
         self._histories = HistoryCache(sessions, max_bytes=_MAX_HISTORY_BYTES)
 
     async def require_open(self, name: str) -> OpenedSession:
-        """Return the session of that name.
+        """Return the session of that name; wait while NATS does not answer.
 
         Raises:
             UnknownSessionError: it never existed.
             SessionOverError: it was closed or superseded.
+            UnavailableError: NATS did not answer for `_MAX_WAIT_S`.
         """
-        session = SessionId.parse(name)
-        try:
-            opened = None if session is None else await self._sessions.find(session)
-        except SessionOverError:
-            assert session is not None
-            self._histories.forget(session)
-            raise
+        session, opened = SessionId.parse(name), None
+        if session is not None:
+            find = functools.partial(self._sessions.find, session)
+            try:
+                opened = await _until_answered(find, session, deadline=time.monotonic() + _MAX_WAIT_S)
+            except SessionOverError:
+                self._histories.forget(session)
+                raise
         if opened is None:
             raise UnknownSessionError("there is no such session; use the base URL that the runner was given")
         return opened
@@ -81,7 +94,7 @@ class SessionApi:
             raise
 
     async def _answer(self, opened: OpenedSession, body: ChatRequest, began: float) -> Response:
-        history = await self._histories.current(opened.id)
+        history = await self._history_of(opened, began)
         max_turns = opened.state.limits.max_turns
         if max_turns is not None and len(history) + body.n > max_turns:
             raise SessionLimitError(
@@ -96,6 +109,18 @@ class SessionApi:
         return await self._chat.answer(
             request, ChatFormat, is_streamed=body.stream, keep=keep, terms=self._terms(opened, history, call)
         )
+
+    async def _history_of(self, opened: OpenedSession, began: float) -> SessionHistory:
+        """Return the session's history; wait while NATS does not answer, because an agent takes a refusal as its own
+        failure.
+
+        Raises:
+            UnavailableError: NATS did not answer as long as the session stays open.
+        """
+        since, timeout_s = self._histories.known_since(opened.id, began), opened.state.timeout_s
+        deadline = since + timeout_s if timeout_s else began + _MAX_WAIT_S
+        read = functools.partial(self._histories.current, opened.id, since)
+        return await _until_answered(read, opened.id, deadline=deadline)
 
     def _terms(self, opened: OpenedSession, history: SessionHistory, call: "_Call") -> Terms:
         """Let a call wait as long as its session stays open, because an agent takes a refusal as its own failure."""
@@ -123,6 +148,34 @@ class SessionApi:
             num_prompt_tokens=choices[0].num_prompt_tokens,
             num_cached_tokens=choices[0].num_cached_tokens,
         )
+
+
+async def _until_answered(ask: Callable[[], Awaitable[FoundT]], session: SessionId, *, deadline: float) -> FoundT:
+    """Return what `ask` finds, asking again while NATS does not answer.
+
+    Args:
+        ask: Asks NATS.
+        session: What it asks about, for the log.
+        deadline: Time of `time.monotonic()` from which a failure is final.
+
+    Raises:
+        UnavailableError: NATS did not answer before the deadline.
+    """
+    num_failures = 0
+    while True:
+        try:
+            return await ask()
+        except UnavailableError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # nats-py swallows it where it flushes what is large
+                raise asyncio.CancelledError from None
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise
+            if not num_failures:  # once for each call that waits
+                log.warning("session.waits_for_bus", session=session.sample_key, reason=str(error))
+            num_failures += 1
+        await asyncio.sleep(min(left_s, _BACKOFF.after(num_failures)))
 
 
 def _about(opened: OpenedSession) -> dict[str, object]:
