@@ -143,7 +143,7 @@ class ReplicaSlots:
         self._refresh()
 
     def complete(self) -> None:
-        """Note a complete answer: the replica no longer rejects calls."""
+        """Note a complete answer, or one that its caller has cut: the replica no longer rejects calls."""
         self.num_rejections = self._num_pauses = 0
 
     def fail(self, now: float, *, probe: bool, unreachable: bool) -> None:

@@ -35,6 +35,7 @@ class Slot:
 
     __slots__ = (
         "_clock",
+        "_is_answering",
         "_is_probe",
         "_is_released",
         "_is_settled",
@@ -73,6 +74,8 @@ class Slot:
         self._replica = replica
         self._on_release = on_release
         self._clock = clock
+        self._is_answering = False
+        """Whether the answer has begun, and neither ended nor failed."""
         self._is_released = False
         self._is_settled = False
         self._on_begun: Callable[[], None] | None = None
@@ -119,6 +122,7 @@ class Slot:
     def begin_answer(self) -> None:
         """Note the first chunk. A probe has then succeeded; the last chunk may take minutes."""
         self._end_beginning()
+        self._is_answering = True
         if self.span is not None:
             self.span.begin_answer()
         if self._is_probe:
@@ -137,6 +141,7 @@ class Slot:
 
     async def fail(self, error: PenstockError, *, is_prefill: bool) -> PenstockError:
         """Settle the culprit of a call that failed with `error`; return the error that the call should see."""
+        self._is_answering = False
         if is_prefill and self.prefill is not None:
             self.culprit = self.prefill
         error = await self.attribute(error)
@@ -147,8 +152,9 @@ class Slot:
         return error
 
     def settle(self, error: PenstockError | None) -> None:
-        """Note the outcome of the call; without it, nothing is learnt about the replica."""
-        self._is_settled = True
+        """Note the outcome of the call. Without it, an answer that has begun counts as complete at the release, because
+        its caller has cut it; nothing is learnt from a call without an answer."""
+        self._is_settled, self._is_answering = True, False
         if self.span is not None:
             self.span.settle(error)
         replica, now = self._replica, self._clock()
@@ -198,7 +204,10 @@ class Slot:
             return
         self._is_released = True
         self._end_beginning()
-        if not self._is_settled:
+        if self._is_answering:
+            self._replica.complete()
+            self._replica.succeed(probe=self._is_probe)
+        elif not self._is_settled:
             self._replica.abandon(probe=self._is_probe)
         if self.span is not None:
             self.span.end()
