@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -113,6 +114,28 @@ async def test_tokens_of_texts_and_conversations(harness: Harness) -> None:
         both = await client.post("/tokenize", json={"prompt": "x", "messages": HI})
         assert "either prompt or messages" in both.json()["error"]["message"]
         assert (await client.get("/ping")).status_code == 200
+
+
+@pytest.mark.parametrize("given", [{"prompt": "x"}, {"messages": HI}])
+async def test_tokens_are_those_of_a_chat_that_is_answered(harness: Harness, given: dict[str, Any]) -> None:
+    """vLLM's words for it are accepted, and refused by name where they say something else."""
+    async with harness.http() as client:
+
+        async def tokenize(**options: object) -> httpx.Response:
+            return await client.post("/tokenize", json={**given, **options})
+
+        plain = await tokenize()
+        same = await tokenize(add_generation_prompt=True, continue_final_message=False)
+        assert (same.status_code, same.json()) == (200, plain.json())
+        for name, value in [
+            ("add_generation_prompt", False),
+            ("add_generation_prompt", "false"),
+            ("continue_final_message", True),
+        ]:
+            refused = await tokenize(**{name: value})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, name)
+            assert "is not supported" in error["message"]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {

@@ -416,5 +416,7 @@ def _routes() -> Iterator[Case]:
         yield get(path)
     yield Case(name="tokenize", path="/tokenize", body={"prompt": "a"}, holds=lambda parts: parts[0]["count"] == 1)
     yield Case(name="tokenize chat", path="/tokenize", body={"messages": HI}, holds=lambda p: bool(p[0]["tokens"]))
+    yield Case(name="tokenize what a chat would answer", path="/tokenize", holds=lambda p: bool(p[0]["tokens"]),
+               body={"messages": HI, "add_generation_prompt": True, "continue_final_message": False})  # fmt: skip
     yield Case(name="detokenize", path="/detokenize", body={"tokens": [64]}, holds=lambda p: p[0]["prompt"] == "a")
     yield Case(name="invocations", path="/invocations", body={"messages": HI})

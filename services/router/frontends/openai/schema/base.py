@@ -22,6 +22,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((1,), "all choices are returned; use n"),
     "bad_words": (([],), _NO_PENALTY),
     "chat_template": ((), "the model's own is used, as in training; chat_template_kwargs set its variables"),
+    "continue_final_message": ((False,), "only a chat goes on with its last message"),
     "documents": (([],), "put them into the messages"),
     "frequency_penalty": ((0,), _NO_PENALTY),
     "function_call": ((), "use tools"),
@@ -64,6 +65,8 @@ class RequestModel(pydantic.BaseModel):
         given = {name: each for name, each in value.items() if each is not None and name not in cls._ignored}
         if cls.model_config.get("extra") == "ignore":
             return given
+        if given.get("add_generation_prompt") is (not given.get("continue_final_message")):
+            del given["add_generation_prompt"]  # means the same as continue_final_message
         for name in [name for name in given if name in REFUSED and name not in cls.model_fields]:
             neutral, why = REFUSED[name]
             if not any(type(given[name]) is type(each) and given[name] == each for each in _spellings(neutral)):

@@ -95,8 +95,6 @@ class GenerationRequest(RequestModel):
         if not isinstance(value, Mapping):
             return value
         given = {name: each for name, each in value.items() if each is not None}
-        if given.get("add_generation_prompt") is not bool(given.get("continue_final_message")):
-            given.pop("add_generation_prompt", None)  # means the same as continue_final_message
         if "no_stop_trim" in given:
             given.setdefault("include_stop_str_in_output", given.pop("no_stop_trim"))
         forms = [name for name in given if name in _FORMS]
