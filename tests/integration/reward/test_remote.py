@@ -112,31 +112,29 @@ async def test_tries_again_what_may_pass() -> None:
     assert (verdict.status, verdict.score, len(model.requests)) == (OK, 1.0, 3)
 
 
-@pytest.mark.parametrize(
-    ("status", "text", "num_requests", "reason"),
-    [
-        (500, "", 3, "500"),
-        (404, "no such path", 1, "it answered with HTTP status 404: 'no such path'"),
-        (200, "fine", 1, "is not JSON"),
-        (200, "NaN", 1, "it must answer a number"),
-        (200, '"1"', 1, "it must answer a number"),
-        (200, "true", 1, "it must answer a number"),
-        (200, "1" + 400 * "0", 1, "it must answer a number"),
-        (200, '{"result": 1}', 1, "it must answer a number"),
-    ],
-)
-async def test_what_fails_is_a_status_with_a_logged_reason(
-    status: int, text: str, num_requests: int, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A remote service that gives no number is never a silent 0."""
-    async with reward_model(lambda _: (status, text)) as model:
+async def test_what_fails_is_a_status_with_a_logged_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """A remote service that gives no number is never a silent 0; only what may pass is asked again."""
+    no_number = "it must answer a number"
+    cases = {
+        "busy": (500, "", 3, "500"),
+        "lost": (404, "no such path", 1, "it answered with HTTP status 404: 'no such path'"),
+        "words": (200, "fine", 1, "is not JSON"),
+        "nan": (200, "NaN", 1, no_number),
+        "string": (200, '"1"', 1, no_number),
+        "bool": (200, "true", 1, no_number),
+        "huge": (200, "1" + 400 * "0", 1, no_number),
+        "other": (200, '{"result": 1}', 1, no_number),
+    }
+    async with reward_model(lambda request: cases[request["response"]][:2]) as model:
         settings = {"remote": {"url": model.url}, "profiles": {"remote": {"reward_min": 0.0}}}
         async with reward_service(**settings) as (client, _):
-            (verdict,) = await client.verify_batch([_item("r")], timeout_s=30.0)
-    assert (verdict.status, verdict.score, len(model.requests)) == (_FAILED, 0.0, num_requests)
-    logged = capsys.readouterr().out
-    assert "remote.failed" in logged
-    assert reason in logged
+            for response, (_, _, num_requests, reason) in cases.items():
+                model.requests.clear()
+                (verdict,) = await client.verify_batch([_item(response)], timeout_s=30.0)
+                assert (verdict.status, verdict.score, len(model.requests)) == (_FAILED, 0.0, num_requests), response
+                logged = capsys.readouterr().out
+                assert "remote.failed" in logged, response
+                assert reason in logged, response
 
 
 async def test_a_service_out_of_reach_is_a_status(capsys: pytest.CaptureFixture[str]) -> None:
