@@ -68,7 +68,7 @@ def make_openai_app(api: ChatApi, sessions: SessionApi) -> FastAPI:
         """List the served policy."""
         return {"object": "list", "data": [api.describe()]}
 
-    @app.get("/v1/models/{model}", tags=["policy"])
+    @app.get("/v1/models/{model:path}", tags=["policy"])
     async def find_model(model: str) -> dict[str, Any]:
         """Describe the served policy by its name."""
         api.find_model(model)
