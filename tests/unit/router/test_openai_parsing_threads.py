@@ -13,7 +13,7 @@ import pytest
 
 from penstock.errors import UnavailableError
 from penstock.records import SessionId
-from services.router.frontends.openai import chat_api
+from services.router.frontends.openai import chat_api, event_stream
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.parsing_threads import LONG_BYTES, NUM_THREADS, ParsingThreads
 from services.router.frontends.openai.request_parser import size_to_parse
@@ -116,32 +116,73 @@ async def test_no_parser_is_used_by_two_threads_at_once() -> None:
     threads.close()
 
 
-async def test_answers_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with many log-probabilities takes seconds, in which every other call would stand still; so does the text of
-    many ids."""
+async def answered(monkeypatch: pytest.MonkeyPatch, form: Any, *, is_streamed: bool, **request: bool) -> Any:
+    """The headers of an answer of one token in this format, and its body as JSON; of a stream, its first event."""
 
     @asynccontextmanager
-    async def generated(*_: object, **__: object) -> AsyncIterator[AsyncIterator[None]]:
-        async def nothing() -> AsyncIterator[None]:
-            for each in ():
-                yield each
+    async def generated(*_: object, **__: object) -> AsyncIterator[AsyncIterator[Any]]:
+        async def deltas() -> AsyncIterator[Any]:
+            yield 0, SimpleNamespace(is_last=True)
 
-        yield nothing()
+        yield deltas()
 
     async def keep(_: object) -> None:
         """Record nothing."""
 
-    def form(*_: object, **__: object) -> Any:
-        return SimpleNamespace(whole=lambda: {"thread": threading.get_ident()}, headers={"x-y": "1"})
+    async def send(message: Any) -> None:
+        head.update(message.get("headers", ()))
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Any:
+        """The client does not leave."""
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(chat_api, "generating", generated)
-    monkeypatch.setattr(ChatApi, "_text_of", lambda _, ids: str(threading.get_ident()))
+    api, head, sent = api_of("m"), dict[bytes, bytes](), list[bytes]()
+    asked: Any = SimpleNamespace(num_all=0, is_cut_by_text=False, shows_usage=False, **request)
+    answer = await api.answer(asked, lambda *_, **__: form, is_streamed=is_streamed, keep=keep)  # type: ignore[arg-type]
+    await answer({"type": "http", "path": "/"}, receive, send)
+    return head, json.loads(b"".join(sent).removeprefix(b"data: ").split(b"\n\n")[0])
+
+
+def api_of(model: str) -> ChatApi:
+    """An API without anything that could parse or forward."""
     api = ChatApi.__new__(ChatApi)
-    api.model, api._texts, api._forwarder = "m", *[None] * 2  # type: ignore[assignment]
+    api.model, api._texts, api._forwarder = model, *[None] * 2  # type: ignore[assignment]
     api._tuning = SimpleNamespace(timeout_s=1.0)  # type: ignore[assignment]
-    request: Any = SimpleNamespace(num_all=0, is_cut_by_text=False)
-    answer = await api.answer(request, form, is_streamed=False, keep=keep)
-    assert (answer.headers["content-type"], answer.headers["x-y"]) == ("application/json", "1")
-    text = (await api.detokenize(DetokenizeRequest(tokens=[1])))["text"]
-    for thread in (json.loads(bytes(answer.body))["thread"], int(text)):
+    return api
+
+
+async def test_answers_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with many log-probabilities takes seconds, in which every other call would stand still; so does the text of
+    many ids."""
+    form = SimpleNamespace(whole=lambda: {"thread": threading.get_ident()}, headers={"x-y": "1"})
+    monkeypatch.setattr(ChatApi, "_text_of", lambda _, ids: str(threading.get_ident()))
+    head, answer = await answered(monkeypatch, form, is_streamed=False)
+    assert (head[b"content-type"], head[b"x-y"]) == (b"application/json", b"1")
+    text = (await api_of("m").detokenize(DetokenizeRequest(tokens=[1])))["text"]
+    for thread in (answer["thread"], int(text)):
         assert thread != threading.get_ident()
+
+
+@pytest.mark.parametrize("opens_with_prompt", [True, False])
+async def test_the_prompt_before_a_stream_is_written_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, *, opens_with_prompt: bool
+) -> None:
+    """Its log-probabilities take as long as those of a whole answer. Other streams begin without a thread."""
+    encoders = []
+
+    def encode(event: Any) -> bytes:
+        encoders.append(threading.get_ident())
+        return event_stream.encode_event(event)
+
+    form = SimpleNamespace(
+        opening=lambda _: {"thread": threading.get_ident()},
+        delta=lambda *_: None,
+        closing=lambda *_, **__: {},
+        headers={},
+    )
+    monkeypatch.setattr(chat_api, "encode_event", encode)
+    _, first = await answered(monkeypatch, form, is_streamed=True, opens_with_prompt=opens_with_prompt)
+    assert first["thread"] == encoders[0]
+    assert (encoders[0] != threading.get_ident()) is opens_with_prompt

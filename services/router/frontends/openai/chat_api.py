@@ -20,7 +20,7 @@ from services.router.config import OpenAIConfig
 from services.router.forwarder import RequestForwarder
 from services.router.frontends.openai.choice import Choice
 from services.router.frontends.openai.errors import ParameterError, UnknownModelError
-from services.router.frontends.openai.event_stream import EventStream, SendEvent
+from services.router.frontends.openai.event_stream import EventStream, SendEvent, encode_event
 from services.router.frontends.openai.generation import Terms, generating
 from services.router.frontends.openai.parsed_request import ParsedRequest
 from services.router.frontends.openai.parsing_threads import ParsingThreads
@@ -262,18 +262,18 @@ class ChatApi:
             self._forwarder, request, choices, terms, timeout_s=self._timeout_s(terms), chunk_tokens=0
         ) as deltas:
             async for index, delta in deltas:
-                if index not in opened and (event := form.opening(index)):
-                    await send(event)
+                if index not in opened and (opening := await _open(form, index, request)):
+                    await send(opening)
                 opened.add(index)
                 if event := form.delta(index, delta):
-                    await send(event)
+                    await send(encode_event(event))
                 num_left -= delta.is_last
                 if delta.is_last and num_left:
-                    await send(form.closing(index, is_last=False))
+                    await send(encode_event(form.closing(index, is_last=False)))
         await keep(choices)
-        await send(form.closing(index, is_last=True))
+        await send(encode_event(form.closing(index, is_last=True)))
         if request.shows_usage:
-            await send(form.usage())
+            await send(encode_event(form.usage()))
 
     async def _record(self, request: ParsedRequest, choices: Sequence[Choice]) -> None:
         if not request.is_recorded:
@@ -282,6 +282,16 @@ class ChatApi:
             await record(self._recordings, request, choices)
         except InvalidRequestError as error:
             raise ParameterError("record", str(error)) from None
+
+
+async def _open(form: ResponseFormat, index: int, request: ParsedRequest) -> bytes | None:
+    """Return the encoded event before a choice's first delta, written in a thread if it takes long; None: none."""
+
+    def write() -> bytes | None:
+        event = form.opening(index)
+        return encode_event(event) if event else None
+
+    return await asyncio.to_thread(write) if request.opens_with_prompt else write()
 
 
 def _find_session(body: GenerationRequest, *, session: str, recorded_session: str) -> tuple[str, bool]:

@@ -94,10 +94,9 @@ class Choice:
         """The newest policy version among its tokens; 0 before the first."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self.prompt_scores: Sequence[PromptScore] = ()
-        """Scores of each prompt token but the first, if they were requested."""
         self.stop: str | int | None = None
         """The stop string or id that ended it."""
+        self._prompt_logprobs = generate_pb2.PromptLogprobs()
         self._stream = IncrementalDetokenizer(texts)
         self._stops = StopFinder(stops, includes_stop=includes_stop)
         self._thoughts = thoughts
@@ -114,7 +113,7 @@ class Choice:
             self.num_prompt_tokens = chunk.usage.num_prompt_tokens
             self.num_cached_tokens = chunk.usage.num_cached_tokens
         if chunk.HasField("prompt_logprobs"):
-            self.prompt_scores = _prompt_scores(chunk.prompt_logprobs)
+            self._prompt_logprobs = chunk.prompt_logprobs
         if not self._has_tokens:
             return self._end_without_tokens(chunk)
         num_tokens, num_calls, content = len(self.tokens), len(self.calls), ""
@@ -147,6 +146,11 @@ class Choice:
             calls=self.calls[num_calls:],
             is_last=self.ending is not None,
         )
+
+    @property
+    def prompt_scores(self) -> Sequence[PromptScore]:
+        """Scores of each prompt token but the first, if they were requested. Takes long for a long prompt."""
+        return _prompt_scores(self._prompt_logprobs)
 
     @property
     def finish_reason(self) -> str:

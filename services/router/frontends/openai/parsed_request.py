@@ -88,3 +88,8 @@ class ParsedRequest:
     def scores_prompt(self) -> bool:
         """Whether the engine is asked for the prompt's logprobs."""
         return self.num_prompt_logprobs is not None or (self.echoes_prompt and self.shows_logprobs)
+
+    @property
+    def opens_with_prompt(self) -> bool:
+        """Whether a stream begins with the prompt's text or log-probabilities: seconds of work for a long prompt."""
+        return self.echoes_prompt or self.num_prompt_logprobs is not None
