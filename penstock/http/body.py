@@ -1,7 +1,12 @@
 """Reads complete request bodies, within a bound on each body and a bound on all bodies together.
 
-Invariant: a body counts from its first byte until its request is answered, and a part that does not fit is refused
-before it is stored. Large bodies may take seven eighths of the room, so that small ones always find some.
+Invariant: a body counts from its first byte until its request is answered or the application releases it, and a part
+that does not fit is refused before it is stored. Large bodies may take seven eighths of the room, so that small ones
+always find some.
+
+An application that answers for minutes releases a body once it keeps nothing of it but what it made of it, and bounds
+that itself: the router's wait queue counts the requests that wait, with their images, and its slots bound those that
+engines answer.
 """
 
 import asyncio
@@ -9,7 +14,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from starlette.exceptions import HTTPException
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 _BODIES_OF_MAX_SIZE = 2
 """All bodies together may hold this many times `max_body_bytes`; parsed as JSON they take 4 to 10 times that."""
@@ -19,6 +24,7 @@ _MAX_DISCARDED = 4
 _MAX_PAUSE_S = 120.0
 """Seconds without a part of its body after which a client is refused, because its body holds room that others need."""
 _CLOSE = {"Connection": "close"}
+_SCOPE_KEY = "penstock.body"
 
 
 class GoneError(Exception):
@@ -35,20 +41,21 @@ class Bodies:
         self._max_bytes = _BODIES_OF_MAX_SIZE * max_body_bytes
 
     @contextlib.asynccontextmanager
-    async def whole(self, receive: Receive) -> AsyncIterator[bytes]:
-        """Yield the complete body, whose bytes count during the context.
+    async def whole(self, receive: Receive) -> AsyncIterator["HeldBody"]:
+        """Yield the complete body, whose bytes count during the context, unless it is released before.
 
         Raises:
             GoneError: the client disconnected.
             HTTPException: the body is too large (413), finds no room (429), or stopped arriving (408).
         """
-        held = _HeldBytes(self)
+        held = HeldBody(self)
         try:
-            yield await self._read(receive, held)
+            held.data = await self._read(receive, held)
+            yield held
         finally:
             held.release()
 
-    async def _read(self, receive: Receive, held: "_HeldBytes") -> bytes:
+    async def _read(self, receive: Receive, held: "HeldBody") -> bytes:
         refusal: HTTPException | None = None
         parts, size_bytes = [], 0
         while True:
@@ -77,7 +84,7 @@ class Bodies:
             if is_last:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _require_room(self, size_bytes: int, held: "_HeldBytes") -> None:
+    def _require_room(self, size_bytes: int, held: "HeldBody") -> None:
         """Count `size_bytes` for this body.
 
         Raises:
@@ -90,21 +97,41 @@ class Bodies:
         most_bytes = self._max_bytes if size_bytes <= _SMALL_BYTES else int(_LARGE_SHARE * self._max_bytes)
         if others_bytes + size_bytes > most_bytes:
             raise HTTPException(
-                429, f"requests being answered hold {others_bytes} bytes, and this one would not fit; try again later"
+                429, f"bodies of other requests take {others_bytes} bytes, and this one would not fit; try again later"
             )
         held.grow(size_bytes)
 
 
-class _HeldBytes:
-    """The bytes charged for one body."""
+class HeldBody:
+    """One body, and the bytes charged for it."""
 
     def __init__(self, bodies: Bodies) -> None:
+        """Start without any bytes among `bodies`."""
+        self.data = b""
+        """The complete body; empty before it is read and once it is released."""
         self.num_bytes = 0
         self._bodies = bodies
 
     def grow(self, num_bytes: int) -> None:
+        """Charge `num_bytes` in all."""
         self._bodies.num_bytes += num_bytes - self.num_bytes
         self.num_bytes = num_bytes
 
     def release(self) -> None:
+        """Forget the body, which no longer counts."""
+        self.data = b""
         self.grow(0)
+
+    def offer_in(self, scope: Scope) -> None:
+        """Let the application of this request release the body."""
+        scope[_SCOPE_KEY] = self
+
+
+def release_body(scope: Scope) -> None:
+    """Stop counting the body of this request, of which the application holds neither bytes nor text any longer.
+
+    The application bounds what it still holds by other means.
+    """
+    held: HeldBody | None = scope.get(_SCOPE_KEY)  # None: no boundary is around the application
+    if held is not None:
+        held.release()

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
-from penstock.http.body import Bodies, GoneError
+from penstock.http.body import Bodies, GoneError, HeldBody
 from penstock.http.status import ErrorBodyMaker, error_body, headers_of, status_of
 from penstock.runtime.security import REFUSAL, Security
 from penstock.telemetry import metrics
@@ -115,7 +115,7 @@ class Boundary:
             return
         if _asks_for_health(scope):
             # Health needs no token, so the body is not read. uvicorn omits the body of an answer to HEAD.
-            await self._app({**scope, "method": "GET"}, _replayed(b""), send)
+            await self._app({**scope, "method": "GET"}, _replayed(HeldBody(self._bodies)), send)
             return
         task = asyncio.current_task()
         assert task is not None
@@ -144,6 +144,7 @@ class Boundary:
         error: HTTPException | None = None
         try:
             async with self._bodies.whole(receive) as body, client:
+                body.offer_in(scope)
                 await self._app(scope, _replayed(body), send_noting)
         except GoneError:
             log.info("http.abandoned", path=scope["path"])
@@ -174,13 +175,15 @@ def _asks_for_health(scope: Scope) -> bool:
     return scope["path"] == _HEALTH and scope["method"] in ("GET", "HEAD")
 
 
-def _replayed(body: bytes) -> Receive:
-    """Return a `receive` whose first call returns the whole body."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+def _replayed(body: HeldBody) -> Receive:
+    """Return a `receive` whose first call returns the whole body; it holds no reference of its own to the bytes."""
+    is_read = False
 
     async def receive() -> Message:
-        if messages:
-            return messages.pop()
+        nonlocal is_read
+        if not is_read:
+            is_read = True
+            return {"type": "http.request", "body": body.data, "more_body": False}
         await asyncio.Event().wait()  # a disconnect cancels the waiting task
         raise AssertionError
 

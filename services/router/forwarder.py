@@ -53,6 +53,7 @@ class RequestForwarder:
         timeout_s: float,
         wait_s: float = 0.0,
         restore_images: Callable[[], Awaitable[None]] | None = None,
+        kept_bytes: int = 0,
     ) -> AsyncGenerator[bytes, None]:
         """Yield the chunks of the answer, from one replica after another until it is complete. Leaving early aborts the
         request in the engine.
@@ -62,6 +63,7 @@ class RequestForwarder:
             timeout_s: Its deadline.
             wait_s: Seconds that it may wait while no replica can take it, if more than `router.wait_for_replica_s`.
             restore_images: Stores the call's images, in case an engine misses one.
+            kept_bytes: What the caller keeps in memory for the call, beside `stream`: it counts while the call waits.
 
         Raises:
             MissingImageError: an image is not stored, even after it was restored.
@@ -71,7 +73,7 @@ class RequestForwarder:
         """
         query = stream.read_query(with_blocks=self._slots.balancer.reads_blocks)
         deadline = time.monotonic() + timeout_s
-        ticket = Ticket(query=query, deadline=deadline, size_bytes=stream.size_bytes, wait_s=wait_s)
+        ticket = Ticket(query=query, deadline=deadline, size_bytes=stream.size_bytes + kept_bytes, wait_s=wait_s)
         budget = RetryBudget(self._tuning.max_attempts)
         slots = _Slots(self._slots, ticket, budget, self._shared_prefill)
 

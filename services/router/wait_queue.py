@@ -23,7 +23,7 @@ class Ticket:
     deadline: float
     """Time of `time.monotonic()` at which its caller stops waiting."""
     size_bytes: int = 0
-    """Memory of its request while it waits."""
+    """Memory of its request while it waits, and of what its caller keeps for it."""
     order: int = 0
     """Its number, ascending; 0 before it first asks."""
     waited_s: float = 0.0

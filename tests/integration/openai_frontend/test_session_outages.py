@@ -55,6 +55,19 @@ async def test_a_call_of_a_session_waits_for_an_engine_while_the_session_is_open
         assert len(await agent.calls()) == 1
 
 
+async def test_the_images_of_a_waiting_call_count_in_the_wait_queue(harness: Harness) -> None:
+    """Those of a session too, which the router keeps to restore them, though engines fetch them themselves."""
+    image = PNG + bytes(2**18)
+    look: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(image)}}]}]
+    async with agent_session(harness, timeout_s=600.0) as agent:
+        await set_states(harness, common_pb2.REPLICA_STATE_DRAINING)
+        await harness.until_routable(0)
+        waiting = asyncio.create_task(agent.ask(look))
+        await harness.until_waiting(1, min_bytes=len(image))
+        await set_states(harness, common_pb2.REPLICA_STATE_READY)
+        assert (await promptly(waiting)).choices[0].message.content == "fine"
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, 2.0])
 async def test_no_call_waits_for_an_engine_longer_than_its_session_is_open(harness: Harness, timeout_s: float) -> None:
     """Then it answers 503; without a known time, after router.wait_for_replica_s."""

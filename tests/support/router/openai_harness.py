@@ -116,9 +116,11 @@ class Harness:
         for router in self.routers:
             await until_idle(router.address, num_routable=count)
 
-    async def until_waiting(self, count: int) -> None:
-        """Wait until this many calls wait for an engine at the first router."""
-        await _until_pool(self.routers[0].address, lambda pool: pool.num_waiting == count)
+    async def until_waiting(self, count: int, *, min_bytes: int = 0) -> None:
+        """Wait until this many calls, of at least so many bytes together, wait for an engine at the first router."""
+        await _until_pool(
+            self.routers[0].address, lambda pool: pool.num_waiting == count and pool.num_waiting_bytes >= min_bytes
+        )
 
     async def until_load(self, num_running: int) -> None:
         """Wait until all routers have heard that this many calls run, by what the engines say."""

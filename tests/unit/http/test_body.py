@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
-from penstock.http.body import Bodies, GoneError
+from penstock.http.body import Bodies, GoneError, release_body
 from tests.support.waiting import until
 
 _TEXT = b'"' + b"x" * 2**20 + b'"'
@@ -32,7 +33,7 @@ def receiving(*parts: bytes, ends: bool = True) -> Receive:
 async def held(bodies: Bodies, body: bytes) -> AsyncIterator[None]:
     """A request with that body, while it is answered."""
     async with bodies.whole(receiving(body)) as whole:
-        assert whole == body
+        assert whole.data == body
         yield
 
 
@@ -53,6 +54,20 @@ async def test_a_body_counts_until_its_request_is_answered() -> None:
         assert bodies.num_bytes == len(_TEXT)
     assert bodies.num_bytes == 0
     assert await refusal(bodies, _TEXT + b" ") == 413
+    assert bodies.num_bytes == 0
+
+
+async def test_a_released_body_counts_no_more() -> None:
+    """Though its request is still being answered; to release it again, or where there is none, changes nothing."""
+    bodies, scope = Bodies(max_body_bytes=len(_TEXT)), dict[str, Any]()
+    release_body(scope)
+    async with bodies.whole(receiving(_TEXT)) as body:
+        body.offer_in(scope)
+        release_body(scope)
+        assert (bodies.num_bytes, body.data) == (0, b"")
+        async with held(bodies, _TEXT):
+            release_body(scope)
+            assert bodies.num_bytes == len(_TEXT)
     assert bodies.num_bytes == 0
 
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from penstock.bus.recordings import Recordings
 from penstock.config import SamplingConfig
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, PenstockError
 from penstock.model.chat_template import Renderer
 from penstock.model.detokenize import IncrementalDetokenizer
 from penstock.model.reasoning import ReasoningReader
@@ -34,6 +34,7 @@ from services.router.frontends.openai.request_parser import (
 from services.router.frontends.openai.responses import ChatFormat, CompletionFormat, ResponseFormat
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest, GenerationRequest
 from services.router.frontends.openai.schema.tokens import DetokenizeRequest, TokenizeRequest
+from services.router.frontends.openai.whole_answer import WholeAnswer
 from services.router.tuning import OpenAITuning
 
 Keep: TypeAlias = Callable[[Sequence[Choice]], Awaitable[None]]
@@ -205,7 +206,9 @@ class ChatApi:
         keep: Keep | None = None,
         terms: Terms = _USUAL,
     ) -> Response:
-        """Answer a parsed request. For the client, the answer ends once `keep` has recorded its choices.
+        """Return the response that answers a parsed request, and generates the answer when it is sent.
+
+        For the client, the answer ends once `keep` has recorded its choices.
 
         Args:
             request: What to generate.
@@ -221,13 +224,23 @@ class ChatApi:
             return EventStream(
                 lambda send: self._stream(request, choices, form, keep, terms, send), lambda: form.headers
             )
+        return WholeAnswer(lambda: self._finish(request, choices, form, keep, terms))
+
+    async def _finish(
+        self, request: ParsedRequest, choices: list[Choice], form: ResponseFormat, keep: Keep, terms: Terms
+    ) -> Response:
+        """Generate the answer and return it once the call is recorded."""
         chunk_tokens = 0 if request.is_cut_by_text else _CHUNK_TOKENS
-        async with generating(
-            self._forwarder, request, choices, terms, timeout_s=self._timeout_s(terms), chunk_tokens=chunk_tokens
-        ) as deltas:
-            async for _ in deltas:
-                pass
-        await keep(choices)
+        try:
+            async with generating(
+                self._forwarder, request, choices, terms, timeout_s=self._timeout_s(terms), chunk_tokens=chunk_tokens
+            ) as deltas:
+                async for _ in deltas:
+                    pass
+            await keep(choices)
+        except PenstockError as error:
+            terms.note_failure(error)
+            raise
         content = await asyncio.to_thread(lambda: msgspec.json.encode(form.whole()))  # log-probabilities take seconds
         return Response(content, media_type="application/json", headers=form.headers)
 

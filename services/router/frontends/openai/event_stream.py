@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import PenstockError
+from penstock.http.body import release_body
 from services.router.frontends.openai.errors import body_of
 
 log = structlog.get_logger()
@@ -50,7 +51,8 @@ class EventStream(Response):
         self._later_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ResumableStream."""
+        """Release the request's body, which its caller has parsed, and send the answer."""
+        release_body(scope)
         has_begun = False
 
         async def write(event: bytes) -> None:

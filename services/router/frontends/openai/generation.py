@@ -25,6 +25,10 @@ class Terms:
     """Seconds that it may wait while no engine can take it, if more than `router.wait_for_replica_s`."""
     restore_images: Callable[[], Awaitable[None]] | None = None
     """Stores the request's images, in case an engine misses one."""
+    restorable_bytes: int = 0
+    """Bytes of the images that `restore_images` holds."""
+    note_failure: Callable[[PenstockError], None] = lambda _: None
+    """Called with the error that ends an answer which is not streamed."""
 
 
 @asynccontextmanager
@@ -47,13 +51,18 @@ async def generating(
     """
     deltas: asyncio.Queue[tuple[int, ChoiceDelta]] = asyncio.Queue(_MAX_AHEAD)
     prompts = [_serialize(request, index) for index in range(0, len(choices), request.num_choices)]
+    image_bytes = sum(len(image) for prompt in request.prompts for image in prompt.images) + terms.restorable_bytes
 
     async def generate(index: int) -> None:
         choice, name = choices[index], generate_pb2.GenerateRequest(request_id=f"{request.request_id}/{index}")
         parts = name.SerializeToString(), prompts[index // request.num_choices]
         stream = ResumableStream(*parts, chunk_tokens=chunk_tokens)
         forwarded = forwarder.forward(
-            stream, timeout_s=timeout_s, wait_s=terms.wait_s, restore_images=terms.restore_images
+            stream,
+            timeout_s=timeout_s,
+            wait_s=terms.wait_s,
+            restore_images=terms.restore_images,
+            kept_bytes=0 if index else image_bytes,  # all choices share them
         )
         async with contextlib.aclosing(forwarded) as chunks:
             async for raw in chunks:

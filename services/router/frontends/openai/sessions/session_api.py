@@ -90,7 +90,7 @@ class SessionApi:
         try:
             return await self._answer(opened, body, began)
         except PenstockError as error:
-            spans.record("session.call", began, **_about(opened), error=str(error))
+            _record_failure(opened, began, error)
             raise
 
     async def _answer(self, opened: OpenedSession, body: ChatRequest, began: float) -> Response:
@@ -107,7 +107,7 @@ class SessionApi:
         await self._store_images(opened, call, stored={*opened.state.images, *call.prompt.prefix_images})
         keep = functools.partial(self._keep, opened, call, request, began)
         return await self._chat.answer(
-            request, ChatFormat, is_streamed=body.stream, keep=keep, terms=self._terms(opened, history, call)
+            request, ChatFormat, is_streamed=body.stream, keep=keep, terms=self._terms(opened, history, call, began)
         )
 
     async def _history_of(self, opened: OpenedSession, began: float) -> SessionHistory:
@@ -122,11 +122,16 @@ class SessionApi:
         read = functools.partial(self._histories.current, opened.id, since)
         return await _until_answered(read, opened.id, deadline=deadline)
 
-    def _terms(self, opened: OpenedSession, history: SessionHistory, call: "_Call") -> Terms:
+    def _terms(self, opened: OpenedSession, history: SessionHistory, call: "_Call", began: float) -> Terms:
         """Let a call wait as long as its session stays open, because an agent takes a refusal as its own failure."""
         left_s = opened.state.timeout_s - (time.monotonic() - history.known_since)
         restore = functools.partial(self._store_images, opened, call, stored=frozenset())
-        return Terms(wait_s=max(0.0, left_s), restore_images=restore)
+        return Terms(
+            wait_s=max(0.0, left_s),
+            restore_images=restore,
+            restorable_bytes=sum(map(len, call.images)),
+            note_failure=functools.partial(_record_failure, opened, began),
+        )
 
     async def _store_images(self, opened: OpenedSession, call: "_Call", stored: Collection[str]) -> None:
         """Store the images of the call's messages, except those in `stored`."""
@@ -176,6 +181,10 @@ async def _until_answered(ask: Callable[[], Awaitable[FoundT]], session: Session
                 log.warning("session.waits_for_bus", session=session.sample_key, reason=str(error))
             num_failures += 1
         await asyncio.sleep(min(left_s, _BACKOFF.after(num_failures)))
+
+
+def _record_failure(opened: OpenedSession, began: float, error: PenstockError) -> None:
+    spans.record("session.call", began, **_about(opened), error=str(error))
 
 
 def _about(opened: OpenedSession) -> dict[str, object]:
