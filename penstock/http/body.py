@@ -2,7 +2,8 @@
 
 Invariant: a body counts from its first byte until its request is answered or the application releases it, and a part
 that does not fit is refused before it is stored. Large bodies may take seven eighths of the room, so that small ones
-always find some.
+always find some. A large body whose size is declared first waits for room for all of it, and counts from then on: a
+body of which a part is stored never waits for another.
 
 An application that answers for minutes releases a body once it keeps nothing of it but what it made of it, and bounds
 that itself: the router's wait queue counts the requests that wait, with their images, and its slots bound those that
@@ -23,6 +24,8 @@ _SMALL_BYTES = 64 * 2**10
 _MAX_DISCARDED = 4
 _MAX_PAUSE_S = 120.0
 """Seconds without a part of its body after which a client is refused, because its body holds room that others need."""
+_MAX_WAIT_S = 60.0
+"""Seconds that a large body waits for room. Bodies that are only parsed make room for others within seconds."""
 _CLOSE = {"Connection": "close"}
 _SCOPE_KEY = "penstock.body"
 
@@ -39,10 +42,17 @@ class Bodies:
         """Bytes of all bodies held."""
         self._max_body_bytes = max_body_bytes
         self._max_bytes = _BODIES_OF_MAX_SIZE * max_body_bytes
+        self._turn = asyncio.Lock()
+        """Held by the large body that gets the next room, so that they get it in their order."""
+        self._has_freed = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def whole(self, receive: Receive) -> AsyncIterator["HeldBody"]:
+    async def whole(self, receive: Receive, *, declared_bytes: int = 0) -> AsyncIterator["HeldBody"]:
         """Yield the complete body, whose bytes count during the context, unless it is released before.
+
+        Args:
+            receive: Returns the parts of the body.
+            declared_bytes: Its size as its client declares it; 0: unknown, so that it does not wait for room.
 
         Raises:
             GoneError: the client disconnected.
@@ -50,10 +60,30 @@ class Bodies:
         """
         held = HeldBody(self)
         try:
+            if _SMALL_BYTES < declared_bytes <= self._max_body_bytes:
+                with contextlib.suppress(TimeoutError):  # then it is refused when a part does not fit
+                    async with asyncio.timeout(_MAX_WAIT_S):
+                        await self._reserve(declared_bytes, held)
             held.data = await self._read(receive, held)
             yield held
         finally:
             held.release()
+
+    def note_freed(self) -> None:
+        """Let the body that waits for room look again."""
+        self._has_freed.set()
+
+    async def _reserve(self, num_bytes: int, held: "HeldBody") -> None:
+        """Wait until a large body has room, and count it."""
+        async with self._turn:
+            while self.num_bytes + num_bytes > self._most_bytes(num_bytes):
+                self._has_freed.clear()
+                await self._has_freed.wait()
+            held.grow(num_bytes)
+
+    def _most_bytes(self, size_bytes: int) -> int:
+        """Return how many bytes all bodies may take once one of `size_bytes` is among them."""
+        return self._max_bytes if size_bytes <= _SMALL_BYTES else int(_LARGE_SHARE * self._max_bytes)
 
     async def _read(self, receive: Receive, held: "HeldBody") -> bytes:
         refusal: HTTPException | None = None
@@ -85,7 +115,7 @@ class Bodies:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _require_room(self, size_bytes: int, held: "HeldBody") -> None:
-        """Count `size_bytes` for this body.
+        """Count `size_bytes` for this body, unless it already counts as many.
 
         Raises:
             HTTPException: the body is too large (413), or other bodies leave it no room (429).
@@ -93,9 +123,10 @@ class Bodies:
         if size_bytes > self._max_body_bytes:
             detail = f"the body is larger than {self._max_body_bytes} bytes; send fewer or shorter items in one request"
             raise HTTPException(413, detail)
+        if size_bytes <= held.num_bytes:
+            return
         others_bytes = self.num_bytes - held.num_bytes
-        most_bytes = self._max_bytes if size_bytes <= _SMALL_BYTES else int(_LARGE_SHARE * self._max_bytes)
-        if others_bytes + size_bytes > most_bytes:
+        if others_bytes + size_bytes > self._most_bytes(size_bytes):
             raise HTTPException(
                 429, f"bodies of other requests take {others_bytes} bytes, and this one would not fit; try again later"
             )
@@ -121,6 +152,7 @@ class HeldBody:
         """Forget the body, which no longer counts."""
         self.data = b""
         self.grow(0)
+        self._bodies.note_freed()
 
     def offer_in(self, scope: Scope) -> None:
         """Let the application of this request release the body."""

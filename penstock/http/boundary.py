@@ -143,7 +143,7 @@ class Boundary:
 
         error: HTTPException | None = None
         try:
-            async with self._bodies.whole(receive) as body, client:
+            async with self._bodies.whole(receive, declared_bytes=_declared_bytes(scope)) as body, client:
                 body.offer_in(scope)
                 await self._app(scope, _replayed(body), send_noting)
         except GoneError:
@@ -173,6 +173,12 @@ def _route_of(scope: Scope) -> str:
 
 def _asks_for_health(scope: Scope) -> bool:
     return scope["path"] == _HEALTH and scope["method"] in ("GET", "HEAD")
+
+
+def _declared_bytes(scope: Scope) -> int:
+    """Return the body's size by its header, 0 without one."""
+    declared = next((value for key, value in scope["headers"] if key == b"content-length"), b"")
+    return int(declared) if declared.isdigit() else 0
 
 
 def _replayed(body: HeldBody) -> Receive:

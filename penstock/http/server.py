@@ -67,8 +67,8 @@ class HttpServer:
             port: Port to listen on.
             key: The setting that holds the port, for example router.http_port.
             max_body_bytes: A larger body is answered 413. All bodies together may hold twice as much, from their first
-                byte until they are answered or released (`penstock.http.body.release_body`); a body that does not fit
-                is answered 429.
+                byte until they are answered or released (`penstock.http.body.release_body`); a large body that
+                finds no room within a minute is answered 429.
             make_error_body: Makes the JSON of errors that the application never sees, such as 401, from status and
                 message.
             security: Token and certificates; None reads them from the environment.

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
+from penstock.http import body as body_module
 from penstock.http.body import Bodies, GoneError, release_body
+from penstock.http.boundary import Boundary
+from penstock.http.status import error_body
+from penstock.runtime.security import Security
 from tests.support.waiting import until
 
 _TEXT = b'"' + b"x" * 2**20 + b'"'
@@ -68,6 +73,79 @@ async def test_a_released_body_counts_no_more() -> None:
         async with held(bodies, _TEXT):
             release_body(scope)
             assert bodies.num_bytes == len(_TEXT)
+    assert bodies.num_bytes == 0
+
+
+async def test_a_large_body_of_declared_size_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, and before any of it is read; from then on its room is its own. It does not wait for ever."""
+    bodies, begun = Bodies(max_body_bytes=len(_TEXT)), list[int]()
+    may_end = asyncio.Event()
+
+    async def answer(number: int) -> None:
+        async with bodies.whole(receiving(_TEXT[:-1], _TEXT[-1:]), declared_bytes=len(_TEXT)) as body:
+            assert body.data == _TEXT
+            begun.append(number)
+            await may_end.wait()
+
+    async with asyncio.TaskGroup() as group:
+        async with held(bodies, _TEXT):
+            for number in range(3):
+                group.create_task(answer(number))
+            await asyncio.sleep(0)
+            assert (bodies.num_bytes, begun) == (len(_TEXT), [])
+        await until(lambda: begun == [0])
+        assert bodies.num_bytes == len(_TEXT)
+        monkeypatch.setattr(body_module, "_MAX_WAIT_S", 0.0)
+        with pytest.raises(HTTPException) as refused:
+            await answer(3)
+        assert refused.value.status_code == 429
+        may_end.set()
+    assert (bodies.num_bytes, begun) == (0, [0, 1, 2])
+
+
+async def test_a_server_reads_from_the_header_what_a_body_will_take() -> None:
+    """So that more large requests come at once than have room together."""
+    statuses, may_end = list[int](), asyncio.Event()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await may_end.wait()
+        await Response()(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        if "status" in message:
+            statuses.append(message["status"])
+
+    boundary = Boundary(answer, max_body_bytes=len(_TEXT), make_error_body=error_body, security=Security())
+    declared = [(b"content-length", b"%d" % len(_TEXT))]
+    async with asyncio.TaskGroup() as group:
+        for _ in range(3):
+            messages: list[Message] = [{"type": "http.request", "body": _TEXT}]
+            scope = {"type": "http", "method": "POST", "path": "/", "headers": declared}
+
+            async def receive(messages: list[Message] = messages) -> Message:
+                return messages.pop() if messages else await asyncio.Event().wait()  # type: ignore[return-value]
+
+            group.create_task(boundary(scope, receive, send))
+        await until(lambda: boundary._bodies.num_bytes == len(_TEXT))
+        may_end.set()
+    assert statuses == [200] * 3
+
+
+async def test_a_reserved_body_is_read_though_small_ones_have_come() -> None:
+    """They may take room that no further large one would get."""
+    bodies = Bodies(max_body_bytes=2**20)
+    small = bytes(2**16)
+    arriving = asyncio.Queue[Message]()
+    async with held(bodies, bytes(2**20 - 2**18)), contextlib.AsyncExitStack() as stack:
+        reading = asyncio.create_task(
+            stack.enter_async_context(bodies.whole(arriving.get, declared_bytes=2**20))  # seven eighths in all
+        )
+        await until(lambda: bodies.num_bytes == 2**21 - 2**18)
+        async with held(bodies, small), held(bodies, small):
+            for is_last in (False, True):
+                arriving.put_nowait({"type": "http.request", "body": bytes(2**19), "more_body": not is_last})
+            assert (await reading).data == bytes(2**20)
     assert bodies.num_bytes == 0
 
 
