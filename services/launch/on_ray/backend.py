@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -70,7 +71,7 @@ class RayProcess:
             code, error = await resolved(self._actor.wait.remote())
             ended.set()
             if error is not None and self._spec.error_file is not None:
-                write_atomically(self._spec.error_file, error)
+                self._keep_error(self._spec.error_file, error)
             await asyncio.wait({copying}, timeout=_DRAIN_TIMEOUT_S)
             with suppress(ray.exceptions.RayError, TimeoutError):
                 await resolved(self._actor.close.remote(), timeout_s=_DRAIN_TIMEOUT_S)
@@ -103,6 +104,12 @@ class RayProcess:
                 else:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(ended.wait(), _READ_EVERY_S)
+
+    def _keep_error(self, file: Path, error: str) -> None:
+        try:
+            write_atomically(file, error)
+        except OSError as failure:  # a full disk must not end the run; the log has the error too
+            _log.warning("error.not_kept", process=self._spec.name, error=error, reason=str(failure))
 
     def _append(self, chunk: bytes) -> None:
         try:
@@ -196,16 +203,8 @@ class RayBackend:
             }
         num_gpus = self._num_gpus(service)
         while not stop.is_set():
-            if name not in self._groups:
-                await self._cluster.notice()
-                if fit := allowed(self._cluster.hosts, service):
-                    self._groups[name] = placement_group(
-                        [bundle(num_gpus)],
-                        strategy="STRICT_PACK",
-                        bundle_label_selector=[label_selector([host.node_id for host in fit])],
-                    )
-            group = self._groups.get(name)
             try:
+                group = await self._group_of(name, service)
                 if group is not None:
                     is_ready = await unless_stopped(resolved(group.ready(), timeout_s=_PLACE_EVERY_S), stop)
                     if is_ready is None:
@@ -215,11 +214,27 @@ class RayBackend:
                 await unless_stopped(asyncio.sleep(_PLACE_EVERY_S), stop)
             except TimeoutError:
                 self._give_up(name)
+            except ray.exceptions.RayError as error:  # Ray's head is away for a moment, or the group's host has died
+                _log.warning("process.not_placed", process=name, reason=str(error))
+                self._give_up(name)
+                await unless_stopped(asyncio.sleep(_PLACE_EVERY_S), stop)
             if says_so:
                 self._write(f"{name} waits for a host with room ({self._needs(service)})")
                 says_so = False
         self._give_up(name)
         return None
+
+    async def _group_of(self, name: str, service: str) -> PlacementGroup | None:
+        """Return the process's placement group, which is new if it had none; None if no host is fit for it."""
+        if name not in self._groups:
+            await self._cluster.notice()
+            if fit := allowed(self._cluster.hosts, service):
+                self._groups[name] = placement_group(
+                    [bundle(self._num_gpus(service))],
+                    strategy="STRICT_PACK",
+                    bundle_label_selector=[label_selector([host.node_id for host in fit])],
+                )
+        return self._groups.get(name)
 
     def _give_up(self, name: str) -> None:
         if (group := self._groups.pop(name, None)) is not None:
