@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final, TextIO
 
 from penstock import config as configuration
 from penstock.config import Config, RunConfig
@@ -25,6 +26,10 @@ _CONTENTS = (
     ("checkpoints/, curves.png", "written by the trainer"),
     ("nats/", "the store of the run's own nats-server"),
 )
+
+_LOOKED_AT_S: Final = 1.0
+"""Longer than `penstock status` and the like hold the lock to see whether it is free."""
+_TRY_EVERY_S: Final = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ class RunFolder:
         """Keep other launchers out; the lock ends with the process.
 
         Raises:
-            SetupError: another launcher uses the folder, or it cannot be written.
+            SetupError: another launcher uses the folder, or it cannot be written or locked.
         """
         try:
             file = (self.path / ".lock").open("w")
@@ -156,11 +161,25 @@ class RunFolder:
                 f"the run folder {self.path} cannot be written: {error.strerror}; change its owner or rights"
             ) from None
         with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SetupError(f"another `penstock` command is running in {self.path}; stop it first") from None
+            self._take(file)
             yield
+
+    def _take(self, lock: TextIO) -> None:
+        """Lock the open file; wait for those that only look whether a launcher works in the folder."""
+        give_up_at = time.monotonic() + _LOOKED_AT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= give_up_at:
+                    raise SetupError(f"another `penstock` command is running in {self.path}; stop it first") from None
+            except OSError as error:
+                raise SetupError(
+                    f"the run folder {self.path} cannot be locked: {error.strerror}; mount its file system with locks "
+                    "(Lustre: option flock; NFS: with lockd), or set run.dir to a folder on another one"
+                ) from None
+            time.sleep(_TRY_EVERY_S)
 
 
 def _made(path: Path) -> bool:

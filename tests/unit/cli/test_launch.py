@@ -1,9 +1,12 @@
 """What the launcher settles before it starts anything, and what it reads while the run goes on."""
 
+import errno
+import fcntl
 import json
 import os
 import re
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +113,29 @@ def test_second_launcher_is_kept_out(recipe: Recipe) -> None:
     with folder.locked(), pytest.raises(SetupError, match="running"), folder.locked():
         pass
     with folder.locked():
+        pass
+
+
+def test_a_look_at_the_lock_keeps_no_launcher_out(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`penstock status` and the like hold it for a moment; the launcher tries again."""
+    folder = RunFolder.create(recipe.run)
+    with (folder.path / ".lock").open("w") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+        with folder.locked():
+            pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Lustre that is mounted without flock, and NFS without lockd."""
+
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    folder = RunFolder.create(recipe.run)
+    with pytest.raises(SetupError, match=rf"{folder.path} cannot be locked: .*flock.*run\.dir"), folder.locked():
         pass
 
 
