@@ -121,6 +121,10 @@ class RunFolder:
         """Folder of the run's own nats-server."""
         return self.path / "nats"
 
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / ".lock"
+
     def forget_targets(self) -> None:
         """Remove the addresses for Prometheus that killed processes left."""
         folder = targets_folder(self.path)
@@ -138,14 +142,39 @@ class RunFolder:
         """Remove the folder if it holds only files from before a run begins; return whether it is gone.
 
         Those are the recipe, the launcher's log, empty files and folders. If there are logs of processes, results or
-        foreign files, the whole folder stays.
+        foreign files, the whole folder stays. Not to be called within `locked`.
         """
-        own = {self.config_file, self.live_file, self.launcher_log}
-        files = [path for path in self.path.rglob("*") if path.is_symlink() or not path.is_dir()]
-        if all(path in own or not path.lstat().st_size for path in files):
-            with suppress(OSError):
-                shutil.rmtree(self.path)
+        with suppress(OSError, SetupError):
+            with self.locked():
+                own = {self.config_file, self.live_file, self.launcher_log}
+                files = [path for path in self.path.rglob("*") if path.is_symlink() or not path.is_dir()]
+                if not all(path in own or not path.lstat().st_size for path in files):
+                    return False
+                self.clear()
+            self.remove_cleared()
         return not self.path.exists()
+
+    def clear(self) -> None:
+        """Remove all but the lock; the recipe goes last, so that what cannot be removed is in a run folder still.
+
+        Raises:
+            OSError: a file cannot be removed.
+        """
+        inside = [path for path in self.path.iterdir() if path != self._lock_file]
+        for path in sorted(inside, key=lambda path: path == self.config_file):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def remove_cleared(self) -> None:
+        """Remove the folder that was cleared, after `locked` has ended: NFS keeps the name of a file that is open.
+
+        Raises:
+            OSError: it cannot be removed, or has a file again.
+        """
+        self._lock_file.unlink(missing_ok=True)
+        self.path.rmdir()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -155,7 +184,7 @@ class RunFolder:
             SetupError: another launcher uses the folder, or it cannot be written or locked.
         """
         try:
-            file = (self.path / ".lock").open("w")
+            file = self._lock_file.open("w")
         except OSError as error:
             raise SetupError(
                 f"the run folder {self.path} cannot be written: {error.strerror}; change its owner or rights"

@@ -92,9 +92,10 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
             code = 0
             if not run.is_complete:
                 code = process.run(lambda stop: run.over_api(stop, url, url_model) if url else run.with_engines(stop))
-            if begun is None and code == process.EXIT_USER_ERROR and folder.discard_unused():
-                sys.stdout.write(f"run folder {folder.path} is removed: nothing was played\n")
-            return code or run.report()
+            code = code or run.report()
+    if begun is None and code == process.EXIT_USER_ERROR and folder.discard_unused():
+        sys.stdout.write(f"run folder {folder.path} is removed: nothing was played\n")
+    return code
 
 
 class _Evaluating:

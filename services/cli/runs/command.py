@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, PenstockError, SetupError
 from penstock.runtime.security import Security
 from penstock.telemetry import log
 from services.cli.console import describe_age, describe_size, open_console
-from services.cli.runs.deletion import delete_folder, newer_folders
+from services.cli.runs.deletion import deleting, newer_folders
 from services.cli.runs.folders import FolderOfRun, read_folder
 from services.view.run_reader import RunReader
 
@@ -122,12 +122,11 @@ def _delete(found: FolderOfRun, *, keep_bus: bool, yes: bool) -> None:
     if newer and not keep_bus:
         sys.stdout.write(f"NATS keeps what it stores of run {found.run!r}: {newer[0]} is a later run of that name\n")
     _confirm(what, yes=yes)
-    with found.folder.locked():
+    with deleting(found.folder):
         if own := found.find_own_server():
             raise SetupError(f"a nats-server at {own} serves the store of {path}; stop it first")
         if has_stored:
             _on_bus(lambda bus: _remove_stored(bus, found.run), found.bus, found.security)
-        delete_folder(found)
     sys.stdout.write(f"deleted {what}\n")
 
 

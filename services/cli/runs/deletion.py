@@ -1,9 +1,11 @@
 """Removes the folder of a run."""
 
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from penstock.errors import SetupError
 from services.cli.runs.folders import FolderOfRun, read_folder
+from services.launch.run_folder import RunFolder
 
 
 def newer_folders(found: FolderOfRun) -> list[str]:
@@ -18,17 +20,30 @@ def newer_folders(found: FolderOfRun) -> list[str]:
     ]
 
 
-def delete_folder(found: FolderOfRun) -> None:
-    """Remove the folder, and the addresses for Prometheus that its processes left beside it.
+@contextmanager
+def deleting(folder: RunFolder) -> Iterator[None]:
+    """Keep launchers out during the context, then remove the folder.
+
+    The addresses for Prometheus that its processes left beside it go too.
 
     Raises:
-        SetupError: a file cannot be removed.
+        SetupError: a launcher uses the folder, or a file cannot be removed.
     """
-    found.folder.forget_targets()
+    with folder.locked():
+        yield
+        folder.forget_targets()
+        with _removal_reported(folder):
+            folder.clear()
+    with _removal_reported(folder):
+        folder.remove_cleared()
+
+
+@contextmanager
+def _removal_reported(folder: RunFolder) -> Iterator[None]:
     try:
-        shutil.rmtree(found.folder.path)
+        yield
     except OSError as error:
         raise SetupError(
-            f"{error.filename or found.folder.path} cannot be removed: {error.strerror}; change its owner or rights, "
-            "and delete the run again"
+            f"{error.filename or folder.path} cannot be removed: {error.strerror}; end what uses it, or change its "
+            "owner or rights, and delete the run again"
         ) from None

@@ -74,8 +74,8 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
             is_interrupted = stop.is_set()
 
         code = process.run(run)
-        if is_new and code == process.EXIT_USER_ERROR and folder.discard_unused():
-            sys.stdout.write(f"run folder {folder.path} is removed: no step was taken\n")
         if model is not None:
             sys.stdout.write(f"model {model}\n")
+    if is_new and code == process.EXIT_USER_ERROR and folder.discard_unused():
+        sys.stdout.write(f"run folder {folder.path} is removed: no step was taken\n")
     return process.EXIT_INTERRUPTED if is_interrupted else code

@@ -100,6 +100,6 @@ def run_in_folder(
             interrupted = stop.is_set()
 
         code = process.run(run)
-        if is_new and code == process.EXIT_USER_ERROR:
-            folder.discard_unused()  # no process was started: a port was taken, or the bus does not answer
+    if is_new and code == process.EXIT_USER_ERROR:
+        folder.discard_unused()  # no process was started: a port was taken, or the bus does not answer
     return process.EXIT_INTERRUPTED if interrupted else code

@@ -1,16 +1,22 @@
 """`penstock runs`, as a person would run it, on folders and on a real nats-server."""
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from penstock.bus.buckets.leases import held
 from penstock.bus.buckets.lock import TRAINER, locked
 from penstock.bus.connection import Bus
+from services.cli.app import main
+from tests.support.nfs import rename_open_files
 from tests.support.view_runs import make_run
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
@@ -111,6 +117,36 @@ async def test_only_run_folders_are_deleted(tmp_path: Path) -> None:
         refused = await penstock_runs("delete", run, path, "--yes")
         assert (refused.returncode, f"{path} is no run folder" in refused.stderr) == (2, True)
     assert run.exists()
+
+
+def test_a_folder_on_nfs_is_deleted_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock, which is open while the rest goes, too."""
+    rename_open_files(monkeypatch)
+    run = make_run(tmp_path / "run", num_steps=1)
+    (run / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    assert main(["runs", "delete", str(run), "--yes"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_a_folder_that_cannot_be_deleted_stays_a_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that the command can be given again."""
+    run = make_run(tmp_path / "run", num_steps=1)
+    unlink, refused = os.unlink, ["metrics.jsonl"]
+
+    def refuse(path: Any, *, dir_fd: int | None = None) -> None:
+        if refused and Path(path).name == refused[0]:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    assert main(["runs", "delete", str(run), "--yes"]) == 2
+    assert "metrics.jsonl cannot be removed: Permission denied" in capsys.readouterr().err
+    refused.clear()
+    assert main(["runs", "delete", str(run), "--yes"]) == 0
+    assert not run.exists()
 
 
 async def stored_names(bus: Bus, run: str) -> int:

@@ -85,8 +85,17 @@ def test_a_folder_is_discarded_before_anything_began(recipe: Recipe) -> None:
             folder.launcher_log.write_text("data.checking")
             (folder.path / "checkpoints/.writer-1").mkdir(parents=True)
             (folder.path / name).write_text(text)
-            assert folder.discard_unused() == (not text)
+        assert folder.discard_unused() == (not text)
         assert folder.path.exists() == folder.config_file.exists() == bool(text)
+
+
+def test_a_folder_in_use_is_not_discarded(recipe: Recipe) -> None:
+    """Whoever works in it has just taken the lock."""
+    folder = RunFolder.create(recipe.run)
+    folder.write_config(recipe)
+    with folder.locked():
+        assert not folder.discard_unused()
+    assert folder.config_file.exists()
 
 
 def test_a_folder_that_cannot_be_made_is_named(recipe: Recipe, tmp_path: Path) -> None:
