@@ -17,7 +17,7 @@ from penstock.runtime.security import Security
 from penstock.telemetry import log
 from services.cli.console import describe_age, describe_size, open_console
 from services.cli.runs.deletion import deleting, newer_folders
-from services.cli.runs.folders import FolderOfRun, read_folder
+from services.cli.runs.folders import FolderOfRun, read_folder, without_bus
 from services.view.run_reader import RunReader
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def list_runs(
     A run on NATS without a folder here is another machine's, or its folder is gone.
     """
     log.configure(LogConfig(level="error"), service="runs")
-    found = [read_folder(path.parent) for path in sorted(folder.glob("*/config.toml"))]
+    found = [_read_or_warn(path.parent) for path in sorted(folder.glob("*/config.toml"))]
     rows = [_row_of(each) for each in found]
     buses = {each.bus.url: (each.bus, each.security) for each in found if each.bus.url}
     if url and url not in buses:
@@ -168,6 +168,14 @@ async def _remove_stored(bus: "Bus", run: str) -> None:
     from penstock.bus.stored_runs import delete_stored_run
 
     await delete_stored_run(bus, run)
+
+
+def _read_or_warn(path: Path) -> FolderOfRun:
+    try:
+        return read_folder(path)
+    except ConfigError as error:
+        sys.stderr.write(f"warning: {error}\n")
+        return without_bus(path)
 
 
 def _row_of(found: FolderOfRun) -> _Row:

@@ -2,22 +2,30 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from penstock.errors import SetupError
-from services.cli.runs.folders import FolderOfRun, read_folder
+from penstock.errors import ConfigError, SetupError
+from services.cli.runs.folders import FolderOfRun, read_folder, without_bus
 from services.launch.run_folder import RunFolder
 
 
 def newer_folders(found: FolderOfRun) -> list[str]:
-    """Return later runs of the same name on the same NATS, in the same parent folder: what NATS stores is theirs."""
+    """Return later runs of the same name on the same NATS, in the same parent folder: what NATS stores is theirs.
+
+    A run whose recipe does not say where its NATS is may be on the same one.
+    """
     here = found.folder.path.absolute()
-    others = (read_folder(file.parent) for file in sorted(here.parent.glob("*/config.toml")) if file.parent != here)
-    return [
-        str(each.folder.path)
-        for each in others
-        if (each.run, set(each.bus.servers)) == (found.run, set(found.bus.servers))
-        and each.started_at > found.started_at
-    ]
+    others = (file.parent for file in sorted(here.parent.glob("*/config.toml")) if file.parent != here)
+    return [str(path) for path in others if _may_be_newer(path, found)]
+
+
+def _may_be_newer(path: Path, found: FolderOfRun) -> bool:
+    try:
+        other = read_folder(path)
+        is_elsewhere = set(other.bus.servers) != set(found.bus.servers)
+    except ConfigError:
+        other, is_elsewhere = without_bus(path), False
+    return not is_elsewhere and other.run == found.run and other.started_at > found.started_at
 
 
 @contextmanager

@@ -77,6 +77,13 @@ def read_folder(path: Path) -> FolderOfRun:
     return FolderOfRun(folder=folder, run=str(_section(recipe, "run").get("name", "")), bus=bus, security=security)
 
 
+def without_bus(path: Path) -> FolderOfRun:
+    """Return the run folder at `path`, whose recipe does not say where its NATS is, as one without a NATS."""
+    folder = RunFolder(path)
+    run = str(_section(_read(folder.config_file), "run").get("name", ""))
+    return FolderOfRun(folder=folder, run=run, bus=BusConfig(), security=SecurityConfig())
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())

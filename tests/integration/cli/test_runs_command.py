@@ -89,6 +89,23 @@ async def test_deletes_a_run_in_both_places(bus: Bus, run_name: str, tmp_path: P
     assert (by_name.returncode, await stored_names(bus, run_name)) == (0, 0)
 
 
+async def test_a_recipe_that_cannot_be_read_hides_no_other_run(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    """Its run is listed with a warning, and may be the later one whose groups are on NATS."""
+    old = make_stored_run(tmp_path / "old", bus, run_name)
+    make_run(tmp_path / "torn", num_steps=3)
+    (tmp_path / "torn/config.toml").write_text(f'[run]\nname = "{run_name}"\n[bus]\nurl = 3\n')
+    listed = await penstock_runs("list", tmp_path, "--json")
+    assert "torn/config.toml: [bus] or [security] cannot be read" in listed.stderr
+    assert {row["folder"]: row["run"] for row in json.loads(listed.stdout)} == {
+        str(old): run_name,
+        str(tmp_path / "torn"): run_name,
+    }
+    deleted = await penstock_runs("delete", old, "--yes")
+    assert deleted.returncode == 0, deleted.stderr
+    assert f"{tmp_path}/torn is a later run of that name" in deleted.stdout
+    assert (old.exists(), await stored_names(bus, run_name) >= 3) == (False, True)
+
+
 async def test_a_run_that_is_live_stays(bus: Bus, run_name: str, tmp_path: Path) -> None:
     """Its launcher works in the folder, or its trainer or an engine is alive on any machine."""
     folder = make_stored_run(tmp_path / "live", bus, run_name)
