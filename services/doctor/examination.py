@@ -174,7 +174,7 @@ def _memory(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
     if not is_sft:
         yield memory.check_shared_memory(shutil.disk_usage(_SHM).free if _SHM.is_dir() else None)
     runs = Path("runs") if recipe is None else recipe.run.folder or recipe.run.dir
-    while not runs.exists():
+    while not os.path.exists(runs):  # false where a folder on the way is closed to us; the path's own method raises
         runs = runs.parent
     yield memory.check_disk(size, recipe, str(runs.resolve()), _free(runs))
     try:

@@ -1,6 +1,7 @@
 """`penstock doctor` on this machine: with what breaks, what hangs, and a Hub that refuses, is away or says nothing."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -30,6 +31,11 @@ REPOS = {
     "owner/gated": Repo(commits={}, refusal="GatedRepo"),
     "owner/expired": Repo(commits={}, status=401, message="Invalid credentials in Authorization header"),
 }
+
+
+ROOT = Path(__file__).parents[3]
+UNPRIVILEGED = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+"""Begins the command of a process to which the kernel refuses what it refuses to others; root's own goes through."""
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -177,6 +183,25 @@ def test_ports_and_the_bus() -> None:
     assert resolve("127.0.0.1") == ["127.0.0.1"]
     with pytest.raises(socket.gaierror):
         resolve("no-such-host.invalid")
+
+
+def test_a_run_folder_behind_a_closed_one(tmp_path: Path) -> None:
+    """The closed folder is the fault, and the folder of temporary files has its line."""
+    closed = tmp_path / "closed"
+    (closed / "runs").mkdir(parents=True)
+    closed.chmod(0)
+    look = (
+        "import sys; from penstock.config import load; from services.recipe import Recipe\n"
+        "from services.doctor.examination import checks_of, examine\n"
+        "[check] = [each for each in checks_of(load(Recipe, [], sys.argv[1:])) if each.name == 'memory']\n"
+        "for found in examine([check]): print(found.status, found.name, found.seen, sep=': ')\n"
+    )
+    command = [*UNPRIVILEGED, sys.executable, "-c", look, f"--run.dir={closed}/runs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    closed.chmod(0o700)
+    lines = done.stdout.splitlines()
+    assert f"fault: disk: {closed} cannot be written to" in lines, done
+    assert [line for line in lines if line.split(": ")[1] == "temporary files"], done
 
 
 @pytest.fixture
