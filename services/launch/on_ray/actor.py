@@ -169,9 +169,7 @@ async def _started(spec: ProcessSpec, log: BoundedLog, stack: AsyncExitStack, *,
 def environment_of(order: Order, own: Mapping[str, str], *, gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment of a process: its host's, with the launcher's variables and the GPUs that Ray gave it."""
     kept = {name: value for name, value in own.items() if not name.startswith(GIVEN)}
+    if kept.get("OMP_NUM_THREADS") == "1":
+        del kept["OMP_NUM_THREADS"]  # Ray set it, by the one CPU that stands for the process
     environment = {**order.defaults, **kept, **order.environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    if find_gpus({}):
-        if own.get("OMP_NUM_THREADS") == "1" and "OMP_NUM_THREADS" not in order.defaults:
-            del environment["OMP_NUM_THREADS"]  # Ray set it, by the one CPU that stands for the process
-        return environment
-    return {**_ON_CPU, **environment}
+    return environment if find_gpus({}) else {**_ON_CPU, **environment}

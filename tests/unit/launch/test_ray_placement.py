@@ -12,7 +12,7 @@ import pytest
 from penstock.config import load
 from penstock.errors import ConfigError
 from services.cli.app import main
-from services.launch.on_ray import facts
+from services.launch.on_ray import actor, facts
 from services.launch.on_ray.actor import Order, environment_of
 from services.launch.on_ray.addresses import listening, require_launchable, with_peers
 from services.launch.on_ray.placement import (
@@ -222,6 +222,22 @@ def test_a_process_has_its_host_s_environment_with_the_launcher_s_tokens() -> No
     assert found["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert (found["PENSTOCK_TOKEN"], found["HF_HOME"], found["NCCL_DEBUG"]) == ("t", "/its", "INFO")
     assert environment_of(wanted, own, gpus=[])["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize("gpus", [["0"], []])
+@pytest.mark.parametrize(
+    ("own", "launchers", "expected"),
+    [("1", "8", "8"), ("4", "8", "4"), ("4", "", "4"), ("1", "", None), ("", "8", "8"), ("", "", None)],
+)
+def test_threads_are_the_host_s_or_the_launcher_s_not_ray_s(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str], own: str, launchers: str, expected: str | None
+) -> None:
+    """Ray gives its actors one thread where the host sets no number; one is also what processes on CPUs get."""
+    monkeypatch.setattr(actor, "find_gpus", lambda _: gpus)
+    name = "OMP_NUM_THREADS"
+    wanted = order(defaults={name: launchers} if launchers else {})
+    found = environment_of(wanted, {name: own} if own else {}, gpus=gpus)
+    assert found.get(name) == (expected if gpus or expected else "1")
 
 
 def test_a_missing_ray_is_named_with_its_extra(
