@@ -4,6 +4,7 @@ The recipe is read and checked before any heavy import, so that a mistyped key i
 is reported in one line, `error: ...`, with exit code 2 and no traceback if a person can fix it.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version as installed_version
@@ -41,6 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # rich's own markup would hide the names of sections: [data]
 )
+_UNWRAPPED = "100000"
+"""More columns than any help has."""
 _COMMANDS: dict[str, Callable[..., int]] = {
     "train": train,
     "sft": sft,
@@ -70,6 +73,9 @@ app.add_typer(runs.app, name="runs")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 2 if a person must change something, 1 for other failures."""
+    if "_PENSTOCK_COMPLETE" in os.environ:
+        # typer wraps helps at the terminal's width, and fish offers each line as a completion
+        os.environ["TERMINAL_WIDTH"] = _UNWRAPPED
     try:
         code = app(arguments, prog_name="penstock", standalone_mode=False)
     except TyperException as error:

@@ -276,6 +276,22 @@ def test_shells_complete_commands_and_settings(words: str, completions: set[str]
     assert set(result.stdout.split()) == completions, result
 
 
+@pytest.mark.parametrize("words", ["penstock train --", "penstock view --"])
+def test_each_line_is_a_completion_in_fish(words: str) -> None:
+    """Helps are not wrapped, however narrow the terminal is."""
+    environment = {
+        **os.environ,
+        "COLUMNS": "40",
+        "_PENSTOCK_COMPLETE": "complete_fish",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        "_TYPER_COMPLETE_ARGS": words,
+    }
+    result = subprocess.run([PENSTOCK], capture_output=True, text=True, timeout=60, check=False, env=environment)
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if not line.startswith("--")] == []
+    assert max(map(len, lines)) > 100
+
+
 def test_a_process_also_writes_its_error_for_the_launcher(recipe: Path, tmp_path: Path) -> None:
     """As JSON, so that nobody has to search a log for it."""
     error_file = tmp_path / "error.json"
