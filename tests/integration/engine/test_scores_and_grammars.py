@@ -1,5 +1,6 @@
 """What calls may ask of real SGLang beside tokens: likeliest ids, the prompt's logprobs, a form of the output."""
 
+import asyncio
 import copy
 import json
 import random
@@ -13,7 +14,8 @@ from penstock.errors import InvalidRequestError
 from penstock.model.chat_template import Renderer
 from penstock.v1 import generate_pb2
 from services.rollout.testing.engine_process import EngineProcess
-from tests.support.engine.reference import TOLERANCE, Reference, prompt, request
+from tests.support.engine.push import Push
+from tests.support.engine.reference import TOLERANCE, Reference, prompt, request, until_replica
 from tests.support.router.openai_harness import MODEL_PATH
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
@@ -97,6 +99,25 @@ async def test_a_pattern_is_kept(client: GenerateClient, current: Reference) -> 
     made.sampling.constraint.regex = "(yes|no)"
     response = await client.generate(made, timeout_s=120)
     assert Renderer.load(MODEL_PATH).decode(response.output_ids) in ("yes", "no")
+
+
+async def test_weights_change_while_a_grammar_is_compiled(
+    engine: EngineProcess, client: GenerateClient, current: Reference
+) -> None:
+    """The push waits for the grammar at most, and the request gets the new weights."""
+    version = (await engine.replica()).policy_version + 1
+    push = Push(engine, current.weights, version)
+    await push.prepare()
+    made = text_request(current, max_new_tokens=8)
+    # Many properties, each of which may be left out, take a second to compile.
+    schema = {"type": "object", "properties": {f"part {number}": {"type": "boolean"} for number in range(1000)}}
+    made.sampling.constraint.json_schema = json.dumps(schema)
+    answering = asyncio.ensure_future(client.generate(made, timeout_s=120))
+    await until_replica(engine, lambda replica: replica.num_running + replica.num_queued > 0)
+    await push.finish()
+    response = await answering
+    assert [span.policy_version for span in response.version_spans] == [version]
+    assert Renderer.load(MODEL_PATH).decode(response.output_ids).startswith("{")
 
 
 async def test_a_grammar_that_is_none_is_refused(client: GenerateClient, current: Reference) -> None:

@@ -1,4 +1,4 @@
-"""Grammars for engines without a tokenizer.
+"""Grammars for engines without a tokenizer, and in engines that are paused.
 
 SGLang makes no grammar back end without a tokenizer, and Penstock's engines read none. The first request with a grammar
 makes the back end, which takes a second or two for a large vocabulary; other requests pay nothing.
@@ -13,6 +13,15 @@ def prepare_backend(manager: Any, req: Any, *_args: Any, **_kwargs: Any) -> None
     needs_grammar = any(each is not None for each in (params.json_schema, params.regex, params.ebnf))
     if needs_grammar and manager.grammar_backend is None:
         manager.grammar_backend = _make_backend(manager.scheduler.model_config)
+
+
+def queue_compiled(scheduler: Any) -> None:
+    """Queue requests whose grammar is compiled, as SGLang's loop does before each batch; wait for them a few ms.
+
+    Ranks agree on them, so each must call it in the same round of its loop.
+    """
+    for req in scheduler.grammar_manager.get_ready_grammar_requests():
+        scheduler._add_request_to_queue(req)
 
 
 def _make_backend(model_config: Any) -> Any:

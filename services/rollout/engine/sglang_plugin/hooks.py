@@ -68,7 +68,7 @@ def register() -> None:
         HookRegistry.register(_GRAMMARS + ".process_req_with_grammar", grammar.prepare_backend, HookType.BEFORE)
         HookRegistry.register(_SCHEDULER + ".pause_generation", version_keys.pause, HookType.AROUND)
         HookRegistry.register(
-            _SCHEDULER + "._record_scheduler_state_for_paused_engine", _sleep_while_paused, HookType.AFTER
+            _SCHEDULER + "._record_scheduler_state_for_paused_engine", _wait_while_paused, HookType.AFTER
         )
     pd_hooks.register()
     if os.environ.get(GROUP_TIMEOUT_VARIABLE):
@@ -160,12 +160,17 @@ def _register_host_memory(register: Callable[..., None], *args: Any, **kwargs: A
         register(*args, **kwargs)
 
 
-def _sleep_while_paused(_result: None, scheduler: Any) -> None:
-    """Sleep while paused: SGLang's loop would spin, and take a core from sending or loading weights.
+def _wait_while_paused(_result: None, scheduler: Any) -> None:
+    """Queue requests whose grammar is compiled, else sleep: SGLang's paused loop does neither.
 
-    It needs `sleep_on_idle` (`settings.py`). Messages that end a pause arrive at the sockets on which it sleeps.
+    A request that awaits its grammar would keep the caches from being flushed, and a spinning loop would take a core
+    from sending or loading weights. Sleep needs `sleep_on_idle` (`settings.py`). Messages that end a pause arrive at
+    the sockets on which it sleeps.
     """
-    scheduler.maybe_sleep_on_idle()
+    if scheduler.grammar_manager.has_waiting_grammars():
+        grammar.queue_compiled(scheduler)
+    else:
+        scheduler.maybe_sleep_on_idle()
 
 
 def _add_version_spans(_result: None, accumulator: Any, *, req: Any) -> None:
