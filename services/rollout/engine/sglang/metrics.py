@@ -1,14 +1,16 @@
 """Passes on SGLang's own metrics, which its processes write to files in a folder.
 
 prometheus_client decides at its import whether metrics are kept in memory or in files, but it looks at that decision
-for each metric that it creates. Ours exist by now, in memory; SGLang's are created after `keep_in_files`, in files. An
-engine's children inherit that, whether they are forked or spawned.
+for each metric, and each combination of labels, that it creates. In an engine's process, after `keep_in_files`, the
+name decides: SGLang's are kept in files, ours in memory. Its children inherit that, if they are forked; those that are
+spawned keep all of theirs in files. `sglang_plugin/metric_files.py` reserves room for the files.
 """
 
 import asyncio
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import values
 from prometheus_client.core import Metric
@@ -27,10 +29,16 @@ class SglangMetrics:
 
     @classmethod
     def keep_in_files(cls, folder: Path) -> "SglangMetrics":
-        """Have metrics that are created from now on, in this process and its children, kept in files in `folder`."""
+        """Have SGLang's metrics that are created from now on, here and in children, kept in files in `folder`."""
         folder.mkdir(exist_ok=True)
         os.environ[_VARIABLE] = str(folder)
-        values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
+        value_in_file = values.get_value_class()  # type: ignore[no-untyped-call]
+
+        def value(kind: str, name: str, *args: Any, **kwargs: Any) -> object:
+            make = value_in_file if name.startswith(_PREFIX) else values.MutexValue
+            return make(kind, name, *args, **kwargs)
+
+        values.ValueClass = value
         return cls(folder)
 
     async def read(self) -> Iterable[Metric]:

@@ -22,6 +22,7 @@ from services.rollout.engine.sglang_plugin import (
     cpu_attention,
     grammar,
     image_processors,
+    metric_files,
     pd_hooks,
     tensor_pickling,
     version_keys,
@@ -53,6 +54,7 @@ def register() -> None:
     HookRegistry.register(_UPDATER + ".receive_weights_from_distributed", _receive_weights, HookType.AROUND)
     if os.environ.get(START_METHOD_VARIABLE):
         tensor_pickling.register()
+        metric_files.register()
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _set_start_method, HookType.AFTER)
         HookRegistry.register("sglang.srt.utils.common.kill_itself_when_parent_died", _detach_signals, HookType.AFTER)
         HookRegistry.register(_ATTENTION + ".init_forward_metadata", cpu_attention.plan, HookType.AFTER)
