@@ -17,20 +17,22 @@ from penstock.config import LogConfig
 
 _bound: dict[str, Any] = {}
 """What every line of this process names, whatever its task or thread."""
+_files: list[TextIO] = []
+"""To which this process logs."""
 
 
 class _Unfailing:
-    """A stream whose reader may leave: output is then dropped, because a log must not end its process."""
+    """A stream whose reader may leave, or that is closed: output is then dropped; a log must not end its process."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._stream.flush()
 
 
@@ -40,6 +42,8 @@ def configure(config: LogConfig, *, service: str, run: str | None = None, file: 
     Libraries log from `warning` up.
     """
     stream = sys.stderr if file is None else file.open("a", buffering=1)
+    if file is not None:
+        _files.append(stream)
     as_json = config.format == "json" or (config.format == "auto" and not stream.isatty())
     if as_json:
         renderer: Any = structlog.processors.JSONRenderer()
@@ -60,7 +64,14 @@ def configure(config: LogConfig, *, service: str, run: str | None = None, file: 
     )
     _bound.clear()
     bind(service=service, **({} if run is None else {"run": run}))
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=stream)
+    output = cast("TextIO", _Unfailing(stream))
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=output)
+
+
+def close_file() -> None:
+    """Close what `configure` has opened; what is logged to it later is dropped."""
+    while _files:
+        _files.pop().close()
 
 
 def bind(**values: Any) -> None:

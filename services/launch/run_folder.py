@@ -142,7 +142,8 @@ class RunFolder:
         """Remove the folder if it holds only files from before a run begins; return whether it is gone.
 
         Those are the recipe, the launcher's log, empty files and folders. If there are logs of processes, results or
-        foreign files, the whole folder stays. Not to be called within `locked`.
+        foreign files, the whole folder stays. Not to be called within `locked`, or while this process
+        logs to the folder: NFS keeps the name of a file that is open.
         """
         with suppress(OSError, SetupError):
             with self.locked():
@@ -168,7 +169,7 @@ class RunFolder:
                 path.unlink()
 
     def remove_cleared(self) -> None:
-        """Remove the folder that was cleared, after `locked` has ended: NFS keeps the name of a file that is open.
+        """Remove the folder that was cleared, after `locked` has ended, because its file is open.
 
         Raises:
             OSError: it cannot be removed, or has a file again.

@@ -93,8 +93,10 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
             if not run.is_complete:
                 code = process.run(lambda stop: run.over_api(stop, url, url_model) if url else run.with_engines(stop))
             code = code or run.report()
-    if begun is None and code == process.EXIT_USER_ERROR and folder.discard_unused():
-        sys.stdout.write(f"run folder {folder.path} is removed: nothing was played\n")
+    if begun is None and code == process.EXIT_USER_ERROR:
+        log.close_file()
+        if folder.discard_unused():
+            sys.stdout.write(f"run folder {folder.path} is removed: nothing was played\n")
     return code
 
 

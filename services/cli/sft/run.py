@@ -76,6 +76,8 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
         code = process.run(run)
         if model is not None:
             sys.stdout.write(f"model {model}\n")
-    if is_new and code == process.EXIT_USER_ERROR and folder.discard_unused():
-        sys.stdout.write(f"run folder {folder.path} is removed: no step was taken\n")
+    if is_new and code == process.EXIT_USER_ERROR:
+        log.close_file()
+        if folder.discard_unused():
+            sys.stdout.write(f"run folder {folder.path} is removed: no step was taken\n")
     return process.EXIT_INTERRUPTED if is_interrupted else code

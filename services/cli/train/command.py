@@ -101,5 +101,6 @@ def run_in_folder(
 
         code = process.run(run)
     if is_new and code == process.EXIT_USER_ERROR:
+        log.close_file()
         folder.discard_unused()  # no process was started: a port was taken, or the bus does not answer
     return process.EXIT_INTERRUPTED if interrupted else code

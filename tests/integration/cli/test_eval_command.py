@@ -31,6 +31,7 @@ from tests.support.openai_api import serving_api
 pytestmark = pytest.mark.timeout(600)
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
+ROOT = Path(__file__).parents[3]
 ROWS = [{"problem": f"{number}?", "answer": answer} for number, answer in enumerate(["3", "4", "3", "3"])]
 
 
@@ -243,8 +244,9 @@ def test_mistakes_end_it_before_anything_starts(
 
 @pytest.mark.parametrize("arguments", [[], ["--url-model=some"]], ids=["finds the model", "knows the model"])
 def test_an_api_that_is_away_leaves_no_folder(recipe: Path, arguments: list[str]) -> None:
-    """Nobody listens at --url: one line, exit code 2, and what was made of the run folder is removed."""
+    """Nobody listens at --url: one line, exit code 2, and what was made of the run folder is removed, on NFS too."""
     program = (
+        "import pytest; from tests.support.nfs import rename_open_files; rename_open_files(pytest.MonkeyPatch()); "
         "import sys; from penstock.runtime.backoff import Backoff; from services.cli import main; "
         "from services.trainer.evaluation import openai_player; "
         "openai_player._BACKOFF = Backoff(first_s=0.001, max_s=0.001); sys.exit(main(sys.argv[1:]))"
@@ -253,7 +255,7 @@ def test_an_api_that_is_away_leaves_no_folder(recipe: Path, arguments: list[str]
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
         command = [sys.executable, "-c", program, "eval", str(recipe), f"--url={url}", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False, cwd=ROOT)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: --url {url} ")
     assert "is removed: nothing was played" in done.stdout

@@ -2,12 +2,24 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 import structlog
 
 from penstock.config import LogConfig
 from penstock.telemetry import log
+
+
+def test_a_closed_file_takes_nothing_more(tmp_path: Path) -> None:
+    """What still logs goes on."""
+    file = tmp_path / "own.log"
+    log.configure(LogConfig(format="json"), service="trainer", file=file)
+    logger = structlog.get_logger()
+    logger.info("run.began")
+    log.close_file()
+    logger.info("run.ended")
+    assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["run.began"]
 
 
 def test_what_is_bound_is_on_every_line(capsys: pytest.CaptureFixture[str]) -> None:
