@@ -11,7 +11,7 @@ def rename_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     unlink = os.unlink
 
     def remove(path: Any, *, dir_fd: int | None = None) -> None:
-        if os.lstat(path, dir_fd=dir_fd).st_ino in _open_inodes():
+        if _identity(os.lstat(path, dir_fd=dir_fd)) in _open_files():
             os.rename(path, os.path.join(os.path.dirname(path), ".nfs0001"), src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         else:
             unlink(path, dir_fd=dir_fd)
@@ -19,11 +19,15 @@ def rename_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "unlink", remove)
 
 
-def _open_inodes() -> set[int]:
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _open_files() -> set[tuple[int, int]]:
     found = set()
     for number in os.listdir("/proc/self/fd"):
         try:
-            found.add(os.fstat(int(number)).st_ino)
+            found.add(_identity(os.fstat(int(number))))
         except OSError:  # that of the listing itself
             continue
     return found
