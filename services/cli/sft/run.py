@@ -13,6 +13,7 @@ from services.cli import service_settings
 from services.launch.metrics import describe_validation
 from services.launch.run_folder import RunFolder
 from services.launch.terminal.display import Display, open_display
+from services.launch.terminal.lasting_output import lasting_output
 from services.recipe import Recipe
 from services.trainer.sft.loop import Observer
 from services.trainer.sft.main import train as train_supervised
@@ -54,7 +55,7 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
     is_new = folder is None
     folder = folder or RunFolder.create(recipe.run)
     hide_secrets()
-    with folder.locked():
+    with folder.locked(), lasting_output():
         folder.write_config(recipe)
         log.configure(recipe.log, service="sft", file=folder.launcher_log)
         is_interrupted = False

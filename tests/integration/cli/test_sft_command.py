@@ -64,7 +64,8 @@ def weights(folder: Path) -> bytes:
 
 @pytest.mark.timeout(300)
 def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: Path, tmp_path: Path) -> None:
-    """kill -9 in a step, then Ctrl-C, which finishes the step, saves it and exits with 130; then to the end."""
+    """kill -9 in a step, then Ctrl-C, which finishes the step, saves it and exits with 130; then a terminal that goes
+    away, which does the same; then to the end."""
     whole = SftCommand(recipe, f"--run.folder={tmp_path / 'whole'}")
     broken = SftCommand(recipe, f"--run.folder={tmp_path / 'broken'}")
     broken.wait_for("step 3/10")
@@ -78,8 +79,18 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
     code, out, err = resumed.finish()
     last = rows(tmp_path / "broken")[-1]["step"]
     assert (code, err) == (130, "")
-    assert 5 <= last < 10
+    assert 5 <= last < 9
     assert f"model {tmp_path}/broken/checkpoints/step-{last:06d}/model" in out
+
+    without_terminal = SftCommand("--resume", tmp_path / "broken")
+    without_terminal.wait_for(f"step {last + 1}/10")
+    assert without_terminal.process.stdout is not None
+    without_terminal.process.stdout.close()
+    without_terminal.process.send_signal(signal.SIGHUP)
+    code, _, err = without_terminal.finish()
+    assert (code, err) == (130, "")
+    newest = rows(tmp_path / "broken")[-1]["step"]
+    assert (tmp_path / f"broken/checkpoints/step-{newest:06d}").exists()
 
     assert SftCommand("--resume", tmp_path / "broken").finish()[0] == 0
     code, out, err = whole.finish()
