@@ -71,7 +71,8 @@ def configure(config: LogConfig, *, service: str, run: str | None = None, file: 
 def close_file() -> None:
     """Close what `configure` has opened; what is logged to it later is dropped."""
     while _files:
-        _files.pop().close()
+        with contextlib.suppress(OSError):  # a full disk: it flushes what could not be written before
+            _files.pop().close()
 
 
 def bind(**values: Any) -> None:

@@ -22,6 +22,13 @@ def test_a_closed_file_takes_nothing_more(tmp_path: Path) -> None:
     assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["run.began"]
 
 
+def test_a_log_on_a_full_disk_is_closed_in_silence() -> None:
+    """What could not be written is still in its buffer."""
+    log.configure(LogConfig(format="json"), service="trainer", file=Path("/dev/full"))
+    structlog.get_logger().info("run.began")
+    log.close_file()
+
+
 def test_what_is_bound_is_on_every_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Also on those of threads that began before; what an event says itself comes first."""
     logger = structlog.get_logger()
