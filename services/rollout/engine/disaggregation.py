@@ -151,9 +151,9 @@ def require_registered(listens_on: str, bootstrap_port: int) -> None:
     Raises:
         SetupError: the bootstrap server does not answer.
     """
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(listens_on, listens_on)
+    host = "127.0.0.1" if listens_on == "0.0.0.0" else listens_on
     query = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-    url = f"http://{f'[{host}]' if ':' in host else host}:{bootstrap_port}/route?{query}"
+    url = f"http://{host}:{bootstrap_port}/route?{query}"
     try:
         with urllib.request.urlopen(url, timeout=_REGISTRATION_TIMEOUT_S) as response:
             response.read()
