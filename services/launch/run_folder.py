@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import glob
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -200,7 +201,6 @@ class RunFolder:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
             except BlockingIOError:
                 if time.monotonic() >= give_up_at:
                     raise SetupError(f"another `penstock` command is running in {self.path}; stop it first") from None
@@ -209,7 +209,18 @@ class RunFolder:
                     f"the run folder {self.path} cannot be locked: {error.strerror}; mount its file system with locks "
                     "(Lustre: option flock; NFS: with lockd), or set run.dir to a folder on another one"
                 ) from None
+            else:
+                if not self._is_lock(lock):
+                    raise SetupError(f"the run folder {self.path} has just been deleted")
+                return
             time.sleep(_TRY_EVERY_S)
+
+    def _is_lock(self, file: TextIO) -> bool:
+        """Return whether this open file is the folder's lock; it may have been removed while this process waited."""
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self._lock_file.stat())
+        except FileNotFoundError:
+            return False
 
 
 def _made(path: Path) -> bool:

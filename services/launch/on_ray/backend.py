@@ -136,6 +136,8 @@ class RayBackend:
         self._recipe = recipe
         self._write = write
         self._groups: dict[str, PlacementGroup] = {}
+        self._left_groups: list[PlacementGroup] = []
+        """Given up, and still to be removed."""
         self._actor_class = ray.remote(ProcessActor)
         self._environment = _given()
         self._defaults = {name: value for name, value in os.environ.items() if name.startswith(_DEFAULTS)}
@@ -228,6 +230,7 @@ class RayBackend:
         """Return the process's placement group, which is new if it had none; None if no host is fit for it."""
         if name not in self._groups:
             await self._cluster.notice()
+            self._remove_left_groups()
             if fit := allowed(self._cluster.hosts, service):
                 self._groups[name] = placement_group(
                     [bundle(self._num_gpus(service))],
@@ -238,7 +241,18 @@ class RayBackend:
 
     def _give_up(self, name: str) -> None:
         if (group := self._groups.pop(name, None)) is not None:
-            remove_placement_group(group)
+            self._left_groups.append(group)
+            self._remove_left_groups()
+
+    def _remove_left_groups(self) -> None:
+        """Remove the groups that were given up; those that Ray does not remove now keep their room until later."""
+        while self._left_groups:
+            try:
+                remove_placement_group(self._left_groups[-1])
+            except ray.exceptions.RayError as error:  # its head is away for a moment
+                _log.warning("placement_group.not_removed", reason=str(error))
+                return
+            self._left_groups.pop()
 
     def _num_gpus(self, service: str) -> int:
         return num_gpus_of(service, self._recipe, has_gpus=self._has_gpus)

@@ -135,6 +135,28 @@ def test_a_look_at_the_lock_keeps_no_launcher_out(recipe: Recipe, monkeypatch: p
             pass
 
 
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_folder_that_is_deleted_meanwhile_is_not_used(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, is_made_again: bool
+) -> None:
+    """The lock of its removed file would keep nobody out."""
+    folder = RunFolder.create(recipe.run)
+    with (folder.path / ".lock").open("w") as deleting:
+        fcntl.flock(deleting, fcntl.LOCK_EX)
+
+        def delete(_: float) -> None:
+            folder.clear()
+            folder.remove_cleared()
+            if is_made_again:
+                folder.path.mkdir()
+                (folder.path / ".lock").touch()
+            fcntl.flock(deleting, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(time, "sleep", delete)
+        with pytest.raises(SetupError, match="has just been deleted"), folder.locked():
+            pass
+
+
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks_is_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Lustre that is mounted without flock, and NFS without lockd."""

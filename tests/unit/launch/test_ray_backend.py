@@ -88,8 +88,8 @@ async def test_an_error_that_does_not_fit_on_the_disk_ends_its_process_only(back
 async def test_a_process_is_placed_when_ray_answers_again(
     backend: Any, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """A head that is away, or a host that dies as it is chosen, fails one try."""
-    failures = [RayError("gone")]
+    """A head that is away, or a host that dies as it is chosen, fails one try, and the group is removed later."""
+    failures, removals, removed = [RayError("gone")], [RayError("not now")], []
 
     async def notice() -> None:
         if fails == "head" and failures:
@@ -98,11 +98,19 @@ async def test_a_process_is_placed_when_ray_answers_again(
     def group(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(ready=lambda: Remote(failures.pop() if failures else True))
 
+    def remove(group: Any) -> None:
+        if removals:
+            raise removals.pop()
+        removed.append(group)
+
     monkeypatch.setattr(backend, "placement_group", group)
+    monkeypatch.setattr(backend, "remove_placement_group", remove)
     monkeypatch.setattr(backend, "_PLACE_EVERY_S", 0.01)
     cluster = SimpleNamespace(notice=notice, hosts=[Host(node_id="a", address="a", num_gpus=0)], launcher_id="a")
     placing = backend.RayBackend(cluster, load(Recipe, [], []), has_gpus=False, write=lambda line: None)
     with capture_logs() as lines:
         options = await placing._place("worker-0", "worker", asyncio.Event())
     assert (options["num_cpus"], failures) == (1, [])
-    assert [line["event"] for line in lines] == ["process.not_placed"]
+    not_removed = ["placement_group.not_removed"] if fails == "group" else []
+    assert sorted(line["event"] for line in lines) == [*not_removed, "process.not_placed"]
+    assert len(removed) == len(not_removed)
