@@ -25,7 +25,7 @@ _MAX_DISCARDED = 4
 _MAX_PAUSE_S = 120.0
 """Seconds without a part of its body after which a client is refused, because its body holds room that others need."""
 _MAX_WAIT_S = 60.0
-"""Seconds that a large body waits for room. Bodies that are only parsed make room for others within seconds."""
+"""Seconds that a large body waits for room. Others make room within seconds, if they are only parsed."""
 _CLOSE = {"Connection": "close"}
 _SCOPE_KEY = "penstock.body"
 

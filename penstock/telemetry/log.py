@@ -41,7 +41,7 @@ def configure(config: LogConfig, *, service: str, run: str | None = None, file: 
 
     Libraries log from `warning` up.
     """
-    stream = sys.stderr if file is None else file.open("a", buffering=1)
+    stream = sys.stderr if file is None else file.open("a", buffering=1, errors="backslashreplace")
     if file is not None:
         _files.append(stream)
     as_json = config.format == "json" or (config.format == "auto" and not stream.isatty())

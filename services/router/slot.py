@@ -152,8 +152,11 @@ class Slot:
         return error
 
     def settle(self, error: PenstockError | None) -> None:
-        """Note the outcome of the call. Without it, an answer that has begun counts as complete at the release, because
-        its caller has cut it; nothing is learnt from a call without an answer."""
+        """Note the outcome of the call.
+
+        Without it, an answer that has begun counts as complete at the release, because its caller or its deadline has
+        cut it; nothing is learnt from a call without an answer.
+        """
         self._is_settled, self._is_answering = True, False
         if self.span is not None:
             self.span.settle(error)
