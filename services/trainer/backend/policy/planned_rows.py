@@ -107,7 +107,7 @@ class PlannedRows:
     def __iter__(self) -> Iterator[RankRow]:
         """Build the rows that this rank computes, each on the device; the next one is built while one is computed."""
         num_groups = self.ranks.num_row_groups
-        costs = [self._cost(row) if num_groups > 1 else 0 for row in self.plan]
+        costs = self._costs() if num_groups > 1 else [0.0] * len(self.plan)
         numbers = list(rounds_of(self.ranks.row_group, costs, num_groups))
         following = self._begin(numbers[0][0]) if numbers else None
         for place, (number, counts) in enumerate(numbers, 1):
@@ -144,11 +144,14 @@ class PlannedRows:
         """Whether any rank's rows have images."""
         return any(self.sequences[number].images for row in self.plan for block in row for number in block.sequences)
 
-    def _cost(self, row: Row) -> float:
+    def _costs(self) -> list[float]:
+        lengths = [sequence.num_inputs for sequence in self.sequences]
+        return [self.costs.of(row, lengths, self._num_patches(row)) for row in self.plan]
+
+    def _num_patches(self, row: Row) -> int:
         numbers = [number for block in row for number in block.sequences]
         images = {id(image): image for number in numbers for image in self.sequences[number].images}
-        num_patches = sum(len(image.pixel_values_PD) for image in images.values())
-        return self.costs.of(row, [sequence.num_inputs for sequence in self.sequences], num_patches)
+        return sum(len(image.pixel_values_PD) for image in images.values())
 
     @property
     def token_counts(self) -> "TokenCounts":

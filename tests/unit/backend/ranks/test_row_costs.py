@@ -103,6 +103,27 @@ def test_rows_with_pictures_are_computed_at_the_same_time(tiny_model_path: Path)
     assert rounds(rows, RowCosts(per_pair=costs.per_pair, per_patch=0.0)) == [{0, 1}, {2, 3}]
 
 
+def test_dealing_out_rows_measures_each_sequence_equally_often(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as many rows read twice as many lengths, not four times: a length is a search in the tokens."""
+    measured: list[TrainSequence] = []
+    num_inputs: Any = vars(TrainSequence)["num_inputs"]
+
+    def noted(sequence: TrainSequence) -> int:
+        measured.append(sequence)
+        return int(num_inputs.fget(sequence))
+
+    sequences = [read(tiny_model_path, 121 - TEXT) for _ in range(16)]
+    monkeypatch.setattr(TrainSequence, "num_inputs", property(noted))
+    counts = []
+    for rows in (sequences[:8], sequences):
+        measured.clear()
+        rounds(rows, RowCosts())
+        counts.append(len(measured))
+    assert counts[1] == 2 * counts[0]
+
+
 def test_rows_of_one_long_sample_are_computed_at_the_same_time(tiny_model_path: Path) -> None:
     """Though rows of short ones have more tokens: attention decides."""
     costs = relative_costs(random_qwen3_vl())
