@@ -80,11 +80,12 @@ def majority_at(k: int, votes: Sequence[Hashable], *, correct: Hashable) -> floa
     num_abstained = len(votes) - counts.total()
     num_correct = counts.pop(correct, 0)
     others = tuple(sorted(counts.values()))
+    num_choices = math.comb(len(votes), k)
     won = 0.0
     for num_votes in range(1, min(k, num_correct) + 1):
         chosen = math.comb(num_correct, num_votes)
         for num_ties, num_ways in _ways(others, num_abstained, k - num_votes, num_votes):
-            won += chosen * num_ways / (num_ties + 1) / math.comb(len(votes), k)
+            won += chosen * num_ways / ((num_ties + 1) * num_choices)  # integers, each of which may exceed a float
     return won
 
 

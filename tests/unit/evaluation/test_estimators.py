@@ -64,6 +64,14 @@ def test_majority_of_64_samples_is_computed_exactly() -> None:
     assert majority_at(64, ["right"] * 32 + ["a"] * 32, correct="right") == 0.5
 
 
+def test_majority_of_many_samples_is_computed_exactly() -> None:
+    """With 2048 samples the ways to choose are more than a float holds."""
+    assert majority_at(2048, ["right"] * 1024 + [ABSTAINED] * 1024, correct="right") == 1.0
+    assert majority_at(1024, ["right"] * 2047 + ["a"], correct="right") == pytest.approx(1.0, rel=1e-12)
+    assert majority_at(1024, ["right"] + ["a"] * 2047, correct="right") == 0.0
+    assert majority_at(1024, ["right"] + [ABSTAINED] * 2047, correct="right") == pytest.approx(0.5, rel=1e-12)
+
+
 def test_the_error_of_independent_values_is_the_usual_one() -> None:
     """One value per prompt: standard deviation over the root of their number."""
     values = [1.0, 0.0, 0.0, 1.0, 1.0, 0.5]
