@@ -104,15 +104,27 @@ class Dataset:
             example = self.sources[name][number]
             num_tokens = self._count(name, number, example)
         except DataError as error:
-            if not self._drops_wrong:
-                raise
-            log.warning("data.wrong_row_dropped", reason=str(error))
-            return FilterReason.WRONG_ROW
+            return self._drop(error)
         if self._limit is None:
             return example
         own = example.limits.max_tokens
         most = self._limit.max_tokens if own is None else min(self._limit.max_tokens, own - 1)
         return example if num_tokens <= most else FilterReason.OVERLONG_PROMPT
+
+    def drop_unsendable(self, position: int, error: InvalidRequestError) -> FilterReason:
+        """Return why the row at a position, which was read but cannot be sent, is passed over.
+
+        Raises:
+            DataError: `wrong_rows` is refuse; the message names the row's file and its place there.
+        """
+        name, number = self.row_at(position)
+        return self._drop(self.sources[name].wrong(number, error))
+
+    def _drop(self, error: DataError) -> FilterReason:
+        if not self._drops_wrong:
+            raise error from None
+        log.warning("data.wrong_row_dropped", reason=str(error))
+        return FilterReason.WRONG_ROW
 
     def num_passed_over(self) -> int:
         """Return the number of rows of all sources that are known to be too long."""

@@ -17,7 +17,7 @@ import structlog
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS
 from penstock.bus.image_store import ImageStore
-from penstock.errors import DataError, InvalidRequestError
+from penstock.errors import InvalidRequestError
 from penstock.records import GroupId, Prompt, Sampling
 from penstock.records.codec import encode
 from penstock.telemetry import spans
@@ -67,7 +67,7 @@ class Feeder:
         """Admit groups whenever `wake` is called, until cancelled.
 
         Raises:
-            DataError: a row of the data is invalid, or too large to send.
+            DataError: a row of the data is invalid or too large to send, and `wrong_rows` is refuse.
         """
         while True:
             await self._wanted.wait()
@@ -82,7 +82,7 @@ class Feeder:
         """Admit the groups that the gate allows at the newest version that is served.
 
         Raises:
-            DataError: a row of the data is invalid, or too large to send.
+            DataError: a row of the data is invalid or too large to send, and `wrong_rows` is refuse.
         """
         async with self.publishing:
             while self._num_admissible():
@@ -197,7 +197,9 @@ class Feeder:
             await self.bus.publish(self.bus.prompts, encode(prompt), message_id=group_id.message)
             spans.record("group.admitted", began, group=group_id.message, version=admission.version)
         except InvalidRequestError as error:
-            raise DataError(f"the row at position {admission.index} of the data cannot be sent: {error}") from None
+            self._pass_over(admission, self.dataset.drop_unsendable(admission.index, error))
+            await self.images.remove(group_id.scope)  # nobody settles the group
+            return
         log.debug("prompt.admitted", group=group_id.group, attempt=group_id.attempt)
 
     def _sampling(self, example: Example) -> Sampling:

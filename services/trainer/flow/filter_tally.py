@@ -23,7 +23,9 @@ _REMEDIES: Final = {
     FilterReason.OVERLONG_PROMPT: (
         "prompts leave no room for answers: raise rollout.context_length, or lower sampling.max_new_tokens"
     ),
-    FilterReason.WRONG_ROW: "rows of the data are wrong: `penstock data` lists them",
+    FilterReason.WRONG_ROW: (
+        "rows of the data are wrong: `penstock data` lists them, and the trainer's log has those that cannot be sent"
+    ),
 }
 
 

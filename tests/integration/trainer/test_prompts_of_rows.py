@@ -2,21 +2,25 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import structlog
 
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import consuming
 from penstock.errors import DataError
 from penstock.records import Limits, Prompt
 from penstock.records.codec import decode
+from services.trainer.admission.group_state import GroupStatus
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
-from tests.support.trainer.runs.flow import open_flow
+from tests.support.trainer.groups import picture
+from tests.support.trainer.runs.flow import num_prompts, open_flow
 from tests.support.waiting import HANG_S
 
 TOOL = {"type": "function", "function": {"name": "zoom"}}
@@ -75,6 +79,61 @@ async def test_a_prompt_is_played_as_its_row_says(bus: Bus, tmp_path: Path, tiny
     )
     assert first == ("math", "tools", 7, (TOOL,), Limits(max_turns=3), 3)
     assert second == ("geo3k", "single_turn", 512, (), Limits(), None)
+
+
+UNSENDABLE = {
+    "picture": ({"problem": "<image><image>?", "images": ["small.png", "large.png"]}, r"\d+ bytes are more than"),
+    "text": ({"problem": "?" * 5000}, r"of \d+ bytes is over what"),
+    "tokens": ({"sampling": {"max_new_tokens": 513}}, r"max_new_tokens = 513 is above"),
+}
+"""Rows, and what is wrong with them on a bus that takes 5,000 bytes."""
+
+
+def beside_others(tmp_path: Path, row: dict[str, Any], *, wrong_rows: str) -> Dataset:
+    """A row between two that can be sent."""
+    (tmp_path / "small.png").write_bytes(picture(0))
+    (tmp_path / "large.png").write_bytes(picture(1, size=(224, 224)) + bytes(5000))
+    empty = {"sampling": None, "images": []}
+    rows = [{"problem": "?", "answer": "1", **empty, **each} for each in ({}, row, {})]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    config = {"path": str(tmp_path / "a.parquet"), "sampling_column": "sampling", "wrong_rows": wrong_rows}
+    return open_dataset(DataConfig(shuffle=False, **config))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("row", "reason"), UNSENDABLE.values(), ids=UNSENDABLE)
+async def test_a_row_that_cannot_be_sent_ends_the_run_by_its_name(
+    bus: Bus, tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], reason: str
+) -> None:
+    """The file and the number of the row in it, by which a person finds it."""
+    monkeypatch.setattr(Bus, "max_payload_bytes", lambda *_: 5000)
+    rows = beside_others(tmp_path, row, wrong_rows="refuse")
+    async with open_flow(bus, tiny_model_path, dataset=rows, groups_per_step=2) as flow, asyncio.timeout(HANG_S):
+        flow.announce(1)
+        with pytest.raises(DataError, match=rf"a\.parquet.*, row 1: .*{reason}.*; repair the row or remove it"):
+            await flow.feeder.admit()
+
+
+@pytest.mark.parametrize(("row", "reason"), UNSENDABLE.values(), ids=UNSENDABLE)
+async def test_a_row_that_cannot_be_sent_is_dropped_as_wrong(
+    bus: Bus, tmp_path: Path, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], reason: str
+) -> None:
+    """The next one takes its place; it counts as filtered, and leaves no picture on the bus."""
+    monkeypatch.setattr(Bus, "max_payload_bytes", lambda *_: 5000)
+    rows = beside_others(tmp_path, row, wrong_rows="drop")
+    async with open_flow(bus, tiny_model_path, dataset=rows, groups_per_step=2) as flow, asyncio.timeout(HANG_S):
+        flow.announce(1)
+        with structlog.testing.capture_logs() as logs:
+            await flow.feeder.admit()
+        assert flow.ledger.counts.filtered_by_reason == {"wrong_row": 1}
+        assert [flow.ledger.status(index) for index in range(3)] == [
+            GroupStatus.ADMITTED,
+            GroupStatus.FILTERED,
+            GroupStatus.ADMITTED,
+        ]
+    (dropped,) = [entry["reason"] for entry in logs if entry["event"] == "data.wrong_row_dropped"]
+    assert re.search(rf"a\.parquet.*, row 1: .*{reason}", dropped)
+    assert await num_prompts(bus) == 2
+    assert (await bus.jetstream.stream_info(bus.images.name)).state.messages == 0
 
 
 async def test_a_row_cannot_have_more_tokens_than_the_run(bus: Bus, tmp_path: Path, tiny_model_path: Path) -> None:
