@@ -1,12 +1,16 @@
 """Prompts as text, messages and messages with parts; where images go; what chat templates would drop."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.model.images import read_sizes
 from penstock.records import ImagePart, Message, TextPart, ToolCall
+from services.trainer.data.rows.images import ImageReader
 from services.trainer.data.rows.messages import make_messages, place_images, read_turns, split_answer
+from tests.support.trainer.data.pictures import png
 
 
 def prompt(cell: Any, images: list[Any] | None = None, **settings: Any) -> tuple[tuple[Message, ...], list[Any]]:
@@ -64,6 +68,38 @@ FIRST, SECOND = ImagePart(index=0), ImagePart(index=1)
 def test_each_image_has_one_place(cell: Any, images: list[Any], message: Message, found: list[Any]) -> None:
     """Marks in text, or parts; parts may bring the image. A mark beside the part that replaced it is removed."""
     assert prompt(cell, images) == ((message,), found)
+
+
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [
+        ({"type": "image", "image": "i", "max_pixels": 9}, {"image": "i", "max_pixels": 9}),
+        ({"type": "image", "image": "i", "min_pixels": 4, "max_pixels": None}, {"image": "i", "min_pixels": 4}),
+        (
+            {"type": "image_url", "image_url": {"url": "u", "min_pixels": 4, "max_pixels": 5}, "max_pixels": 9},
+            {"url": "u", "min_pixels": 4, "max_pixels": 9},
+        ),
+        ({"type": "image", "image": {"bytes": b"i"}, "max_pixels": 9}, {"bytes": b"i", "max_pixels": 9}),
+        ({"type": "image", "image": "i", "min_pixels": None, "max_pixels": None}, "i"),
+    ],
+)
+def test_an_image_in_a_message_keeps_its_bounds(part: dict[str, Any], found: Any) -> None:
+    """Qwen's form; what other rows of the column leave empty says nothing."""
+    assert prompt([{"role": "user", "content": [part, "a"]}]) == ((user(FIRST, A),), [found])
+
+
+def test_an_image_in_a_message_is_resized_to_its_bounds(tmp_path: Path) -> None:
+    """As it is in a column of images."""
+    (tmp_path / "a.png").write_bytes(png(size=(40, 30)))
+    _, found = prompt([{"role": "user", "content": [{"type": "image", "image": "a.png", "max_pixels": 300}, "a"]}])
+    assert read_sizes([ImageReader(folder=tmp_path, max_pixels=1000).read(each) for each in found]) == [(20, 15)]
+
+
+def test_bounds_without_an_image_are_refused() -> None:
+    """A column's image has its bounds in the column; those here would be ignored in silence."""
+    part = {"type": "image", "max_pixels": 9}
+    with pytest.raises(ValueError, match=r"the part \{'type': 'image', 'max_pixels': 9\}, .*; put max_pixels beside"):
+        prompt([{"role": "user", "content": [part, "a"]}], [1])
 
 
 def test_all_roles_and_the_suffix_of_the_last_user_message() -> None:

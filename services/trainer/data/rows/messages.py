@@ -24,6 +24,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image_url", "image", "url")
+_BOUND_KEYS = ("min_pixels", "max_pixels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +212,22 @@ def _piece(part: Any) -> str | ImageRef:
         case str(text) | {"type": "text" | "input_text", "text": str(text)}:
             return text
         case {"type": kind} if kind in _IMAGE_TYPES:
-            return ImageRef(next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None))
+            return _image(part)
     raise ValueError(f"a message with the part {_shown(part)}; want type text, image or image_url")
+
+
+def _image(part: Mapping[str, Any]) -> ImageRef:
+    """Return the reference of a part; bounds beside the image of a part go before those in it."""
+    image = next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None)
+    bounds = {key: part[key] for key in _BOUND_KEYS if part.get(key) is not None}
+    if not bounds:
+        return ImageRef(image)
+    if image is None:
+        raise ValueError(
+            f"a message with the part {_shown(part)}, which bounds an image that it does not have; put "
+            f"{' and '.join(bounds)} beside the image"
+        )
+    return ImageRef({**(image if isinstance(image, Mapping) else {"image": image}), **bounds})
 
 
 def _marked(turns: Sequence[Turn]) -> tuple[Turn, ...]:
