@@ -276,7 +276,7 @@ class TrainingLoop:
         if self.recorder is not None:
             images = {sha256: data for finished in chunk for sha256, data in finished.images.items()}
             self.recorder.add([finished.played for finished in chunk], images)
-        with self.crashes.training([finished.ready.index for finished in chunk]):
+        with self._recorded_if_wrong(), self.crashes.training([finished.ready.index for finished in chunk]):
             self.backend.accumulate([finished.ready for finished in chunk])
 
     async def _abort_batch(self) -> None:
@@ -288,6 +288,16 @@ class TrainingLoop:
         self.backend.abort_step()
         if self.recorder is not None:
             self.recorder.abort()
+
+    @contextmanager
+    def _recorded_if_wrong(self) -> Iterator[None]:
+        """Keep the step's recording if it fails during the context; a step that is stopped leaves none."""
+        try:
+            yield
+        except DataError:
+            if self.recorder is not None:
+                self.recorder.keep()
+            raise
 
     async def _take_demonstrations(self, clock: StepClock) -> SftBatch | None:
         if self.demonstrations is None:
@@ -324,7 +334,7 @@ class TrainingLoop:
     def _finish(self, batch: Sequence[Finished], learned: SftBatch | None) -> dict[str, Any]:
         if self.recorder is not None and learned is not None:
             self.recorder.add_demonstrations(learned.rendered)
-        with self.crashes.updating([finished.ready.index for finished in batch]):
+        with self._recorded_if_wrong(), self.crashes.updating([finished.ready.index for finished in batch]):
             if learned is not None:
                 self.backend.add_demonstrations(learned.sequences)
             metrics: dict[str, Any] = dict(self.backend.finish_step())

@@ -74,8 +74,11 @@ class StepRecorder:
         self._inputs = msgspec.structs.replace(self._inputs, num_demonstrations=len(demonstrations))
         extend_recording_by_demonstrations(self._folder, self._inputs, demonstrations)
 
+    def keep(self) -> None:
+        """Keep the recording of a step that failed, so that it can be replayed; `abort` does not remove it."""
+        self._inputs = None
+
     def abort(self) -> None:
-        """Remove the recording of a step that is not taken."""
-        assert self._inputs is not None, "begin comes first"
-        if self._inputs.chunks:
+        """Remove the recording of a step that is not taken, unless it is kept."""
+        if self._inputs is not None and self._inputs.chunks:
             remove_recording(self._folder, self._inputs.step)
