@@ -380,13 +380,36 @@ async def test_what_a_policy_wrote_stays_text(page: Page, runs: list[Path]) -> N
     assert re.fullmatch("Group · first", await page.title())
 
 
-async def test_runs_are_compared(page: Page) -> None:
-    """Curves over each other, and settings that differ."""
+async def test_runs_are_compared(page: Page, runs: list[Path]) -> None:
+    """Curves over each other, also over hours, of which runs share none, and settings that differ."""
+    rows = [step_row(step, elapsed_s=2.0 * step + 0.7) for step in range(1, 31)]
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     await page.get_by_role("checkbox", name="second").check()
     await expect(page.locator("figure").first).to_contain_text("second")
+    of_steps = await _num_coloured(page.locator("figure canvas").first)
+    await page.get_by_label("Over").select_option("time")
+    await expect(page.locator("figure").first).to_contain_text("hours")
+    assert await _num_coloured(page.locator("figure canvas").first) > of_steps / 2
     await page.get_by_role("link", name="Settings").click()
     await expect(page.locator("tbody tr")).to_have_count(1)
     await expect(page.locator("tbody tr")).to_contain_text("trainer.max_staleness")
+
+
+async def _num_coloured(canvas: Locator) -> int:
+    """Pixels of lines; axes and grid are grey."""
+    found: int = await canvas.evaluate(
+        """async (canvas) => {
+            await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)));
+            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            let count = 0;
+            for (let at = 0; at < data.length; at += 4) {
+                const [red, green, blue, alpha] = data.slice(at, at + 4);
+                count += alpha > 0 && Math.max(red, green, blue) - Math.min(red, green, blue) > 60;
+            }
+            return count;
+        }"""
+    )
+    return found
 
 
 async def test_alarms_are_counted_and_explained(page: Page) -> None:

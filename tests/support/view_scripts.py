@@ -27,6 +27,7 @@ class ViewScripts:
             const document = {{ getElementById: () => ({element}) }};
             const loaded = {{}};
             function load(name) {{
+              if (name.startsWith("vendor/")) return {{ default: {{ sync: () => ({{}}) }} }}; // draws
               if (!(name in loaded)) {{
                 loaded[name] = {{}};
                 new Function("exports", sourceOf(name))(loaded[name]);
@@ -36,10 +37,14 @@ class ViewScripts:
             """
         )
 
-    def call(self, script: str, function: str, *arguments: Any) -> Any:
-        """Return what the exported function `function` of `script` returns; both ways as JSON."""
+    def call(self, script: str, function: str, *arguments: Any, undefined: str | None = None) -> Any:
+        """Return what the exported function `function` of `script` returns; both ways as JSON.
+
+        `undefined` is what stands for undefined, which JSON turns into null or leaves out.
+        """
         given = json.dumps(arguments)
-        found = self._context.eval(f"JSON.stringify(load({json.dumps(script)}).{function}(...{given}))")
+        shown = "" if undefined is None else f", (_, it) => it === undefined ? {json.dumps(undefined)} : it"
+        found = self._context.eval(f"JSON.stringify(load({json.dumps(script)}).{function}(...{given}){shown})")
         return None if found is None else json.loads(found)
 
 

@@ -26,7 +26,7 @@ export function chart(title, x, series, { xLabel = "step", marks = [], low, note
       { label: xLabel },
       ...series.map((each) => ({
         label: each.label, class: each.thin ? "thin" : undefined, stroke: each.colour, width: each.thin ? 1 : 1.75, dash: each.dashed ? [5, 4] : undefined,
-        alpha: each.thin ? 0.35 : 1, spanGaps: false, points: { show: x.length < 2 }, value: (_, value) => number(value),
+        alpha: each.thin ? 0.35 : 1, spanGaps: false, points: { show: isAlone(each.values) }, value: (_, value) => number(value),
       })),
     ],
     hooks: {
@@ -53,6 +53,11 @@ export function forgetCharts() {
     each.plot.destroy();
   }
   shown = shown.filter((each) => each.box.isConnected);
+}
+
+// Whether there is no line that a value would be part of.
+export function isAlone(values) {
+  return values.filter((value) => value !== null && value !== undefined).length < 2;
 }
 
 function zoomAll(plot, label, x) {

@@ -23,11 +23,11 @@ export function mean(values) {
 }
 
 export function smooth(values, weight) {
-  // Exponential mean, corrected for its start; gaps stay gaps.
+  // Exponential mean, corrected for its start; gaps stay gaps, and places of other runs undefined.
   let sum = 0;
   let total = 0;
   return values.map((value) => {
-    if (value === null || value === undefined) return null;
+    if (value === null || value === undefined) return value;
     sum = weight * sum + (1 - weight) * value;
     total = weight * total + (1 - weight);
     return sum / total;

@@ -143,6 +143,45 @@ def test_gaps_of_a_curve_stay_gaps(scripts: ViewScripts) -> None:
     assert scripts.call("format.js", "smooth", [0, 1], 0.5)[1] == pytest.approx(2 / 3)
 
 
+def test_curves_of_runs_go_on_over_the_places_of_others(scripts: ViewScripts) -> None:
+    """Two runs have hardly a second in common. A line ends only where the run's own row has no value."""
+    one, other = (
+        {"label": name, "name": "grad_norm", "rows": [{"step": step, "elapsed_s": 3600 * step + later, **values}
+         for step, values in enumerate(rows, start=1)]}
+        for name, later, rows in (
+            ("one", 0, [{"grad_norm": 3}, {"grad_norm": 3}, {}, {"grad_norm": 3}]),
+            ("other", 900, [{"grad_norm": 5}, {"grad_norm": 5}, {"grad_norm": 5}]),
+        )
+    )  # fmt: skip
+    found = scripts.call("pages/curves.js", "metrics", [one, other], "time", 0.9, undefined="-")
+    assert found["x"] == [1, 1.25, 2, 2.25, 3, 3.25, 4]
+    expected = [3, "-", 3, None, None, None, 3], ["-", 5, "-", 5, "-", 5, "-"]
+    assert [each["values"] for each in found["series"][::2]] == [*expected]
+    smooth = [each["values"] for each in found["series"][1::2]]
+    assert smooth == [[pytest.approx(each) if isinstance(each, int) else each for each in one] for one in expected]
+    over_steps = scripts.call("pages/curves.js", "metrics", [one, other], "step", 0, undefined="-")
+    assert [each["values"] for each in over_steps["series"]] == [[3, 3, None, 3], [5, 5, 5, "-"]]
+    assert scripts.call("pages/curves.js", "metrics", [{**one, "rows": [{"step": 1}]}], "time", 0)["x"] == []
+
+
+def test_scores_of_runs_go_on_over_the_steps_of_others(scripts: ViewScripts) -> None:
+    """Runs need not be evaluated at the same steps; a set that an evaluation lacks is a gap, and one point is drawn."""
+    runs = [
+        {"name": name, "rows": [{"step": step, "sets": {each: {"score": {"value": 0.5}} for each in sets}}
+         for step, sets in evaluations.items()]}
+        for name, evaluations in (("one", {10: "ab", 20: "a", 30: "ab"}), ("other", {15: "a"}))
+    ]  # fmt: skip
+    found = scripts.call("pages/curves.js", "scores", runs, undefined="-")
+    assert found["x"] == [10, 15, 20, 30]
+    assert {each["label"]: each["values"] for each in found["series"]} == {
+        "one: a": [0.5, "-", 0.5, 0.5],
+        "one: b": [0.5, None, None, 0.5],
+        "other: a": ["-", 0.5, "-", "-"],
+    }
+    alone = [scripts.call("chart.js", "isAlone", values) for values in ([None, 0.5], [0.5, None, 0])]
+    assert alone == [True, False]
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "–"), (0, "0"), (17, "17"), (0.25, "0.25"), (1e-5, "1.00e-5"), (123456.789, "123500")]
 )

@@ -35,7 +35,7 @@ export default {
     const chosen = chosenRuns(context);
     if (chosen.every((number) => context.steps[number].rows.length === 0)) return empty("No step has been trained yet.");
     const evaluations = await Promise.all(chosen.map((number) => get(`api/runs/${number}/evaluations`)));
-    const place = (row) => (axis === "time" ? row.elapsed_s / 3600 : row.step);
+    const place = placeOn(axis);
     const links = h("span", { class: "facts", role: "status" }, "Click a curve for the samples of its step.");
     const pickStep = (step) => {
       picked = { run: context.run, step };
@@ -49,7 +49,7 @@ export default {
     const panels = extra ? [[extra, [extra], {}], ...PANELS] : PANELS;
     const shown = panels.map(([title, names, options]) => options.evaluations
       ? evaluationPanel(context, title, chosen, evaluations, pickStep)
-      : panel(context, title, names, { ...options, pick }, chosen, evaluations, place, axis, weight)).filter(Boolean);
+      : panel(context, title, names, { ...options, pick }, chosen, evaluations, axis, weight)).filter(Boolean);
     return [tools(context, axis, weight, extra, chosen, links), h("div", { class: "charts" }, shown)];
   },
 };
@@ -86,7 +86,7 @@ function tools(context, axis, weight, extra, chosen, links) {
     h("span", { class: "faint" }, "Drag to zoom, double-click to see all. Ticks are pushes."), links);
 }
 
-function panel(context, title, names, options, chosen, evaluations, place, axis, weight) {
+function panel(context, title, names, options, chosen, evaluations, axis, weight) {
   // One metric per run where runs are compared, all of the panel's for one run.
   const sets = [];
   for (const number of chosen) {
@@ -97,14 +97,8 @@ function panel(context, title, names, options, chosen, evaluations, place, axis,
     }
   }
   if (!sets.length) return null;
-  const x = [...new Set(sets.flatMap(({ rows }) => rows.map(place)))].filter((value) => value !== undefined).sort((a, b) => a - b);
-  const series = sets.flatMap(({ label, rows, name }, order) => {
-    const byPlace = new Map(rows.map((row) => [place(row), row[name] ?? null]));
-    const values = x.map((value) => byPlace.get(value) ?? null);
-    const colour = SERIES[order % SERIES.length];
-    const smoothed = { label, colour, values: smooth(values, weight) };
-    return weight > 0 ? [{ label: `${label}, each`, colour, values, thin: true }, smoothed] : [smoothed];
-  });
+  const place = placeOn(axis);
+  const { x, series } = metrics(sets, axis, weight);
   const marks = chosen.length > 1 ? [] : marksOf(context.steps[chosen[0]].rows, evaluations[0], place);
   return chart(title, x, series, { ...options, xLabel: axis === "time" ? "hours" : "step", marks, note: names.length === 1 ? names[0] : "" });
 }
@@ -125,14 +119,52 @@ function marksOf(rows, evaluations, place) {
 }
 
 function evaluationPanel(context, title, chosen, evaluations, pick) {
-  const series = [];
-  const x = [...new Set(evaluations.flat().map((each) => each.step))].sort((a, b) => a - b);
-  chosen.forEach((number, order) => {
-    for (const name of new Set(evaluations[order].flatMap((each) => Object.keys(each.sets)))) {
-      const byStep = new Map(evaluations[order].map((each) => [each.step, each.sets[name]?.score?.value ?? null]));
-      series.push({ label: chosen.length > 1 ? `${context.runs[number].name}: ${name}` : name,
-        colour: SERIES[series.length % SERIES.length], values: x.map((step) => byStep.get(step) ?? null) });
-    }
-  });
+  const { x, series } = scores(chosen.map((number, order) => ({ name: context.runs[number].name, rows: evaluations[order] })));
   return x.length ? chart(title, x, series, { pick }) : null;
+}
+
+// The curves of metrics, each {label, rows, name}, over the steps or hours of all their rows.
+export function metrics(sets, axis, weight) {
+  const place = placeOn(axis);
+  const x = placesOf(sets, place);
+  const series = sets.flatMap(({ label, rows, name }, order) => {
+    const values = valuesAt(x, rows, place, (row) => row[name]);
+    const colour = SERIES[order % SERIES.length];
+    const smoothed = { label, colour, values: smooth(values, weight) };
+    return weight > 0 ? [{ label: `${label}, each`, colour, values, thin: true }, smoothed] : [smoothed];
+  });
+  return { x, series };
+}
+
+// The curves of the scores of runs, each {name, rows}, over the steps at which any of them was evaluated.
+export function scores(runs) {
+  const x = placesOf(runs, placeOn("step"));
+  const curves = runs.flatMap(({ name: run, rows }) => [...new Set(rows.flatMap((row) => Object.keys(row.sets)))].map((name) => ({
+    label: runs.length > 1 ? `${run}: ${name}` : name, values: valuesAt(x, rows, placeOn("step"), (row) => row.sets[name]?.score?.value) })));
+  return { x, series: curves.map((each, order) => ({ ...each, colour: SERIES[order % SERIES.length] })) };
+}
+
+// Where a row is on the axis; undefined if it does not say it.
+function placeOn(axis) {
+  if (axis !== "time") return (row) => row.step;
+  return (row) => (row.elapsed_s === undefined ? undefined : row.elapsed_s / 3600);
+}
+
+// The places of all rows of several runs, ascending.
+function placesOf(runs, place) {
+  return [...new Set(runs.flatMap(({ rows }) => rows.map(place)))].filter((value) => value !== undefined).sort((a, b) => a - b);
+}
+
+// A run's values at these places: undefined, over which a line goes on, where it has no row, as at most places of another
+// run; null, at which a line ends, where its row has none, and from there to its next values.
+function valuesAt(x, rows, place, value) {
+  const byPlace = new Map(rows.map((row) => [place(row), value(row) ?? null]));
+  const values = x.map((each) => byPlace.get(each));
+  let begin = 0; // after the last value
+  values.forEach((each, index) => {
+    if (each === null) values.fill(null, begin, index);
+    else if (each !== undefined) begin = index + 1;
+    else if (index > begin && values[index - 1] === null) values[index] = null;
+  });
+  return values;
 }
