@@ -68,6 +68,13 @@ class RunReader:
         _, rows = self.steps()
         return bool(rows) and _time_of(rows[-1]) > written_at(self.folder / "config.toml")
 
+    @property
+    def kept_bytes(self) -> int:
+        """Size of the index of kept groups, which changes with each; reading it would take long for a list of runs."""
+        with suppress(OSError):
+            return (self.folder / "episodes" / "index.jsonl").stat().st_size
+        return 0
+
     def steps(self) -> tuple[int, list[dict[str, Any]]]:
         """Return the rows of metrics.jsonl, and a number that grows when earlier rows were replaced."""
         with self._lock:

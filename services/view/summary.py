@@ -23,12 +23,18 @@ def alarms_of(run: RunReader) -> list[dict[str, Any]]:
 
 
 def describe_run(number: int, run: RunReader) -> dict[str, Any]:
-    """Describe a run for the list of runs, in which it has `number`."""
+    """Describe a run for the list of runs, in which it has `number`.
+
+    An open page asks for the list again and again, and is drawn again when what it shows has changed by it.
+    """
     found = summarise(run)
     return {
         "number": number,
         **{key: found[key] for key in ("name", "folder", "is_running", "step", "num_steps", "left_s")},
         "num_alarms": len(found["alarms"]),
+        "alarm_kinds": [alarm["kind"] for alarm in found["alarms"]],
+        "num_evaluations": len(run.evaluations()),
+        "kept_bytes": run.kept_bytes,
     }
 
 

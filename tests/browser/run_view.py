@@ -4,6 +4,7 @@ With `SCREENSHOTS=folder` every page is also drawn there, wide and narrow, light
 """
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -418,6 +419,17 @@ async def test_alarms_are_counted_and_explained(page: Page) -> None:
     await expect(page.locator("nav .count")).to_have_text("2")
     await page.get_by_role("link", name="Alarms").click()
     await expect(page.get_by_role("alert").first).to_contain_text("groups failed in the last 5 steps")
+
+
+async def test_an_alarm_without_a_step_appears_on_the_open_page(page: Page, runs: list[Path]) -> None:
+    """A run that hangs trains no step that would draw the page again."""
+    await page.get_by_role("link", name="Alarms").click()
+    await expect(page.locator("main")).to_contain_text("Nothing is wrong")
+    for name in ("metrics.jsonl", "evaluations.jsonl", "config.toml"):
+        os.utime(runs[0] / name, (1_700_000_000, 1_700_000_000))
+    with (runs[0] / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the launcher of a run that goes on
+        await expect(page.get_by_role("alert")).to_contain_text("stuck")
 
 
 async def test_a_bar_of_the_timeline_leads_to_its_sample(page: Page) -> None:

@@ -45,6 +45,7 @@ const context = {
 const current = () => location.hash.slice(1).split("?")[0] || "curves";
 
 let drawn = ""; // the page that is shown
+let seen = ""; // the page's news when it was drawn
 let isTouched = false; // somebody has begun to use its fields since it was drawn
 let turn = 0; // number of the drawing that was begun last: an earlier one that ends later shows nothing
 
@@ -54,6 +55,7 @@ async function draw() {
   context.parameters = new URLSearchParams(query ?? "");
   context.run = Math.min(Number(context.parameters.get("run") ?? 0) || 0, context.runs.length - 1);
   const page = PAGES[name || "curves"];
+  seen = newsOf(page);
   drawHeader();
   const root = document.getElementById("page");
   if (!page) {
@@ -64,10 +66,13 @@ async function draw() {
     const shown = await page.draw(context);
     if (mine !== turn) return;
     const focused = controls(root).indexOf(document.activeElement);
+    const places = tables(root).map((each) => each.scrollLeft);
     root.replaceChildren(h("h1", {}, page.title), ...[shown].flat());
     forgetCharts();
-    if (drawn === current()) controls(root)[focused]?.focus({ preventScroll: true });
-    else if (drawn) root.focus();
+    if (drawn === current()) {
+      controls(root)[focused]?.focus({ preventScroll: true });
+      tables(root).forEach((each, order) => { each.scrollLeft = places[order] ?? 0; });
+    } else if (drawn) root.focus();
     if (drawn !== current()) showLink();
     drawn = current();
     isTouched = false;
@@ -115,13 +120,20 @@ function showLink() {
 
 const controls = (root) => [...root.querySelectorAll("a[href], button, input, select, [tabindex]")];
 
+// What the page shows besides steps, in short: where this changes, it is drawn again.
+const newsOf = (page) => String(page?.news?.(context) ?? "");
+
+// Wide ones scroll by themselves.
+const tables = (root) => [...root.querySelectorAll(".scroll")];
+
 async function poll() {
   try {
     context.runs = await get("api/runs");
     const isNew = await Promise.all(context.steps.map((steps) => steps.poll()));
     drawHeader();
     const isBusy = isTouched && document.querySelector("#page :focus");
-    if (isNew.some(Boolean) && PAGES[current()]?.isLive && !isBusy) await draw();
+    const page = PAGES[current()];
+    if ((isNew.some(Boolean) || newsOf(page) !== seen) && page?.isLive && !isBusy) await draw();
   } catch (error) {
     document.getElementById("status").textContent = `no answer: ${error.message}`;
   }

@@ -1,7 +1,9 @@
 """The pages' data over HTTP, as a browser asks for it."""
 
+import fcntl
 import hashlib
 import json
+import os
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -78,6 +80,28 @@ async def test_runs_are_listed_with_where_they_stand(client: httpx.AsyncClient) 
     first, second = (await client.get("/api/runs")).json()
     assert (first["name"], first["step"], first["num_steps"], first["is_running"]) == ("first", 30, 200, False)
     assert (second["name"], second["step"], second["num_alarms"]) == ("second", 3, 0)
+
+
+async def test_the_list_of_runs_tells_an_open_page_what_is_new(client: httpx.AsyncClient, runs: list[Path]) -> None:
+    """An alarm, an evaluation and a kept group may come without a step, also after the last one."""
+
+    async def listed() -> tuple[list[str], int, int]:
+        run = (await client.get("/api/runs")).json()[0]
+        return run["alarm_kinds"], run["num_evaluations"], run["kept_bytes"]
+
+    kinds, num_evaluations, kept_bytes = await listed()
+    assert (kinds, num_evaluations) == ([], 1)
+    files = EpisodeFiles(runs[0] / "episodes", last_step=99, max_bytes=1e9)
+    add_group(files, step=31, index=1, outcome="failed")
+    with (runs[0] / "evaluations.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 30, "sets": {}}) + "\n")
+    for name in ("metrics.jsonl", "evaluations.jsonl", "config.toml"):
+        os.utime(runs[0] / name, (1_700_000_000, 1_700_000_000))
+    with (runs[0] / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the launcher of a run that goes on
+        found = await listed()
+    assert found[:2] == (["stuck"], 2)
+    assert found[2] > kept_bytes
 
 
 async def test_only_new_steps_are_sent(client: httpx.AsyncClient, runs: list[Path]) -> None:

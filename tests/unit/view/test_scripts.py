@@ -182,6 +182,22 @@ def test_scores_of_runs_go_on_over_the_steps_of_others(scripts: ViewScripts) -> 
     assert alone == [True, False]
 
 
+def test_a_page_is_drawn_again_for_what_it_shows(scripts: ViewScripts) -> None:
+    """Also without a step. A run whose processes work is always news."""
+    run = {"is_running": False, "alarm_kinds": [], "num_evaluations": 1, "kept_bytes": 7}
+    shown = {"alarms": ("alarm_kinds", ["stuck"]), "evaluation": ("num_evaluations", 2), "samples": ("kept_bytes", 8)}
+    for page, (key, value) in shown.items():
+        for other in {key for key, _ in shown.values()} | {"is_running"}:
+            changed = run | {other: value if other == key else "else"}
+            is_news = scripts.call(f"pages/{page}.js", "default.news", {"run": 0, "runs": [run]}) != scripts.call(
+                f"pages/{page}.js", "default.news", {"run": 0, "runs": [changed]}
+            )
+            assert is_news == (other == key)
+    assert scripts.call("pages/fleet.js", "default.news", {"run": 0, "runs": [run]}) is False
+    running = {"run": 0, "runs": [run | {"is_running": True}]}
+    assert scripts.call("pages/fleet.js", "default.news", running) > 1e12
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "–"), (0, "0"), (17, "17"), (0.25, "0.25"), (1e-5, "1.00e-5"), (123456.789, "123500")]
 )

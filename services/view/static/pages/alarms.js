@@ -6,6 +6,7 @@ import { empty, h } from "../dom.js";
 export default {
   title: "Alarms",
   isLive: true,
+  news: (context) => context.runs[context.run]?.alarm_kinds,
   async draw(context) {
     const alarms = await get(`api/runs/${context.run}/alarms`);
     if (!alarms.length) return empty("Nothing is wrong that these rules know of.");

@@ -9,6 +9,7 @@ import { number, seconds } from "../format.js";
 export default {
   title: "Evaluation",
   isLive: true,
+  news: (context) => context.runs[context.run]?.num_evaluations,
   async draw(context) {
     const rows = await get(`api/runs/${context.run}/evaluations`);
     if (!rows.length) return empty("This run has not been evaluated; see section [evaluation] of its recipe.");

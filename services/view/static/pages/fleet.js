@@ -9,6 +9,7 @@ const SILENT_S = 30; // from which an engine stands out
 export default {
   title: "Fleet",
   isLive: true,
+  news: (context) => context.runs[context.run]?.is_running && Date.now(), // loads of the last minute are always news
   async draw(context) {
     const fleet = await get(`api/runs/${context.run}/fleet`);
     return [

@@ -16,6 +16,7 @@ const FINISHES = ["", "stop", "length", "deadline", "environment", "error"];
 export default {
   title: "Samples",
   isLive: true,
+  news: (context) => context.runs[context.run]?.kept_bytes,
   async draw(context) {
     const asked = Object.fromEntries(["outcome", "step", "row", "finish", "text", "sort", "descending", "start"]
       .map((name) => [name, context.parameters.get(name) ?? ""]));
