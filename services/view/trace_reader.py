@@ -19,7 +19,7 @@ from penstock.telemetry.json_lines import JsonLinesFollower
 
 _SKEW_S: Final = 0.05
 _LATE_S: Final = 120.0
-"""Seconds after its end within which a span is expected in the files."""
+"""Seconds after a time for which a file is read in any case: within them, spans that ended in it are in the files."""
 
 
 class _Batch(msgspec.Struct):
@@ -57,8 +57,22 @@ class _SentRow(msgspec.Struct):
     batch: _SentBatch
 
 
+class _BegunBatch(msgspec.Struct):
+    """A batch of whose spans only the starts are read."""
+
+    start: str
+    sent: float
+    spans: list[tuple[msgspec.Raw, float, msgspec.Raw, msgspec.Raw]]
+
+
+class _BegunRow(msgspec.Struct):
+    stored: float | None
+    batch: _BegunBatch
+
+
 _decoder: Final = msgspec.json.Decoder(_Row)
 _sent_decoder: Final = msgspec.json.Decoder(_SentRow)
+_begun_decoder: Final = msgspec.json.Decoder(_BegunRow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +96,7 @@ class Trace:
     num_dropped: int
     """Spans that processes dropped because their buffers were full."""
     num_lost_batches: int
-    """Batches between others that are not in the files."""
+    """Batches between others that are not in the files; of a part of a run, also those in files that were not read."""
 
 
 @dataclass(slots=True)
@@ -100,6 +114,33 @@ class _Source:
         return max(self.numbers) - min(self.numbers) + 1 - len(self.numbers)
 
 
+@dataclass(slots=True)
+class _Extent:
+    """What each start of a process says in a file, as far as the file has been read."""
+
+    num_read_bytes: int = 0
+    delays: dict[str, float] = field(default_factory=dict)
+    """The smallest delay."""
+    begins: dict[str, float] = field(default_factory=dict)
+    """When the earliest span began, by the process's clock."""
+
+    @property
+    def begin(self) -> float:
+        """When the earliest span began."""
+        return min(
+            (begin + _skew_of(self.delays.get(start)) for start, begin in self.begins.items()), default=float("inf")
+        )
+
+    def add(self, row: _BegunRow) -> None:
+        """Count a batch."""
+        start = row.batch.start
+        if row.stored is not None:
+            delay_s = row.stored - row.batch.sent
+            self.delays[start] = min(self.delays.get(start, delay_s), delay_s)
+        for _, begin, _, _ in row.batch.spans:
+            self.begins[start] = min(self.begins.get(start, begin), begin)
+
+
 class TraceReader:
     """The spans of a run. Use it from one thread at a time."""
 
@@ -108,8 +149,7 @@ class TraceReader:
         self._folder = folder / "trace"
         self._steps = JsonLinesFollower(self._folder / "trainer.jsonl")
         self._begins: dict[Path, float] = {}
-        self._delays: dict[Path, tuple[int, dict[str, float]]] = {}
-        """Of files: the size when they were read, and the smallest delay of each start of a process."""
+        self._extents: dict[Path, _Extent] = {}
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the parts of the trainer's steps, step by step."""
@@ -157,25 +197,21 @@ class TraceReader:
         paths = self._span_paths()
         place = max(0, bisect_right(paths, began, key=_named_time) - 1)
         for path in paths[place : place + 2]:
-            if (delay_s := self._delays_in(path).get(start)) is not None:
+            if (delay_s := self._extent_of(path).delays.get(start)) is not None:
                 return _skew_of(delay_s)
         return 0.0
 
-    def _delays_in(self, path: Path) -> dict[str, float]:
-        """Return the smallest delay of each start of a process in a file; it is read again when it is twice as long."""
-        size_read, found = self._delays.get(path, (0, {}))
-        with suppress(FileNotFoundError):
-            size = path.stat().st_size
-            if not size_read or size >= 2 * size_read:
-                found = {}
-                for line in path.read_bytes().split(b"\n"):
-                    with suppress(msgspec.DecodeError):
-                        row = _sent_decoder.decode(line)
-                        if row.stored is not None:
-                            delay_s = row.stored - row.batch.sent
-                            found[row.batch.start] = min(found.get(row.batch.start, delay_s), delay_s)
-                self._delays[path] = size, found
-        return found
+    def _extent_of(self, path: Path) -> _Extent:
+        """Return the extent of a file, of which only what is new is read."""
+        extent = self._extents.setdefault(path, _Extent())
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(extent.num_read_bytes)
+            whole, newline, _ = file.read().rpartition(b"\n")  # the last line may be half written
+            extent.num_read_bytes += len(whole) + len(newline)
+            for line in whole.split(b"\n"):
+                with suppress(msgspec.DecodeError):
+                    extent.add(_begun_decoder.decode(line))
+        return extent
 
     def _span_paths(self) -> list[Path]:
         return sorted(self._folder.glob("spans-*.jsonl"))
@@ -189,7 +225,8 @@ class TraceReader:
         paths = self._span_paths()
         begins = [self._begin_of(path) for path in paths]
         for path, begin, end in zip(paths, begins, [*begins[1:], float("inf")], strict=False):
-            if begin <= last + _LATE_S and end >= first:
+            # A batch has what ended before it: later files may have what began long before them.
+            if end >= first and (begin <= last + _LATE_S or self._extent_of(path).begin <= last):
                 yield path
 
     def _begin_of(self, path: Path) -> float:

@@ -94,6 +94,27 @@ def test_only_the_asked_time_is_returned(tmp_path: Path) -> None:
     assert spans[1].attributes == {"step": 3}
 
 
+@pytest.mark.parametrize("ahead_s", [0.0, 400.0])
+def test_a_span_that_ends_in_a_later_file_is_returned(tmp_path: Path, ahead_s: float) -> None:
+    """A long episode is stored when it ends, by a clock that may be off; files of other times are not read for it."""
+
+    def write(name: str, number: int, *spans: tuple[float, float]) -> None:
+        ended = max(start + seconds for start, seconds in spans)
+        skewed = [["episode", start + ahead_s, seconds, {}] for start, seconds in spans]
+        row = _row(skewed, sent=ended + ahead_s, stored=ended + 0.01, number=number)
+        _write(tmp_path, row, name=f"spans-{name}.jsonl")
+
+    write("0000001000000", 1, (1000.0, 1.0))
+    write("0000001300000", 2, (1290.0, 10.0))
+    reader = TraceReader(tmp_path)
+    assert [span.start for span in reader.read(1100.0, 1150.0).spans] == []
+    write("0000001300000", 3, (1020.0, 479.0))  # the file goes on
+    write("0000001600000", 4, (1500.0, 100.0))
+    spans = reader.read(1100.0, 1150.0).spans
+    assert [(span.start, span.seconds) for span in spans] == [(pytest.approx(1020.0, abs=0.05), 479.0)]
+    assert [span.seconds for span in reader.read(1000.0, 1010.0).spans] == [1.0]
+
+
 def test_processes_of_one_name_on_two_hosts_are_two(tmp_path: Path) -> None:
     """Workers that were started by hand are all called worker; a restart of one is still the same process."""
     span = ["turn", 99.0, 1.0, {}]
