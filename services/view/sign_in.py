@@ -6,9 +6,9 @@ whose arguments all users of the machine may read, has a key in place of the tok
 """
 
 import secrets
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode
 
+from starlette.requests import cookie_parser
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -61,10 +61,8 @@ def _cookie_name(scope: Scope) -> str:
 def _cookie(scope: Scope, name: str) -> str:
     for key, value in scope["headers"]:
         if key == b"cookie":
-            try:
-                found = SimpleCookie(value.decode("latin-1")).get(name)
-            except CookieError:
-                continue
+            # SimpleCookie drops all cookies if it cannot read one, and another program's may be anything.
+            found = cookie_parser(value.decode("latin-1")).get(name)
             if found is not None:
-                return found.value
+                return found
     return ""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from penstock.http.server import HttpServer
 from penstock.runtime.security import Security
@@ -64,6 +66,26 @@ async def test_the_token_in_the_address_becomes_a_cookie(url: str) -> None:
         assert (await client.get("/api/runs")).status_code == 200
     async with httpx.AsyncClient(base_url=url, follow_redirects=True) as client:
         assert (await client.get("/", params={"token": "wrong"})).status_code == 401
+
+
+@pytest.mark.parametrize("theirs", ['prefs={"theme":"dark"}', "last seen=1", "v=a b c", "path", "=x"])
+async def test_cookies_of_other_programs_lock_nobody_out(theirs: str) -> None:
+    """A browser sends a host's cookies to all of its ports. A token is read as it was written, quoted where it must."""
+    seen: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.extend(value for key, value in scope["headers"] if key == b"authorization")
+        await Response()(scope, receive, send)
+
+    token = 'a"b; c\\d,é'
+    transport = httpx.ASGITransport(SignIn(app, token=token))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7090") as client:
+        answer = await client.get("/", params={"token": token})
+        ours = answer.headers["set-cookie"].partition("; HttpOnly")[0]
+        client.cookies.clear()
+        for cookies in (f"{theirs}; {ours}", f"{ours}; {theirs}"):
+            await client.get("/", headers={"cookie": cookies})
+    assert seen == [f"Bearer {token}".encode("latin-1")] * 2
 
 
 async def test_the_token_leads_to_no_other_host(url: str) -> None:
