@@ -6,7 +6,7 @@ counted and not kept. An error of the disk is logged once, counted, and never re
 
 import queue
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -231,17 +231,30 @@ class EpisodeLog:
         while (job := self._waiting.get()) is not None:
             groups = [each.played for each in job.groups] if isinstance(job, _Batch) else [job.group]
             try:
-                for kept in self._chosen(job) if isinstance(job, _Batch) else [job]:
-                    self._write(kept)
+                chosen = self._chosen(job) if isinstance(job, _Batch) else [job]
             except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
-                self.num_dropped += len(groups)
-                if not self._has_warned:
-                    self._has_warned = True
-                    log.warning("episodes.not_kept", group=groups[0].id.message, reason=repr(error))
+                self._drop(groups, error)
+                chosen = []
+            for kept in chosen:
+                try:
+                    self._write(kept)
+                except Exception as error:  # noqa: BLE001 - and so do the other groups
+                    self._drop([kept.group], error)
             with self._lock:
                 self._num_waiting_tokens -= _num_tokens(groups)
 
-    def _chosen(self, batch: _Batch) -> Iterator[_Kept]:
+    def _drop(self, groups: Sequence[Group], error: Exception) -> None:
+        with self._lock:
+            self.num_dropped += len(groups)
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("episodes.not_kept", group=groups[0].id.message, reason=repr(error))
+
+    def _chosen(self, batch: _Batch) -> list[_Kept]:
+        """Return the groups of a batch that are kept, and why.
+
+        Which are chosen is known only when all have been looked at: an error is one of the whole batch.
+        """
         computed = {} if batch.tokens is None else split_samples(batch.tokens)
         trained, first = [], 0
         for each in batch.groups:
@@ -256,12 +269,17 @@ class EpisodeLog:
                 for each, samples in zip(batch.groups, trained, strict=True)
             ]
             reasons = choose(candidates, batch.step)
-        for number, why in reasons.items():
-            fate = Fate(
-                outcome="trained", reason=", ".join(why), step=batch.step, version=batch.version, time=batch.time
+        return [
+            _Kept(
+                group=batch.groups[number].played,
+                images=batch.groups[number].images,
+                fate=Fate(
+                    outcome="trained", reason=", ".join(why), step=batch.step, version=batch.version, time=batch.time
+                ),
+                trained=trained[number],
             )
-            each = batch.groups[number]
-            yield _Kept(group=each.played, images=each.images, fate=fate, trained=trained[number])
+            for number, why in reasons.items()
+        ]
 
     def _write(self, kept: _Kept) -> None:
         origin = self._origin(kept)

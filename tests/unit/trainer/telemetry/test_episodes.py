@@ -10,15 +10,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import structlog
 
 from penstock.model.chat_template import Renderer
-from penstock.records import Message, TextPart
+from penstock.records import Group, Message, TextPart
 from services.trainer.backend.base import StepTokens
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.data.rows.example import Example
 from services.trainer.position import Position
 from services.trainer.telemetry.episodes.choice import Candidate, choose
 from services.trainer.telemetry.episodes.config import EpisodesConfig
+from services.trainer.telemetry.episodes.description import describe_group
 from services.trainer.telemetry.episodes.log import EpisodeLog, EvaluatedRow, TrainedGroup
 from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
 
@@ -256,6 +258,27 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     log.keep_left_out("failed", "no reason", group(2).played)
     log.close()
     assert log.num_dropped == 3
+
+
+def test_a_group_that_cannot_be_written_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone is counted and named; an error in choosing costs the batch, of which none is known to be kept."""
+    log = open_log(tmp_path, keep="all")
+
+    def fail(played: Group, *rest: Any, **more: Any) -> Any:
+        if played.id.index == 1:
+            raise RuntimeError("no such token")
+        return describe_group(played, *rest, **more)
+
+    monkeypatch.setattr("services.trainer.telemetry.episodes.log.describe_group", fail)
+    with structlog.testing.capture_logs() as events:
+        log.keep_trained(1, 1, [group(index) for index in range(4)], None)
+        tokens: Any = SimpleNamespace(sample_N=None)
+        log.keep_trained(2, 2, [group(4), group(5)], tokens)
+        log.keep_trained(3, 3, [group(6)], None)
+        log.close()
+    assert [entry["index"] for entry in index_of(tmp_path)] == [0, 2, 3, 6]
+    assert log.num_dropped == 1 + 2
+    assert [each["group"] for each in events] == [group(1).played.id.message]
 
 
 def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
