@@ -20,7 +20,7 @@ _OF_ENGINES: Final = ("call", "paused", "push.received")
 
 
 def fleet_of(
-    spans: Sequence[Span], rows: Sequence[Mapping[str, Any]], *, starts: Sequence[Span], now: float
+    spans: Sequence[Span], rows: Sequence[Mapping[str, Any]], *, starts: Sequence[Span], now: float, is_running: bool
 ) -> dict[str, Any]:
     """Describe the engines, the other processes and the pushes of a run.
 
@@ -29,6 +29,7 @@ def fleet_of(
         rows: The steps so far.
         starts: The launcher's spans of the whole run.
         now: Seconds since 1970; of a run that has ended, its end.
+        is_running: Whether a launcher still works on the run.
     """
     last = rows[-1] if rows else {}
     began = max(now - WINDOW_S, min((span.start for span in spans), default=now))
@@ -38,7 +39,7 @@ def fleet_of(
         "num_replicas": last.get("num_replicas"),
         "published_version": last["policy_version"] + 1 if "policy_version" in last else None,
         "replicas": [_describe_replica(name, each, began, now) for name, each in sorted(_engines(spans).items())],
-        "processes": _processes(spans, starts, now),
+        "processes": _processes(spans, starts, now, is_running),
         "pushes": _pushes(rows),
     }
 
@@ -112,8 +113,11 @@ def _tokens_in(span: Span, first: float, last: float) -> float:
     return float(span.attributes.get("num_tokens") or 0) * share
 
 
-def _processes(spans: Sequence[Span], starts: Sequence[Span], now: float) -> list[dict[str, Any]]:
-    """Describe every process: those that the launcher started, and others that have sent spans."""
+def _processes(spans: Sequence[Span], starts: Sequence[Span], now: float, is_running: bool) -> list[dict[str, Any]]:
+    """Describe every process: those that the launcher started, and others that have sent spans.
+
+    A launcher that was killed has not written how its processes ended: they are lost.
+    """
     heard: dict[str, float] = {}
     for span in spans:
         if span.process != "launcher":
@@ -122,7 +126,7 @@ def _processes(spans: Sequence[Span], starts: Sequence[Span], now: float) -> lis
     for span in starts:
         name, number = str(span.attributes.get("service", "")), span.attributes.get("start", 1)
         if span.name == "process.starting":
-            known[name] = {"state": "up", "num_starts": number, "exit_code": None}
+            known[name] = {"state": "up" if is_running else "lost", "num_starts": number, "exit_code": None}
         elif span.name == "process":
             known[name] = {"state": "ended", "num_starts": number, "exit_code": span.attributes.get("exit_code")}
     return [

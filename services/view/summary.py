@@ -41,11 +41,11 @@ def describe_run(number: int, run: RunReader) -> dict[str, Any]:
 def fleet_now(run: RunReader) -> dict[str, Any]:
     """Describe what the processes of a run do; of a run that has ended, what they did at its end."""
     _, rows = run.steps()
-    now = time.time()
-    if not run.is_running:
+    now, is_running = time.time(), run.is_running
+    if not is_running:
         steps = run.trace()
         now = max((start + length for _, start, length in steps[-1]["spans"]), default=now) if steps else now
-    return fleet_of(run.spans(now - MEMORY_S, now), rows, starts=run.starts(), now=now)
+    return fleet_of(run.spans(now - MEMORY_S, now), rows, starts=run.starts(), now=now, is_running=is_running)
 
 
 def summarise(run: RunReader) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def test_loads_and_rates_are_means_over_the_last_minute() -> None:
         _span("rollout-0", "paused", 970.0, 3.0, version=4, then="READY"),
         _span("worker-0", "turn", 999.0, 1.0),
     ]
-    (replica,) = fleet_of(spans, [], starts=[], now=_NOW)["replicas"]
+    (replica,) = fleet_of(spans, [], starts=[], now=_NOW, is_running=True)["replicas"]
     assert replica == {
         "process": "rollout-0",
         "replica": "",
@@ -49,7 +49,7 @@ def test_a_run_that_has_just_begun_is_measured_since_then() -> None:
         _span("worker-0", "group.queued", 980.0, 1.0),
         _span("rollout-0", "call", 990.0, 10.0, num_tokens=100),
     ]
-    fleet = fleet_of(spans, [], starts=[], now=_NOW)
+    fleet = fleet_of(spans, [], starts=[], now=_NOW, is_running=True)
     assert fleet["window_s"] == 20.0
     assert (fleet["replicas"][0]["mean_running"], fleet["replicas"][0]["output_tokens_per_s"]) == (0.5, 5.0)
 
@@ -61,7 +61,7 @@ def test_a_version_is_served_when_the_engine_is_ready_with_it() -> None:
         _span("rollout-0", "push.received", 12.0, 1.0, version=6, stage="transfer"),
         _span("rollout-0", "paused", 12.0, 1.0, version=6, then="BROKEN"),
     ]
-    assert fleet_of(spans, [], starts=[], now=20.0)["replicas"][0]["version"] == 5
+    assert fleet_of(spans, [], starts=[], now=20.0, is_running=True)["replicas"][0]["version"] == 5
 
 
 def test_processes_are_those_that_were_started_and_those_that_are_heard_of() -> None:
@@ -73,7 +73,7 @@ def test_processes_are_those_that_were_started_and_those_that_are_heard_of() -> 
         _span("launcher", "process", 1.0, 30.0, service="router", start=1, exit_code=1),
     ]
     spans = [_span("worker", "turn", 990.0, 4.0), _span("reward", "judged", 999.0, 1.0), starts[0]]
-    found = fleet_of(spans, [], starts=starts, now=_NOW)["processes"]
+    found = fleet_of(spans, [], starts=starts, now=_NOW, is_running=True)["processes"]
     assert [
         (each["process"], each["state"], each["num_starts"], each["exit_code"], each["silent_s"]) for each in found
     ] == [
@@ -83,13 +83,31 @@ def test_processes_are_those_that_were_started_and_those_that_are_heard_of() -> 
     ]
 
 
+def test_processes_of_a_launcher_that_was_killed_are_lost() -> None:
+    """Nobody has written how they ended. One that nobody but itself has spoken of has no state, as in a live run."""
+    starts = [
+        _span("launcher", "process.starting", 1.0, 2.0, service="trainer", start=1),
+        _span("launcher", "process.starting", 1.0, 2.0, service="router", start=1),
+        _span("launcher", "process", 1.0, 30.0, service="router", start=1, exit_code=1),
+    ]
+    spans = [_span("worker", "turn", 990.0, 4.0)]
+    states = [
+        {each["process"]: each["state"] for each in found["processes"]}
+        for found in (
+            fleet_of(spans, [], starts=starts, now=_NOW, is_running=is_running) for is_running in (True, False)
+        )
+    ]
+    assert [each.pop("trainer") for each in states] == ["up", "lost"]
+    assert states == [{"router": "ended", "worker": ""}] * 2
+
+
 def test_the_push_that_paused_longest_comes_first() -> None:
     """With the version that it pushed, and a bound on how many there are."""
     rows = [
         {"step": step, "policy_version": step + 5, "push_s": 1.0, "push_pause_s": step % 7} for step in range(1, 99)
     ]
     rows.append({"step": 99})
-    pushes = fleet_of([], rows, starts=[], now=_NOW)["pushes"]
+    pushes = fleet_of([], rows, starts=[], now=_NOW, is_running=True)["pushes"]
     assert len(pushes) == 20
     assert [(each["step"], each["push_pause_s"], each["version"]) for each in pushes[:2]] == [(6, 6, 12), (13, 6, 19)]
 
@@ -104,7 +122,7 @@ def test_a_run_that_has_ended_is_shown_as_it_was_at_its_end(tmp_path: Path) -> N
     assert (replica["process"], replica["replica"], replica["version"]) == ("rollout-0", "engine-5", 31)
     assert replica["mean_running"] == pytest.approx(30 * 1.2 / 60)
     states = {each["process"]: (each["state"], each["exit_code"]) for each in fleet["processes"]}
-    assert states == {"rollout-0": ("up", None), "router": ("", None), "trainer": ("", None), "x": ("ended", 1)}
+    assert states == {"rollout-0": ("lost", None), "router": ("", None), "trainer": ("", None), "x": ("ended", 1)}
     assert (fleet["num_replicas"], fleet["published_version"]) == (2, 31)
 
 
