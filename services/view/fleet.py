@@ -25,7 +25,7 @@ def fleet_of(
     """Describe the engines, the other processes and the pushes of a run.
 
     Args:
-        spans: All spans of the last `MEMORY_S` seconds before `now`.
+        spans: All spans of the last `MEMORY_S` seconds before `now`, by start.
         rows: The steps so far.
         starts: The launcher's spans of the whole run.
         now: Seconds since 1970; of a run that has ended, its end.

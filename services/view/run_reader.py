@@ -6,7 +6,7 @@ import re
 import threading
 import tomllib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -92,10 +92,13 @@ class RunReader:
         with self._lock:
             return list(self._trace.steps())
 
-    def spans(self, first: float, last: float) -> list[Span]:
-        """Return what all processes did from `first` to `last`, in seconds since 1970, by start."""
+    def spans(self, first: float, last: float) -> Iterator[Span]:
+        """Return what all processes did from `first` to `last`, in seconds since 1970, in no order.
+
+        The files are read as the spans are taken, and not at once: those of a long run are gigabytes.
+        """
         with self._lock:
-            return self._trace.read(first, last).spans
+            return self._trace.stream(first, last)
 
     def starts(self) -> list[Span]:
         """Return when the launcher started processes of the run, and when they ended."""

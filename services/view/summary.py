@@ -45,7 +45,8 @@ def fleet_now(run: RunReader) -> dict[str, Any]:
     if not is_running:
         steps = run.trace()
         now = max((start + length for _, start, length in steps[-1]["spans"]), default=now) if steps else now
-    return fleet_of(run.spans(now - MEMORY_S, now), rows, starts=run.starts(), now=now, is_running=is_running)
+    spans = sorted(run.spans(now - MEMORY_S, now), key=lambda span: span.start)
+    return fleet_of(spans, rows, starts=run.starts(), now=now, is_running=is_running)
 
 
 def summarise(run: RunReader) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The spans that the timeline draws, each with the kept sample that it belongs to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappush, heappushpop
 from typing import Any, Final
 
 from services.view.trace_reader import Span
@@ -18,18 +19,23 @@ _KEPT: Final = (
 )  # fmt: skip
 
 
-def timeline_of(spans: Sequence[Span], index: Sequence[Mapping[str, Any]], *, most: int = MOST_DRAWN) -> dict[str, Any]:
+def timeline_of(spans: Iterable[Span], index: Sequence[Mapping[str, Any]], *, most: int = MOST_DRAWN) -> dict[str, Any]:
     """Return the spans for the timeline, and how many were left out for their number.
 
     Args:
-        spans: All spans of a time.
+        spans: All spans of a time; no more of them than are returned are kept.
         index: The index of kept groups.
         most: Spans to return at most; of more, the longest.
     """
-    drawn = [span for span in spans if span.name in _DRAWN and span.seconds >= _SHORTEST_S]
-    num_all = len(drawn)
-    if num_all > most:
-        drawn = sorted(sorted(drawn, key=lambda span: -span.seconds)[:most], key=lambda span: span.start)
+    longest: list[tuple[float, int, Span]] = []  # a heap; of equally long ones the first
+    num_all = 0
+    for span in spans:
+        if span.name not in _DRAWN or span.seconds < _SHORTEST_S:
+            continue
+        num_all += 1
+        put = heappush if len(longest) < most else heappushpop
+        put(longest, (span.seconds, -num_all, span))
+    drawn = [span for _, _, span in sorted(longest, key=lambda entry: (entry[2].start, -entry[1]))]
     numbers = {(entry["group"], entry["attempt"]): entry["number"] for entry in index}
     return {"num_left_out": num_all - len(drawn), "spans": [_describe(span, numbers) for span in drawn]}
 

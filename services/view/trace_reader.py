@@ -7,11 +7,12 @@ write to files themselves is moved by the skew of the trainer's batches, and of 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -22,8 +23,8 @@ _LATE_S: Final = 120.0
 """Seconds after a time for which a file is read in any case: within them, spans that ended in it are in the files."""
 
 
-class _Batch(msgspec.Struct):
-    """See `penstock.telemetry.spans.SpanBuffer.take_batch`."""
+class _SentBatch(msgspec.Struct):
+    """A batch without its spans; see `penstock.telemetry.spans.SpanBuffer.take_batch`."""
 
     process: str
     host: str
@@ -31,7 +32,6 @@ class _Batch(msgspec.Struct):
     number: int
     dropped: int
     sent: float
-    spans: list[tuple[str, float, float, dict[str, Any]]]
 
     @property
     def source(self) -> tuple[str, str, str]:
@@ -39,22 +39,18 @@ class _Batch(msgspec.Struct):
         return self.process, self.host, self.start
 
 
-class _Row(msgspec.Struct):
-    stored: float | None
-    """None: it did not pass NATS."""
-    batch: _Batch
-
-
-class _SentBatch(msgspec.Struct):
-    """A batch without its spans."""
-
-    start: str
-    sent: float
-
-
 class _SentRow(msgspec.Struct):
     stored: float | None
+    """None: it did not pass NATS."""
     batch: _SentBatch
+
+
+class _Batch(_SentBatch):
+    spans: list[tuple[str, float, float, dict[str, Any]]]
+
+
+class _Row(msgspec.Struct):
+    batch: _Batch
 
 
 class _BegunBatch(msgspec.Struct):
@@ -70,6 +66,7 @@ class _BegunRow(msgspec.Struct):
     batch: _BegunBatch
 
 
+_AnyRow = TypeVar("_AnyRow", _SentRow, _Row)
 _decoder: Final = msgspec.json.Decoder(_Row)
 _sent_decoder: Final = msgspec.json.Decoder(_SentRow)
 _begun_decoder: Final = msgspec.json.Decoder(_BegunRow)
@@ -112,6 +109,14 @@ class _Source:
     @property
     def num_lost_batches(self) -> int:
         return max(self.numbers) - min(self.numbers) + 1 - len(self.numbers)
+
+    def add(self, row: _SentRow) -> None:
+        """Count a batch."""
+        if row.stored is not None:
+            delay_s = row.stored - row.batch.sent
+            self.delay_s = delay_s if self.delay_s is None else min(self.delay_s, delay_s)
+        self.num_dropped = max(self.num_dropped, row.batch.dropped)
+        self.numbers.add(row.batch.number)
 
 
 @dataclass(slots=True)
@@ -168,26 +173,33 @@ class TraceReader:
 
     def starts(self) -> list[Span]:
         """Return when the launcher started processes of the run, and when they ended, in the order of these moments."""
-        spans = _spans(_rows(self._launcher_paths()), {})
+        spans = _spans(self._launcher_paths(), {})
         return sorted(spans, key=lambda span: span.start + span.seconds)
 
     def read(self, first: float = 0.0, last: float = float("inf")) -> Trace:
         """Return the spans that overlap the time from `first` to `last`, in seconds since 1970."""
         sources: dict[tuple[str, str, str], _Source] = {}
-        spans = _spans(_rows(self._paths(first, last)), sources)
-        spans += [
-            Span(process="trainer", name=name, start=start, seconds=seconds, attributes={"step": step["step"]})
-            for step in self.steps()
-            for name, start, seconds in step["spans"]
-        ]
         return Trace(
-            spans=sorted(
-                (span for span in spans if span.start <= last and span.start + span.seconds >= first),
-                key=lambda span: span.start,
-            ),
+            spans=sorted(self._spans(first, last, sources), key=lambda span: span.start),
             num_dropped=sum(source.num_dropped for source in sources.values()),
             num_lost_batches=sum(source.num_lost_batches for source in sources.values()),
         )
+
+    def stream(self, first: float = 0.0, last: float = float("inf")) -> Iterator[Span]:
+        """Return the spans that `read` returns, in no order, one after the other: those of a long run are gigabytes.
+
+        What is returned may be used from another thread, also while the reader is.
+        """
+        return self._spans(first, last, {})
+
+    def _spans(self, first: float, last: float, sources: dict[tuple[str, str, str], _Source]) -> Iterator[Span]:
+        steps = (
+            Span(process="trainer", name=name, start=start, seconds=seconds, attributes={"step": step["step"]})
+            for step in self.steps()
+            for name, start, seconds in step["spans"]
+        )
+        spans = chain(_spans(list(self._paths(first, last)), sources), steps)
+        return (span for span in spans if span.start <= last and span.start + span.seconds >= first)
 
     def _trainer_skew(self, start: str, *, began: float) -> float:
         """Return how far the clock of this start of the trainer is off, whose first step began at `began` by it.
@@ -239,7 +251,7 @@ class TraceReader:
         return self._begins.get(path, _named_time(path))
 
 
-def _rows(paths: Iterable[Path]) -> Iterator[_Row]:
+def _rows(paths: Iterable[Path], decoder: msgspec.json.Decoder[_AnyRow]) -> Iterator[_AnyRow]:
     for path in paths:
         try:
             lines = path.read_bytes().split(b"\n")[:-1]  # the last one may be half written
@@ -247,27 +259,36 @@ def _rows(paths: Iterable[Path]) -> Iterator[_Row]:
             continue
         for line in lines:
             try:
-                yield _decoder.decode(line)
+                yield decoder.decode(line)
             except msgspec.DecodeError:  # anyone with the run's token may send anything
                 continue
 
 
-def _spans(rows: Iterable[_Row], sources: dict[tuple[str, str, str], _Source]) -> list[Span]:
-    """Return the spans of the rows on the server's clock, and note in `sources` what the rows say of theirs."""
-    batches = list(_noted(rows, sources))
-    hosts: dict[str, float] = {}
-    for (_, host, _), source in sources.items():
+def _spans(paths: Sequence[Path], sources: dict[tuple[str, str, str], _Source]) -> Iterator[Span]:
+    """Yield the spans in the files on the server's clock, and note in `sources` what their batches say of themselves.
+
+    The files are read twice: all must have been seen to know how far a clock is off, and what bears the same name.
+    """
+    for row in _rows(paths, _sent_decoder):
+        sources.setdefault(row.batch.source, _Source()).add(row)
+    delays: dict[str, float] = {}
+    hosts: dict[str, set[str]] = {}
+    for (process, host, _), source in sources.items():
+        hosts.setdefault(process, set()).add(host)
         if source.delay_s is not None:
-            hosts[host] = min(hosts.get(host, source.delay_s), source.delay_s)
+            delays[host] = min(delays.get(host, source.delay_s), source.delay_s)
     for (_, host, _), source in sources.items():
         if source.delay_s is None:  # the launcher, which writes its spans itself
-            source.delay_s = hosts.get(host)
-    return [
-        Span(process=name, name=each, start=start + skew_s, seconds=seconds, attributes=attributes)
-        for batch, name in _named(batches)
-        for skew_s in (sources[batch.source].skew_s,)
-        for each, start, seconds, attributes in batch.spans
-    ]
+            source.delay_s = delays.get(host)
+    seen: set[tuple[tuple[str, str, str], int]] = set()  # a killed trainer may have written a batch twice
+    for batch in (row.batch for row in _rows(paths, _decoder)):
+        if (batch.source, batch.number) in seen or batch.source not in sources:  # or it has come meanwhile
+            continue
+        seen.add((batch.source, batch.number))
+        skew_s = sources[batch.source].skew_s
+        process = f"{batch.process} {batch.host}" if len(hosts[batch.process]) > 1 else batch.process
+        for name, start, seconds, attributes in batch.spans:
+            yield Span(process=process, name=name, start=start + skew_s, seconds=seconds, attributes=attributes)
 
 
 def _skew_of(delay_s: float | None) -> float:
@@ -278,26 +299,3 @@ def _named_time(path: Path) -> float:
     """Return the time in the name of a file, by the clock of the trainer that began it."""
     digits = path.stem.rpartition("-")[2]
     return int(digits) / 1000 if digits.isdecimal() else 0.0
-
-
-def _noted(rows: Iterable[_Row], sources: dict[tuple[str, str, str], _Source]) -> Iterator[_Batch]:
-    """Yield each batch once, which a killed trainer may have written twice, and note what it says of its source."""
-    for row in rows:
-        batch = row.batch
-        source = sources.setdefault(batch.source, _Source())
-        if row.stored is not None:
-            delay_s = row.stored - batch.sent
-            source.delay_s = delay_s if source.delay_s is None else min(source.delay_s, delay_s)
-        source.num_dropped = max(source.num_dropped, batch.dropped)
-        if batch.number not in source.numbers:
-            source.numbers.add(batch.number)
-            yield batch
-
-
-def _named(batches: list[_Batch]) -> Iterator[tuple[_Batch, str]]:
-    """Yield the batches with the names of their processes, which say their host where several have one name."""
-    hosts: dict[str, set[str]] = {}
-    for batch in batches:
-        hosts.setdefault(batch.process, set()).add(batch.host)
-    for batch in batches:
-        yield batch, f"{batch.process} {batch.host}" if len(hosts[batch.process]) > 1 else batch.process

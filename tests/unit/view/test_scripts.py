@@ -133,6 +133,13 @@ def test_a_span_that_goes_on_is_drawn_as_far_as_it_is_seen(scripts: ViewScripts)
     ]
 
 
+def test_a_timeline_of_very_many_bars_has_an_extent(scripts: ViewScripts) -> None:
+    """A long run has more than a function takes as arguments."""
+    bars = [{"start": start, "length": 9 if start == 7 else 0.5} for start in range(200_000)]
+    assert scripts.call("pages/timeline.js", "extent", bars) == [0, 199_999.5]
+    assert scripts.call("pages/timeline.js", "extent", bars[3:9]) == [3, 16]
+
+
 def test_gaps_of_a_curve_stay_gaps(scripts: ViewScripts) -> None:
     """The mean is corrected for its start: a constant stays what it is."""
     assert scripts.call("format.js", "smooth", [3, None, 3, 3], 0.9) == [

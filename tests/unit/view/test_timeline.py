@@ -1,7 +1,11 @@
 """The spans that the timeline draws, and the samples to which they lead."""
 
+import json
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
+from services.view.run_reader import RunReader
 from services.view.timeline import timeline_of
 from services.view.trace_reader import Span
 
@@ -30,6 +34,37 @@ def test_a_call_leads_to_the_sample_that_it_played() -> None:
     drawn = timeline_of(spans, _INDEX)["spans"]
     found = [(each["group"], each["sample"], each["number"]) for each in drawn]
     assert found == [(3, 5, 9), (3, None, 9), (4, 0, None), (None, None, None), (3, 7, 7), (3, 1, 8)]
+
+
+def test_no_more_spans_are_held_than_are_drawn(tmp_path: Path) -> None:
+    """A long run has gigabytes of them. Files are read one after the other, and the longest spans are kept."""
+    (tmp_path / "trace").mkdir()
+    num_bytes = 0
+    for number in range(8):
+        began = 1000.0 + 100 * number
+        spans = [
+            ["call", began, place / 10 + number + 1, {"request": f"run/{place}/0/abc/0/0/ffff"}]
+            for place in range(1000)
+        ]
+        lines = [
+            json.dumps({"sequence": 1, "stored": began, "batch": {
+                "process": "rollout-0", "host": "a", "pid": 1, "start": "s", "number": 10 * number + each,
+                "dropped": 0, "sent": began, "spans": spans[100 * each :][:100]}}) + "\n"
+            for each in range(10)
+        ]  # fmt: skip
+        path = tmp_path / "trace" / f"spans-{round(1000 * began):013d}.jsonl"
+        num_bytes += path.write_text("".join(lines))
+    run = RunReader(tmp_path)
+    tracemalloc.start()
+    try:
+        found = timeline_of(run.spans(0.0, 1e9), [], most=10)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (found["num_left_out"], len(found["spans"])) == (7990, 10)
+    longest = sorted((place / 10 + number + 1 for number in range(8) for place in range(1000)), reverse=True)[:10]
+    assert sorted((each["length"] for each in found["spans"]), reverse=True) == longest
+    assert most_bytes < num_bytes
 
 
 def test_of_too_many_spans_the_longest_are_drawn() -> None:

@@ -14,7 +14,7 @@ export default {
   isLive: true,
   draw(context) {
     const rows = context.steps[context.run].rows.filter((row) => row.max_staleness !== undefined);
-    const most = Math.max(...rows.map((row) => row.max_staleness), ...rows.map((row) => row.token_lag_max ?? 0));
+    const most = rows.reduce((most, row) => Math.max(most, row.max_staleness, row.token_lag_max ?? 0), 0);
     if (!rows.length) return empty("No step has been trained yet.");
     const shares = rows.map((row) => {
       const counts = Array.from({ length: most + 1 }, (_, lag) => row[`num_tokens_lag_${lag}`] ?? 0);

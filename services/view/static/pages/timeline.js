@@ -30,8 +30,7 @@ export default {
       get(`api/runs/${context.run}/spans`, { first_step: from, last_step: to }),
     ]);
     if (!steps.length) return [tools(context, from, to, last), empty("These steps have no trace.")];
-    const times = steps.flatMap((step) => step.spans);
-    const [first, end] = [Math.min(...times.map(([, start]) => start)), Math.max(...times.map(([, start, length]) => start + length))];
+    const [first, end] = extent(steps.flatMap((step) => step.spans.map(([, start, length]) => ({ start, length }))));
     const found = await get(`api/runs/${context.run}/processes`, { first, last: end });
     const clipped = found.spans.map((span) => clip(span, first, end));
     const recorded = processLanes(clipped);
@@ -66,6 +65,13 @@ function trainerLanes(steps) {
     { name: "trainer", rows: [bars((name) => name !== "push")] },
     { name: "pushes", rows: [bars((name) => name === "push")] },
   ];
+}
+
+// When the first of them begins and the last one ends. A function takes no more than about 100,000 arguments.
+export function extent(spans) {
+  let [first, end] = [Infinity, -Infinity];
+  for (const { start, length } of spans) [first, end] = [Math.min(first, start), Math.max(end, start + length)];
+  return [first, end];
 }
 
 // Spans may have begun before the shown steps, and go on after them.
@@ -154,8 +160,7 @@ const rowOf = (lane) => Math.max(3, Math.min(ROW, Math.floor(TALL / lane.rows.le
 
 function plot(context, lanes) {
   const all = lanes.flatMap((lane) => lane.rows.flat());
-  const first = Math.min(...all.map((bar) => bar.start));
-  const end = Math.max(...all.map((bar) => bar.start + bar.length));
+  const [first, end] = extent(all);
   let [low, high] = [first, Math.max(end, first + 1e-3)];
   const height = AXIS + lanes.reduce((sum, lane) => sum + lane.rows.length * rowOf(lane) + GAP, 0);
   const note = h("p", { class: "faint", "aria-live": "polite" }, " ");
