@@ -1,12 +1,9 @@
 """What the launcher settles before it starts anything, and what it reads while the run goes on."""
 
-import errno
-import fcntl
 import json
 import os
 import re
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,146 +25,11 @@ from services.launch.run_status import describe_phase
 from services.recipe import Recipe
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
-    """A small recipe that keeps its runs in `tmp_path`."""
-    (tmp_path / "config.json").write_text("{}")
-    path = tmp_path / "recipe.toml"
-    path.write_text(
-        f'[run]\nname = "r"\ndir = "{tmp_path}/runs"\n[model]\npath = "{tmp_path}"\n[rollout]\nreplicas = 2\n'
-    )
-    return load(Recipe, [path])
-
-
 def test_demo_recipe_holds_known_keys_only(tmp_path: Path) -> None:
     """recipes/tiny-cpu.toml is valid, but for its model, which the working directory decides."""
     (tmp_path / "config.json").write_text("{}")
     recipes = Path(__file__).parents[3] / "recipes"
     assert load(Recipe, [recipes / "tiny-cpu.toml"], [f"--model.path={tmp_path}"]).rollout.replicas == 2
-
-
-def test_two_runs_in_one_second_have_two_folders(recipe: Recipe) -> None:
-    """Each run gets a folder of its own below run.dir, named by the run and the time."""
-    folders = [RunFolder.create(recipe.run).path for _ in range(3)]
-    assert len(set(folders)) == 3
-    assert all(folder.parent == recipe.run.dir and folder.name.startswith("r-20") for folder in folders)
-
-
-def test_written_config_is_the_recipe(recipe: Recipe) -> None:
-    """The run folder's config.toml reads back as the same recipe."""
-    folder = RunFolder.create(recipe.run)
-    folder.write_config(recipe)
-    assert load(Recipe, [folder.config_file]) == recipe
-    assert RunFolder.open(folder.path) == folder
-
-
-def test_given_folder_is_used_once(recipe: Recipe, tmp_path: Path) -> None:
-    """run.folder is taken as it is, and refused when it holds a run."""
-    run = recipe.run.model_copy(update={"folder": tmp_path / "mine"})
-    folder = RunFolder.create(run)
-    assert folder.path == tmp_path / "mine"
-    folder.write_config(recipe)
-    with pytest.raises(SetupError, match="--resume"):
-        RunFolder.create(run)
-
-
-def test_a_folder_is_discarded_before_anything_began(recipe: Recipe) -> None:
-    """With the recipe, the launcher's log and what is empty; a process's log, a result or a stranger's file stays."""
-    for name, text in (
-        ("metrics.jsonl", ""),
-        ("logs/trainer.log", "x"),
-        ("samples.jsonl", "{}"),
-        ("notes.txt", "mine"),
-    ):
-        folder = RunFolder.create(recipe.run)
-        with folder.locked():
-            folder.write_config(recipe)
-            folder.launcher_log.write_text("data.checking")
-            (folder.path / "checkpoints/.writer-1").mkdir(parents=True)
-            (folder.path / name).write_text(text)
-        assert folder.discard_unused() == (not text)
-        assert folder.path.exists() == folder.config_file.exists() == bool(text)
-
-
-def test_a_folder_in_use_is_not_discarded(recipe: Recipe) -> None:
-    """Whoever works in it has just taken the lock."""
-    folder = RunFolder.create(recipe.run)
-    folder.write_config(recipe)
-    with folder.locked():
-        assert not folder.discard_unused()
-    assert folder.config_file.exists()
-
-
-def test_a_folder_that_cannot_be_made_is_named(recipe: Recipe, tmp_path: Path) -> None:
-    """By the setting that names it."""
-    (tmp_path / "file").write_text("")
-    inside = tmp_path / "file" / "run"
-    with pytest.raises(SetupError, match=f"run.folder = '{inside}' cannot be made: Not a directory; choose another"):
-        RunFolder.create(recipe.run.model_copy(update={"folder": inside}))
-    with pytest.raises(SetupError, match=f"run.dir = '{inside}' cannot be made: Not a directory; choose another"):
-        RunFolder.create(recipe.run.model_copy(update={"dir": inside}))
-
-
-def test_a_folder_that_cannot_be_locked_is_named(recipe: Recipe) -> None:
-    """As one that belongs to somebody else."""
-    folder = RunFolder.create(recipe.run)
-    (folder.path / ".lock").mkdir()  # refused to every user, the administrator included
-    with pytest.raises(SetupError, match=f"{folder.path} cannot be written"), folder.locked():
-        pass
-
-
-def test_second_launcher_is_kept_out(recipe: Recipe) -> None:
-    """Two launchers cannot work in one folder; after the first has ended the second may."""
-    folder = RunFolder.create(recipe.run)
-    with folder.locked(), pytest.raises(SetupError, match="running"), folder.locked():
-        pass
-    with folder.locked():
-        pass
-
-
-def test_a_look_at_the_lock_keeps_no_launcher_out(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`penstock status` and the like hold it for a moment; the launcher tries again."""
-    folder = RunFolder.create(recipe.run)
-    with (folder.path / ".lock").open("w") as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)
-        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
-        with folder.locked():
-            pass
-
-
-@pytest.mark.parametrize("is_made_again", [False, True])
-def test_a_folder_that_is_deleted_meanwhile_is_not_used(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, is_made_again: bool
-) -> None:
-    """The lock of its removed file would keep nobody out."""
-    folder = RunFolder.create(recipe.run)
-    with (folder.path / ".lock").open("w") as deleting:
-        fcntl.flock(deleting, fcntl.LOCK_EX)
-
-        def delete(_: float) -> None:
-            folder.clear()
-            folder.remove_cleared()
-            if is_made_again:
-                folder.path.mkdir()
-                (folder.path / ".lock").touch()
-            fcntl.flock(deleting, fcntl.LOCK_UN)
-
-        monkeypatch.setattr(time, "sleep", delete)
-        with pytest.raises(SetupError, match="has just been deleted"), folder.locked():
-            pass
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
-def test_a_file_system_without_locks_is_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Lustre that is mounted without flock, and NFS without lockd."""
-
-    def flock(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    folder = RunFolder.create(recipe.run)
-    with pytest.raises(SetupError, match=rf"{folder.path} cannot be locked: .*flock.*run\.dir"), folder.locked():
-        pass
 
 
 def test_every_server_gets_an_address(recipe: Recipe) -> None:
