@@ -25,6 +25,7 @@ class SftCommand:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
         )
 
     def wait_for(self, words: str) -> None:
@@ -41,12 +42,12 @@ class SftCommand:
 
 @pytest.fixture
 def recipe(tiny_model_path: Path, tmp_path: Path) -> Path:
-    """Ten small steps."""
+    """Twenty small steps."""
     file = tmp_path / "recipe.toml"
     file.write_text(
         f'run.name = "t"\nrun.dir = "{tmp_path}"\nmodel.path = "{tiny_model_path}"\n'
         'data.answer_format = "{answer}"\nsft.batch_size = 4\n'
-        'trainer.num_steps = 10\ntrainer.checkpoint_every = 2\ntrainer.device = "cpu"\n'
+        'trainer.num_steps = 20\ntrainer.checkpoint_every = 2\ntrainer.device = "cpu"\n'
         "trainer.optimizer.learning_rate = 1e-3\n"
     )
     return file
@@ -59,7 +60,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def weights(folder: Path) -> bytes:
     """Of the last step."""
-    return (folder / "checkpoints/step-000010/model/model.safetensors").read_bytes()
+    return (folder / "checkpoints/step-000020/model/model.safetensors").read_bytes()
 
 
 @pytest.mark.timeout(300)
@@ -68,22 +69,22 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
     away, which does the same; then to the end."""
     whole = SftCommand(recipe, f"--run.folder={tmp_path / 'whole'}")
     broken = SftCommand(recipe, f"--run.folder={tmp_path / 'broken'}")
-    broken.wait_for("step 3/10")
+    broken.wait_for("step 3/20")
     broken.process.kill()
     broken.finish()
-    assert not (tmp_path / "broken/checkpoints/step-000010").exists()
+    assert not (tmp_path / "broken/checkpoints/step-000020").exists()
 
     resumed = SftCommand("--resume", tmp_path / "broken")
-    resumed.wait_for("step 5/10")
+    resumed.wait_for("step 5/20")
     resumed.process.send_signal(signal.SIGINT)
     code, out, err = resumed.finish()
     last = rows(tmp_path / "broken")[-1]["step"]
     assert (code, err) == (130, "")
-    assert 5 <= last < 9
+    assert 5 <= last < 19
     assert f"model {tmp_path}/broken/checkpoints/step-{last:06d}/model" in out
 
     without_terminal = SftCommand("--resume", tmp_path / "broken")
-    without_terminal.wait_for(f"step {last + 1}/10")
+    without_terminal.wait_for(f"step {last + 1}/20")
     assert without_terminal.process.stdout is not None
     without_terminal.process.stdout.close()
     without_terminal.process.send_signal(signal.SIGHUP)
@@ -95,7 +96,7 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
     assert SftCommand("--resume", tmp_path / "broken").finish()[0] == 0
     code, out, err = whole.finish()
     assert (code, err) == (0, "")
-    assert "step 10/10  loss " in out
+    assert "step 20/20  loss " in out
     for ours, theirs in zip(rows(tmp_path / "broken"), rows(tmp_path / "whole"), strict=True):
         assert (ours["step"], ours["loss"], ours["grad_norm"]) == (theirs["step"], theirs["loss"], theirs["grad_norm"])
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")

@@ -140,7 +140,12 @@ async def patient_process(begin: Callable[[], object]) -> asyncio.subprocess.Pro
 async def test_a_closed_terminal_ends_a_process_in_order() -> None:
     """The shell sends the same signal once more, which does not count as a second one."""
     ours, terminal = pty.openpty()
-    process = await patient_process(lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0))
+
+    def begin() -> None:
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+
+    process = await patient_process(begin)
     os.close(terminal)
     assert process.stdout is not None
     try:
