@@ -2,8 +2,8 @@
 
 Invariant: a body counts from its first byte until its request is answered or the application releases it, and a part
 that does not fit is refused before it is stored. Large bodies may take seven eighths of the room, so that small ones
-always find some. A large body whose size is declared first waits for room for all of it, and counts from then on: a
-body of which a part is stored never waits for another.
+always find some. Where bodies wait, a large one whose size is declared first waits for room for all of it, and counts
+from then on: a body of which a part is stored never waits for another.
 
 An application that answers for minutes releases a body once it keeps nothing of it but what it made of it, and bounds
 that itself: the router's wait queue counts the requests that wait, with their images, and its slots bound those that
@@ -24,8 +24,6 @@ _SMALL_BYTES = 64 * 2**10
 _MAX_DISCARDED = 4
 _MAX_PAUSE_S = 120.0
 """Seconds without a part of its body after which a client is refused, because its body holds room that others need."""
-_MAX_WAIT_S = 60.0
-"""Seconds that a large body waits for room. Others make room within seconds, if they are only parsed."""
 _CLOSE = {"Connection": "close"}
 _SCOPE_KEY = "penstock.body"
 
@@ -37,11 +35,13 @@ class GoneError(Exception):
 class Bodies:
     """The request bodies that a server holds."""
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, *, max_wait_s: float = 0.0) -> None:
+        """Hold bodies of `max_body_bytes` at most; let large ones wait for room for `max_wait_s` seconds."""
         self.num_bytes = 0
         """Bytes of all bodies held."""
         self._max_body_bytes = max_body_bytes
         self._max_bytes = _BODIES_OF_MAX_SIZE * max_body_bytes
+        self._max_wait_s = max_wait_s
         self._turn = asyncio.Lock()
         """Held by the large body that gets the next room, so that they get it in their order."""
         self._has_freed = asyncio.Event()
@@ -60,9 +60,9 @@ class Bodies:
         """
         held = HeldBody(self)
         try:
-            if _SMALL_BYTES < declared_bytes <= self._max_body_bytes:
+            if self._max_wait_s and _SMALL_BYTES < declared_bytes <= self._max_body_bytes:
                 with contextlib.suppress(TimeoutError):  # then it is refused when a part does not fit
-                    async with asyncio.timeout(_MAX_WAIT_S):
+                    async with asyncio.timeout(self._max_wait_s):
                         await self._reserve(declared_bytes, held)
             held.data = await self._read(receive, held)
             yield held

@@ -53,6 +53,7 @@ class Boundary:
         app: ASGIApp,
         *,
         max_body_bytes: int,
+        body_wait_s: float = 0.0,
         make_error_body: ErrorBodyMaker,
         security: Security,
         name_of_key: Callable[[Scope], str] = lambda scope: "",
@@ -62,7 +63,7 @@ class Boundary:
         self._security = security
         self._name_of_key = name_of_key
         self._make_error_body = make_error_body
-        self._bodies = Bodies(max_body_bytes)
+        self._bodies = Bodies(max_body_bytes, max_wait_s=body_wait_s)
         self._running: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()

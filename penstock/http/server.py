@@ -54,6 +54,7 @@ class HttpServer:
         port: int,
         key: str = "port",
         max_body_bytes: int = 64 * 2**20,
+        body_wait_s: float = 0.0,
         make_error_body: ErrorBodyMaker = error_body,
         security: Security | None = None,
         name_of_key: Callable[[Scope], str] = lambda scope: "",
@@ -67,8 +68,9 @@ class HttpServer:
             port: Port to listen on.
             key: The setting that holds the port, for example router.http_port.
             max_body_bytes: A larger body is answered 413. All bodies together may hold twice as much, from their first
-                byte until they are answered or released (`penstock.http.body.release_body`); a large body that
-                finds no room within a minute is answered 429.
+                byte until they are answered or released (`penstock.http.body.release_body`); a body that does not
+                fit is answered 429.
+            body_wait_s: Seconds that a large body waits for room before that.
             make_error_body: Makes the JSON of errors that the application never sees, such as 401, from status and
                 message.
             security: Token and certificates; None reads them from the environment.
@@ -85,6 +87,7 @@ class HttpServer:
         self._boundary = Boundary(
             app,
             max_body_bytes=max_body_bytes,
+            body_wait_s=body_wait_s,
             make_error_body=make_error_body,
             security=self._security,
             name_of_key=name_of_key,

@@ -85,8 +85,7 @@ class RewardConfig(Config):
     """Profile of requests from slime and OpenRLHF whose URL has no ?profile=."""
     http_max_body_mb: int = pydantic.Field(default=64, ge=1, le=1024)
     """HTTP requests above this size, in MiB, are refused. All requests together may hold twice as much, and 4 to 10
-    times that in memory once their JSON is read; further ones wait up to a minute for room, and are then told to come
-    back later."""
+    times that in memory once their JSON is read; further ones are told to come back later."""
     workers: int = pydantic.Field(default=2, ge=1, le=256)
     """Worker processes for symbolic comparison; each has one item at a time."""
     deadline_s: float = pydantic.Field(default=1.0, gt=0)

@@ -10,12 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.http import body as body_module
 from penstock.http.body import Bodies, GoneError, release_body
 from penstock.http.boundary import Boundary
 from penstock.http.status import error_body
 from penstock.runtime.security import Security
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 _TEXT = b'"' + b"x" * 2**20 + b'"'
 _SMALL = b'{"a": 1}'
@@ -78,7 +77,7 @@ async def test_a_released_body_counts_no_more() -> None:
 
 async def test_a_large_body_of_declared_size_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, and before any of it is read; from then on its room is its own. It does not wait for ever."""
-    bodies, begun = Bodies(max_body_bytes=len(_TEXT)), list[int]()
+    bodies, begun = Bodies(max_body_bytes=len(_TEXT), max_wait_s=HANG_S), list[int]()
     may_end = asyncio.Event()
 
     async def answer(number: int) -> None:
@@ -95,7 +94,7 @@ async def test_a_large_body_of_declared_size_waits_for_room(monkeypatch: pytest.
             assert (bodies.num_bytes, begun) == (len(_TEXT), [])
         await until(lambda: begun == [0])
         assert bodies.num_bytes == len(_TEXT)
-        monkeypatch.setattr(body_module, "_MAX_WAIT_S", 0.0)
+        monkeypatch.setattr(bodies, "_max_wait_s", 1e-3)
         with pytest.raises(HTTPException) as refused:
             await answer(3)
         assert refused.value.status_code == 429
@@ -116,7 +115,9 @@ async def test_a_server_reads_from_the_header_what_a_body_will_take() -> None:
         if "status" in message:
             statuses.append(message["status"])
 
-    boundary = Boundary(answer, max_body_bytes=len(_TEXT), make_error_body=error_body, security=Security())
+    boundary = Boundary(
+        answer, max_body_bytes=len(_TEXT), body_wait_s=HANG_S, make_error_body=error_body, security=Security()
+    )
     declared = [(b"content-length", b"%d" % len(_TEXT))]
     async with asyncio.TaskGroup() as group:
         for _ in range(3):
@@ -134,7 +135,7 @@ async def test_a_server_reads_from_the_header_what_a_body_will_take() -> None:
 
 async def test_a_reserved_body_is_read_though_small_ones_have_come() -> None:
     """They may take room that no further large one would get."""
-    bodies = Bodies(max_body_bytes=2**20)
+    bodies = Bodies(max_body_bytes=2**20, max_wait_s=HANG_S)
     small = bytes(2**16)
     arriving = asyncio.Queue[Message]()
     async with held(bodies, bytes(2**20 - 2**18)), contextlib.AsyncExitStack() as stack:

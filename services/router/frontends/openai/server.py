@@ -28,6 +28,10 @@ from services.router.frontends.openai.sessions.routes import session_of
 from services.router.frontends.openai.sessions.session_api import SessionApi
 from services.router.tuning import OpenAITuning
 
+_BODY_WAIT_S = 60.0
+"""Seconds that a large body waits for room: agents take a refusal as their own failure. Others make room within
+seconds, because they are only parsed."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBackend:
@@ -95,6 +99,7 @@ async def serving(
         port=config.http_port or 0,
         key="router.http_port",
         max_body_bytes=tuning.max_body_bytes,
+        body_wait_s=_BODY_WAIT_S,
         make_error_body=error_body,
         security=security,
         name_of_key=session_of,
