@@ -96,10 +96,8 @@ async def test_a_recipe_that_cannot_be_read_hides_no_other_run(bus: Bus, run_nam
     (tmp_path / "torn/config.toml").write_text(f'[run]\nname = "{run_name}"\n[bus]\nurl = 3\n')
     listed = await penstock_runs("list", tmp_path, "--json")
     assert "torn/config.toml: [bus] or [security] cannot be read" in listed.stderr
-    assert {row["folder"]: row["run"] for row in json.loads(listed.stdout)} == {
-        str(old): run_name,
-        str(tmp_path / "torn"): run_name,
-    }
+    rows = [row for row in json.loads(listed.stdout) if row["folder"]]  # other tests' runs have none here
+    assert {row["folder"]: row["run"] for row in rows} == {str(old): run_name, str(tmp_path / "torn"): run_name}
     deleted = await penstock_runs("delete", old, "--yes")
     assert deleted.returncode == 0, deleted.stderr
     assert f"{tmp_path}/torn is a later run of that name" in deleted.stdout
