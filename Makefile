@@ -128,7 +128,7 @@ test-trackers: setup ## Read back what SwanLab and Trackio stored, the real pack
 test-browser: setup ## Use `penstock view` in a real Chromium; needs the package chromium, fetches playwright into .clients, 160 MB.
 	@command -v chromium > /dev/null || { echo "chromium is missing: apt-get install chromium"; exit 1; }
 	$(UV) pip install --quiet --python $(BIN)/python --target .clients/playwright --requirement tests/browser/playwright.txt
-	@PYTHONPATH=.clients/playwright $(BIN)/pytest tests/browser/run_view.py -p no:randomly $(ARGS)
+	@PYTHONPATH=.clients/playwright $(BIN)/pytest tests/browser/run_*.py -p no:randomly $(ARGS)
 
 # Prometheus and Alertmanager are Debian's.
 test-observability: setup ## Test alerts and dashboards on a real Prometheus that scrapes a run; needs the packages prometheus and prometheus-alertmanager.

@@ -1,0 +1,102 @@
+"""Curves, comparison of runs, alarms and the fleet, in a real Chromium."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from playwright.async_api import Locator, Page, expect
+
+from tests.browser.pages import num_clicks
+from tests.support.view_runs import add_spans, step_row, write_rows
+
+
+async def test_a_run_grows_without_a_reload(page: Page, runs: list[Path]) -> None:
+    """A line counts when it is whole; a run that was resumed goes back."""
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        line = json.dumps(step_row(31)) + "\n"
+        file.write(line[:20])
+        file.flush()
+        await page.wait_for_timeout(2500)
+        await expect(page.locator("#status")).to_contain_text("step 30 of 200")
+        file.write(line[20:])
+    await expect(page.locator("#status")).to_contain_text("step 31 of 200", timeout=10_000)
+    replaced = runs[0] / "new"
+    replaced.write_text("".join(json.dumps(step_row(step)) + "\n" for step in range(1, 21)))
+    replaced.replace(runs[0] / "metrics.jsonl")
+    await expect(page.locator("#status")).to_contain_text("step 20 of 200", timeout=10_000)
+
+
+async def test_charts_that_are_drawn_anew_are_freed(page: Page, runs: list[Path]) -> None:
+    """A page that is left open beside a run draws them at each step."""
+    await expect(page.locator("figure").first).to_be_visible()
+    for step in range(31, 35):
+        write_rows(runs[0], [step_row(step)])
+        await expect(page.locator("#status")).to_contain_text(f"step {step} of 200", timeout=10_000)
+    await page.wait_for_timeout(500)
+    kept = await page.evaluate(
+        "import('/vendor/uPlot.mjs').then(({ default: uPlot }) => uPlot.sync('steps').plots.length)"
+    )
+    assert kept == await page.locator("figure .uplot").count() > 0
+
+
+async def test_runs_are_compared(page: Page, runs: list[Path]) -> None:
+    """Curves over each other, also over hours, of which runs share none, and settings that differ."""
+    rows = [step_row(step, elapsed_s=2.0 * step + 0.7) for step in range(1, 31)]
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    await page.get_by_role("checkbox", name="second").check()
+    await expect(page.locator("figure").first).to_contain_text("second")
+    of_steps = await _num_coloured(page.locator("figure canvas").first)
+    await page.get_by_label("Over").select_option("time")
+    await expect(page.locator("figure").first).to_contain_text("hours")
+    assert await _num_coloured(page.locator("figure canvas").first) > of_steps / 2
+    await page.get_by_role("link", name="Settings").click()
+    await expect(page.locator("tbody tr")).to_have_count(1)
+    await expect(page.locator("tbody tr")).to_contain_text("trainer.max_staleness")
+
+
+async def _num_coloured(canvas: Locator) -> int:
+    """Pixels of lines; axes and grid are grey."""
+    found: int = await canvas.evaluate(
+        """async (canvas) => {
+            await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)));
+            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            let count = 0;
+            for (let at = 0; at < data.length; at += 4) {
+                const [red, green, blue, alpha] = data.slice(at, at + 4);
+                count += alpha > 0 && Math.max(red, green, blue) - Math.min(red, green, blue) > 60;
+            }
+            return count;
+        }"""
+    )
+    return found
+
+
+async def test_alarms_are_counted_and_explained(page: Page) -> None:
+    """On the run that has them."""
+    await page.locator("#run").select_option(label="second")
+    await expect(page.locator("nav .count")).to_have_text("2")
+    await page.get_by_role("link", name="Alarms").click()
+    await expect(page.get_by_role("alert").first).to_contain_text("groups failed in the last 5 steps")
+
+
+async def test_an_alarm_without_a_step_appears_on_the_open_page(page: Page, runs: list[Path]) -> None:
+    """A run that hangs trains no step that would draw the page again."""
+    await page.get_by_role("link", name="Alarms").click()
+    await expect(page.locator("main")).to_contain_text("Nothing is wrong")
+    for name in ("metrics.jsonl", "evaluations.jsonl", "config.toml"):
+        os.utime(runs[0] / name, (1_700_000_000, 1_700_000_000))
+    with (runs[0] / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the launcher of a run that goes on
+        await expect(page.get_by_role("alert")).to_contain_text("stuck")
+
+
+async def test_engines_are_listed_with_what_they_do(page: Page, runs: list[Path]) -> None:
+    """Load, version, speed and pauses, from the spans that they sent last."""
+    add_spans(runs[0])
+    await page.get_by_role("link", name="Fleet").click()
+    row = page.locator("tbody tr", has_text="engine-5")
+    await expect(row).to_contain_text("rollout-0")
+    await expect(row.locator("td").nth(2)).to_have_text("31")
+    await expect(page.locator("tbody tr", has_text="ended")).to_contain_text("x")
+    assert await num_clicks(page) == 1

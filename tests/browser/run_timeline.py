@@ -1,0 +1,84 @@
+"""The timeline and the pushes that lead to it, in a real Chromium."""
+
+import json
+from pathlib import Path
+
+from playwright.async_api import Page, expect
+
+from tests.browser.pages import LONGEST_CLICKS, num_clicks
+from tests.support.view_runs import add_spans
+
+
+async def test_the_push_that_paused_longest_is_three_clicks_away(page: Page, runs: list[Path]) -> None:
+    """The fleet's page lists pushes by their pauses, and leads to the timeline of the step."""
+    metrics = runs[0] / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows[16]["push_pause_s"] = 7.5
+    metrics.with_name("new").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics.with_name("new").replace(metrics)
+    await page.get_by_role("link", name="Fleet").click()
+    first = page.locator("h2", has_text="Pushes").locator("xpath=following-sibling::div[1]//tbody/tr").first
+    await expect(first).to_contain_text("7.5 s")
+    await first.get_by_role("link", name="17").click()
+    await expect(page.locator("h1")).to_have_text("Timeline")
+    await expect(page.get_by_label("Steps")).to_have_value("17")
+    assert await num_clicks(page) <= LONGEST_CLICKS
+
+
+async def test_a_bar_of_the_timeline_leads_to_its_sample(page: Page) -> None:
+    """And says what it is."""
+    await page.get_by_role("link", name="Timeline").click()
+    await expect(page.get_by_text("The trainer's time:")).to_contain_text("training 66.7%, waiting for groups 33.3%")
+    await _point_at_first_bar(page)
+    await expect(page.locator("main")).to_contain_text("sample")
+    await page.mouse.down()
+    await page.mouse.up()
+    await expect(page.locator("h1")).to_have_text("Group")
+
+
+async def test_a_call_of_an_engine_leads_to_its_sample(page: Page, runs: list[Path]) -> None:
+    """The engines' own spans say how long the call waited for its first token."""
+    add_spans(runs[0])
+    await page.get_by_role("link", name="Timeline").click()
+    await expect(page.get_by_text("The trainer's time:")).to_be_visible()
+    await _point_at_first_bar(page)
+    await expect(page.locator("main")).to_contain_text("sample 0, 6 tokens, first token after 300 ms")
+    await page.mouse.down()
+    await page.mouse.up()
+    await expect(page.locator("h1")).to_have_text("Group")
+
+
+async def _point_at_first_bar(page: Page) -> None:
+    """Move the mouse to the first bar below the trainer's and the pushes'."""
+    surface = page.locator("canvas")
+    found = await surface.evaluate(
+        """(canvas) => {
+            const pen = canvas.getContext("2d");
+            const scale = canvas.width / canvas.clientWidth;
+            for (let y = 62; y < canvas.clientHeight; y += 2) {
+                for (let x = 140; x < canvas.clientWidth; x += 2) {
+                    if (pen.getImageData(x * scale, y * scale, 1, 1).data[3] === 255
+                        && pen.getImageData(x * scale, y * scale, 1, 1).data[2] !== 223) return [x + 2, y + 1];
+                }
+            }
+            return null;
+        }"""
+    )
+    await surface.hover(position={"x": found[0], "y": found[1]})
+
+
+async def test_the_timeline_is_used_by_keys(page: Page, runs: list[Path]) -> None:
+    """Arrows go from bar to bar and from lane to lane, Enter opens the sample."""
+    add_spans(runs[0])
+    await page.get_by_role("link", name="Timeline").click()
+    await expect(page.get_by_text("The trainer's time:")).to_be_visible()
+    await page.locator("canvas").focus()
+    await page.keyboard.press("ArrowRight")
+    await expect(page.locator("main")).to_contain_text("step 19: waiting for groups, 600 ms")
+    await page.keyboard.press("ArrowRight")
+    await expect(page.locator("main")).to_contain_text("step 19: training, 1.2 s")
+    for _ in range(2):
+        await page.keyboard.press("ArrowDown")
+    await expect(page.locator("main")).to_contain_text("sample 0, 6 tokens")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("h1")).to_have_text("Group")
