@@ -261,7 +261,7 @@ class Evaluation:
             prompt = played.prompt(example, group_id, version=self._version, images=hashes)
             stored = await self._bus.publish(self._bus.prompts, encode(prompt), message_id=group_id.message)
         except InvalidRequestError as error:
-            raise DataError(f"row {row} of evaluation.sets.{name} cannot be sent: {error}") from None
+            played.refuse(row, error)
         self._sent[index] = _Sent(attempt, group_id.message, stored.sequence)
 
 

@@ -5,7 +5,7 @@ Invariant: row i of a set is the same in every evaluation, whatever was played b
 
 import hashlib
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -82,14 +82,22 @@ class EvaluationSet:
             try:
                 require(example)
             except ValueError as error:
-                with named_set(self.name):
-                    raise self.source.wrong(row, error) from None
+                self.refuse(row, error)
             travelling = self.source.first_columns.extra
             if row == 0 and column and column.partition(".")[0] not in travelling:
                 raise DataError(
                     f"evaluation.sets.{self.name}.break_down_by = {column!r} is no column that travels with the "
                     f"prompt; the first row has {', '.join(sorted(travelling)) or 'none'}"
                 )
+
+    def refuse(self, row: int, error: Exception) -> NoReturn:
+        """Refuse a row that was read, but does not fit other settings or cannot be sent.
+
+        Raises:
+            DataError: always; the message names the set, the row's file and its place there.
+        """
+        with named_set(self.name):
+            raise self.source.wrong(row, error) from None
 
     def sampling(self, example: Example) -> Sampling:
         """Return the sampling parameters for this row: its own, else the set's."""

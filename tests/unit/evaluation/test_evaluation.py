@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.bus.connection import Stored
-from penstock.errors import DataError
+from penstock.errors import DataError, InvalidRequestError
 from penstock.records import Group, GroupId
 from penstock.runtime.process import end_task
 from services.trainer.data.config import DataConfig
@@ -91,6 +91,18 @@ async def test_rows_that_fail_end_it_only_if_none_was_played(
             await running.receive(failed(MAX_FAILURES_AT_FIRST - 1))
     await end_task(publishing)
     assert len(outcomes) == MAX_FAILURES_AT_FIRST
+
+
+async def test_a_row_that_cannot_be_sent_is_named_with_its_place() -> None:
+    """The number of a row alone does not find it among the files of a set."""
+    server = Server()
+
+    async def publish(*_: object, **__: object) -> Stored:
+        raise InvalidRequestError("the record is larger than 1 MiB")
+
+    server.publish = publish  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=r"^evaluation\.sets\.s: [^,:]+, row \d+: the record is larger than 1 MiB;"):
+        await evaluation(server, []).run()
 
 
 async def test_a_group_that_is_received_when_it_is_stopped_has_no_outcome() -> None:
