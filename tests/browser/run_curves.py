@@ -100,3 +100,18 @@ async def test_engines_are_listed_with_what_they_do(page: Page, runs: list[Path]
     await expect(row.locator("td").nth(2)).to_have_text("31")
     await expect(page.locator("tbody tr", has_text="ended")).to_contain_text("x")
     assert await num_clicks(page) == 1
+
+
+async def test_marked_text_stays_while_the_run_goes_on(page: Page, runs: list[Path]) -> None:
+    """Whoever copies an engine's numbers needs longer than a step; the news come when the mark is gone."""
+    add_spans(runs[0])
+    await page.get_by_role("link", name="Fleet").click()
+    await page.locator("tbody tr", has_text="engine-5").evaluate("row => getSelection().selectAllChildren(row)")
+    marked = await page.evaluate("String(getSelection())")
+    assert "engine-5" in marked
+    write_rows(runs[0], [step_row(31, push_pause_s=7.5)])
+    await expect(page.locator("#status")).to_contain_text("step 31 of 200", timeout=10_000)
+    assert await page.evaluate("String(getSelection())") == marked
+    await page.evaluate("getSelection().removeAllRanges()")
+    write_rows(runs[0], [step_row(32)])
+    await expect(page.locator("main")).to_contain_text("7.5 s", timeout=10_000)

@@ -120,6 +120,9 @@ function showLink() {
 
 const controls = (root) => [...root.querySelectorAll("a[href], button, input, select, [tabindex]")];
 
+// Whether somebody has marked text of the page, to copy it.
+const isMarked = () => !getSelection().isCollapsed && document.getElementById("page").contains(getSelection().anchorNode);
+
 // What the page shows besides steps, in short: where this changes, it is drawn again.
 const newsOf = (page) => String(page?.news?.(context) ?? "");
 
@@ -131,7 +134,7 @@ async function poll() {
     context.runs = await get("api/runs");
     const isNew = await Promise.all(context.steps.map((steps) => steps.poll()));
     drawHeader();
-    const isBusy = isTouched && document.querySelector("#page :focus");
+    const isBusy = isMarked() || (isTouched && document.querySelector("#page :focus"));
     const page = PAGES[current()];
     if ((isNew.some(Boolean) || newsOf(page) !== seen) && page?.isLive && !isBusy) await draw();
   } catch (error) {
