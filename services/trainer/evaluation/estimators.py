@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
+
 ABSTAINED: Final = None
 """The vote of a sample that gave no answer."""
+_NEGLIGIBLE: Final = 1e-17
+"""What is less likely is not computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +68,12 @@ def pass_at(k: int, *, num_samples: int, num_correct: int) -> float:
 def majority_at(k: int, votes: Sequence[Hashable], *, correct: Hashable) -> float:
     """Return the probability that the most frequent vote among `k` of the samples is the correct one.
 
-    The mean over all subsets of `k` samples, exactly. Answers that tie share the win equally. Samples
-    that abstained are drawn like others but cannot win; if all of them abstained, nothing is correct.
+    The mean over all subsets of `k` samples, to about 1e-10. Answers that tie share the win equally. Samples that
+    abstained are drawn like others but cannot win; if all of them abstained, nothing is correct.
+
+    If each sample is drawn by itself with the probability k / (n + 1), the votes of the answers are independent, and
+    the subsets of `k` samples are the draws in which they sum to k. So the generating functions of the votes are
+    multiplied, at as many roots of unity as the sum has values, and the coefficient of k is read off.
 
     Args:
         k: Samples that vote.
@@ -75,35 +83,49 @@ def majority_at(k: int, votes: Sequence[Hashable], *, correct: Hashable) -> floa
     Raises:
         ValueError: `k` is not in 1 .. len(votes).
     """
-    _require_k(k, len(votes))
+    num_samples = len(votes)
+    _require_k(k, num_samples)
     counts = Counter(vote for vote in votes if vote is not ABSTAINED)
-    num_abstained = len(votes) - counts.total()
+    num_abstained = num_samples - counts.total()
     num_correct = counts.pop(correct, 0)
-    others = tuple(sorted(counts.values()))
-    num_choices = math.comb(len(votes), k)
+    if k == num_samples:  # one subset
+        most = max(counts.values(), default=0)
+        return 0.0 if num_correct < max(most, 1) else 1 / (1 + [*counts.values()].count(num_correct))
+    others = Counter(counts.values())  # answers by how many votes each has
+    share = k / (num_samples + 1)
+    size = num_samples + 1
+    roots = np.exp(2j * np.pi / size * np.arange(size))
+    abstained = (1 - share + share * roots) ** num_abstained
+    fewer = {count: np.full(size, _binomial(0, count, share), dtype=complex) for count in others}
     won = 0.0
-    for num_votes in range(1, min(k, num_correct) + 1):
-        chosen = math.comb(num_correct, num_votes)
-        for num_ties, num_ways in _ways(others, num_abstained, k - num_votes, num_votes):
-            won += chosen * num_ways / ((num_ties + 1) * num_choices)  # integers, each of which may exceed a float
-    return won
+    for most in range(1, min(k, num_correct) + 1):
+        powers = roots[most * np.arange(size) % size]
+        as_many = {count: _binomial(most, count, share) * powers for count in others}
+        if (chance := _binomial(most, num_correct, share)) > _NEGLIGIBLE:
+            num_ties = min(sum(number for count, number in others.items() if count >= most), k // most - 1)
+            for tie, weight in _nodes(num_ties):  # the integral of tie ** ties is 1 / (ties + 1), the share of a win
+                drawn = abstained
+                for count, number in others.items():
+                    drawn = drawn * (fewer[count] + tie * as_many[count]) ** number
+                won += chance * weight * float((drawn * roots[(most - k) * np.arange(size) % size]).real.mean())
+        for count in others:
+            fewer[count] += as_many[count]
+    return min(max(won / _binomial(k, num_samples, share), 0.0), 1.0)
 
 
-@lru_cache(maxsize=4096)
-def _ways(counts: tuple[int, ...], num_abstained: int, num_chosen: int, most: int) -> Sequence[tuple[int, int]]:
-    """Count the ways to choose `num_chosen` samples of the other answers so that no answer has more than `most` votes;
-    return pairs of (answers with exactly `most`, ways)."""
-    ways = {(0, 0): 1}  # (samples chosen, answers with exactly `most`): ways
-    for count in counts:
-        extended: Counter[tuple[int, int]] = Counter()
-        for (size, ties), number in ways.items():
-            for taken in range(min(count, most, num_chosen - size) + 1):
-                extended[size + taken, ties + (taken == most)] += number * math.comb(count, taken)
-        ways = extended
-    totals: Counter[int] = Counter()
-    for (size, ties), number in ways.items():
-        totals[ties] += number * math.comb(num_abstained, num_chosen - size)
-    return sorted(totals.items())
+def _binomial(taken: int, count: int, share: float) -> float:
+    """Return the probability that `taken` of `count` samples are drawn, each with the probability `share`."""
+    if taken > count:
+        return 0.0
+    ways = math.lgamma(count + 1) - math.lgamma(taken + 1) - math.lgamma(count - taken + 1)
+    return math.exp(ways + taken * math.log(share) + (count - taken) * math.log1p(-share))
+
+
+@lru_cache(maxsize=1024)
+def _nodes(degree: int) -> list[tuple[float, float]]:
+    """Return the nodes and weights of the Gauss rule on 0 .. 1 that is exact for polynomials of this degree."""
+    places, weights = np.polynomial.legendre.leggauss(degree // 2 + 1)
+    return list(zip(((places + 1) / 2).tolist(), (weights / 2).tolist(), strict=True))
 
 
 def _require_k(k: int, num_samples: int) -> None:
