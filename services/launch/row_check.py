@@ -70,21 +70,18 @@ def check_rows(
         each.check(max_rows=1)
     known = KnownNames.of(recipe)
 
-    def fits_run(source: Source, number: int, example: Example) -> None:
-        _require_new_tokens(source, number, example, recipe.sampling.max_new_tokens)
-        _require_known(source, number, example, known)
-
     def fits_set(each: EvaluationSet, number: int, example: Example) -> None:
         with named_set(each.name):
-            _require_known(each.source, number, example, known)
+            _require_known(each.source, known, number, example)
 
     model = "" if recipe.model is None else model_digest(recipe.model.path)
     folder, drops_wrong = cache_folder(recipe.data), recipe.data.wrong_rows == "drop"
     with open_row_progress(say) as progress:
         reader = _Reader(model, say=say, progress=progress, max_rows=max_rows, ends_at=time.monotonic() + max_s)
         for source in prompts.values():
-            require = partial(fits_run, source)
-            reader.read(source, source, source.name, folder, drops_wrong=drops_wrong, require=require)
+            require = partial(_require_known, source, known)
+            rows = _RowsOfRun(source, max_new_tokens=recipe.sampling.max_new_tokens)
+            reader.read(rows, source, source.name, folder, drops_wrong=drops_wrong, require=require)
         if recipe.demonstrations is not None:
             own_folder, drops_wrong = cache_folder(recipe.demonstrations), recipe.demonstrations.wrong_rows == "drop"
             for source in demonstrations.values():
@@ -93,6 +90,24 @@ def check_rows(
         for each in sets.values():  # their own errors name them
             name = f"evaluation.sets.{each.name}: {each.source.name}"
             reader.read(each, each.source, name, folder, require=partial(fits_set, each))
+
+
+class _RowsOfRun:
+    """A source's rows, of which those that ask for more new tokens than the run allows are wrong."""
+
+    def __init__(self, source: Source, *, max_new_tokens: int) -> None:
+        self._source = source
+        self._most = max_new_tokens
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, number: int, /) -> Example:
+        example, most = self._source[number], self._most
+        if (wanted := example.max_new_tokens) is not None and wanted > most:
+            reason = f"its max_new_tokens = {wanted} is above sampling.max_new_tokens = {most}; raise the setting"
+            raise self._source.wrong(number, ValueError(reason))
+        return example
 
 
 class _Reader:
@@ -170,17 +185,8 @@ class _Reader:
         return known, [int(number) for number in np.flatnonzero(is_unread[:num_checked])]
 
 
-def _require_known(source: Source, number: int, example: Example, known: KnownNames) -> None:
+def _require_known(source: Source, known: KnownNames, number: int, example: Example) -> None:
     try:
         known.require(example)
     except ValueError as error:
         raise source.wrong(number, error) from None
-
-
-def _require_new_tokens(source: Source, number: int, example: Example, most: int) -> None:
-    wanted = example.max_new_tokens
-    if wanted is not None and wanted > most:
-        raise source.wrong(
-            number,
-            ValueError(f"its max_new_tokens = {wanted} is above sampling.max_new_tokens = {most}; raise the setting"),
-        )

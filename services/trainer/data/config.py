@@ -166,8 +166,8 @@ class DataConfig(SourceConfig):
     """Rows with a longer prompt, images included, are passed over. 0: those that leave less than
     sampling.max_new_tokens of the context; see filters.overlong_prompts."""
     wrong_rows: Literal["refuse", "drop"] = "refuse"
-    """Rows that cannot be read, such as a truncated image or an empty answer. refuse: the run ends and names the row.
-    drop: they are passed over, counted and logged."""
+    """Rows that cannot be read or sent, such as a truncated image or an empty answer. refuse: the run ends and names
+    the row. drop: they are passed over, counted and logged."""
     memory_gib: float = pydantic.Field(default=4.0, gt=0)
     """Memory for decoded rows, in GiB. Larger files are read piece by piece, as rows are played."""
     cache_dir: Path | None = None

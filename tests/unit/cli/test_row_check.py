@@ -75,6 +75,16 @@ def test_a_row_of_its_own_sampling_is_read_each_time(tmp_path: Path, read: list[
         check_rows(Recipe.model_validate(values), with_sets=False, say=print)
 
 
+def test_a_row_that_wants_too_many_tokens_is_dropped(tmp_path: Path) -> None:
+    """As the trainer does when it comes to such a row later."""
+    file = tmp_path / "rows.jsonl"
+    wanted = [100, 600, 100]
+    rows = [{"problem": "?", "answer": "2", "own": {"max_new_tokens": most}} for most in wanted]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(file), "sampling_column": "own", "cache_dir": tmp_path, "wrong_rows": "drop"}
+    check_rows(Recipe.model_validate({"data": data}), with_sets=False, say=print)
+
+
 def test_what_is_left_unread_is_said(tmp_path: Path, read: list[int]) -> None:
     """Because there are too many rows, or because the time is over; the next start goes on from there."""
     recipe, said = run_of(tmp_path, written(tmp_path / "rows.jsonl", wrong=[NUM_ROWS - 1])), list[str]()
