@@ -254,7 +254,9 @@ async def test_a_forkserver_that_is_ready_too_late_is_not_used(monkeypatch: pyte
     async with _running(num_workers=1) as pool:
         monkeypatch.setattr(forkserver_process, "_START_TIMEOUT_S", 0.01)
         with capture_logs() as logs:
-            os.kill(parent_of(pool.worker_pids[0]), signal.SIGKILL)
+            workers = pool.worker_pids
+            os.kill(parent_of(workers[0]), signal.SIGKILL)
+            await until(lambda: not any(map(is_alive, workers)))  # one would judge, and nobody miss the forkserver
             judging = asyncio.create_task(pool.run(_EASY, HANG_S))
             await until(lambda: any(entry["event"] == "forkserver.failed" for entry in logs))
         monkeypatch.setattr(forkserver_process, "_START_TIMEOUT_S", HANG_S)
