@@ -83,7 +83,7 @@ def serve(
         ),
     ] = 0,
 ) -> int:
-    """Run one process of a training run, or a server of environments, until SIGINT or SIGTERM.
+    """Run one process of a training run, or a server of environments, until SIGINT, SIGTERM or SIGHUP.
 
     Any --section.key=value overrides the recipe.
     """
