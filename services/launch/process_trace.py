@@ -15,17 +15,21 @@ class ProcessTrace:
     """Appends to a file in `trace` of the run folder, of the same form as the spans of other processes."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin another file in the run folder `folder` with the first span."""
+        """Begin a file in the run folder `folder`; what earlier launchers have not seen end is lost from then on."""
         self._path = folder / "trace" / f"launcher-{time.time_ns() // 1_000_000:013d}.jsonl"
         self._buffer = SpanBuffer("launcher")
+        self._append(b"")
 
     def add(self, name: str, began: float, ended: float, /, **attributes: Any) -> None:
         """Write a span, by times of `time.monotonic()`. A full disk loses it."""
         self._buffer.add(name, began, ended, attributes)
         payload, _ = self._buffer.take_batch(1)
+        self._append(b'{"sequence":0,"stored":null,"batch":%b}\n' % payload)
+
+    def _append(self, line: bytes) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab") as file:
-                file.write(b'{"sequence":0,"stored":null,"batch":%b}\n' % payload)
+                file.write(line)
         except OSError as error:
             log.debug("spans.not_kept", reason=str(error))

@@ -20,14 +20,19 @@ _OF_ENGINES: Final = ("call", "paused", "push.received")
 
 
 def fleet_of(
-    spans: Sequence[Span], rows: Sequence[Mapping[str, Any]], *, starts: Sequence[Span], now: float, is_running: bool
+    spans: Sequence[Span],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    starts: Sequence[Sequence[Span]],
+    now: float,
+    is_running: bool,
 ) -> dict[str, Any]:
     """Describe the engines, the other processes and the pushes of a run.
 
     Args:
         spans: All spans of the last `MEMORY_S` seconds before `now`, by start.
         rows: The steps so far.
-        starts: The launcher's spans of the whole run.
+        starts: The spans of each launcher of the run, in their order.
         now: Seconds since 1970; of a run that has ended, its end.
         is_running: Whether a launcher still works on the run.
     """
@@ -113,8 +118,10 @@ def _tokens_in(span: Span, first: float, last: float) -> float:
     return float(span.attributes.get("num_tokens") or 0) * share
 
 
-def _processes(spans: Sequence[Span], starts: Sequence[Span], now: float, is_running: bool) -> list[dict[str, Any]]:
-    """Describe every process: those that the launcher started, and others that have sent spans.
+def _processes(
+    spans: Sequence[Span], starts: Sequence[Sequence[Span]], now: float, is_running: bool
+) -> list[dict[str, Any]]:
+    """Describe every process: those that a launcher started, and others that have sent spans.
 
     A launcher that was killed has not written how its processes ended: they are lost.
     """
@@ -123,10 +130,11 @@ def _processes(spans: Sequence[Span], starts: Sequence[Span], now: float, is_run
         if span.process != "launcher":
             heard[span.process] = max(heard.get(span.process, 0.0), span.start + span.seconds)
     known: dict[str, dict[str, Any]] = {name: {"state": "", "num_starts": None, "exit_code": None} for name in heard}
-    for span in starts:
+    for is_last, span in ((each is starts[-1], span) for each in starts for span in each):
         name, number = str(span.attributes.get("service", "")), span.attributes.get("start", 1)
         if span.name == "process.starting":
-            known[name] = {"state": "up" if is_running else "lost", "num_starts": number, "exit_code": None}
+            state = "up" if is_running and is_last else "lost"
+            known[name] = {"state": state, "num_starts": number, "exit_code": None}
         elif span.name == "process":
             known[name] = {"state": "ended", "num_starts": number, "exit_code": span.attributes.get("exit_code")}
     return [

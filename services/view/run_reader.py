@@ -100,8 +100,8 @@ class RunReader:
         with self._lock:
             return self._trace.stream(first, last)
 
-    def starts(self) -> list[Span]:
-        """Return when the launcher started processes of the run, and when they ended."""
+    def starts(self) -> list[list[Span]]:
+        """Return when each launcher of the run, in their order, started processes, and when they ended."""
         with self._lock:
             return self._trace.starts()
 

@@ -171,10 +171,14 @@ class TraceReader:
             shifted.append(step)
         return shifted
 
-    def starts(self) -> list[Span]:
-        """Return when the launcher started processes of the run, and when they ended, in the order of these moments."""
-        spans = _spans(self._launcher_paths(), {})
-        return sorted(spans, key=lambda span: span.start + span.seconds)
+    def starts(self) -> list[list[Span]]:
+        """Return when each launcher of the run started processes, and when they ended, in the order of these moments.
+
+        The launchers are in the order in which they began.
+        """
+        return [
+            sorted(_spans([path], {}), key=lambda span: span.start + span.seconds) for path in self._launcher_paths()
+        ]
 
     def read(self, first: float = 0.0, last: float = float("inf")) -> Trace:
         """Return the spans that overlap the time from `first` to `last`, in seconds since 1970."""

@@ -73,7 +73,7 @@ def test_processes_are_those_that_were_started_and_those_that_are_heard_of() -> 
         _span("launcher", "process", 1.0, 30.0, service="router", start=1, exit_code=1),
     ]
     spans = [_span("worker", "turn", 990.0, 4.0), _span("reward", "judged", 999.0, 1.0), starts[0]]
-    found = fleet_of(spans, [], starts=starts, now=_NOW, is_running=True)["processes"]
+    found = fleet_of(spans, [], starts=[starts], now=_NOW, is_running=True)["processes"]
     assert [
         (each["process"], each["state"], each["num_starts"], each["exit_code"], each["silent_s"]) for each in found
     ] == [
@@ -94,11 +94,20 @@ def test_processes_of_a_launcher_that_was_killed_are_lost() -> None:
     states = [
         {each["process"]: each["state"] for each in found["processes"]}
         for found in (
-            fleet_of(spans, [], starts=starts, now=_NOW, is_running=is_running) for is_running in (True, False)
+            fleet_of(spans, [], starts=[starts], now=_NOW, is_running=is_running) for is_running in (True, False)
         )
     ]
     assert [each.pop("trainer") for each in states] == ["up", "lost"]
     assert states == [{"router": "ended", "worker": ""}] * 2
+
+
+def test_a_launcher_that_goes_on_with_a_run_does_not_raise_the_dead() -> None:
+    """Until its own are ready they are lost; an engine that the run has no more stays lost."""
+    names = ("rollout-0", "rollout-1")
+    killed = [_span("launcher", "process.starting", 1.0, 2.0, service=name, start=1) for name in names]
+    for own, states in ([], ["lost", "lost"]), (killed[:1], ["up", "lost"]):
+        found = fleet_of([], [], starts=[killed, own], now=_NOW, is_running=True)
+        assert [each["state"] for each in found["processes"]] == states
 
 
 def test_the_push_that_paused_longest_comes_first() -> None:
