@@ -35,6 +35,7 @@ class RunReader:
         self._lock = threading.Lock()
         self._metrics = JsonLinesFollower(folder / "metrics.jsonl")
         self._evaluations = JsonLinesFollower(folder / "evaluations.jsonl")
+        self._trace_lock = threading.Lock()  # of its own: to find a time among gigabytes of spans takes seconds
         self._trace = TraceReader(folder)
         self._index = JsonLinesFollower(folder / "episodes" / "index.jsonl")
         self._search = TextSearch(self._description)
@@ -89,7 +90,7 @@ class RunReader:
 
     def trace(self) -> list[dict[str, Any]]:
         """Return the trainer's spans, step by step."""
-        with self._lock:
+        with self._trace_lock:
             return list(self._trace.steps())
 
     def spans(self, first: float, last: float) -> Iterator[Span]:
@@ -97,12 +98,12 @@ class RunReader:
 
         The files are read as the spans are taken, and not at once: those of a long run are gigabytes.
         """
-        with self._lock:
+        with self._trace_lock:
             return self._trace.stream(first, last)
 
     def starts(self) -> list[list[Span]]:
         """Return when each launcher of the run, in their order, started processes, and when they ended."""
-        with self._lock:
+        with self._trace_lock:
             return self._trace.starts()
 
     def episodes(self) -> list[dict[str, Any]]:

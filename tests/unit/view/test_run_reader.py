@@ -2,13 +2,18 @@
 
 import fcntl
 import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from services.trainer.telemetry.episodes.files import EpisodeFiles
 from services.view.run_reader import NotThereError, RunReader
+from services.view.trace_reader import Span, TraceReader
 from tests.support.view_runs import SHA, add_group, make_run, step_row, write_rows
+from tests.support.waiting import HANG_S
 
 
 def test_a_run_that_grows_is_read_on(tmp_path: Path) -> None:
@@ -27,6 +32,27 @@ def test_a_run_that_grows_is_read_on(tmp_path: Path) -> None:
     replaced.replace(tmp_path / "run" / "metrics.jsonl")
     generation, rows = run.steps()
     assert (generation, [row["step"] for row in rows]) == (1, [1])
+
+
+def test_steps_do_not_wait_for_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find its time among gigabytes of spans takes seconds, in which every open page asks for the list of runs."""
+    run, may_end = RunReader(make_run(tmp_path / "run")), threading.Event()
+    is_reading = threading.Event()
+
+    def stream(*_: object) -> Iterator[Span]:
+        is_reading.set()
+        assert may_end.wait(HANG_S)
+        return iter(())
+
+    monkeypatch.setattr(TraceReader, "stream", stream)
+    with ThreadPoolExecutor(2) as threads:
+        reading = threads.submit(run.spans, 0.0, 1.0)
+        assert is_reading.wait(HANG_S)
+        try:
+            assert len(threads.submit(run.steps).result(HANG_S)[1]) == 30
+        finally:
+            may_end.set()
+        assert list(reading.result()) == []
 
 
 def test_groups_are_found_by_their_place_in_the_index(tmp_path: Path) -> None:
