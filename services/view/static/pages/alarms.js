@@ -2,11 +2,17 @@
 
 import { get } from "../api.js";
 import { empty, h } from "../dom.js";
+import { every } from "../news.js";
+
+const STUCK_SHOWN_S = 30;
 
 export default {
   title: "Alarms",
   isLive: true,
-  news: (context) => context.runs[context.run]?.alarm_kinds,
+  news: (context) => {
+    const kinds = context.runs[context.run]?.alarm_kinds ?? [];
+    return [...kinds, kinds.includes("stuck") && every(STUCK_SHOWN_S)]; // its text says for how long
+  },
   async draw(context) {
     const alarms = await get(`api/runs/${context.run}/alarms`);
     if (!alarms.length) return empty("Nothing is wrong that these rules know of.");

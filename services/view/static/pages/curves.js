@@ -161,11 +161,11 @@ function placesOf(runs, place) {
 function valuesAt(x, rows, place, value) {
   const byPlace = new Map(rows.map((row) => [place(row), value(row) ?? null]));
   const values = x.map((each) => byPlace.get(each));
-  let begin = 0; // after the last value
+  let begin = 0; // after the last value, or the last place that is null
   values.forEach((each, index) => {
     if (each === null) values.fill(null, begin, index);
-    else if (each !== undefined) begin = index + 1;
-    else if (index > begin && values[index - 1] === null) values[index] = null;
+    if (each !== undefined) begin = index + 1;
+    else if (values[index - 1] === null) values[index] = null;
   });
   return values;
 }
