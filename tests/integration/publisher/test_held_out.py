@@ -66,8 +66,8 @@ async def test_a_held_out_replica_keeps_its_version_and_then_catches_up(bus: Bus
     ("transport", "load"),
     [
         ("shared_memory", "disk"),
-        ("broadcast", "disk"),
-        ("delta", "disk"),
+        pytest.param("broadcast", "disk", marks=pytest.mark.variant),
+        pytest.param("delta", "disk", marks=pytest.mark.variant),
         ("broadcast", "broadcast"),
         ("delta", "whole"),
     ],

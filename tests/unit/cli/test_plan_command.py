@@ -60,6 +60,7 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.endswith(f"it fits these GPUs, if the host has {needed:,.1f} GiB of memory\n")
 
 
+@pytest.mark.variant
 def test_the_remedy_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     """What is proposed for GPUs that are too small fits them, and nothing of it could be left out."""
     code, plan = planned(capsys, "--gpus=2x2.15")

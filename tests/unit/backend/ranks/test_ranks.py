@@ -96,7 +96,9 @@ def assert_same(one: Any, other: Any, *, atol: float = 2e-6) -> None:
         pytest.param({"fixed_rows": True, "micro_batch_tokens": 256}, marks=pytest.mark.variant),
         {"fixed_rows": True, "micro_batch_tokens": 256, "row_lengths": 2},
         {"gradient_checkpointing": True, "micro_batch_tokens": 90},
-        {"micro_batch_tokens": 90, "optimizer": {"learning_rates": {"text": 0.0}}},
+        pytest.param(
+            {"micro_batch_tokens": 90, "optimizer": {"learning_rates": {"text": 0.0}}}, marks=pytest.mark.variant
+        ),
         {"optimizer": {"learning_rates": {"tower": 0.0}, "grad_clip": 1e-3, "weight_decay": 0.1}},
     ],
     ids=str,
@@ -112,7 +114,7 @@ def test_two_ranks_take_the_steps_of_one(two: RankPool, tiny_model_path: Path, s
     ("kind", "router_replay"),
     [
         ("qwen3_vl_moe", True),
-        ("qwen3_moe", False),
+        pytest.param("qwen3_moe", False, marks=pytest.mark.variant),
         pytest.param("qwen3_vl_moe", False, marks=pytest.mark.variant),
         pytest.param("qwen3_moe", True, marks=pytest.mark.variant),
     ],
@@ -208,7 +210,9 @@ def supervised(
     return weights, metrics, (measured.total, measured.num_tokens)
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["with pictures", "without"])
+@pytest.mark.parametrize(
+    "first", [pytest.param(0, id="with pictures"), pytest.param(1, id="without", marks=pytest.mark.variant)]
+)
 def test_two_ranks_take_the_supervised_steps_of_one(two: RankPool, tiny_model_path: Path, first: int) -> None:
     """And measure the same loss. AdamW divides by the gradient's size, and so enlarges the rounding of small ones: a
     fiftieth of a step is allowed."""
@@ -241,7 +245,7 @@ def mixed(
     ("first", "pictures"),
     [
         pytest.param(0, False, id="groups with pictures"),
-        pytest.param(1, True, id="demonstrations with pictures"),
+        pytest.param(1, True, id="demonstrations with pictures", marks=pytest.mark.variant),
         pytest.param(3, False, id="groups of equal rewards"),
         pytest.param(0, True, id="both with pictures", marks=pytest.mark.variant),
         pytest.param(1, False, id="neither", marks=pytest.mark.variant),

@@ -41,6 +41,7 @@ def test_four_ranks_compare_samples_over_the_batch_as_one(four: RankPool, tiny_m
         assert_same(alone, together)
 
 
+@pytest.mark.variant
 def test_ranks_that_hold_all_weights_each_take_the_steps_of_one(four: RankPool, tiny_model_path: Path) -> None:
     """As many replicas as ranks: nothing is sharded, and gradients are summed."""
     alone = trained(ALONE, tiny_model_path, {}, range(2))
