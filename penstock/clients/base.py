@@ -14,7 +14,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from penstock.errors import NotReadyError, OverloadedError, UnavailableError
+from penstock.errors import DeadlineError, NotReadyError, OverloadedError, UnavailableError
 from penstock.rpc.channel import connect
 from penstock.runtime.security import Security
 
@@ -29,6 +29,9 @@ ResultT = TypeVar("ResultT")
 
 class Client:
     """A channel to one server; use it as a context manager, or `close` it."""
+
+    _repeats_late_calls = False
+    """Whether `_retried` also repeats calls that exceeded their deadline: of a server where a call changes nothing."""
 
     def __init__(self, address: str, *, security: Security | None = None, spread: bool = False) -> None:
         """Prepare a channel to `address` (host:port); it connects at the first call and reconnects automatically.
@@ -59,10 +62,12 @@ class Client:
     ) -> ResultT:
         """Call `attempt(number, timeout_s)` until it succeeds, fails for good, or `retry_until` (monotonic) comes.
 
-        Retries errors that may pass: UnavailableError, OverloadedError and NotReadyError.
+        Retries errors that may pass: UnavailableError, OverloadedError and NotReadyError; with `_repeats_late_calls`
+        also DeadlineError, each time with twice the deadline, because the same call may take as long again.
         """
+        may_pass = (UnavailableError, OverloadedError, NotReadyError)
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type((UnavailableError, OverloadedError, NotReadyError)),
+            retry=retry_if_exception_type((*may_pass, DeadlineError) if self._repeats_late_calls else may_pass),
             wait=_BACKOFF,
             stop=stop_after_attempt(1) if retry_until is None else stop_before_delay(retry_until - time.monotonic()),
             before_sleep=self._log_retry,
@@ -72,7 +77,11 @@ class Client:
             with trial:
                 remaining_s = timeout_s if retry_until is None else min(timeout_s, retry_until - time.monotonic())
                 number = trial.retry_state.attempt_number - 1
-                result = await attempt(number, max(_MIN_ATTEMPT_S, remaining_s))
+                try:
+                    result = await attempt(number, max(_MIN_ATTEMPT_S, remaining_s))
+                except DeadlineError:
+                    timeout_s *= 2
+                    raise
                 self._failing = False
                 return result
         raise AssertionError  # the last trial returns or raises

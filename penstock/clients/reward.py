@@ -17,6 +17,8 @@ from penstock.v1 import reward_pb2, reward_pb2_grpc
 class RewardClient(Client):
     """The reward service; if its name has several addresses, all of them in turn."""
 
+    _repeats_late_calls = True
+
     def __init__(self, address: str, *, security: Security | None = None) -> None:
         """Prepare a channel to the reward service at `address` (host:port)."""
         super().__init__(address, security=security, spread=True)
@@ -85,13 +87,14 @@ class RewardClient(Client):
 
         Args:
             items: The responses to verify.
-            timeout_s: Deadline of one attempt.
+            timeout_s: Deadline of the first attempt; each attempt after one that exceeded it has twice as long.
             retry_until: Retry a call that may succeed later until this time of `time.monotonic()`; None: never.
 
         Raises:
             InvalidRequestError: there is no such profile.
             OverloadedError: the service's queue is full.
             UnavailableError: the service does not answer.
+            DeadlineError: the last attempt exceeded its deadline.
             PenstockError: the verdicts belong to other items.
         """
         request = reward_pb2.VerifyBatchRequest(items=items)

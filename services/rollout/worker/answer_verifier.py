@@ -22,8 +22,8 @@ log = structlog.get_logger()
 _STATUS_PREFIX, _METHOD_PREFIX = "VERDICT_STATUS_", "VERDICT_METHOD_"
 
 _VERIFY_TIMEOUT_S = 60.0
-"""Deadline in seconds of one call for a group: a service judges a group in milliseconds, unless every item uses up its
-deadline. The call is repeated until the wait timeout is over."""
+"""Deadline in seconds of the first call for a group: a service judges a group in milliseconds, unless every item uses
+up its deadline. The call is repeated, with twice the deadline, until the wait timeout is over."""
 
 
 class Verifier(Protocol):

@@ -253,6 +253,32 @@ async def test_verdicts_of_other_items_are_refused(other_address: str) -> None:
             await client.verify_batch(items, timeout_s=HANG_S)
 
 
+async def test_a_verdict_that_takes_too_long_is_asked_for_again() -> None:
+    """With twice the time, but only if the caller wants to wait."""
+    deadlines_s: list[float] = []
+
+    class SlowAtFirst(reward_pb2_grpc.RewardServiceServicer):
+        async def VerifyBatch(self, request: Any, context: Any) -> reward_pb2.VerifyBatchResponse:  # noqa: N802 - the contract's name
+            deadlines_s.append(context.time_remaining())
+            if len(deadlines_s) <= 2:
+                raise DeadlineError("the item hangs")
+            return reward_pb2.VerifyBatchResponse(verdicts=[reward_pb2.Verdict(item_id="a", score=1.0)])
+
+    server = RpcServer(host="127.0.0.1", port=0)
+    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, SlowAtFirst(), "penstock.v1.RewardService")
+    await server.start()
+    items = [reward_pb2.VerifyItem(item_id="a")]
+    try:
+        async with RewardClient(server.address) as client:
+            with pytest.raises(DeadlineError):
+                await client.verify_batch(items, timeout_s=60.0)
+            [verdict] = await client.verify_batch(items, timeout_s=60.0, retry_until=time.monotonic() + 600)
+    finally:
+        await server.drain(0.0)
+    assert (verdict.score, len(deadlines_s)) == (1.0, 3)
+    assert deadlines_s[1] < 61 < deadlines_s[2] < 121
+
+
 async def test_the_small_calls_return_what_the_servers_say(other_address: str) -> None:
     """Profiles, pool and run."""
     async with RewardClient(other_address) as reward, RouterClient(other_address) as router:
