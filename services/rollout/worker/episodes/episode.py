@@ -308,6 +308,9 @@ class EpisodePlayer:
             return "length"
         except DeadlineError as error:
             episode.grading.require_sound()
+            if unjudged := episode.grading.take_unjudged():  # perhaps the verdict took too long, not the step
+                episode.error = f"its step asked for a verdict and got none: {unjudged}"
+                return "error"
             episode.ended_by = str(error)
             return "deadline"
         except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.environments import StepResult, Task
-from penstock.errors import InvalidRequestError, PenstockError, SetupError, UnavailableError
+from penstock.errors import DeadlineError, InvalidRequestError, PenstockError, SetupError, UnavailableError
 from penstock.model.chat_template import Renderer
 from penstock.records import Group, Limits
 from penstock.records.codec import decode, encode
@@ -173,15 +173,16 @@ async def test_a_reward_service_that_must_be_set_up_stops_the_worker(renderer: R
     ("verifier", "reason"),
     [
         (Boxes(failure=UnavailableError("the reward service is away")), "the reward service is away"),
+        (Boxes(failure=DeadlineError("the reward service hangs")), "the reward service hangs"),
         (Boxes(status=reward_pb2.VERDICT_STATUS_TIMEOUT), "TIMEOUT"),
     ],
-    ids=["away", "too slow"],
+    ids=["away", "hangs", "too slow"],
 )
 async def test_what_nobody_judged_is_no_wrong_answer(
     renderer: Renderer, answer: Any, verifier: Boxes, reason: str
 ) -> None:
-    """The sample is unjudged, with the reason."""
-    episode = await play_one(renderer, verifier, answer)
+    """The sample is unjudged, with the reason, and the 0 of an earlier step is not its reward."""
+    episode = await play_one(renderer, verifier, shows("Go on.", reward=0.0), answer)
     sample = episode.to_sample(None)
     assert (sample.reward, sample.finish_reason, episode.needs_verdict) == (None, "error", False)
     assert reason in sample.error
