@@ -45,6 +45,7 @@ class Trajectory:
         self._logprobs: list[float] = []
         self._spans: list[VersionSpan] = []
         self._images: list[str] = []
+        self._num_answered_images = 0
         self._turns: list[Turn] = []
         self._turn_ranges: list[range] = []
         self._complete: list[TokenSequence] = []
@@ -132,6 +133,7 @@ class Trajectory:
         if experts is not None:
             self._experts.append(experts)
         self._turn_ranges.append(range(len(self._ids), len(self._ids) + len(ids)))
+        self._num_answered_images = len(self._images)
         self._ids.extend(ids)
         self._mask.extend([True] * len(ids))
         self._logprobs.extend(response.logprobs)
@@ -150,17 +152,21 @@ class Trajectory:
         self.last_finish = response.finish_reason
 
     def to_sequences(self) -> tuple[TokenSequence, ...]:
-        """Return the tokens as sequences for the trainer: one, and one more for each time that tokens were left out."""
+        """Return the tokens as sequences for the trainer: one, and one more for each time that tokens were left out.
+
+        What follows the policy's last turn is not in them: nothing is learned from it, and if the next turn failed, it
+        may hold an image that nobody can read.
+        """
         return (*self._complete, *([self._sequence()] if any(self._mask) else []))
 
     def _sequence(self) -> TokenSequence:
-        last = self._turns[-1]
+        last, end = self._turns[-1], self._turn_ranges[-1].stop
         return TokenSequence(
-            token_ids=np.array(self._ids, dtype="<i4"),
-            loss_mask=np.array(self._mask, dtype="|b1"),
-            logprobs=np.array(self._logprobs, dtype="<f4"),
+            token_ids=np.array(self._ids[:end], dtype="<i4"),
+            loss_mask=np.array(self._mask[:end], dtype="|b1"),
+            logprobs=np.array(self._logprobs[:end], dtype="<f4"),
             version_spans=tuple(self._spans),
-            images=tuple(self._images),
+            images=tuple(self._images[: self._num_answered_images]),
             num_prompt_tokens=last.num_prompt_tokens,
             num_last_turn_tokens=last.num_output_tokens,
             routed_experts=np.concatenate(self._experts) if self._experts else None,

@@ -1,6 +1,7 @@
 """How an episode ends: deadlines, failures, cancellation, a full context."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -17,20 +18,27 @@ from penstock.errors import (
 from penstock.model.chat_template import Renderer
 from penstock.records import Limits
 from penstock.v1 import generate_pb2
+from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.episodes.trajectory import LENGTH
 from services.rollout.worker.group_images import GroupImages
+from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.shared_rendering import SharedRendering
 from tests.support.image_shelf import ImageShelf
+from tests.support.trainer.read_groups import reader_of
 from tests.support.waiting import promptly
 from tests.support.worker.scripted_episodes import (
     END,
     PICTURE,
+    SECOND_PICTURE,
+    NoVerifier,
+    Scripted,
     ScriptedPolicy,
     Stuck,
     TwoTurns,
     make_player,
     make_prompt,
     play,
+    shows,
 )
 
 
@@ -119,6 +127,27 @@ async def test_a_later_turn_that_fails_ends_the_sample_with_the_turns_before(
     assert (episode.finish_reason, episode.text) == (ending, "one")
     reason = {"error": str(error) if ending == "error" else "", "ended_by": str(error) if ending != "error" else ""}
     assert {"error": episode.error, "ended_by": episode.ended_by} == reason
+
+
+async def test_a_picture_that_no_engine_can_read_costs_no_other_sample(
+    renderer: Renderer, tiny_model_path: Path
+) -> None:
+    """The sample has no part of the observation that shows it, so the trainer can read its group."""
+    damaged = SECOND_PICTURE[:-10]
+    Scripted.plays(shows("Look.", damaged))
+    shelf, prompt = ImageShelf(), make_prompt("Scripted", num_samples=1)
+    await shelf.put(prompt.id.scope, PICTURE)
+    policy = ScriptedPolicy(renderer, [("one" + END, 4), InvalidRequestError("images[1] cannot be decoded")])
+    verifier, player = AnswerVerifier(NoVerifier()), make_player(renderer, policy)
+    rollout = GroupRollout(episodes=player, images=shelf, answer_verifier=verifier, worker_id="worker-a")
+    group = await rollout.play(prompt)
+    [sequence] = group.samples[0].sequences
+    assert policy.requests[1].images[1].stored.sha256 == hash_of(damaged)
+    assert sequence.token_ids.tolist() == [*policy.requests[0].input_ids, *policy.ids("one" + END)]
+    assert sequence.images == (hash_of(PICTURE),)
+    files = {hash_of(PICTURE): PICTURE, hash_of(damaged): damaged}
+    [[read]] = reader_of(tiny_model_path).read(group, files).samples
+    assert read.num_own_tokens == sequence.num_own_tokens
 
 
 async def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) -> None:
