@@ -1,18 +1,22 @@
 """Whole episodes whose environment runs in a process of its own."""
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 
+from penstock.errors import InvalidRequestError, PoisonError, UnavailableError
 from penstock.model.chat_template import Renderer
 from penstock.records import Limits
+from penstock.runtime.security import Security
 from penstock.v1 import generate_pb2
 from services.rollout.worker.config import WorkerConfig
+from services.rollout.worker.environments.hosting.server import serving_environments
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.episode import Episode
 from services.rollout.worker.group_images import GroupImages
@@ -56,6 +60,40 @@ async def test_a_bad_environment_costs_its_sample_and_keeps_its_tokens(
     assert (not sample.error, bad.needs_verdict) == (finish_reason != "error",) * 2
     assert len(sample.sequences[0].token_ids) > 0
     assert (good.finish_reason, good.reward) == ("stop", 1.0)
+
+
+@contextlib.asynccontextmanager
+async def hosted(where: str) -> AsyncIterator[EnvironmentRegistry]:
+    """`CannotBegin` under the name "mine", in the worker's loop, in a process, or at a server in either."""
+    table = {"class": f"{HERE}:CannotBegin", "isolated": where.endswith("process")}
+    async with contextlib.AsyncExitStack() as stack:
+        if where.startswith("server"):
+            tables = WorkerConfig(environments={"theirs": table}).environments
+            served = await stack.enter_async_context(EnvironmentRegistry(tables))
+            server = await stack.enter_async_context(serving_environments(served, ["theirs"], security=Security()))
+            table = {"url": server.url, "name": "theirs"}
+        tables = WorkerConfig(environments={"mine": table}).environments
+        yield await stack.enter_async_context(EnvironmentRegistry(tables))
+
+
+@pytest.mark.parametrize("where", ["loop", "process", "server", "server process"])
+@pytest.mark.parametrize(
+    ("error", "kind", "reason"),
+    [
+        ("bug", PoisonError, "environment 'mine': .*RuntimeError: no board.*; its reset failed 3 times"),
+        ("away", UnavailableError, "ConnectionRefusedError: the tool server is away"),
+        ("full", UnavailableError, "no board is free"),
+        ("wrong", InvalidRequestError, "^the row has no board$"),
+    ],
+)
+async def test_what_a_reset_raises_means_the_same_everywhere(
+    renderer: Renderer, where: str, error: str, kind: type[Exception], reason: str
+) -> None:
+    """Whether the group is given up or put back does not depend on where its environment runs."""
+    async with hosted(where) as registry:
+        player = make_player(renderer, ScriptedPolicy(renderer, []), environments=registry)
+        with pytest.raises(kind, match=reason):
+            await play(player, make_prompt("mine", extra={"error": error}))
 
 
 class LatePolicy(ScriptedPolicy):

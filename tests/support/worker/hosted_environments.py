@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock.environments import AssistantTurn, BlockingTask, Observation, StepResult, Task
+from penstock.errors import InvalidRequestError, UnavailableError
 from penstock.records import ImagePart, Message, TextPart
 from tests.support.processes import is_alive
 
 SLEEPER = "3141592"
 """Seconds that a stray process of `StartsProcesses` sleeps, by which tests find it."""
+
+ERRORS = {
+    "bug": RuntimeError("no board"),
+    "away": ConnectionRefusedError("the tool server is away"),
+    "full": UnavailableError("no board is free"),
+    "wrong": InvalidRequestError("the row has no board"),
+}
+"""What `CannotBegin` raises."""
 
 
 def say(text: str, *images: bytes) -> Observation:
@@ -251,6 +260,14 @@ class AsyncEcho:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+class CannotBegin(AsyncEcho):
+    """Raises the error that the task names in its reset."""
+
+    async def reset(self, task: Task) -> Observation:
+        """No observation."""
+        raise ERRORS[task.extra["error"]]
 
 
 class KillsItsServer(AsyncEcho):

@@ -27,7 +27,10 @@ from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Prompt
 from penstock.runtime.backoff import Backoff
 from penstock.runtime.process import others_code
-from services.rollout.worker.environments.hosting.messages import ObservationTooLargeError
+from services.rollout.worker.environments.hosting.messages import (
+    EnvironmentUnavailableError,
+    ObservationTooLargeError,
+)
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.budget import Budget, OverBudgetError
 from services.rollout.worker.episodes.clock import EpisodeClock
@@ -141,8 +144,10 @@ class EpisodeStarter:
                     log.warning("environment.reset_failed", sample=task.id, error=reason, num_tried=num_tried)
                     if num_tried < _MAX_RESETS:
                         continue
-                    kind = UnavailableError if isinstance(error, OSError) else PoisonError
-                    raise kind(f"{reason}; its reset failed {num_tried} times") from None
+                    may_pass = isinstance(error, OSError | EnvironmentUnavailableError)
+                    raise (UnavailableError if may_pass else PoisonError)(
+                        f"{reason}; its reset failed {num_tried} times"
+                    ) from None
                 else:
                     yield Beginning(environment=environment, first=first, ids=ids, budget=budget)
                     return

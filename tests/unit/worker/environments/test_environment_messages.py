@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.environments import AssistantTurn, Observation, StepResult
-from penstock.errors import EnvironmentFailedError
+from penstock.errors import EnvironmentFailedError, InvalidRequestError
 from penstock.records import ImagePart, Message, TextPart, ToolCall
 from services.rollout.worker.environments.hosting import messages
 
@@ -90,6 +90,22 @@ def test_a_failure_says_that_an_observation_was_too_large() -> None:
     back = messages.decode_reply(messages.encode(messages.failed(1, "a", is_too_large=True)))
     assert isinstance(back, messages.FailedReply)
     assert back.is_too_large
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InvalidRequestError("a"), InvalidRequestError),
+        (OSError("a"), messages.EnvironmentUnavailableError),
+        (messages.EnvironmentUnavailableError("a"), messages.EnvironmentUnavailableError),
+        (KeyError("a"), EnvironmentFailedError),
+    ],
+)
+def test_what_a_reset_raised_keeps_its_meaning(error: Exception, kind: type[Exception]) -> None:
+    """On the way from the environment to its episode."""
+    back = messages.decode_reply(messages.encode(messages.reset_failed(1, error, "a")))
+    assert isinstance(back, messages.FailedReply)
+    assert type(messages.error_of(back)) is kind
 
 
 def test_a_long_error_keeps_its_ends() -> None:

@@ -89,14 +89,17 @@ class _Episode:
         return HEADER.pack(len(data)) + data
 
     def _answer(self, request: AnyRequest) -> AnyReply:
-        what, is_too_large = str(request.__struct_config__.tag), False
+        what = str(request.__struct_config__.tag)
         try:
             return self._perform(request)
         except EnvironmentFailedError as error:
-            reason, is_too_large = f"{what}: {error}", isinstance(error, ObservationTooLargeError)
+            is_too_large = isinstance(error, ObservationTooLargeError)
+            return messages.failed(self._current(), f"{what}: {error}", is_too_large=is_too_large)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a boundary: environments are other people's code
             reason = f"{what} raised {_describe(error)}"
-        return messages.failed(self._current(), reason, is_too_large=is_too_large)
+            if isinstance(request, ResetRequest):
+                return messages.reset_failed(self._current(), error, reason)
+            return messages.failed(self._current(), reason)
 
     def _perform(self, request: AnyRequest) -> AnyReply:
         match request:

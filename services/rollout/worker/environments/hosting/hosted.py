@@ -17,7 +17,6 @@ from services.rollout.worker.environments.hosting.messages import (
     FailedReply,
     GradeReply,
     ObservationReply,
-    ObservationTooLargeError,
     ResetRequest,
     ResultReply,
     TaskMessage,
@@ -58,6 +57,8 @@ class HostedEnvironment:
 
         Raises:
             EnvironmentFailedError: the environment crashed, or gave a forbidden answer.
+            EnvironmentUnavailableError: it raised an OSError or UnavailableError; another try may succeed.
+            InvalidRequestError: it raised one: no other try will succeed.
             ObservationTooLargeError: its observation is larger than any message may carry.
             UnavailableError: it cannot be reached; another try may succeed.
         """
@@ -112,7 +113,7 @@ class HostedEnvironment:
             request = await self._answer_grade(reply.text, self._task)
         self._is_idle = True
         if isinstance(reply, FailedReply):
-            raise (ObservationTooLargeError if reply.is_too_large else EnvironmentFailedError)(reply.error)
+            raise messages.error_of(reply)
         return reply
 
     async def _answer_grade(self, text: str, task: Task) -> VerdictRequest:

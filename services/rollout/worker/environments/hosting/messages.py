@@ -9,13 +9,13 @@ Invariant: decoded messages are complete and within bounds; unknown fields, wron
 """
 
 import dataclasses
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from penstock.environments import AssistantTurn, Observation, StepResult
 from penstock.environments.protocol import TaskRow
-from penstock.errors import EnvironmentFailedError
+from penstock.errors import EnvironmentFailedError, InvalidRequestError, PenstockError, UnavailableError
 from penstock.records import Message, TextPart, Verdict
 
 MAX_MESSAGE_BYTES = 48 * 2**20
@@ -27,9 +27,15 @@ MAX_TEXT_CHARS = 2 * 2**20
 _MAX_METRICS = 256
 _MAX_ERROR_CHARS = 4000
 
+Meaning: TypeAlias = Literal["", "unavailable", "invalid"]
+
 
 class ObservationTooLargeError(EnvironmentFailedError):
     """An observation is larger than any message may carry; the text names the size and the bound."""
+
+
+class EnvironmentUnavailableError(EnvironmentFailedError):
+    """An environment could not begin because of an error of the operating system or the network; it may later."""
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,6 +145,9 @@ class FailedReply(Reply, frozen=True, kw_only=True, tag="failed", omit_defaults=
     error: str
     is_too_large: bool = False
     """Whether it is over because an observation is too large. The sample is then cut short, as by a budget."""
+    meaning: Meaning = ""
+    """What an error of `reset` means for the group. unavailable: it may be played later. invalid: never. Empty: the
+    environment is at fault."""
 
 
 class ClosedReply(Reply, frozen=True, kw_only=True, tag="closed"):
@@ -188,11 +197,34 @@ def too_large(size_bytes: int) -> str:
     return f"a message of {size_bytes} bytes; at most {MAX_MESSAGE_BYTES} are taken; send smaller images"
 
 
-def failed(number: int, error: str, *, is_too_large: bool = False) -> FailedReply:
+def failed(number: int, error: str, *, is_too_large: bool = False, meaning: Meaning = "") -> FailedReply:
     """Return a reply that reports the error, with the middle of a long text cut out."""
     half = _MAX_ERROR_CHARS // 2
     text = error if len(error) <= _MAX_ERROR_CHARS else f"{error[:half]} ... {error[-half:]}"
-    return FailedReply(number=number, error=text.encode(errors="replace").decode(), is_too_large=is_too_large)
+    sendable = text.encode(errors="replace").decode()
+    return FailedReply(number=number, error=sendable, is_too_large=is_too_large, meaning=meaning)
+
+
+def reset_failed(number: int, error: BaseException, described: str) -> FailedReply:
+    """Return a reply that reports what `reset` raised, with what it means for the group."""
+    match error:
+        case InvalidRequestError():
+            return failed(number, str(error), meaning="invalid")
+        case OSError() | UnavailableError() | EnvironmentUnavailableError():
+            return failed(number, described, meaning="unavailable")
+    return failed(number, described)
+
+
+def error_of(reply: FailedReply) -> PenstockError:
+    """Return the error that `reply` reports."""
+    if reply.is_too_large:
+        return ObservationTooLargeError(reply.error)
+    match reply.meaning:
+        case "unavailable":
+            return EnvironmentUnavailableError(reply.error)
+        case "invalid":
+            return InvalidRequestError(reply.error)
+    return EnvironmentFailedError(reply.error)
 
 
 def to_step(turn: AssistantTurn, *, number: int, remaining_s: float | None) -> StepRequest:

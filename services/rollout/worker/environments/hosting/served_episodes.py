@@ -134,11 +134,14 @@ class _Episode:
             with others_code():
                 result = await self._environment.step(request.turn)
             return messages.from_result(result, number=request.number)
-        except EnvironmentFailedError as error:
-            is_too_large = isinstance(error, ObservationTooLargeError)
-            return messages.failed(request.number, str(error), is_too_large=is_too_large)
+        except ObservationTooLargeError as error:
+            return messages.failed(request.number, str(error), is_too_large=True)
         except Exception as error:  # noqa: BLE001 - a boundary: environments are other people's code
-            return messages.failed(request.number, f"{what} raised {type(error).__name__}: {error}")
+            is_said = isinstance(error, EnvironmentFailedError)
+            reason = str(error) if is_said else f"{what} raised {type(error).__name__}: {error}"
+            if isinstance(request, ResetRequest):
+                return messages.reset_failed(request.number, error, reason)
+            return messages.failed(request.number, reason)
 
     def _remaining_s(self) -> float:
         return self._ends_at - time.monotonic()
