@@ -29,7 +29,7 @@ class TaskRow:
     """Identity of the sample: run, group, attempt, start of the trainer, and the sample's number."""
     seed: int
     """Seed for an environment that draws: the same for all samples of a group, whose rewards are compared, and for all
-    attempts to play it."""
+    attempts to play it; of an evaluation's row the same in all evaluations."""
     messages: tuple[Message, ...]
     images: tuple[bytes, ...] = ()
     """Encoded files, in the order of the messages' image parts."""

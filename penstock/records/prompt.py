@@ -163,6 +163,8 @@ class Prompt(Envelope, frozen=True, kw_only=True):
     limits: Limits = Limits()
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     """The row's other columns, as JSON, for environments and reports."""
+    seed_key: str = ""
+    """What its tasks' seed is made from: of an evaluation the row, which draws the same in each. Empty: `id.group`."""
 
     def __post_init__(self) -> None:
         if self.admitted_version < 0 or self.num_samples < 1:

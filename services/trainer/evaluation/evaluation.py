@@ -258,7 +258,7 @@ class Evaluation:
         self._in_play[index] = played.described(row, example)
         try:
             hashes = tuple([await self._images.put(group_id.scope, image) for image in example.images])
-            prompt = played.prompt(example, group_id, version=self._version, images=hashes)
+            prompt = played.prompt(row, example, group_id, version=self._version, images=hashes)
             stored = await self._bus.publish(self._bus.prompts, encode(prompt), message_id=group_id.message)
         except InvalidRequestError as error:
             played.refuse(row, error)

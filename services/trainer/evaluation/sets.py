@@ -109,10 +109,11 @@ class EvaluationSet:
             max_new_tokens=example.max_new_tokens or self.config.max_new_tokens,
         )
 
-    def prompt(self, example: Example, group_id: GroupId, *, version: int, images: tuple[str, ...]) -> Prompt:
+    def prompt(self, row: int, example: Example, group_id: GroupId, *, version: int, images: tuple[str, ...]) -> Prompt:
         """Return the prompt that a worker plays.
 
         Args:
+            row: The row's number.
             example: The row.
             group_id: The prompt's identity.
             version: The only policy version that may play it.
@@ -134,6 +135,7 @@ class EvaluationSet:
             environment=example.environment,
             limits=example.limits,
             extra=dict(example.extra),
+            seed_key=f"{self.name}/{row}",
         )
 
     def described(self, row: int, example: Example) -> PlayedPrompt:

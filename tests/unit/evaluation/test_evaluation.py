@@ -10,8 +10,10 @@ import pytest
 
 from penstock.bus.connection import Stored
 from penstock.errors import DataError, InvalidRequestError
-from penstock.records import Group, GroupId
+from penstock.records import Group, GroupId, Prompt
+from penstock.records.codec import decode
 from penstock.runtime.process import end_task
+from services.rollout.worker.episodes.tasks import make_task
 from services.trainer.data.config import DataConfig
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
 from services.trainer.evaluation.evaluation import MAX_FAILURES_AT_FIRST, Evaluation
@@ -59,11 +61,10 @@ def evaluation(server: Any, outcomes: list[PlayedPrompt], **given: Any) -> Evalu
         open_sets(config, DataConfig(), reads_rows=False),
         bus=server,
         images=server,
-        run_id="r",
         epoch="a",
         version=1,
         on_played=outcomes.append,
-        **{"has_received_all": has_received_none, **given},
+        **{"run_id": "r", "has_received_all": has_received_none, **given},
     )
 
 
@@ -120,6 +121,31 @@ async def test_a_group_that_is_received_when_it_is_stopped_has_no_outcome() -> N
     server.may_remove.set()
     await receiving
     assert outcomes == []
+
+
+async def test_a_row_draws_the_same_in_every_evaluation() -> None:
+    """Of each step, and also of one that an earlier start had begun: scores are of the same problems."""
+
+    async def seeds_of(**given: Any) -> list[int]:
+        prompts = list[Prompt]()
+
+        async def publish(_stream: object, prompt: bytes, *, message_id: str) -> Stored:
+            prompts.append(decode(prompt, Prompt))
+            return Stored(is_new=True, sequence=len(prompts))
+
+        server = Server()
+        server.publish = publish  # type: ignore[method-assign]
+        playing = asyncio.create_task(evaluation(server, [], **given).run())
+        await until(lambda: len(prompts) == NUM_ROWS - len(given.get("played", ())))
+        await end_task(playing)
+        parts: Any = SimpleNamespace(prompt=(), grade=None, remaining_s=1.0)
+        return [make_task(prompt, "0", parts, parts, parts).seed for prompt in prompts]
+
+    seeds = await seeds_of(run_id="run-step-10")
+    assert len(set(seeds)) == NUM_ROWS
+    assert await seeds_of(run_id="run-step-20") == seeds
+    played = [("s", row) for row in range(NUM_ROWS - 3)]
+    assert await seeds_of(run_id="run-step-20", played=played) == seeds[NUM_ROWS - 3 :]
 
 
 async def test_without_a_replica_one_prompt_waits_for_the_next() -> None:

@@ -66,7 +66,7 @@ def test_rows_keep_the_order_of_the_file(tmp_path: Path, rows: str) -> None:
     found = opened(tmp_path, path=rows, num_prompts=2, samples_per_prompt=4, temperature=0, profile="math")
     assert [found[row].golds for row in range(len(found))] == [("2",), ("4",)]
     group_id = GroupId(run_id="r", index=1, attempt=0, trainer_epoch="e")
-    prompt = found.prompt(found[1], group_id, version=7, images=())
+    prompt = found.prompt(1, found[1], group_id, version=7, images=())
     assert (prompt.purpose, prompt.exact_version, prompt.min_version, prompt.num_samples) == ("s", 7, 7, 4)
     assert (prompt.sampling.temperature, prompt.sampling.top_k, prompt.profile) == (0.0, 0, "math")
 
@@ -190,7 +190,7 @@ def test_rows_choose_their_own_sampling(tmp_path: Path) -> None:
     )
     found = opened(tmp_path, path=file, sampling_column="own", temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=8)
     group_id = GroupId(run_id="r", index=1, attempt=0, trainer_epoch="e")
-    played = [found.prompt(found[row], group_id, version=7, images=()).sampling for row in range(3)]
+    played = [found.prompt(row, found[row], group_id, version=7, images=()).sampling for row in range(3)]
     assert [(each.temperature, each.top_p, each.top_k, each.max_new_tokens) for each in played] == [
         (0.0, 0.5, 20, 7),
         (0.7, 0.9, 0, 8),

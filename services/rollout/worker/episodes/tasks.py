@@ -11,9 +11,10 @@ from services.rollout.worker.group_images import GroupImages
 
 def make_task(prompt: Prompt, item_id: str, images: GroupImages, grading: Grading, clock: EpisodeClock) -> Task:
     """Make the task of sample `item_id`; `grading` judges its answers, `clock` is its time."""
+    seed_key = prompt.seed_key or prompt.id.group
     return Task(
         id=item_id,
-        seed=int.from_bytes(hashlib.sha256(prompt.id.group.encode()).digest()[:8], "little"),
+        seed=int.from_bytes(hashlib.sha256(seed_key.encode()).digest()[:8], "little"),
         messages=prompt.messages,
         images=images.prompt,
         golds=prompt.golds,
