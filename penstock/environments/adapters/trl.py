@@ -106,12 +106,11 @@ class TRLEnvironment:
         if task.golds:
             row.setdefault(self._answer, task.golds[0])
         parameters = inspect.signature(self._env.reset).parameters
-        if task.images and {"images", "image", "kwargs"} & parameters.keys():
+        takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        if task.images and (takes_all or {"images", "image"} & parameters.keys()):
             row.setdefault("images", open_images(task.images))
             row.setdefault("image", row["images"][0])
-        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return row
-        return {name: value for name, value in row.items() if name in parameters}
+        return row if takes_all else {name: value for name, value in row.items() if name in parameters}
 
     def _list_methods(self) -> list[tuple[str, Callable[..., Any]]]:
         """Return the tools by name, as TRL finds them: on the class, where properties are not run."""

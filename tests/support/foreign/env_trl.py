@@ -100,6 +100,13 @@ class NoReward:
         return str(sorted(self.kwargs))
 
 
+class Whole(NoReward):
+    """Its reset calls the row something else."""
+
+    def reset(self, **row: Any) -> None:
+        self.kwargs = row
+
+
 class BadReward(NoReward):
     """Its reward is no number."""
 

@@ -63,6 +63,14 @@ def test_a_row_without_images_has_no_column_of_them(play: Play) -> None:
     ]
 
 
+def test_a_reset_of_any_keywords_gets_the_images(play: Play) -> None:
+    """Whatever the parameter that takes them is called."""
+    environment = play.begun("Whole", images=(picture(4, 3),))
+    assert shown(environment.step(say("", ("row", {}))).observation) == [
+        ("tool", ["['answer', 'image', 'images', 'prompt', 'target']"])
+    ]
+
+
 def test_public_methods_are_tools(play: Play) -> None:
     """With the schema of their types and docstrings; reset, get_reward and names with an underscore are none."""
     first = play.reset()
