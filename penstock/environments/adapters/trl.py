@@ -80,7 +80,8 @@ class TRLEnvironment:
         )
         fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.name != "grade"}
         first = self._runner.run(self._tools.reset(Task(**fields, grade=_in_thread(task.grade))))
-        first = dataclasses.replace(first, tools=self._read_schemas())
+        schemas = self._read_schemas()
+        first = dataclasses.replace(first, tools=tuple(schemas[tool["function"]["name"]] for tool in first.tools))
         return _append(first, read_parts(added, f"what reset of {self._name} returned"))
 
     def step(self, turn: AssistantTurn) -> StepResult:
@@ -118,11 +119,12 @@ class TRLEnvironment:
         names = [name for name, _ in members if name not in _RESERVED and not name.startswith("_")]
         return [(name, getattr(self._env, name)) for name in names]
 
-    def _read_schemas(self) -> tuple[dict[str, Any], ...]:
-        """Return the tools as TRL shows them to the policy; calls are checked by the stricter schema of `Tool`."""
+    def _read_schemas(self) -> dict[str, dict[str, Any]]:
+        """Return all tools by name as TRL shows them to the policy; calls are checked by `Tool`'s stricter schema."""
         from transformers.utils import get_json_schema
 
-        return tuple(get_json_schema(method) for _, method in self._list_methods())
+        schemas = [get_json_schema(method) for _, method in self._list_methods()]
+        return {schema["function"]["name"]: schema for schema in schemas}
 
     def _make_tools(self) -> list[Tool]:
         tools = []

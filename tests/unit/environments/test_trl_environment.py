@@ -88,6 +88,15 @@ def test_tools_are_those_that_trl_finds(play: Play) -> None:
     assert shown(play.opened[-1].step(say("", ("rules", {}))).observation) == [("tool", ["count"])]
 
 
+def test_a_row_s_tools_choose_among_the_methods(play: Play) -> None:
+    """The policy sees those alone that it can call."""
+    first = play.reset(tools=({"type": "function", "function": {"name": "increment"}},))
+    assert [schema["function"]["name"] for schema in first.tools] == ["increment"]
+    result = play.opened[-1].step(say("", ("increment", {"step": 3}), ("wait", {})))
+    told = [text for _, [text] in shown(result.observation)]
+    assert told == ["3", "There is no tool 'wait'; the tools are: increment."]
+
+
 def test_calls_are_made_in_their_order(play: Play) -> None:
     """One after another, as the object has a state; async methods as well."""
     calls = [("increment", {"step": 1}), ("increment", {"step": 10}), ("wait", {}), ("increment", {"step": -8})]
