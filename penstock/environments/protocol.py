@@ -75,6 +75,11 @@ class Observation:
     the model's chat template writes them before the conversation."""
 
     def __post_init__(self) -> None:
+        images = tuple(self.images)
+        for index, image in enumerate(images):
+            if not isinstance(image, bytes | bytearray | memoryview):
+                raise ValueError(f"images[{index}] is a {type(image).__name__}; give the bytes of an encoded file")
+        object.__setattr__(self, "images", tuple(map(bytes, images)))
         indices = [part.index for message in self.messages for part in message.parts if isinstance(part, ImagePart)]
         if indices != list(range(len(self.images))):
             raise ValueError(f"messages refer to images {indices}, but the observation brings {len(self.images)}")

@@ -1,7 +1,7 @@
 """Environments are found by name."""
 
 import importlib.metadata
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -53,6 +53,22 @@ def test_an_observation_brings_the_images_that_it_shows() -> None:
     shown = Message(role="user", parts=(ImagePart(index=0),))
     with pytest.raises(ValueError, match=r"refer to images \[0\], but the observation brings 0"):
         Observation(messages=(shown,))
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_an_observation_s_images_are_bytes(kind: Any) -> None:
+    """Whatever held them: they are compared and stored by their content."""
+    message = Message(role="user", parts=(ImagePart(index=0),))
+    images: Any = [kind(b"1")]
+    assert Observation(messages=(message,), images=images).images == (b"1",)
+
+
+@pytest.mark.parametrize(("image", "name"), [("a.png", "str"), (5, "int")])
+def test_an_observation_s_image_that_is_no_file_is_refused(image: Any, name: str) -> None:
+    """With its place and what to give instead."""
+    message = Message(role="user", parts=(ImagePart(index=0),))
+    with pytest.raises(ValueError, match=rf"images\[0\] is a {name}; give the bytes of an encoded file"):
+        Observation(messages=(message,), images=(image,))
 
 
 class Prepared(SingleTurn):

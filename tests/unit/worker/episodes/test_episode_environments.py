@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.bus.image_store import hash_of
 from penstock.environments import Observation, StepResult, Task
 from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, PoisonError, UnavailableError
 from penstock.model.chat_template import Renderer
@@ -15,6 +16,8 @@ from services.rollout.worker.episodes.episode import Episode
 from tests.support.worker.scripted_episodes import (
     DONE,
     END,
+    PICTURE,
+    SECOND_PICTURE,
     Scripted,
     ScriptedPolicy,
     make_player,
@@ -96,6 +99,15 @@ async def test_a_bad_answer_ends_its_sample_unjudged(renderer: Renderer, answer:
     assert re.search(reason, episode.error)
     assert episode.to_sample(None).reward is None
     assert Scripted.num_closed == 1
+
+
+async def test_a_picture_of_any_buffer_is_shown(renderer: Renderer) -> None:
+    """As an image library may hold it."""
+    buffer: Any = bytearray(SECOND_PICTURE)
+    Scripted.plays(shows("Look.", buffer), DONE)
+    episode = await play_one(renderer)
+    assert (episode.finish_reason, episode.error) == ("stop", "")
+    assert episode.trajectory.images == [hash_of(PICTURE), hash_of(SECOND_PICTURE)]
 
 
 async def test_a_template_that_cannot_continue_ends_the_sample_unjudged(
