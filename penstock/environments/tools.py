@@ -75,8 +75,9 @@ class Tool:
     parameters: Mapping[str, Any]
     """JSON schema of the arguments, of type object."""
     function: Callable[..., object]
-    """Gets the arguments by name. Async, or blocking, which then runs in its own thread. It returns a `ToolResult`, a
-    text, or any JSON value, and raises `ToolError` with a text for the policy to reject a call."""
+    """Gets the arguments by name. Async, or blocking, which then runs in its own thread; what it returns there may be
+    awaitable. It returns a `ToolResult`, a text, or any JSON value, and raises `ToolError` with a text for the policy
+    to reject a call."""
     timeout_s: float | None = 30.0
     """Seconds until an async function is cancelled. In a blocking one `SystemExit` is raised, which ends Python code at
     its next instruction but not a call that blocks in C. None for a function that enforces its own limit."""
@@ -143,6 +144,9 @@ class Tool:
                         result = await self.function(**arguments)
                 else:
                     result = await _run_in_thread(functools.partial(self.function, **arguments))
+                    if inspect.isawaitable(result):
+                        with others_code():
+                            result = await result
             return _to_result(result)
         except InvalidRequestError as error:
             raise ToolError(shorten(str(error))) from error

@@ -247,6 +247,23 @@ async def test_calls_beyond_the_limit_are_not_made() -> None:
     assert result.metrics == {"num_calls": 1000, "num_failed_calls": 998, "tool_use": 1}
 
 
+async def test_a_plain_function_may_return_a_coroutine() -> None:
+    """As a decorated one may, or an object with an async __call__; it has the same timeout."""
+
+    async def look(word: str) -> str:
+        return f"seen: {word}"
+
+    async def hang() -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    tools = [tool("look", lambda word: look(word)), tool("hang", lambda: hang(), timeout_s=0.05)]
+    assert await answers(ToolEnvironment(tools), turn(("look", {"word": "a"}), ("hang", {}))) == [
+        "seen: a",
+        "Error in hang: it took longer than 0.05 s and was ended",
+    ]
+
+
 async def test_an_async_tool_that_never_ends_is_cancelled() -> None:
     """The policy is told after its timeout."""
     cancelled = asyncio.Event()
