@@ -90,6 +90,12 @@ async def test_what_went_wrong_is_told(python: Python, code: str, words: str) ->
     assert "execution.py" not in text
 
 
+@pytest.mark.parametrize("code", ["import random\nrandom.random()", "import numpy as np\nfloat(np.random.rand())"])
+async def test_each_call_draws_numbers_of_its_own(python: Python, code: str) -> None:
+    """Though all are forked from one process."""
+    assert len({*await run(python, code, code, code)}) == 3
+
+
 async def test_what_was_printed_before_an_error_is_told(python: Python) -> None:
     """It is how people find mistakes."""
     [text] = await run(python, "print('so far')\n1/0")

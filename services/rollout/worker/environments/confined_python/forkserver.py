@@ -43,6 +43,8 @@ def _work(fd: int, settings: InterpreterSettings, *, is_confined: bool) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)  # standard error is the worker's log
     os.close(null)
+    if (random := sys.modules.get("numpy.random")) is not None:
+        random.seed()  # like Python's own generator, whose state would be the same in every fork
     sandbox.enter(is_strict=True)
     (size_bytes,) = HEADER.unpack(_read(fd, HEADER.size))
     code = msgspec.msgpack.decode(_read(fd, size_bytes), type=Code)
