@@ -1,6 +1,6 @@
 """Reads the pictures that other people's code returns, in any of the usual forms.
 
-Invariant: bytes pass through unchanged; an image object becomes a PNG of exactly its pixels.
+Invariant: bytes pass through unchanged; an image object becomes a PNG of exactly its pixels, where PNG has its mode.
 """
 
 import base64
@@ -11,7 +11,8 @@ from typing import Any
 
 from penstock.errors import EnvironmentFailedError
 
-_PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})
+_PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
+_OTHER_BYTE_ORDERS = frozenset({"I;16B", "I;16L", "I;16N"})
 _FORMS = "give a PIL image, the bytes of a PNG, JPEG, WebP or GIF file, or its data: URL"
 
 
@@ -33,7 +34,7 @@ def read_picture(value: object, where: str) -> bytes:
         case str():
             data = _read_url(value, where)
         case _ if callable(getattr(value, "save", None)) and hasattr(value, "mode"):
-            data = _write_png(value)
+            data = _write_png(value, where)
         case _:
             keys = f" with {sorted(map(str, value))}" if isinstance(value, Mapping) else ""
             raise EnvironmentFailedError(f"{where} is a {type(value).__name__}{keys}; {_FORMS}")
@@ -52,9 +53,30 @@ def _read_url(url: str, where: str) -> bytes:
         raise EnvironmentFailedError(f"{where} = {url[:40]!r}... is not base64: {error}; {_FORMS}") from None
 
 
-def _write_png(image: Any) -> bytes:
+def _write_png(image: Any, where: str) -> bytes:
     """Return a PNG without EXIF data, by which a reader would rotate the picture that its maker saw unrotated."""
     file = io.BytesIO()
-    plain = image if image.mode in _PNG_MODES else image.convert("RGB")
+    if image.mode in _OTHER_BYTE_ORDERS:
+        image = image.convert("I").convert("I;16")
+    plain = image if image.mode in _PNG_MODES else image.convert(_find_mode(image, where))
     plain.save(file, "PNG", exif=b"")
     return file.getvalue()
+
+
+def _find_mode(image: Any, where: str) -> str:
+    """Return a mode of PNG for an image of another. Integers and floats say nothing of what is white: their values do.
+
+    Raises:
+        EnvironmentFailedError: they would be clipped, or all be black.
+    """
+    if image.mode not in ("I", "F"):
+        return "RGB"
+    low, high = image.getextrema()
+    is_fraction = image.mode == "F" and 0 < high <= 1
+    if 0 <= low <= high <= 255 and not is_fraction:
+        return "L"
+    if image.mode == "I" and 0 <= low <= high < 2**16:
+        return "I;16"
+    raise EnvironmentFailedError(
+        f"{where} is a PIL image of mode {image.mode} with values from {low} to {high}; scale them to 0 to 255"
+    )

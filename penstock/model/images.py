@@ -18,6 +18,9 @@ FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_PIXELS: Final = 100_000_000
 """The most pixels in all images of a request together, checked before any is decoded: 300 MB in memory."""
 
+_HIGH_BYTES: Final = [value >> 8 for value in range(2**16)]
+"""The 8 bits that a channel of 16 keeps, as where Pillow reads colours of 16 bits."""
+
 _DAMAGED = (OSError, ValueError, SyntaxError, EOFError, IndexError, OverflowError, struct.error, zlib.error)
 """Errors that Pillow's readers raise for truncated or damaged files."""
 
@@ -52,7 +55,7 @@ def image_format(data: bytes) -> str:
 
 
 def decode_image(data: bytes, *, field: str = "image") -> Image.Image:
-    """Decode an image file to RGB; palettes are resolved, transparency is dropped, orientation tags are ignored.
+    """Decode an image file to 8-bit RGB; palettes are resolved, transparency is dropped, orientation tags are ignored.
 
     Args:
         data: The file: PNG, JPEG, WebP or GIF (first frame).
@@ -67,6 +70,8 @@ def decode_image(data: bytes, *, field: str = "image") -> Image.Image:
         _check_pixels([image.size], field)
         if image.mode in ("P", "PA") and "transparency" in image.info:
             image = image.convert("RGBA")
+        if image.mode.startswith("I"):  # greys of 16 bits: `convert` shows all above 255 white
+            image = image.convert("I").point(_HIGH_BYTES, "L")
         return image.convert("RGB")
 
 

@@ -8,6 +8,7 @@ from PIL import Image
 
 from penstock.environments.pictures import read_picture
 from penstock.errors import EnvironmentFailedError
+from penstock.model.images import decode_image
 from tests.support.worker.scripted_episodes import picture
 
 PNG, JPEG = picture(4, 3), picture(4, 3, form="JPEG")
@@ -41,12 +42,47 @@ def test_an_image_becomes_a_png_of_its_pixels(mode: str) -> None:
     assert (read.format, read.mode, read.size, read.tobytes()) == ("PNG", mode, (7, 5), image.tobytes())
 
 
-@pytest.mark.parametrize("mode", ["CMYK", "F", "YCbCr"])
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr"])
 def test_an_image_of_a_mode_that_no_png_has_becomes_rgb(mode: str) -> None:
     """As Pillow converts it."""
     image = Image.radial_gradient("L").resize((7, 5)).convert(mode)
     read = Image.open(io.BytesIO(read_picture(image, "x")))
     assert (read.mode, read.tobytes()) == ("RGB", image.convert("RGB").tobytes())
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "written"),
+    [
+        ("I", [0, 1, 255], "L"),
+        ("F", [0, 1, 255], "L"),
+        ("F", [0], "L"),
+        ("I", [0, 257, 65_535], "I;16"),
+        ("I;16B", [0, 257, 65_535], "I;16"),
+    ],
+)
+def test_an_image_of_numbers_is_written_with_the_bits_that_they_need(
+    mode: str, values: list[int], written: str
+) -> None:
+    """Of 8 bits, or else of 16; the policy sees black as black, white as white, and what is between."""
+    image = Image.new(mode, (len(values), 1))
+    for x, value in enumerate(values):
+        image.putpixel((x, 0), value)
+    data = read_picture(image, "x")
+    read = Image.open(io.BytesIO(data))
+    assert (read.mode, [read.getpixel((x, 0)) for x in range(len(values))]) == (written, values)
+    seen = [decode_image(data).getpixel((x, 0)) for x in range(len(values))]
+    assert seen == [(value if written == "L" else value // 257,) * 3 for value in values]
+
+
+@pytest.mark.parametrize(
+    ("mode", "values"), [("I", [-1, 5]), ("I", [0, 65_536]), ("F", [0, 1]), ("F", [0, 256]), ("F", [-1, 5])]
+)
+def test_an_image_of_numbers_that_no_picture_has_is_refused(mode: str, values: list[int]) -> None:
+    """Clipped, or all black, it would show what nobody drew."""
+    image = Image.new(mode, (2, 1))
+    image.putdata(values)
+    with pytest.raises(EnvironmentFailedError, match=rf"x is a PIL image of mode {mode} with values from .* to 0 to 2"):
+        read_picture(image, "x")
 
 
 def test_an_image_is_shown_as_its_maker_saw_it() -> None:

@@ -1,0 +1,19 @@
+"""What the policy sees of an image file."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from penstock.model.images import decode_image
+
+
+@pytest.mark.parametrize("options", [{}, {"transparency": 40_000}], ids=["plain", "transparent"])
+def test_greys_of_16_bits_keep_their_order(options: dict[str, int]) -> None:
+    """With their high byte, as colours of 16 bits do: 65535 is white and 257 is not."""
+    greys = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
+    file = io.BytesIO()
+    Image.fromarray(greys).save(file, "PNG", **options)
+    decoded = np.asarray(decode_image(file.getvalue()))
+    assert (decoded == (greys >> 8)[..., None]).all()
