@@ -46,6 +46,15 @@ def test_what_a_document_names_exists(document: str) -> None:
     assert [name for name, path in _named(_ROOT / document) if not path.exists()] == []
 
 
+def test_a_trainer_that_is_replaced_has_ended() -> None:
+    """`kubectl delete` returns at once by default: the new trainer would find the old one's lock and fail its Job."""
+    texts = [(_ROOT / document).read_text() for document in _DOCUMENTS]
+    texts.append((_ROOT / "deploy/helm/templates/NOTES.txt").read_text())
+    commands = [line for text in texts for line in re.findall(r"kubectl .*\bdelete job .*", text)]
+    assert commands
+    assert [line for line in commands if "--cascade=foreground &&" not in line] == []
+
+
 _TABLES = sorted((_ROOT / "docs" / "coming-from").glob("*.md"))
 """Tables of other frameworks' switches: the second column has settings of ours."""
 
