@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from penstock.errors import ConfigError, SetupError
+from penstock.errors import ConfigError, SetupError, UnavailableError
 from penstock.runtime.hub import endpoint, explained, is_offline
 
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
@@ -65,7 +65,9 @@ def fetch(path: Path, *, setting: str = "model.path", with_weights: bool = True)
 
     Raises:
         ConfigError: the model or revision does not exist or is not open to this account.
-        SetupError: the Hub cannot be reached, and the cache has no complete copy; or huggingface_hub is not installed.
+        SetupError: the Hub refuses this account, or may not be asked and the cache has no complete copy; the cache
+            cannot be written; or huggingface_hub is not installed.
+        UnavailableError: the Hub cannot be reached or is busy, and the cache has no complete copy.
     """
     model = parse_id(path)
     if model is None:
@@ -82,7 +84,7 @@ def find_cached(path: Path) -> Path | None:
     try:
         with _explained(model, "model.path"):
             return _snapshot(model, with_weights=True, only_cached=True)
-    except (ConfigError, SetupError):
+    except (ConfigError, SetupError, UnavailableError):
         return None
 
 
@@ -96,7 +98,8 @@ def look_up(model: ModelId, *, setting: str = "model.path", timeout_s: float) ->
 
     Raises:
         ConfigError: the model or revision does not exist or is not open to this account.
-        SetupError: the Hub cannot be reached, or HF_HUB_OFFLINE forbids it; or huggingface_hub is not installed.
+        SetupError: the Hub refuses this account, or HF_HUB_OFFLINE forbids it; or huggingface_hub is not installed.
+        UnavailableError: the Hub cannot be reached, or is busy.
     """
     with _explained(model, setting):
         import huggingface_hub

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.errors import SetupError, UserError
+from penstock.errors import PenstockError, SetupError, UnavailableError, UserError
 
 
 @contextmanager
@@ -19,7 +19,9 @@ def explained(repo: str, revision: str, *, named: str, is_data: bool, refusal: t
         refusal: Error that says that there is none, or none that this account may read.
 
     Raises:
-        UserError: `refusal`, or a SetupError if the Hub cannot be reached or refuses, or the cache cannot be written.
+        UserError: `refusal`, or a SetupError if the Hub refuses this account, HF_HUB_OFFLINE forbids to ask it and the
+            cache has no complete copy, or the cache cannot be written.
+        UnavailableError: the Hub cannot be reached, or has no answer for now; a later start may succeed.
     """
     import httpx
     from huggingface_hub import errors
@@ -41,7 +43,8 @@ def explained(repo: str, revision: str, *, named: str, is_data: bool, refusal: t
         raise refusal(f"{name} has no revision {revision!r}; give a branch, a tag or a commit") from None
     except (httpx.HTTPError, OSError) as error:  # all others of huggingface_hub are one of these
         options = (" --repo-type dataset" if is_data else "") + (f" --revision {revision}" if revision else "")
-        raise SetupError(f"{name}{_failure(error, f'`hf download {repo}{options}`')}") from None
+        raised: type[PenstockError] = UnavailableError if _may_pass(error) else SetupError
+        raise raised(f"{name}{_failure(error, f'`hf download {repo}{options}`')}") from None
 
 
 def endpoint() -> str | None:
@@ -61,6 +64,43 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+def _may_pass(error: Exception) -> bool:
+    """Return whether a failed request may succeed later, with nobody's help.
+
+    Args:
+        error: As huggingface_hub raised it.
+    """
+    import httpx
+    from huggingface_hub import errors
+
+    cause = _cause_of(error)
+    if isinstance(cause, errors.HfHubHTTPError):
+        status = cause.response.status_code
+        return status in (408, 429) or status >= 500
+    if _is_missing(error):
+        return not is_offline()
+    return not isinstance(cause, httpx.UnsupportedProtocol) and not _is_of_the_cache(error)
+
+
+def _is_missing(error: Exception) -> bool:
+    """Return whether the cache has no copy, and the Hub was not asked or gave none."""
+    from huggingface_hub import errors
+
+    return isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
+
+
+def _cause_of(error: Exception) -> BaseException | None:
+    """Return the error itself, or that of the look-up which a missing copy came after; None if there was none."""
+    return error.__cause__ if _is_missing(error) else error
+
+
+def _is_of_the_cache(error: Exception) -> bool:
+    """Return whether a file cannot be written, as on a full disk."""
+    return (
+        isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError | TimeoutError)
+    )
+
+
 def _failure(error: Exception, fetch: str) -> str:
     """Return why a repository cannot be had, and what to do about it; a name goes before.
 
@@ -71,14 +111,13 @@ def _failure(error: Exception, fetch: str) -> str:
     import httpx
     from huggingface_hub import constants, errors
 
-    is_missing = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
-    cause = error.__cause__ if is_missing else error  # a refused look-up also goes to the cache, and is its cause
+    cause = _cause_of(error)
     if isinstance(cause, errors.HfHubHTTPError):
         return _refusal(cause.response.status_code, cause.server_message or "", first_line(cause))
-    if is_missing:
+    if _is_missing(error):
         offline = "HF_HUB_OFFLINE is set" if is_offline() else "it cannot be reached"
         return f": {offline}, and the cache has no complete copy; fetch it once with {fetch}"
-    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
+    if _is_of_the_cache(error):
         return (
             f" cannot be kept in the cache: {error}; make room in {constants.HF_HUB_CACHE}, or set HF_HUB_CACHE to "
             "another folder"

@@ -19,7 +19,7 @@ def with_model(recipe: Recipe, find: Callable[..., Path] = hub.fetch, *, with_we
 
     Raises:
         ConfigError: there is no such model or revision.
-        SetupError: the Hub cannot be reached, and its cache has no copy.
+        UnavailableError: the Hub cannot be reached, and its cache has no copy.
     """
     if recipe.model is None:
         return recipe

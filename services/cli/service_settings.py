@@ -48,7 +48,7 @@ def for_router(recipe: Recipe) -> RouterSettings:
 
     Raises:
         ConfigError: the OpenAI-compatible API is on, but model.path is no model.
-        SetupError: the model is on the Hub, which cannot be reached.
+        UnavailableError: the model is on the Hub, which cannot be reached.
     """
     if recipe.router.http_port is not None and recipe.model is not None:
         recipe = with_model(recipe, with_weights=False)
@@ -70,7 +70,7 @@ def for_engine(recipe: Recipe) -> EngineSettings:
     Raises:
         ConfigError: there is no model, it is dense and its routing is to be replayed, or SGLang lacks a setting named
             in rollout.sglang.
-        SetupError: the model is on the Hub, which cannot be reached.
+        UnavailableError: the model is on the Hub, which cannot be reached.
     """
     recipe_settings.require_known(recipe.rollout.sglang)
     recipe = with_model(recipe)
@@ -93,7 +93,7 @@ def for_worker(recipe: Recipe) -> WorkerSettings:
 
     Raises:
         ConfigError: there is no model, or an address is missing.
-        SetupError: the model is on the Hub, which cannot be reached.
+        UnavailableError: the model is on the Hub, which cannot be reached.
     """
     worker = recipe.worker
     recipe = with_model(recipe, with_weights=False)
@@ -149,7 +149,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         ConfigError: there is no model or no data, the sampling cannot be trained on, the model is dense and its routing
             is to be replayed, the reference is no model with the same tokens, the chat template does not read a
             variable, or a tracker is not installed.
-        SetupError: a model is on the Hub, which cannot be reached.
+        UnavailableError: a model is on the Hub, which cannot be reached.
     """
     require_trainable_without_model(recipe)
     recipe = with_models(recipe)
@@ -184,7 +184,7 @@ def for_sft(recipe: Recipe) -> SftSettings:
     Raises:
         ConfigError: there is no model or no data, a setting does not apply, the chat template does not read a
             variable, or a tracker is not installed.
-        SetupError: the model is on the Hub, which cannot be reached.
+        UnavailableError: the model is on the Hub, which cannot be reached.
     """
     with_sets = recipe.sft.validate_every > 0
     _require_files(recipe, with_sets=with_sets)
@@ -222,7 +222,7 @@ def require_inputs(recipe: Recipe) -> None:
     Raises:
         ConfigError: there is no model or no data, a setting does not fit them (see `for_trainer`), or it names an
             unknown profile or environment.
-        SetupError: a model is on the Hub, which cannot be reached.
+        UnavailableError: a model is on the Hub, which cannot be reached.
     """
     recipe = with_models(recipe)
     for_engine(recipe)
@@ -241,7 +241,7 @@ def require_at_launcher(recipe: Recipe) -> None:
 
     Raises:
         ConfigError: the sampling cannot be trained on, a name is unknown, or the router needs a model that is not here.
-        SetupError: a model is on the Hub, which cannot be reached.
+        UnavailableError: a model is on the Hub, which cannot be reached.
     """
     recipe.sampling.require_trainable()
     require_names(recipe, sets=recipe.evaluation.is_in_training)
@@ -268,7 +268,7 @@ def pin_inputs(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = F
 
     Raises:
         DataError: there is no such data set, revision, configuration or split.
-        SetupError: the Hub cannot be reached, and its cache has no copy.
+        UnavailableError: the Hub cannot be reached, and its cache has no copy.
     """
     pinned: dict[str, Any] = {"data": pin(recipe.data)}
     if with_sets:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from penstock.errors import DataError, SetupError
+from penstock.errors import DataError, SetupError, UnavailableError
 from services.doctor.finding import Finding, blamed, ok, warning
 from services.recipe import Recipe
 from services.trainer.data.config import SourceConfig
@@ -32,7 +32,7 @@ def check_hub(recipe: Recipe) -> Finding:
             return warning("Hub", f"{repo} cannot be looked up: {error.name} is not installed", remedy)
         except DataError as error:
             return blamed("Hub", error)
-        except SetupError as error:
+        except (SetupError, UnavailableError) as error:
             found = blamed("Hub", error)
             if hub.is_cached(repo, revision=revision):
                 seen = f"{found.seen}; the cache has files of it"

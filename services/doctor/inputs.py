@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from penstock.errors import ConfigError, UserError
+from penstock.errors import ConfigError, UnavailableError, UserError
 from penstock.model import hub
 from penstock.model.families.qwen_vl import loaded_name
 from penstock.model.folder import read_json, require_model
@@ -72,7 +72,7 @@ def _check_on_the_hub(path: Path, recipe: Recipe) -> tuple[Finding, ModelSize | 
     assert model is not None, "a path is a model on the Hub, or on this machine"
     try:
         facts = hub.look_up(model, timeout_s=HUB_TIMEOUT_S)
-    except UserError as error:
+    except (UserError, UnavailableError) as error:
         return blamed("model", error), None
     seen = f"{model} on the Hugging Face Hub: {facts.checkpoint_bytes / 1e9:,.1f} GB of weights to download"
     if not facts.num_parameters:

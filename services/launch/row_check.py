@@ -57,7 +57,7 @@ def check_rows(
     Raises:
         ConfigError: an evaluation set has too few rows.
         DataError: a file cannot be read, has no rows, lacks a column, or has a row that the run would refuse.
-        SetupError: the Hub cannot be reached and its cache has no copy.
+        UnavailableError: the Hub cannot be reached and its cache has no copy.
     """
     prompts = open_sources(recipe.data)  # everything is opened first, because that takes no time
     demonstrations = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from penstock.errors import DataError, SetupError, UserError
+from penstock.errors import DataError, PenstockError, SetupError, UnavailableError, UserError
 from penstock.model.folder import require_model
 from services.cli import hub_models, service_settings
 from services.launch.known_names import KnownNames, require_names
@@ -148,9 +148,9 @@ def _demonstrations(recipe: Recipe) -> list[_Part]:
 
 def _sets(
     recipe: Recipe, require: Callable[[Example], None] | None, *, is_sft: bool
-) -> tuple[list[_Part], list[UserError]]:
+) -> tuple[list[_Part], list[PenstockError]]:
     """Return the evaluation sets with files, and why others cannot be opened: they may not matter to this run."""
-    parts, errors = [], list[UserError]()
+    parts, errors = [], list[PenstockError]()
     is_used = not is_sft or recipe.sft.validate_every > 0
     for name, config in recipe.evaluation.sets.items() if is_used else ():
         if not config.paths:
@@ -158,7 +158,7 @@ def _sets(
         only = recipe.evaluation.model_copy(update={"sets": {name: config}})
         try:
             each = open_sets(only, recipe.data, form=DEMONSTRATIONS if is_sft else EVALUATED, reads_rows=False)[name]
-        except UserError as error:
+        except (UserError, UnavailableError) as error:
             errors.append(error)
             continue
         section = f"evaluation.sets.{name}"

@@ -217,7 +217,7 @@ def open_dataset(
     Raises:
         ConfigError: a source's share of the prompts is too small, or a file does not exist.
         DataError: a file, one of its columns or one of its rows is invalid, or no prompt fits.
-        SetupError: the Hugging Face Hub cannot be reached, and its cache has no copy.
+        UnavailableError: the Hugging Face Hub cannot be reached, and its cache has no copy.
     """
     sources = open_sources(config, form=form)
     dataset = Dataset(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.errors import ConfigError, DataError, SetupError
+from penstock.errors import ConfigError, DataError, SetupError, UnavailableError
 
 
 @contextmanager
@@ -11,5 +11,5 @@ def named_section(key: str) -> Iterator[None]:
     """Say in an error which section of the recipe it is about."""
     try:
         yield
-    except (ConfigError, DataError, SetupError) as error:
+    except (ConfigError, DataError, SetupError, UnavailableError) as error:
         raise type(error)(f"{key}: {error}") from None

@@ -27,7 +27,7 @@ def pin_sets(config: EvaluationConfig, data: DataConfig) -> EvaluationConfig:
 
     Raises:
         DataError: a data set, revision, configuration or split does not exist.
-        SetupError: the Hub cannot be reached, and its cache has no copy.
+        UnavailableError: the Hub cannot be reached, and its cache has no copy.
     """
     pinned = {}
     for name, each in config.sets.items():

@@ -199,7 +199,7 @@ def open_sets(
     Raises:
         ConfigError: a file does not exist, or has fewer rows than the set wants.
         DataError: a file, a column or a row is invalid, or there are no rows.
-        SetupError: the Hugging Face Hub cannot be reached, and its cache has no copy.
+        UnavailableError: the Hugging Face Hub cannot be reached, and its cache has no copy.
     """
     opened = {}
     for name, each in config.sets.items():

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock import config as configuration
-from penstock.errors import DataError, SetupError
+from penstock.errors import DataError, SetupError, UnavailableError
 from penstock.telemetry import log
 from services.cli import main
 from services.launch import launcher
@@ -148,7 +148,7 @@ def test_without_a_network_the_cache_serves(hub: HubServer, monkeypatch: pytest.
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
         assert answers("owner/plain", revision=COMMIT) == ["1", "2", "3"]
-        with pytest.raises(SetupError, match=r"it cannot be reached, and the cache has no complete copy"):
+        with pytest.raises(UnavailableError, match=r"it cannot be reached, and the cache has no complete copy"):
             answers("owner/with-card")
 
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_fetched_is_said_in_a_line(
     hub: HubServer, path: str, settings: dict[str, str], words: str
 ) -> None:
     """With what to do about it."""
-    with pytest.raises((DataError, SetupError), match=words) as caught:
+    with pytest.raises((DataError, SetupError, UnavailableError), match=words) as caught:
         answers(path, **settings)
     assert "\n" not in str(caught.value)
 

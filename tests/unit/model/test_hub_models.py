@@ -14,7 +14,7 @@ import pytest
 from penstock import config as configuration
 from penstock import shipped
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, PenstockError, SetupError
+from penstock.errors import ConfigError, PenstockError, SetupError, UnavailableError
 from penstock.model import hub as model_hub
 from penstock.telemetry import log
 from services.cli import hub_models, main, service_settings
@@ -42,6 +42,10 @@ REPOS = {
         num_parameters=1_104_320,
     ),
     "owner/gated": Repo(commits={}, refusal="GatedRepo"),
+    "owner/expired": Repo(commits={}, status=401),
+    "owner/forbidden": Repo(commits={}, status=403),
+    "owner/busy": Repo(commits={}, status=429),
+    "owner/down": Repo(commits={}, status=503),
 }
 
 
@@ -132,7 +136,7 @@ def test_a_model_without_its_weights_is_no_complete_copy(hub: HubServer, monkeyp
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        with pytest.raises(SetupError, match=r"it cannot be reached, and the cache has no complete copy"):
+        with pytest.raises(UnavailableError, match=r"it cannot be reached, and the cache has no complete copy"):
             model_hub.fetch(Path("owner/tiny"))
         assert model_hub.fetch(Path("owner/tiny"), with_weights=False).name == COMMIT
 
@@ -155,6 +159,36 @@ def test_what_cannot_be_fetched_is_said_in_a_line(hub: HubServer, path: str, wor
         with pytest.raises(ConfigError, match=f"^{setting} = '{path}'.*{words}") as caught:
             service_settings.require_inputs(settings)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("owner/nothing", 2),
+        ("owner/gated", 2),
+        ("owner/expired", 2),
+        ("owner/forbidden", 2),
+        ("owner/tiny@v9", 2),
+        ("owner/busy", 1),
+        ("owner/down", 1),
+    ],
+)
+def test_only_what_a_person_must_change_ends_with_2(hub: HubServer, path: str, code: int) -> None:
+    """What supervises a process starts it again after 1: a Hub with a fault of its own answers later."""
+    assert main(["serve", "trainer", "--config", "tiny-cpu", f"--model.path={path}"]) == code
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "code"), [("http://127.0.0.1:1", 1), ("http://nowhere.invalid", 1), ("nowhere", 2)]
+)
+def test_a_hub_out_of_reach_may_be_back_later(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, endpoint: str, code: int
+) -> None:
+    """A name that does not resolve too; an address without a scheme never will."""
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert main(["serve", "trainer", "--config", "tiny-cpu", "--model.path=owner/tiny"]) == code
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert main(["serve", "trainer", "--config", "tiny-cpu", "--model.path=owner/tiny"]) == 2
 
 
 def test_without_huggingface_hub_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

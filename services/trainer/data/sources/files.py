@@ -62,7 +62,7 @@ def find_files(config: SourceConfig) -> list[Files]:
     Raises:
         ConfigError: a file does not exist.
         DataError: a data set or split does not exist.
-        SetupError: the Hub cannot be reached, and the cache has no complete copy.
+        UnavailableError: the Hub cannot be reached, and the cache has no complete copy.
     """
     return [_find(path, config) for path in config.paths]
 
@@ -89,7 +89,7 @@ def pin(config: DataConfig) -> DataConfig:
 
     Raises:
         DataError: a data set, revision, configuration or split does not exist.
-        SetupError: the Hub cannot be reached, and its cache has no copy.
+        UnavailableError: the Hub cannot be reached, and its cache has no copy.
     """
     if config.sources:
         sources = {

@@ -49,7 +49,9 @@ def fetch(repo: str, *, config: str, split: str, revision: str) -> HubFiles:
 
     Raises:
         DataError: the data set, revision, configuration or split does not exist or is not open to this account.
-        SetupError: the Hub cannot be reached or refuses, and the cache has no complete copy; or it cannot be written.
+        SetupError: the Hub refuses this account, or may not be asked and the cache has no complete copy; or the cache
+            cannot be written.
+        UnavailableError: the Hub cannot be reached or is busy, and the cache has no complete copy.
     """
     name = f"data.path {repo!r} on the Hugging Face Hub"
     with _explained(repo, revision):
@@ -66,7 +68,8 @@ def look_up(repo: str, *, revision: str, timeout_s: float) -> None:
 
     Raises:
         DataError: the data set or revision does not exist or is not open to this account.
-        SetupError: the Hub cannot be reached or refuses, or HF_HUB_OFFLINE forbids it.
+        SetupError: the Hub refuses this account, or HF_HUB_OFFLINE forbids it.
+        UnavailableError: the Hub cannot be reached, or is busy.
     """
     import huggingface_hub
 

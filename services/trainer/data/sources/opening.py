@@ -30,7 +30,7 @@ def open_sources(config: DataConfig, *, form: RowForm = PROMPTS) -> dict[str, So
 
     Raises:
         DataError: a file is missing or invalid, or lacks a column.
-        SetupError: the Hugging Face Hub cannot be reached, and its cache has no copy.
+        UnavailableError: the Hugging Face Hub cannot be reached, and its cache has no copy.
     """
     blocks = BlockCache(int(config.memory_gib * 2**30))
     folder = cache_folder(config)
