@@ -4,12 +4,16 @@ import base64
 import json
 import re
 
+from penstock import config as configuration
+from penstock import shipped
+from services.recipe import Recipe
 from tests.helm.cases import CASES, CLAIMS, ROOT
 from tests.helm.chart import Object, component, containers, of_kind, render, workloads
 
 
 def test_nats_keeps_its_streams_in_the_claim() -> None:
-    """Which is larger than the bounds of a run's streams, 5 GiB (docs/operation/bus.md): a full disk stops a run."""
+    """Which holds the bounds of a run's streams, 5 GiB, and the groups from one checkpoint to the next, each of the
+    largest size (docs/operation/bus.md): a full disk stops a run."""
     (nats,) = of_kind(render(), "StatefulSet")
     (claim,) = nats["spec"]["volumeClaimTemplates"]
     (folder,) = re.findall(
@@ -18,7 +22,10 @@ def test_nats_keeps_its_streams_in_the_claim() -> None:
     (container,) = nats["spec"]["template"]["spec"]["containers"]
     assert {"name": claim["metadata"]["name"], "mountPath": folder} in container["volumeMounts"]
     size = claim["spec"]["resources"]["requests"]["storage"]
-    assert int(size.removesuffix("Gi")) > 5
+    for recipe in shipped.recipes().values():
+        trainer = configuration.load(Recipe, [recipe], []).trainer
+        num_groups = (trainer.checkpoint_every + trainer.max_staleness + 1) * trainer.groups_per_step
+        assert int(size.removesuffix("Gi")) > 5 + num_groups * 32 / 1024, recipe.name
 
 
 def test_models_and_data_are_read_only_and_the_hub_is_not_asked() -> None:
