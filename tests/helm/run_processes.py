@@ -116,6 +116,7 @@ def test_processes_take_their_arguments(objects: list[Object]) -> None:
         if name in ("rollout", "trainer"):
             assert loaded.network.advertise_host == "10.0.0.7"
         if name == "worker":
+            assert loaded.worker.router_url.startswith("https:") == bool(loaded.security.tls_cert)
             services = {each["metadata"]["name"]: each for each in of_kind(objects, "Service")}
             for address in (loaded.worker.router_address, loaded.worker.reward_address, loaded.worker.router_url):
                 host, port = address.rpartition("/")[2].split(":")
