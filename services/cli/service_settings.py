@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.config import ModelConfig
+from penstock import config as configuration
+from penstock.config import ModelConfig, RunConfig
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.chat_template import Renderer
 from penstock.model.families.experts import num_experts
@@ -18,6 +19,7 @@ from penstock.model.tokens import require_same_tokens
 from services.cli.extras import import_with_extra
 from services.cli.hub_models import with_model, with_models
 from services.launch.known_names import require_names
+from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
 from services.reward.config import RewardSettings
 from services.rollout.engine.config import EngineSettings
@@ -175,7 +177,13 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         demonstrations=recipe.demonstrations,
         context_length=recipe.rollout.context_length,
         metrics=recipe.metrics,
+        recipe_text="" if _has_launcher(recipe.run) else configuration.dump(recipe),
     )
+
+
+def _has_launcher(run: RunConfig) -> bool:
+    """Return whether a launcher keeps the run's recipe, without the addresses of this launch; it gives the folder."""
+    return run.folder is not None and RunFolder(run.folder).config_file.exists()
 
 
 def for_sft(recipe: Recipe) -> SftSettings:

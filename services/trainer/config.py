@@ -352,3 +352,5 @@ class TrainerSettings:
     context_length: int
     """The most tokens of prompt and response together that engines take; 0: what the model allows."""
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
+    recipe_text: str = ""
+    """The recipe that all of this is from, as TOML, for the run folder. Empty: its launcher has written it."""

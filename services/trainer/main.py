@@ -5,6 +5,7 @@ If torchrun starts it as a rank other than the first, it follows the first rank 
 
 import asyncio
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import structlog
 
@@ -13,6 +14,7 @@ from penstock.bus.connection import connect
 from penstock.bus.metrics import BusMetrics
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.disk_space import disk_full_reported
+from penstock.runtime.files import write_atomically
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.runtime.security import Security
 from penstock.telemetry.metrics import exposed
@@ -48,6 +50,7 @@ async def serve(
         await bus.ensure_streams()
         lock = await stack.enter_async_context(locked(bus, TRAINER, ttl_s=settings.bus.lease_ttl_s))
         start = await find_starting_point(settings, bus)
+        await asyncio.to_thread(_keep_recipe, settings, start.folder)
         if settings.trace.max_gib:
             collecting = collecting_spans(bus, start.folder, max_bytes=int(settings.trace.max_gib * 2**30))
             await stack.enter_async_context(collecting)
@@ -64,6 +67,17 @@ async def serve(
             await asyncio.to_thread(loop.metrics.end)
             await _draw(loop)
         log.info("run.ended", step=loop.position.step, num_steps=settings.trainer.num_steps, folder=str(start.folder))
+
+
+def _keep_recipe(settings: TrainerSettings, folder: Path) -> None:
+    """Write the recipe of a run without a launcher into its folder: `penstock view` and others know runs by it. Blocks.
+
+    Raises:
+        SetupError: the disk is full.
+    """
+    if settings.recipe_text:
+        with disk_full_reported(folder, "make room and start the run again"):
+            write_atomically(folder / "config.toml", settings.recipe_text)
 
 
 async def _serve_progress(

@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 import webbrowser
 from pathlib import Path
 
 import httpx
 import pytest
 
+from services.cli import main
 from services.cli.browser import has_person, open_page
 from services.cli.runs.view_command import find_runs, prepare
 from tests.support.view_runs import make_run
@@ -54,6 +56,30 @@ def test_the_newest_run_of_a_folder_comes_first(tmp_path: Path) -> None:
     for age, folder in enumerate(folders):
         os.utime(folder, (1_700_000_000 + age, 1_700_000_000 + age))
     assert find_runs([tmp_path]) == folders[::-1]
+
+
+def test_a_run_whose_trainer_has_no_launcher_is_shown(
+    tmp_path: Path, nats_url: str, run_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in containers: `penstock serve trainer` keeps the recipe of each start, and a launcher's as it is."""
+    (tmp_path / "data.jsonl").write_text('{"title": "of no use"}\n')  # the trainer begins, and ends at once
+    command = ["serve", "trainer", "--config", "tiny-cpu", f"--bus.url={nats_url}", f"--run.name={run_name}"]
+    command += [f"--run.dir={tmp_path}", f"--data.path={tmp_path}/data.jsonl"]
+    for num_steps in (7, 9):
+        assert main([*command, f"--trainer.num_steps={num_steps}"]) == 2
+        assert find_runs([tmp_path]) == [tmp_path / run_name]
+        recipe = tomllib.loads((tmp_path / run_name / "config.toml").read_text())
+        assert (recipe["model"]["path"], recipe["trainer"]["num_steps"]) == ("builtin:tiny-qwen3-vl", num_steps)
+    assert "has no column problem" in capsys.readouterr().err
+    assert main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{run_name}: ")
+    assert main(["runs", "list", str(tmp_path), "--json"]) == 0
+    listed = {row["run"]: row["folder"] for row in json.loads(capsys.readouterr().out)}
+    assert listed[run_name] == str(tmp_path / run_name)
+    launched = make_run(tmp_path / "launched", num_steps=1)
+    before = (launched / "config.toml").read_text()
+    assert main([*command, f"--run.folder={launched}"]) == 2
+    assert (launched / "config.toml").read_text() == before
 
 
 async def test_a_run_that_begins_can_be_shown_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
