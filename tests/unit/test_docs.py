@@ -55,6 +55,12 @@ def test_a_trainer_that_is_replaced_has_ended() -> None:
     assert [line for line in commands if "--cascade=foreground" not in line] == []
 
 
+def test_settings_of_the_compose_stack_last() -> None:
+    """Each in one line of deploy/.env: what stands before a single command, or in an earlier line, is lost."""
+    text = (_ROOT / "docs/operation/deploy.md").read_text()
+    assert re.findall(r"^    (?:PENSTOCK_\w+=.* make .*|echo \"COMPOSE_FILE=.*)$", text, re.MULTILINE) == []
+
+
 _TABLES = sorted((_ROOT / "docs" / "coming-from").glob("*.md"))
 """Tables of other frameworks' switches: the second column has settings of ours."""
 
