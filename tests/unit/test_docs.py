@@ -61,6 +61,12 @@ def test_settings_of_the_compose_stack_last() -> None:
     assert re.findall(r"^    (?:PENSTOCK_\w+=.* make .*|echo \"COMPOSE_FILE=.*)$", text, re.MULTILINE) == []
 
 
+def test_files_of_a_container_are_copied_after_its_end() -> None:
+    """`docker compose ps -q` names only what still runs."""
+    text = (_ROOT / "docs/operation/deploy.md").read_text()
+    assert {*re.findall(r"docker cp \$\(.*?compose ps (\S+)", text)} == {"-aq"}
+
+
 _TABLES = sorted((_ROOT / "docs" / "coming-from").glob("*.md"))
 """Tables of other frameworks' switches: the second column has settings of ours."""
 
