@@ -15,6 +15,7 @@ from penstock.config import LogConfig
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
 from penstock.telemetry import log
+from services.cli.arguments import RecipeGroup, overrides_of
 from services.cli.console import describe_age, open_console
 from services.recipe import Recipe
 
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from penstock.bus.connection import Bus
     from penstock.bus.stream_report import StreamReport
 
-app = typer.Typer(
-    help="List the streams of a run and how much waits in each; show or re-queue dead letters.",
-    invoke_without_command=True,
-)
+_HELP = """List the streams of a run and how much waits in each; show or re-queue dead letters.
+
+Any --section.key=value overrides the recipe: with --url, --security.key=value says how NATS is reached.
+"""
+
+app = typer.Typer(cls=RecipeGroup, help=_HELP, invoke_without_command=True)
 
 ResultT = TypeVar("ResultT")
 
@@ -49,7 +52,7 @@ def list_streams(
         return 0
     from penstock.bus.stream_report import report_streams  # imports NATS, so only after the arguments are checked
 
-    streams = _on_bus(report_streams, config, url, run)
+    streams = _on_bus(report_streams, context, config, url, run)
     if as_json:
         _print_json([dataclasses.asdict(stream) for stream in streams])
     else:
@@ -59,6 +62,7 @@ def list_streams(
 
 @app.command()
 def letters(
+    context: typer.Context,
     config: Config = None,
     url: Url = "",
     run: Run = "",
@@ -69,7 +73,7 @@ def letters(
     """List the dead letters: messages that were given up, each with its reason."""
     from penstock.bus.dead_letters import list_letters
 
-    found = _on_bus(lambda bus: list_letters(bus, after=after, limit=limit), config, url, run)
+    found = _on_bus(lambda bus: list_letters(bus, after=after, limit=limit), context, config, url, run)
     if as_json:
         _print_json([_described(letter) for letter in found])
         return 0
@@ -79,30 +83,32 @@ def letters(
 
 
 @app.command()
-def show(number: Number, config: Config = None, url: Url = "", run: Run = "") -> int:
+def show(context: typer.Context, number: Number, config: Config = None, url: Url = "", run: Run = "") -> int:
     """Print a dead letter as JSON, whatever record it holds: bytes and arrays as sizes, long text cut."""
     from penstock.bus.dead_letters import read_letter, show_payload
 
-    letter = _on_bus(lambda bus: read_letter(bus, number), config, url, run)
+    letter = _on_bus(lambda bus: read_letter(bus, number), context, config, url, run)
     _print_json({**_described(letter), "payload": show_payload(letter.payload)})
     return 0
 
 
 @app.command()
-def requeue(number: Number, config: Config = None, url: Url = "", run: Run = "") -> int:
+def requeue(context: typer.Context, number: Number, config: Config = None, url: Url = "", run: Run = "") -> int:
     """Put a dead letter back on its queue.
 
     A trainer ignores a group that it has already counted, so re-queueing the letter of a settled group has no effect.
     """
     from penstock.bus.dead_letters import requeue_letter
 
-    letter = _on_bus(lambda bus: requeue_letter(bus, number), config, url, run)
+    letter = _on_bus(lambda bus: requeue_letter(bus, number), context, config, url, run)
     sys.stdout.write(f"message {letter.message_id} is back on queue {letter.subject}\n")
     return 0
 
 
-def _on_bus(ask: "Callable[[Bus], Awaitable[ResultT]]", config: Path | None, url: str, run: str) -> ResultT:
-    recipe = configuration.load(Recipe, [config] if config else ())
+def _on_bus(
+    ask: "Callable[[Bus], Awaitable[ResultT]]", context: typer.Context, config: Path | None, url: str, run: str
+) -> ResultT:
+    recipe = configuration.load(Recipe, [config] if config else (), overrides_of(context))
     log.configure(LogConfig(level="warning"), service="bus")
     settings = recipe.bus.model_copy(update={"url": url}) if url else recipe.bus
     if not settings.url:

@@ -11,20 +11,28 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from penstock import config as configuration
 from penstock.config import BusConfig, LogConfig, SecurityConfig
 from penstock.errors import ConfigError, PenstockError, SetupError
 from penstock.runtime.security import Security
 from penstock.telemetry import log
+from services.cli.arguments import RecipeGroup, overrides_of
 from services.cli.console import describe_age, describe_size, open_console
 from services.cli.runs.deletion import deleting, newer_folders
 from services.cli.runs.folders import FolderOfRun, read_folder, without_bus
+from services.recipe import Recipe
 from services.view.run_reader import RunReader
 
 if TYPE_CHECKING:
     from penstock.bus.connection import Bus
     from penstock.bus.stored_runs import StoredRun
 
-app = typer.Typer(help="List runs, in folders and on NATS; delete runs from both.")
+_HELP = """List runs, in folders and on NATS; delete runs from both.
+
+With --url, --security.key=value says how these NATS servers are reached.
+"""
+
+app = typer.Typer(cls=RecipeGroup, help=_HELP)
 
 ResultT = TypeVar("ResultT")
 
@@ -50,6 +58,7 @@ class _Row:
 
 @app.command("list")
 def list_runs(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with run folders in it.")] = Path("runs"),
     url: Url = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -59,11 +68,12 @@ def list_runs(
     A run on NATS without a folder here is another machine's, or its folder is gone.
     """
     log.configure(LogConfig(level="error"), service="runs")
+    security_of_url = _security_of(url, overrides_of(context))
     found = [_read_or_warn(path.parent) for path in sorted(folder.glob("*/config.toml"))]
     rows = [_row_of(each) for each in found]
     buses = {each.bus.url: (each.bus, each.security) for each in found if each.bus.url}
-    if url and url not in buses:
-        buses[url] = (BusConfig(url=url), SecurityConfig())
+    if url and (url not in buses or security_of_url is not None):
+        buses[url] = (BusConfig(url=url), security_of_url or SecurityConfig())
     for bus_url, (bus, security) in sorted(buses.items()):
         try:
             stored = _on_bus(_list_stored, bus, security)
@@ -82,6 +92,7 @@ def list_runs(
 
 @app.command()
 def delete(
+    context: typer.Context,
     runs: Annotated[
         list[Path],
         typer.Argument(metavar="RUN...", help="Run folders; with --url, names of runs on NATS.", show_default=False),
@@ -94,13 +105,14 @@ def delete(
 ) -> int:
     """Delete runs: their folders, with checkpoints, and what NATS stores of them. Refuses a run that is live."""
     log.configure(LogConfig(level="error"), service="runs")
+    security = _security_of(url, overrides_of(context)) or SecurityConfig()
     if url:
         if keep_bus:
             raise ConfigError(
                 f"--url={url} deletes from NATS only, and --keep-bus leaves it as it is; give one of them"
             )
         for run in map(str, runs):
-            _delete_stored(run, BusConfig(url=url), yes=yes)
+            _delete_stored(run, BusConfig(url=url), security, yes=yes)
         return 0
     for path in runs:
         if path.is_symlink() or not (path / "config.toml").is_file():
@@ -110,6 +122,15 @@ def delete(
     for path in runs:
         _delete(read_folder(path), keep_bus=keep_bus, yes=yes)
     return 0
+
+
+def _security_of(url: str, overrides: list[str]) -> SecurityConfig | None:
+    """Return how the NATS servers at `url` are reached; None: nothing was said of it."""
+    if others := [each for each in overrides if not each.startswith("--security.")]:
+        raise ConfigError(f"{others[0]}: runs have recipes of their own; leave it out")
+    if overrides and not url:
+        raise ConfigError(f"{overrides[0]} says how the NATS servers of --url are reached; give --url NATS_URL")
+    return configuration.load(Recipe, (), overrides).security if overrides else None
 
 
 def _delete(found: FolderOfRun, *, keep_bus: bool, yes: bool) -> None:
@@ -130,13 +151,13 @@ def _delete(found: FolderOfRun, *, keep_bus: bool, yes: bool) -> None:
     sys.stdout.write(f"deleted {what}\n")
 
 
-def _delete_stored(run: str, bus: BusConfig, *, yes: bool) -> None:
-    stored = next((each for each in _on_bus(_list_stored, bus, SecurityConfig()) if each.name == run), None)
+def _delete_stored(run: str, bus: BusConfig, security: SecurityConfig, *, yes: bool) -> None:
+    stored = next((each for each in _on_bus(_list_stored, bus, security) if each.name == run), None)
     if stored is None:
         raise SetupError(f"NATS at {bus.url} stores no run {run!r}; `penstock runs list --url {bus.url}` lists them")
     what = f"all that NATS at {bus.url} stores of run {run!r} ({describe_size(stored.size_bytes)})"
     _confirm(what, yes=yes)
-    _on_bus(lambda opened: _remove_stored(opened, run), bus, SecurityConfig())
+    _on_bus(lambda opened: _remove_stored(opened, run), bus, security)
     sys.stdout.write(f"deleted {what}\n")
 
 

@@ -7,9 +7,14 @@ import sys
 from pathlib import Path
 
 import msgpack
+import pytest
 
-from penstock.bus.connection import Bus
+from penstock.bus.connection import Bus, connect
 from penstock.bus.consumer import consuming
+from penstock.bus.local_server import local_server
+from penstock.config import BusConfig, SecurityConfig
+from services.cli import main
+from tests.support.certificates import security_of
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
@@ -86,3 +91,55 @@ async def test_bytes_that_are_no_record_are_shown_as_such(bus: Bus, run_name: st
         await delivery.bury("no record")
     shown = json.loads((await penstock_bus(bus, run_name, "show", "1")).stdout)
     assert shown["payload"].startswith("9 bytes that are not msgpack: ")
+
+
+async def test_a_nats_with_tls_is_reached_by_its_address(
+    tmp_path: Path, certificates: SecurityConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With settings of [security] beside --url; the same for `penstock runs`, which also deletes there."""
+    monkeypatch.delenv("PENSTOCK_NATS_TOKEN", raising=False)
+    security, reach = security_of(certificates), f"--security.tls_ca={certificates.tls_ca}"
+    async with local_server(tmp_path, security=security) as url:
+        async with connect(BusConfig(url=url), run="secured", security=security) as bus:
+            await bus.ensure_streams()
+            await bus.publish(bus.dead, b"x", message_id="a")
+            for command in ((), ("letters",), ("show", "1")):
+                found = await penstock_bus(bus, "secured", *command, reach)
+                assert found.returncode == 0, found.stderr
+            without = await penstock_bus(bus, "secured", "letters")
+            assert without.returncode != 0
+
+        async def runs(*arguments: str) -> subprocess.CompletedProcess[str]:
+            command = [PENSTOCK, "runs", *arguments, "--url", url]
+            return await asyncio.to_thread(
+                subprocess.run, command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+            )
+
+        listed = await runs("list", "--json", reach)
+        assert [row["run"] for row in json.loads(listed.stdout)] == ["secured"], listed.stderr
+        deleted = await runs("delete", "secured", "--yes", reach)
+        assert deleted.returncode == 0, deleted.stderr
+        assert json.loads((await runs("list", "--json", reach)).stdout) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("bus", "--url=nats://127.0.0.1:1", "--security.tls_c=ca.pem"), "did you mean security.tls_ca?"),
+        (
+            ("bus", "letters", "--url=nats://127.0.0.1:1", "--security.tls_ca=no.pem"),
+            "tls_ca = 'no.pem' cannot be read",
+        ),
+        (("runs", "list", "--security.tls_ca=ca.pem"), "give --url NATS_URL"),
+        (
+            ("runs", "delete", "x", "--url=nats://127.0.0.1:1", "--bus.replicas=3"),
+            "--bus.replicas=3: runs have recipes",
+        ),
+    ],
+)
+def test_overrides_are_checked_before_nats_is_asked(
+    arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is one line that names the setting."""
+    assert main([*arguments]) == 2
+    assert error in capsys.readouterr().err
