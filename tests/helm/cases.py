@@ -58,6 +58,15 @@ CASES: dict[str, dict[str, Any]] = {
     "claims": CLAIMS,
     "everything": EVERYTHING,
     "monitored": {"monitoring": {"serviceMonitor": True, "rules": True}},
+    "commented out": {  # a name whose lines are all comments
+        "settings": None,
+        "spreadOver": None,
+        "image": {"pullSecrets": None},
+        "router": {"settings": None, "allowFrom": None},
+        "trainer": {"jobLabels": None},
+        "networkPolicy": {"egress": None},
+        "monitoring": {"labels": None},
+    },
     "serving": {"trainer": {"enabled": False}, "networkPolicy": {"enabled": False}},
 }
 PORTS = {

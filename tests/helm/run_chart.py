@@ -104,6 +104,9 @@ MISTYPED = {
     "url": {"nats": {"enabled": False}},
     "remoteToken": {"secrets": {"remoteToken": True}},
     "mountedByEngines": {"runs": {"mountedByEngines": True}},
+    "missing property 'worker'": {"worker": None},
+    "missing property 'defaults'": {"rollout": {"defaults": None}},
+    "missing property 'resources'": {"trainer": {"resources": None}},
     "prefill and decode": {"rollout": {"pools": {"unified": {"role": "decode"}}}},
 }
 
@@ -113,6 +116,7 @@ def test_a_mistyped_value_is_named(name: str) -> None:
     """Before anything is installed."""
     with pytest.raises(helm_python.HelmError) as refused:
         render(MISTYPED[name])
+    assert "missing property" not in name or name in str(refused.value)
     where = next(iter(MISTYPED[name]))
     assert name in str(refused.value) or where in str(refused.value)
     assert where in str(refused.value)

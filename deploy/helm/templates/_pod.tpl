@@ -341,7 +341,7 @@ grpc: {port: {{ .ports.grpc }}}
 {{- $args = append $args "--security.mutual=true" }}
 {{- end }}
 {{- end }}
-{{- range concat .root.Values.settings (.values.settings | default list) }}
+{{- range concat (.root.Values.settings | default list) (.values.settings | default list) }}
 {{- $args = append $args (printf "--%s" .) }}
 {{- end }}
 {{- $args | toJson }}
