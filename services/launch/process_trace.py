@@ -16,7 +16,9 @@ class ProcessTrace:
 
     def __init__(self, folder: Path) -> None:
         """Begin a file in the run folder `folder`; what earlier launchers have not seen end is lost from then on."""
-        self._path = folder / "trace" / f"launcher-{time.time_ns() // 1_000_000:013d}.jsonl"
+        earlier = [path.stem.removeprefix("launcher-") for path in (folder / "trace").glob("launcher-*.jsonl")]
+        after = 1 + max((int(number) for number in earlier if number.isdecimal()), default=0)  # of another host's clock
+        self._path = folder / "trace" / f"launcher-{max(time.time_ns() // 1_000_000, after):013d}.jsonl"
         self._buffer = SpanBuffer("launcher")
         self._append(b"")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.launch.process_trace import ProcessTrace
 from services.view.trace_events import write_trace_events
 from services.view.trace_reader import Span, TraceReader
 
@@ -63,6 +64,13 @@ def test_a_trainer_whose_clock_is_off_is_on_the_others_clock(tmp_path: Path, ahe
     ]
     starts = [step["spans"][0][1] for step in reader.steps()]
     assert starts == [pytest.approx(998.0, abs=0.05), 1498.0]
+
+
+def test_each_launcher_of_a_run_has_its_own_starts(tmp_path: Path) -> None:
+    """In their order, also if the first one's clock is ahead, and from when a launcher begins on: it has none yet."""
+    _write(tmp_path, _row([["process.starting", 9.0, 1.0, {}]], stored=None), name="launcher-4000000000000.jsonl")
+    ProcessTrace(tmp_path)
+    assert [[span.name for span in each] for each in TraceReader(tmp_path).starts()] == [["process.starting"], []]
 
 
 def test_what_was_lost_is_counted_and_what_came_twice_is_not(tmp_path: Path) -> None:
