@@ -46,6 +46,7 @@ const current = () => location.hash.slice(1).split("?")[0] || "curves";
 
 let drawn = ""; // the page that is shown
 let seen = ""; // the page's news when it was drawn
+let isStale = false; // steps have come that it does not show
 let isTouched = false; // somebody has begun to use its fields since it was drawn
 let turn = 0; // number of the drawing that was begun last: an earlier one that ends later shows nothing
 
@@ -56,6 +57,7 @@ async function draw() {
   context.run = Math.min(Number(context.parameters.get("run") ?? 0) || 0, context.runs.length - 1);
   const page = PAGES[name || "curves"];
   seen = newsOf(page);
+  isStale = false;
   drawHeader();
   const root = document.getElementById("page");
   if (!page) {
@@ -121,7 +123,7 @@ function showLink() {
 const controls = (root) => [...root.querySelectorAll("a[href], button, input, select, [tabindex]")];
 
 // Whether somebody has marked text of the page, to copy it.
-const isMarked = () => !getSelection().isCollapsed && document.getElementById("page").contains(getSelection().anchorNode);
+const isMarked = () => !getSelection().isCollapsed && getSelection().containsNode(document.getElementById("page"), true);
 
 // What the page shows besides steps, in short: where this changes, it is drawn again.
 const newsOf = (page) => String(page?.news?.(context) ?? "");
@@ -133,10 +135,11 @@ async function poll() {
   try {
     context.runs = await get("api/runs");
     const isNew = await Promise.all(context.steps.map((steps) => steps.poll()));
+    isStale ||= isNew.some(Boolean);
     drawHeader();
     const isBusy = isMarked() || (isTouched && document.querySelector("#page :focus"));
     const page = PAGES[current()];
-    if ((isNew.some(Boolean) || newsOf(page) !== seen) && page?.isLive && !isBusy) await draw();
+    if ((isStale || newsOf(page) !== seen) && page?.isLive && !isBusy) await draw();
   } catch (error) {
     document.getElementById("status").textContent = `no answer: ${error.message}`;
   }
