@@ -15,7 +15,7 @@ import numpy as np
 ABSTAINED: Final = None
 """The vote of a sample that gave no answer."""
 _NEGLIGIBLE: Final = 1e-17
-"""What is less likely is not computed."""
+"""Votes of the correct answer with which it wins less likely than this are skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,10 @@ def majority_at(k: int, votes: Sequence[Hashable], *, correct: Hashable) -> floa
     The mean over all subsets of `k` samples, to about 1e-10. Answers that tie share the win equally. Samples that
     abstained are drawn like others but cannot win; if all of them abstained, nothing is correct.
 
-    If each sample is drawn by itself with the probability k / (n + 1), the votes of the answers are independent, and
-    the subsets of `k` samples are the draws in which they sum to k. So the generating functions of the votes are
-    multiplied, at as many roots of unity as the sum has values, and the coefficient of k is read off.
+    Draw each sample by itself with the probability p = k / (n + 1). Those draws that have k samples are uniform among
+    the subsets of `k`, for any p; this p makes them likely, which keeps rounding small. The answers' votes are
+    independent, so their generating functions multiply, here at n + 1 roots of unity. The coefficient of k, divided by
+    the probability of k samples, is the mean.
 
     Args:
         k: Samples that vote.
@@ -88,27 +89,36 @@ def majority_at(k: int, votes: Sequence[Hashable], *, correct: Hashable) -> floa
     counts = Counter(vote for vote in votes if vote is not ABSTAINED)
     num_abstained = num_samples - counts.total()
     num_correct = counts.pop(correct, 0)
-    if k == num_samples:  # one subset
-        most = max(counts.values(), default=0)
-        return 0.0 if num_correct < max(most, 1) else 1 / (1 + [*counts.values()].count(num_correct))
-    others = Counter(counts.values())  # answers by how many votes each has
+    if not counts:  # it wins with one vote
+        return pass_at(k, num_samples=num_samples, num_correct=num_correct)
+    if k == num_samples:
+        most = max(counts.values())
+        return 0.0 if num_correct < most else 1 / (1 + [*counts.values()].count(num_correct))
+    others = sorted(Counter(counts.values()).items())  # (votes, answers that have as many)
     share = k / (num_samples + 1)
     size = num_samples + 1
+    places = np.arange(size // 2 + 1)  # at the other roots the values are conjugate
     roots = np.exp(2j * np.pi / size * np.arange(size))
-    abstained = (1 - share + share * roots) ** num_abstained
-    fewer = {count: np.full(size, _binomial(0, count, share), dtype=complex) for count in others}
+    abstained = (1 - share + share * roots[places]) ** num_abstained
+    fewer = {count: np.full(len(places), _binomial(0, count, share), dtype=complex) for count, _ in others}
     won = 0.0
     for most in range(1, min(k, num_correct) + 1):
-        powers = roots[most * np.arange(size) % size]
-        as_many = {count: _binomial(most, count, share) * powers for count in others}
-        if (chance := _binomial(most, num_correct, share)) > _NEGLIGIBLE:
-            num_ties = min(sum(number for count, number in others.items() if count >= most), k // most - 1)
-            for tie, weight in _nodes(num_ties):  # the integral of tie ** ties is 1 / (ties + 1), the share of a win
-                drawn = abstained
-                for count, number in others.items():
-                    drawn = drawn * (fewer[count] + tie * as_many[count]) ** number
-                won += chance * weight * float((drawn * roots[(most - k) * np.arange(size) % size]).real.mean())
-        for count in others:
+        # Generating functions of an answer with exactly, and above with fewer than, `most` votes.
+        powers = roots[most * places % size]
+        as_many = {count: _binomial(most, count, share) * powers for count, _ in others}
+        bound = _binomial(most, num_correct, share)
+        for count, number in others:
+            bound *= abs(fewer[count][0] + as_many[count][0]) ** number
+        if bound > _NEGLIGIBLE:
+            num_ties = min(sum(number for count, number in others if count >= most), k // most - 1)
+            drawn = np.zeros(len(places), dtype=complex)
+            for node, weight in _nodes(num_ties):  # the integral of node**ties over 0 .. 1 is 1 / (1 + ties)
+                product = weight * abstained
+                for count, number in others:
+                    product = product * (fewer[count] + node * as_many[count]) ** number
+                drawn += product
+            won += _binomial(most, num_correct, share) * float(np.fft.irfft(drawn.conj(), size)[k - most])
+        for count, _ in others:
             fewer[count] += as_many[count]
     return min(max(won / _binomial(k, num_samples, share), 0.0), 1.0)
 

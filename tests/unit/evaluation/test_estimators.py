@@ -72,9 +72,25 @@ def test_majority_of_many_samples() -> None:
     assert majority_at(1024, ["right"] + [ABSTAINED] * 2047, correct="right") == pytest.approx(0.5, abs=1e-10)
 
 
+def test_the_order_of_votes_changes_no_bit() -> None:
+    """Samples come in any order."""
+    draw = random.Random(2)
+    for _ in range(100):
+        votes = [draw.choice(["right", *"abcdefg", ABSTAINED]) for _ in range(24)]
+        found = {majority_at(9, draw.sample(votes, 24), correct="right") for _ in range(3)}
+        assert len(found) == 1
+
+
+def test_an_answer_without_others_wins_with_one_vote() -> None:
+    """A policy that is always right has maj@k = 1."""
+    assert {majority_at(k, ["right"] * 8, correct="right") for k in range(1, 9)} == {1.0}
+    assert majority_at(2, ["right", *[ABSTAINED] * 3], correct="right") == 0.5
+    assert majority_at(2, [ABSTAINED] * 4, correct="right") == 0.0
+
+
 @pytest.mark.parametrize("k", [64, 512])
 def test_one_of_many_answers_wins(k: int) -> None:
-    """Over all answers the probabilities sum to 1; to count the ways of each took minutes with so many answers."""
+    """Over all answers the probabilities sum to 1, of a thousand samples too."""
     spread = {"a": 412, "b": 257, "c": 103, "d": 51, **{f"rare {number}": 3 for number in range(69)}}
     votes = [answer for answer, number in spread.items() for _ in range(number)]
     won = [majority_at(k, votes, correct=answer) for answer in ["a", "b", "c", "d"]]
