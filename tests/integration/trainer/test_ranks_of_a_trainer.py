@@ -248,7 +248,6 @@ def test_torchrun_starts_ranks_of_two_machines(tiny_model_path: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.variant
 def test_torchruns_ranks_hear_of_each_other(tiny_model_path: Path, tmp_path: Path) -> None:
     """Rank 0 of one that does not come, and the other machine's rank of the end of rank 0."""
     codes, _, errors = two_machines(tiny_model_path, tmp_path, "load;begin", "--stall-s=4", "--odd=sleeps")

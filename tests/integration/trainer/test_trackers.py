@@ -86,7 +86,6 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.variant
 def test_wandb_goes_on_under_the_runs_id(tmp_path: Path) -> None:
     """Offline, each part of the run is a file of its own; both carry the run's id, by which `wandb sync` joins them."""
     log_rows("wandb", tmp_path, ROWS[:2], WANDB_MODE="offline")
