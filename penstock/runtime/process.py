@@ -107,11 +107,12 @@ async def end_task(task: asyncio.Future[Any]) -> None:
 def others_code() -> Iterator[None]:
     """Within the context code of other people is awaited; what it raises to end its task or process is a failure of it.
 
-    Otherwise the awaiting task would look as if it had been cancelled, which nobody reports, and SystemExit of a task
-    ends the whole event loop.
+    Otherwise the awaiting task would look as if it had been cancelled, which nobody reports; SystemExit of a task ends
+    the whole event loop; and what else is no Exception, such as a panic of Rust code, passes every `except Exception`.
 
     Raises:
-        RuntimeError: CancelledError came, and nobody has cancelled this task; or SystemExit came.
+        RuntimeError: CancelledError came, and nobody has cancelled this task; or another error that is no Exception,
+            KeyboardInterrupt excepted.
     """
     try:
         yield
@@ -123,7 +124,9 @@ def others_code() -> Iterator[None]:
             "CancelledError came out of it, and nobody has cancelled it: it awaits a task that it has cancelled; catch "
             "that there"
         ) from error
-    except SystemExit as error:
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
         raise RuntimeError(repr(error)) from error
 
 

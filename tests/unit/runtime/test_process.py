@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import DataError, SetupError, UnavailableError
-from penstock.runtime.process import EXIT_FAILURE, EXIT_USER_ERROR, end_task, run, unless_stopped
+from penstock.runtime.process import EXIT_FAILURE, EXIT_USER_ERROR, end_task, others_code, run, unless_stopped
 from tests.conftest import ROOT
 from tests.support.waiting import HANG_S
 
@@ -244,6 +244,27 @@ async def test_a_task_that_swallowed_a_cancellation_ends_though_its_ending_is_in
     await asyncio.wait({ending_inner, inner}, timeout=HANG_S)
     assert ending_inner.cancelled()
     assert inner.cancelled()
+
+
+class Panic(BaseException):
+    """As pyo3 raises one for a panic of Rust code."""
+
+
+@pytest.mark.parametrize("error", [Panic("index out of bounds"), SystemExit(3)])
+def test_what_is_no_exception_is_a_failure_of_the_code_that_raises_it(error: BaseException) -> None:
+    """Whoever catches every Exception of other people's code catches it too."""
+    with pytest.raises(RuntimeError) as caught, others_code():
+        raise error
+    assert str(caught.value) == repr(error)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [KeyError("board"), KeyboardInterrupt(), GeneratorExit()])
+def test_other_errors_of_other_people_s_code_stay_what_they_are(error: BaseException) -> None:
+    """An exception, an interrupt, and the end of a generator."""
+    with pytest.raises(type(error)) as caught, others_code():
+        raise error
+    assert caught.value is error
 
 
 @pytest.mark.parametrize(("signalled", "code"), [(True, 143), (False, 0)])

@@ -55,6 +55,15 @@ async def leaves(_: Task) -> StepResult:
     raise SystemExit(2)
 
 
+class Panic(BaseException):
+    """As pyo3 raises one for a panic of Rust code."""
+
+
+async def panics(_: Task) -> StepResult:
+    """As a library of Rust does."""
+    raise Panic("index out of bounds")
+
+
 async def cancels_what_it_awaits(_: Task) -> StepResult:
     """As a library does that ends its own tasks."""
     waiting = asyncio.create_task(asyncio.sleep(60.0))
@@ -87,6 +96,7 @@ def said(role: Any, text: str = "?") -> Message:
         (shows("Look.", b"no picture"), r"InvalidRequestError: images\[0\] \(10 bytes\) cannot be decoded"),
         (KeyError("tool"), "KeyError: 'tool'"),
         (leaves, r"RuntimeError: SystemExit\(2\)"),
+        (panics, r"RuntimeError: Panic\('index out of bounds'\)"),
         (cancels_what_it_awaits, "RuntimeError: CancelledError came out of it, and nobody has cancelled it"),
     ],
 )
