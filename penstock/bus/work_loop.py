@@ -111,7 +111,9 @@ async def _handle(delivery: Delivery, handle: Handler, *, max_deliveries: int, g
         _MESSAGES.labels("put_back").inc()
         await delivery.put_back()
         raise
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise  # the process ends, and its heartbeats with it
+    except BaseException as error:  # a panic of Rust code, among others, is no Exception
         reason = f"{type(error).__name__}: {error}"
         if not isinstance(error, PenstockError | TimeoutError):
             log.exception("message.handler_crashed", message_id=delivery.message_id)

@@ -95,7 +95,7 @@ class GroupRollout:
                     tasks.create_task(self._episodes.play(prompt, number, images, shared))
                     for number in range(prompt.num_samples)
                 ]
-        except ExceptionGroup as failures:
+        except BaseExceptionGroup as failures:
             # One error decides about the group: a permanent one, if there is any.
             hopeless = [error for error in failures.exceptions if isinstance(error, InvalidRequestError | PoisonError)]
             raise (hopeless or failures.exceptions)[0] from None

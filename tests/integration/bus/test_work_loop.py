@@ -116,6 +116,29 @@ async def test_a_failing_message_is_tried_again_with_growing_delay_then_buried(w
     assert await num_messages(bus, bus.prompts.name) == 0
 
 
+async def test_what_is_no_exception_is_a_failure_too(workers: OpenConsumer, bus: Bus) -> None:
+    """A panic of Rust code, among others: its message would have been in hand for ever, and never delivered again."""
+
+    class Panic(BaseException):
+        pass
+
+    async def handle(delivery: Delivery) -> None:
+        raise Panic("index out of bounds")
+
+    async def is_buried() -> bool:
+        return await num_messages(bus, bus.dead.name) == 1
+
+    await bus.publish(bus.prompts, b"x", message_id="a")
+    consumer = await workers(bus)
+    with capture_logs() as events:
+        async with working(consumer, handle, max_deliveries=2):
+            await until(is_buried)
+    assert [event["event"] for event in events] == [
+        *("message.handler_crashed", "message.put_back", "message.handler_crashed", "message.buried")
+    ]
+    assert consumer.num_in_hand == 0
+
+
 async def test_a_message_is_kept_when_giving_it_up_fails(workers: OpenConsumer, bus: Bus) -> None:
     """A message is buried only after somebody could be told."""
     attempts: list[str] = []

@@ -39,7 +39,7 @@ class ScriptedEpisodes:
     environment failed; "rewarded": it gave a reward of 0.5; "cut" and "ended": a token limit, or one
     of turns, ended the sample."""
 
-    script: dict[int, Exception | str] = dataclasses.field(default_factory=dict)
+    script: dict[int, BaseException | str] = dataclasses.field(default_factory=dict)
     num_waiting: int = 0
     num_cancelled: int = 0
 
@@ -53,7 +53,7 @@ class ScriptedEpisodes:
                 except asyncio.CancelledError:
                     self.num_cancelled += 1
                     raise
-            case Exception() as error:
+            case BaseException() as error:
                 raise error
         trajectory = Trajectory(min_version=0, forbidden_ids=())
         trajectory.add_observation([1])
@@ -236,9 +236,14 @@ async def test_one_failed_sample_cancels_the_others() -> None:
     assert verifier.items == []
 
 
-async def test_the_error_that_no_other_try_can_mend_decides() -> None:
+class Panic(BaseException):
+    """As pyo3 raises one for a panic of Rust code."""
+
+
+@pytest.mark.parametrize("other", [UnavailableError("no replica"), Panic("index out of bounds")])
+async def test_the_error_that_no_other_try_can_mend_decides(other: BaseException) -> None:
     """Of several failures at once, the hopeless one says what becomes of the prompt."""
-    episodes = ScriptedEpisodes({0: UnavailableError("no replica"), 2: InvalidRequestError("too long")})
+    episodes = ScriptedEpisodes({0: other, 2: InvalidRequestError("too long")})
     with pytest.raises(InvalidRequestError, match="too long"):
         await make_player(with_status(reward_pb2.VERDICT_STATUS_OK), episodes).play(PROMPT)
 
