@@ -25,7 +25,7 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag="spawn"):
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, tag="kill"):
-    """Kill a process and all processes that it started."""
+    """Kill a process and its process group."""
 
     pid: int
 

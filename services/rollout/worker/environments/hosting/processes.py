@@ -259,7 +259,7 @@ class _Forkserver:
             raise UnavailableError("the server that forks environments ended; another try starts it again") from None
 
     def kill(self, pid: int) -> None:
-        """Kill a process and all processes that it started; do nothing if it has ended."""
+        """Kill a process and its process group; do nothing if it has ended."""
         if pid in self._running:
             self._send(Kill(pid=pid))
 
