@@ -126,6 +126,23 @@ async def test_an_environment_may_print_as_much_as_it_likes() -> None:
         assert text_of(await environment.step(turn("go"))) == "done"
 
 
+@pytest.mark.parametrize("how", ["close stdout", "close stderr", "unset stdout,stderr"])
+async def test_an_environment_that_drops_its_output_costs_no_other_episode(how: str) -> None:
+    """Its calls are answered, however often; and at its end there is nothing to flush."""
+    async with environment_of("DropsOutput") as (environment, task):
+        pid = pid_of(await environment.reset(task))
+        factory = environment._open_channel.__self__
+        another = factory()
+        other_pid = pid_of(await another.reset(task))
+        assert text_of(await another.step(turn(how))) == "done"
+        with pytest.raises(EnvironmentFailedError, match="ended with exit code 1 during step"):
+            await another.step(turn(f"{how} then interrupt"))
+        await another.close()
+        await until(lambda: has_ended(other_pid))
+        assert not has_ended(pid)
+        assert text_of(await environment.step(turn(how))) == "done"
+
+
 async def test_an_environment_is_closed_in_order(tmp_path: Path) -> None:
     """Its close runs, also after one of its calls raised."""
     async with environment_of("Remembers", args={"path": str(tmp_path / "closed")}) as (environment, task):

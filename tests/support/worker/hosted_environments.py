@@ -182,6 +182,22 @@ class Chatty(Echo):
         return StepResult(observation=say("done"))
 
 
+class DropsOutput(Echo):
+    """Does with standard output and standard error what a program does that wants to be quiet."""
+
+    def step(self, turn: AssistantTurn) -> StepResult:
+        """Closes or unsets the streams that the turn names, and may then end its process by an interrupt."""
+        how, names, *then = turn.text.split()
+        for name in names.split(","):
+            if how == "close":
+                getattr(sys, name).close()
+            else:
+                setattr(sys, name, None)
+        if then:
+            raise KeyboardInterrupt
+        return StepResult(observation=say("done"))
+
+
 class NotANumber(Echo):
     """Measures nothing, and says so in the wrong way."""
 

@@ -4,6 +4,7 @@ It runs the environment in its main thread. Nothing here has a deadline: the wor
 """
 
 import asyncio
+import contextlib
 import inspect
 import math
 import os
@@ -43,6 +44,13 @@ def serve_episode(channel: socket.socket, make: Callable[[], Any]) -> None:
         _Episode(channel, make, runner).serve()
 
 
+def flush_output() -> None:
+    """Send what was printed on its way; the environment may have closed or replaced the streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
 class _Episode:
     def __init__(self, channel: socket.socket, make: Callable[[], Any], runner: asyncio.Runner) -> None:
         self._channel = channel
@@ -61,7 +69,7 @@ class _Episode:
             with self._asking:
                 data = self._encode(reply)
                 self._number = None
-                sys.stdout.flush()
+                flush_output()
                 self._channel.sendall(data)
             if isinstance(request, CloseRequest):
                 return

@@ -24,7 +24,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.runtime.parent_death import die_with, outlive_parent
-from services.rollout.worker.environments.hosting.episode_process import serve_episode
+from services.rollout.worker.environments.hosting.episode_process import flush_output, serve_episode
 from services.rollout.worker.environments.hosting.forkserver_protocol import (
     MAX_PACKET_BYTES,
     Command,
@@ -165,6 +165,7 @@ class _Forkserver:
             for child in self._children.values():
                 os.close(child.pidfd)
                 os.close(child.output_fd)
+            self._children.clear()  # they are the server's to kill
             null_fd = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((null_fd, 0), (write_fd, 1), (write_fd, 2)):
                 os.dup2(source, target)
@@ -179,9 +180,10 @@ class _Forkserver:
         except BaseException:  # noqa: BLE001 - the process's boundary: nothing must return to the server's loop
             traceback.print_exc()
         finally:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            os._exit(status)
+            try:
+                flush_output()
+            finally:
+                os._exit(status)
 
     def _reap(self, child: _Child) -> None:
         os.killpg(child.pid, signal.SIGKILL)  # its children too; until it is reaped, no other process gets its number
