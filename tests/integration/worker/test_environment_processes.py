@@ -161,6 +161,13 @@ async def test_what_an_environment_started_ends_with_it() -> None:
     await until(lambda: has_ended(stray))
 
 
+async def test_what_an_environment_started_can_be_interrupted() -> None:
+    """As recorders and simulators are that then write their files."""
+    async with environment_of("StartsProcesses") as (environment, task):
+        await environment.reset(task)
+        assert int(text_of(await environment.step(turn("interrupt")))) == -signal.SIGINT
+
+
 async def test_an_environments_process_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the worker's other variables."""
     monkeypatch.setenv("PENSTOCK_ENVIRONMENT_TOKEN", "b2f5ff47436671b6")

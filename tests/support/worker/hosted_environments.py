@@ -234,9 +234,11 @@ class StartsProcesses(Echo):
     """Starts a program that would go on for weeks."""
 
     def step(self, turn: AssistantTurn) -> StepResult:
-        """Says its process id; "exit" leaves it alone."""
+        """Says its process id; "exit" leaves it alone, and "interrupt" says how another ends that interrupts itself."""
         if turn.text == "exit":
             os._exit(0)
+        if turn.text == "interrupt":
+            return StepResult(observation=say(str(subprocess.run(["sh", "-c", "kill -INT $$"]).returncode)))
         return StepResult(observation=say(str(subprocess.Popen(["sleep", SLEEPER]).pid)))
 
 

@@ -161,6 +161,7 @@ class _Forkserver:
         try:
             os.setpgid(0, 0)
             die_with(parent_pid)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # programs inherit what is ignored
             self._control.close()
             for child in self._children.values():
                 os.close(child.pidfd)
