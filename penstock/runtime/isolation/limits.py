@@ -1,6 +1,7 @@
 """The kernel's limits on the resources of a process."""
 
 import resource
+from pathlib import Path
 
 _MAX_OPEN_FILES = 64
 
@@ -11,6 +12,11 @@ def limit_process(*, memory_bytes: int) -> None:
     lower(resource.RLIMIT_CORE, 0)
     lower(resource.RLIMIT_FSIZE, 0)
     lower(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
+
+
+def address_space_bytes() -> int:
+    """Return the size of this process's address space, which is what `limit_process` bounds."""
+    return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
 
 
 def lower(which: int, value: int) -> None:

@@ -47,7 +47,7 @@ class WorkerPool:
 
         Args:
             num_workers: Items at work at once, those in overtime not counted.
-            memory_limit_bytes: Address space of a worker.
+            memory_limit_bytes: Address space that a worker may take beyond what it has when it is forked.
             recycle_after: Items after which a worker is replaced.
             max_overtime: Items that may be in overtime at once; beyond it, hanging workers keep their permits.
             overtime_memory_bytes: Memory that workers may allocate together; beyond it, the largest worker is killed.

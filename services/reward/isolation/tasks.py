@@ -73,7 +73,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The forkserver's settings for its workers."""
 
     memory_limit_bytes: int
-    """Address space of a worker."""
+    """Address space that a worker may take beyond what it has when it is forked."""
     verifiers: dict[str, str] = {}
     """Custom verifiers by name, loaded before any worker is forked: "file.py:function" or "module:function"."""
 

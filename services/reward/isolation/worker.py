@@ -12,13 +12,13 @@ import msgspec
 
 from penstock.runtime.isolation import sandbox
 from penstock.runtime.isolation.frames import HEADER, frame, write_all
-from penstock.runtime.isolation.limits import limit_process
+from penstock.runtime.isolation.limits import address_space_bytes, limit_process
 from penstock.verdict_status import Status
 from services.reward.isolation.tasks import Task, VerifierTask, WorkerReply, WorkerRequest
 from services.reward.worker_tasks.perform import perform
 
 _NEARLY = 0.9
-"""Share of the limit of address space from which a failed comparison counts as out of memory: sympy and math-verify
+"""Share of the memory limit from which a failed comparison counts as out of memory: sympy and math-verify
 swallow MemoryError. The kernel keeps the peak of the process's life, so its worker is then replaced."""
 _MAX_GROWTH_BYTES = 48 * 2**20
 """Maximum growth since the fork; beyond it, a worker is replaced."""
@@ -27,7 +27,8 @@ _THREAD_END_S = 0.02
 
 def work(fd: int, memory_limit_bytes: int, *, is_confined: bool) -> None:
     """Answer requests from the socket `fd` until it is closed, or until the process is spoilt."""
-    limit_process(memory_bytes=memory_limit_bytes)
+    loaded_bytes = address_space_bytes()
+    limit_process(memory_bytes=loaded_bytes + memory_limit_bytes)
     if is_confined:
         sandbox.enter()
     size_at_start = _resident_bytes()
@@ -39,7 +40,7 @@ def work(fd: int, memory_limit_bytes: int, *, is_confined: bool) -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, resource.RLIM_INFINITY))
             reply = _perform(request.task)
             has_grown = _resident_bytes() - size_at_start > _MAX_GROWTH_BYTES
-            has_peaked = _ProcessStatus.read().peak_bytes > _NEARLY * memory_limit_bytes
+            has_peaked = _ProcessStatus.read().peak_bytes > loaded_bytes + _NEARLY * memory_limit_bytes
             if has_peaked and reply.credit == 0 and not isinstance(request.task, VerifierTask):
                 reply = WorkerReply(status=Status.OUT_OF_MEMORY)
             is_spoilt = has_grown or has_peaked or reply.status is Status.OUT_OF_MEMORY or _has_threads_left()

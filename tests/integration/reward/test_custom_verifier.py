@@ -13,7 +13,7 @@ from services.reward.config import RewardConfig
 from services.reward.profiles.custom import find_verifiers
 from services.reward.server import running
 from tests.conftest import ROOT
-from tests.support.reward.service import OK, TIMEOUT, reward_service
+from tests.support.reward.service import EASY, OK, TIMEOUT, item_of, reward_service
 
 _FAILED = reward_pb2.VERDICT_STATUS_FAILED
 _VERIFIERS = """
@@ -116,6 +116,20 @@ async def test_a_verifier_that_cannot_be_loaded_stops_the_start(tmp_path: Path, 
     with pytest.raises(SetupError, match=message):
         async with running(config):
             pass
+
+
+async def test_what_a_verifier_loads_is_no_item_s_memory(tmp_path: Path) -> None:
+    """As of one that imports torch: other profiles' wrong answers are wrong, and their worker goes on."""
+    (tmp_path / "large.py").write_text(
+        "import mmap\nloaded = mmap.mmap(-1, 400 * 2**20)\ndef verify(golds, response, prompt):\n    return 1.0\n"
+    )
+    gold, _ = EASY
+    async with reward_service(verifiers={"large": f"{tmp_path / 'large.py'}:verify"}) as (client, pool):
+        before = pool.worker_pids
+        verdicts = await client.verify_batch([item_of(gold, r"\boxed{(2+x)^{-1}}"), _item("large", "")], timeout_s=30.0)
+        after = pool.worker_pids
+    assert [(verdict.status, verdict.score) for verdict in verdicts] == [(OK, 0.0), (OK, 1.0)]
+    assert after == before
 
 
 async def test_a_verifier_cannot_take_a_built_in_name() -> None:

@@ -10,14 +10,13 @@ import math
 import os
 import resource
 import sys
-from pathlib import Path
 
 import msgspec
 
 from penstock.runtime.isolation import sandbox
 from penstock.runtime.isolation.forkserver import serve
 from penstock.runtime.isolation.frames import HEADER, frame, write_all
-from penstock.runtime.isolation.limits import limit_process, lower
+from penstock.runtime.isolation.limits import address_space_bytes, limit_process, lower
 from services.rollout.worker.environments.confined_python.execution import run
 from services.rollout.worker.environments.confined_python.messages import Code, InterpreterSettings
 
@@ -37,8 +36,7 @@ def _work(fd: int, settings: InterpreterSettings, *, is_confined: bool) -> None:
     """Run the one piece of code that the socket brings."""
     if not is_confined:
         raise RuntimeError("code of a policy never runs unconfined")
-    own_bytes = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
-    limit_process(memory_bytes=own_bytes + settings.memory_limit_mb * 2**20)
+    limit_process(memory_bytes=address_space_bytes() + settings.memory_limit_mb * 2**20)
     lower(resource.RLIMIT_CPU, math.ceil(settings.time_limit_s) + 1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)  # standard error is the worker's log
