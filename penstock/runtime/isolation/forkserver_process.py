@@ -97,6 +97,8 @@ class Forkserver:
                 *("-P", "-m", self._module, *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
+                # Nothing else may get its number: it is None if it was closed when this process started.
+                stderr=asyncio.subprocess.DEVNULL if sys.stderr is None else None,
                 env=self._environment,
                 pass_fds=(theirs.fileno(),),
                 # A terminal's interrupt is for the server, which drains. It is not a separate session: the kernel #

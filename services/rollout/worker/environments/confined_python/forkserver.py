@@ -38,9 +38,6 @@ def _work(fd: int, settings: InterpreterSettings, *, is_confined: bool) -> None:
         raise RuntimeError("code of a policy never runs unconfined")
     limit_process(memory_bytes=address_space_bytes() + settings.memory_limit_mb * 2**20)
     lower(resource.RLIMIT_CPU, math.ceil(settings.time_limit_s) + 1)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 2)  # standard error is the worker's log
-    os.close(null)
     if (random := sys.modules.get("numpy.random")) is not None:
         random.seed()  # like Python's own generator, whose state would be the same in every fork
     sandbox.enter(is_strict=True)
