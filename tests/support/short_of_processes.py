@@ -23,8 +23,10 @@ def fork() -> int:
 
 
 def answer(worker_fd: int, is_confined: bool) -> None:
-    """Send back what comes."""
+    """Send back what comes; "fail" is a failure."""
     while data := os.read(worker_fd, 100):
+        if data == b"fail":
+            raise ValueError("asked to fail")
         os.write(worker_fd, data)
 
 

@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -108,6 +109,8 @@ def _spawn(control: socket.socket, fds: Sequence[int], work: Work, *, is_confine
             control.close()
             work(worker_fd, is_confined)
             status = 0
+        except BaseException:  # noqa: BLE001 - the process's boundary: nothing must return to the server's loop
+            traceback.print_exc()
         finally:
             os._exit(status)
     os.close(worker_fd)

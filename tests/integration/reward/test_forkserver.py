@@ -18,14 +18,33 @@ async def answers(worker: ForkedWorker) -> bool:
     return await worker.reader.read(100) == b"hello"
 
 
-async def test_a_worker_that_cannot_be_forked_costs_no_other() -> None:
-    """At a container's limit of processes, or without memory; the next attempt may succeed."""
-    forkserver = Forkserver(
+def make_forkserver() -> Forkserver:
+    """One that is not started."""
+    return Forkserver(
         "tests.support.short_of_processes",
         NoSettings(),
         sandbox="off",
         environment={**os.environ, "PYTHONPATH": os.getcwd()},
     )
+
+
+async def test_a_worker_that_fails_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its traceback is on standard error; the server sees only that it is gone."""
+    forkserver = make_forkserver()
+    await forkserver.start()
+    try:
+        worker = await forkserver.spawn()
+        worker.writer.write(b"fail")
+        assert await worker.reader.read(100) == b""
+        worker.writer.close()
+    finally:
+        await forkserver.stop()
+    assert "ValueError: asked to fail" in capfd.readouterr().err
+
+
+async def test_a_worker_that_cannot_be_forked_costs_no_other() -> None:
+    """At a container's limit of processes, or without memory; the next attempt may succeed."""
+    forkserver = make_forkserver()
     await forkserver.start()
     try:
         workers = [await forkserver.spawn(), await forkserver.spawn()]
