@@ -100,7 +100,8 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True):
     token: int = 0
     """The request's token."""
     is_spoilt: bool = False
-    """Whether the worker ends with this reply: it ran out of memory, has grown, or left threads behind."""
+    """Whether the worker ends with this reply: it ran out of memory, has grown, left threads behind, or has
+    less processor time than before."""
 
 
 def sendable(text: str) -> str:

@@ -32,18 +32,28 @@ def work(fd: int, memory_limit_bytes: int, *, is_confined: bool) -> None:
     if is_confined:
         sandbox.enter()
     size_at_start = _resident_bytes()
+    _, hard_cpu_limit_s = resource.getrlimit(resource.RLIMIT_CPU)
     decoder = msgspec.msgpack.Decoder(WorkerRequest)
     with open(fd, "rb") as requests:
         while header := requests.read(HEADER.size):
             request = decoder.decode(requests.read(HEADER.unpack(header)[0]))
             cpu_limit_s = int(time.process_time()) + request.cpu_limit_s
-            resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, resource.RLIM_INFINITY))
+            if hard_cpu_limit_s != resource.RLIM_INFINITY:
+                cpu_limit_s = min(cpu_limit_s, hard_cpu_limit_s)
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, hard_cpu_limit_s))
             reply = _perform(request.task)
             has_grown = _resident_bytes() - size_at_start > _MAX_GROWTH_BYTES
             has_peaked = _ProcessStatus.read().peak_bytes > loaded_bytes + _NEARLY * memory_limit_bytes
             if has_peaked and reply.credit == 0 and not isinstance(request.task, VerifierTask):
                 reply = WorkerReply(status=Status.OUT_OF_MEMORY)
-            is_spoilt = has_grown or has_peaked or reply.status is Status.OUT_OF_MEMORY or _has_threads_left()
+            has_lowered_limit = resource.getrlimit(resource.RLIMIT_CPU)[1] != hard_cpu_limit_s
+            is_spoilt = (
+                has_grown
+                or has_peaked
+                or has_lowered_limit
+                or reply.status is Status.OUT_OF_MEMORY
+                or _has_threads_left()
+            )
             reply = msgspec.structs.replace(reply, token=request.token, is_spoilt=is_spoilt)
             write_all(fd, frame(reply))
             if reply.is_spoilt:
