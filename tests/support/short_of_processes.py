@@ -1,10 +1,11 @@
-"""A forkserver on a machine that has no process left for its third worker.
+"""A forkserver on a machine that has no process left for its third worker; each worker does what it is told.
 
 python -m tests.support.short_of_processes SETTINGS WORKERS
 """
 
 import errno
 import os
+import subprocess
 import sys
 
 from penstock.runtime.isolation.forkserver import serve
@@ -23,10 +24,12 @@ def fork() -> int:
 
 
 def answer(worker_fd: int, is_confined: bool) -> None:
-    """Send back what comes; "fail" is a failure."""
+    """Send back what comes; "fail" is a failure, and "start" is answered with a program's process id."""
     while data := os.read(worker_fd, 100):
         if data == b"fail":
             raise ValueError("asked to fail")
+        if data == b"start":
+            data = str(subprocess.Popen(["sleep", "infinity"]).pid).encode()
         os.write(worker_fd, data)
 
 

@@ -4,8 +4,9 @@
 
 `MODULE` calls `serve`. `SETTINGS` is `ForkserverSettings` as JSON; `WORKERS` is the module's own. The control socket
 carries `SPAWN` with a worker's socket, answered with the new worker's process id, and `REAP` for a worker that was
-killed. A dead worker keeps its process id until then, so the server never kills another process by mistake. When the
-control socket closes, or the server ends in any way, this process and its workers end.
+killed. A dead worker keeps its process id until then, so the server never kills another process by mistake. Each
+worker leads a process group, which has the programs that it starts if it is not confined. When the control socket
+closes, because the server has ended in any way, this process and these groups end.
 """
 
 import errno
@@ -29,7 +30,7 @@ from penstock.runtime.isolation.forkserver_protocol import (
     ForkserverSettings,
     encode_reply,
 )
-from penstock.runtime.parent_death import die_with
+from penstock.runtime.parent_death import die_with, outlive_parent
 
 Work: TypeAlias = Callable[[int, bool], None]
 """A worker's main function: it gets its socket, and whether it must confine itself."""
@@ -55,15 +56,27 @@ def serve(encoded_settings: str, *, prepare: Callable[[], None], work: Work) -> 
     except Exception as error:  # noqa: BLE001 - the process's boundary, and verifiers are the user's code: tell the server
         control.send(encode_reply(ForkserverReply(error=str(error)[: MAX_REPLY_BYTES // 8] or repr(error))))
         return
+    outlive_parent()  # a closing socket says that the server is gone, and there may be groups to kill
     gc.freeze()
     control.send(encode_reply(ForkserverReply(warning=warning)))
-    is_confined = settings.sandbox != "off" and not warning
+    workers: set[int] = set()
+    try:
+        _obey(control, workers, work, is_confined=settings.sandbox != "off" and not warning)
+    finally:
+        for pid in workers:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _obey(control: socket.socket, workers: set[int], work: Work, *, is_confined: bool) -> None:
+    """Do what the control socket says until it closes; keep `workers`, the process ids that are not reaped."""
     killed: set[int] = set()
     asked = select.poll()  # select has no room for descriptors above 1023, which the server's connections reach
     asked.register(control, select.POLLIN)
     while True:
         is_asked = bool(asked.poll(_REAP_INTERVAL_MS if killed else None))
-        killed = {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        reaped = {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0] != 0}
+        killed -= reaped
+        workers -= reaped
         if not is_asked:
             continue
         try:
@@ -74,7 +87,10 @@ def serve(encoded_settings: str, *, prepare: Callable[[], None], work: Work) -> 
             return
         command, pid = COMMAND.unpack(message)
         if command == SPAWN:
-            control.send(encode_reply(_spawn(control, fds, work, is_confined=is_confined)))
+            reply = _spawn(control, fds, work, is_confined=is_confined)
+            if reply.pid:
+                workers.add(reply.pid)
+            control.send(encode_reply(reply))
         else:
             killed.add(pid)
 
@@ -105,6 +121,7 @@ def _spawn(control: socket.socket, fds: Sequence[int], work: Work, *, is_confine
     if pid == 0:
         status = 1
         try:
+            os.setpgid(0, 0)
             die_with(parent_pid)
             control.close()
             work(worker_fd, is_confined)
@@ -113,5 +130,6 @@ def _spawn(control: socket.socket, fds: Sequence[int], work: Work, *, is_confine
             traceback.print_exc()
         finally:
             os._exit(status)
+    os.setpgid(pid, pid)  # both sides do so: neither may rely on being first
     os.close(worker_fd)
     return ForkserverReply(pid=pid)

@@ -142,18 +142,19 @@ class Forkserver:
         return ForkedWorker(pid, reader, writer)
 
     def kill_worker(self, pid: int) -> None:
-        """Kill and reap worker `pid`; do nothing if it is not, or no longer, this forkserver's."""
+        """Kill worker `pid` with the programs that it started, and reap it; do nothing if it is not, or no longer, this
+        forkserver's."""
         if pid not in self._pids:
             return
         self._pids.discard(pid)
-        with contextlib.suppress(ProcessLookupError):  # the forkserver is gone, and its workers went with it
-            os.kill(pid, signal.SIGKILL)
+        _kill_group(pid)
         self._to_reap.append(pid)
         self._reap()
 
     async def stop(self) -> None:
-        """Kill the forkserver, and so its workers, and wait until it is gone."""
-        self._pids.clear()
+        """Kill the forkserver, its workers and the programs that they started, and wait until it is gone."""
+        while self._pids:
+            _kill_group(self._pids.pop())
         self._to_reap.clear()
         if self._control is not None:
             self._control.close()
@@ -183,3 +184,9 @@ class Forkserver:
             return _REPLIES.decode(message)
         except msgspec.MsgspecError:
             raise WorkerDiedError(f"the forkserver ended; its message is on standard error{self._hint}") from None
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a worker and what else is in its process group."""
+    with contextlib.suppress(ProcessLookupError):  # the forkserver is gone, and its workers went with it
+        os.killpg(pid, signal.SIGKILL)
