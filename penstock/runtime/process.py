@@ -5,8 +5,8 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ log = structlog.get_logger()
 ResultT = TypeVar("ResultT")
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CANCEL_EVERY_S = 0.5
 EXIT_FAILURE = 1
 """Exit code of all other failures."""
 EXIT_USER_ERROR = 2
@@ -98,9 +99,45 @@ async def end_task(task: asyncio.Future[Any]) -> None:
     try:
         while not task.done():
             task.cancel()
-            await asyncio.wait({task}, timeout=0.5)
+            await asyncio.wait({task}, timeout=_CANCEL_EVERY_S)
     finally:
         task.cancel()  # also if this call is cancelled itself
+
+
+@asynccontextmanager
+async def beside(pending: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `pending`, which ends only by an error, during the context; then the error takes the place of the body's end.
+
+    The body, which is the task that entered the context, is cancelled until it has ended, for the reason of `end_task`.
+    """
+    body, has_ended, num_cancels = asyncio.current_task(), False, 0
+    assert body is not None
+
+    def cancel_body() -> None:
+        nonlocal num_cancels
+        if not has_ended:
+            num_cancels += 1
+            body.cancel()
+            body.get_loop().call_later(_CANCEL_EVERY_S, cancel_body)
+
+    def on_end(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            cancel_body()
+
+    running = asyncio.create_task(pending)
+    running.add_done_callback(on_end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if num_cancels == 0 or body.cancelling() > num_cancels:  # cancelled from outside
+            raise
+    finally:
+        has_ended = True
+        for _ in range(num_cancels):
+            body.uncancel()
+        await end_task(running)
+    if num_cancels > 0:
+        running.result()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from penstock.bus.buckets.register import Register, open_register
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS
 from penstock.errors import SetupError, SupersededError
-from penstock.runtime.process import end_task
+from penstock.runtime.process import beside
 
 log = structlog.get_logger()
 
@@ -32,9 +32,6 @@ _POLL_S = 0.25
 _PATIENCE_S = 2.0
 """A claimant waits this much longer than `ttl_s` for the holder to end."""
 _RELEASE_TIMEOUT_S = 2.0
-_CANCEL_EVERY_S = 0.5
-"""A body whose lock is lost is cancelled until it has ended, because `asyncio.wait_for` can swallow a cancellation; see
-`penstock.runtime.process.end_task`."""
 
 
 class Lock:
@@ -86,40 +83,17 @@ async def locked(bus: Bus, name: str, *, ttl_s: float) -> AsyncIterator[Lock]:
         SupersededError: another process took it over during the context.
     """
     lock = await claim(bus, name, ttl_s=ttl_s)
-    body, has_ended, num_cancels = asyncio.current_task(), False, 0
-    assert body is not None
 
     async def keep() -> None:
         while True:
             await asyncio.sleep(ttl_s / 3)
             await lock.confirm()
 
-    def cancel_body() -> None:
-        nonlocal num_cancels
-        if not has_ended:
-            num_cancels += 1
-            body.cancel()
-            body.get_loop().call_later(_CANCEL_EVERY_S, cancel_body)
-
-    def on_end(keeper: asyncio.Task[None]) -> None:
-        if not keeper.cancelled():
-            cancel_body()
-
-    keeper = asyncio.create_task(keep())
-    keeper.add_done_callback(on_end)
     try:
-        yield lock
-    except asyncio.CancelledError:
-        if num_cancels == 0 or body.cancelling() > num_cancels:  # cancelled from outside
-            raise
+        async with beside(keep()):
+            yield lock
     finally:
-        has_ended = True
-        for _ in range(num_cancels):
-            body.uncancel()
-        await end_task(keeper)
         await lock.release()
-    if num_cancels > 0:
-        keeper.result()
 
 
 async def claim(
