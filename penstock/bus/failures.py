@@ -1,8 +1,8 @@
 """What an error of NATS means: a server to wait for, or a fault that a person must fix.
 
 Penstock waits without limit for a server that is unreachable, slow or not ready, and for a cluster without a leader.
-Two kinds of error are not waited out: a server that has lost what the run stored in it, which nothing brings back, and
-any failure at the start.
+Three kinds of error are not waited out: a server that has lost what the run stored in it, which nothing brings back, a
+connection that the server has closed for good, and any failure at the start.
 """
 
 import time
@@ -12,7 +12,7 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 
-from penstock.errors import DeadlineError, InvalidRequestError, PoisonError, SetupError
+from penstock.errors import DeadlineError, InvalidRequestError, PoisonError, SetupError, UnavailableError
 
 BUS_ERRORS = (nats.errors.Error, nats.js.errors.Error, OSError, TimeoutError)
 """Everything nats-py raises if the server refuses, does not answer or is unreachable."""
@@ -45,6 +45,20 @@ def describe(error: BaseException) -> str:
     return getattr(error, "description", None) or str(error) or type(error).__name__
 
 
+def require_open(client: Client, url: str) -> None:
+    """Return unless the connection is closed for good: nats-py connects again after an outage, not after an error.
+
+    Raises:
+        UnavailableError: the server has closed it, because its token or its bounds have changed, for example.
+    """
+    if client.is_closed:
+        reason = "" if client.last_error is None else f" ({describe(client.last_error)})"
+        raise UnavailableError(
+            f"NATS at {url} has closed the connection for good{reason}; start this process again, and see that it has "
+            "the settings and the token of the server"
+        )
+
+
 class Presence:
     """Checks that the server still has something the run needs; call `check` whenever an operation on it has failed."""
 
@@ -62,7 +76,9 @@ class Presence:
 
         Raises:
             SetupError: the server no longer has it, or has been without JetStream for too long.
+            UnavailableError: the server has closed the connection for good.
         """
+        require_open(self._client, self._url)
         if not self._client.is_connected:
             self._missing_since = self._not_ready_since = None
             return

@@ -12,10 +12,10 @@ import structlog
 from nats.aio.client import Client
 
 from penstock.bus.cluster.keeper import kept_connected
-from penstock.bus.failures import BUS_ERRORS, NO_LEADER
+from penstock.bus.failures import BUS_ERRORS, NO_LEADER, require_open
 from penstock.config import BusConfig
 from penstock.errors import AccessError, SetupError
-from penstock.runtime.process import end_task
+from penstock.runtime.process import beside, end_task
 from penstock.runtime.security import NATS_TOKEN, TOKEN, Security
 
 log = structlog.get_logger()
@@ -26,6 +26,7 @@ _REFUSAL = f"token missing or wrong; set {NATS_TOKEN}, or {TOKEN} where both are
 _CLOSE_TIMEOUT_S = 2.0
 _ANSWER_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
+_LOOK_EVERY_S = 1.0
 _CLIENT_TASKS = ("_reconnection_task", "_reading_task", "_ping_interval_task", "_flusher_task")
 """The tasks that keep a connection of nats-py alive."""
 
@@ -34,9 +35,12 @@ _CLIENT_TASKS = ("_reconnection_task", "_reading_task", "_ping_interval_task", "
 async def connected_client(config: BusConfig, security: Security, *, timeout_s: float) -> AsyncIterator[Client]:
     """Yield a connected client, which reconnects without limit until the context ends: of several servers, to the next.
 
+    If the server closes the connection for good, the context's body is cancelled: it would wait for ever.
+
     Raises:
         AccessError: the server refuses the token.
         SetupError: no server answers within `timeout_s`, or it has no JetStream.
+        UnavailableError: the server has closed the connection for good.
     """
     if not config.servers:
         raise SetupError(
@@ -79,6 +83,7 @@ async def connected_client(config: BusConfig, security: Security, *, timeout_s: 
                 )
                 was_admitted = True
                 await stack.enter_async_context(kept_connected(client, config))
+                await stack.enter_async_context(beside(_stay_open(client, config)))
                 await _require_jetstream(client, config)
         except (TimeoutError, OSError, nats.errors.Error, nats.js.errors.Error) as error:
             reason = "JetStream is not enabled" if isinstance(error, nats.js.errors.Error) else "no answer"
@@ -89,6 +94,17 @@ async def connected_client(config: BusConfig, security: Security, *, timeout_s: 
                 "with `penstock serve nats`"
             ) from None
         yield client
+
+
+async def _stay_open(client: Client, config: BusConfig) -> None:
+    """Watch the connection.
+
+    Raises:
+        UnavailableError: the server has closed it for good.
+    """
+    while True:
+        require_open(client, config.url)
+        await asyncio.sleep(_LOOK_EVERY_S)
 
 
 async def _require_jetstream(client: Client, config: BusConfig) -> None:

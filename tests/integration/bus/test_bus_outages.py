@@ -14,13 +14,14 @@ import pytest
 from nats.js import api
 from structlog.testing import capture_logs
 
+from penstock.bus.buckets.leases import held
+from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
 from penstock.bus.pull import PullRequests
 from penstock.config import BusConfig
-from penstock.errors import (
-    SetupError,
-)
+from penstock.errors import AccessError, SetupError, UnavailableError
+from penstock.runtime.security import Security
 from tests.support.bus.work_queue import OpenConsumer, fetch_one, num_messages
 from tests.support.waiting import promptly, until
 
@@ -76,6 +77,54 @@ async def test_a_server_that_comes_back_without_its_store_is_an_error(
                     SetupError, match=rf"{what} is gone from NATS at {url}: .*start the processes of the run again"
                 ):
                     await promptly(pending)
+
+
+def reload_token(folder: Path, token: str) -> None:
+    """Have the server in `folder` require another token from now on, as `nats-server --signal reload` does."""
+    config = folder / "nats.conf"
+    kept, _, _ = config.read_text().partition("authorization")
+    config.write_text(f'{kept}authorization {{ token: "{token}" }}\n')
+    os.kill(int((folder / "nats.pid").read_text()), signal.SIGHUP)
+
+
+@pytest.mark.parametrize("waiting", ["fetch", "watch", "lease"])
+async def test_a_connection_that_the_server_closes_for_good_is_an_error(
+    workers: OpenConsumer, tmp_path: Path, run_name: str, waiting: str
+) -> None:
+    """Nothing opens it again: whoever waits ends, and its process, started again, hears that the token is wrong."""
+    security = Security(nats_token="before")
+
+    async def use(url: str, is_used: asyncio.Event) -> None:
+        async with connect(BusConfig(url=url), run=run_name, security=security) as bus:
+            await bus.ensure_streams()
+            bucket = await bus.bucket("replicas", ttl_s=30.0)
+            if waiting == "fetch":
+                consumer = await workers(bus)
+                is_used.set()
+                while True:
+                    await consumer.fetch(1)
+            elif waiting == "watch":
+                async with watched(bucket, ttl_s=30.0) as watch:
+                    is_used.set()
+                    while True:
+                        await watch.changed(1.0)
+            else:
+                async with held(bucket, "engine", lambda: b"", ttl_s=30.0):
+                    is_used.set()
+                    await asyncio.Event().wait()
+
+    async with local_server(tmp_path, security=security) as url:
+        is_used = asyncio.Event()
+        using = asyncio.create_task(use(url, is_used))
+        await promptly(is_used.wait())
+        reload_token(tmp_path, "after")
+        with pytest.raises(
+            UnavailableError, match=rf"NATS at {url} has closed the connection for good .*authorization"
+        ):
+            await promptly(using)
+        with pytest.raises(AccessError, match="token missing or wrong"):
+            async with connect(BusConfig(url=url), run=run_name, security=security):
+                raise AssertionError
 
 
 async def test_a_restarted_server_is_given_time_to_be_ready(bus: Bus) -> None:
