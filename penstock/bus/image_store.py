@@ -19,6 +19,7 @@ from nats.js import api
 
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS, Presence, describe
+from penstock.bus.late_answers import LONGEST_S, awaited
 from penstock.errors import InvalidRequestError, MissingImageError, UnavailableError
 from penstock.runtime.backoff import Backoff
 
@@ -29,6 +30,8 @@ MAX_AGE_S: Final = 7 * 24 * 3600.0
 CACHE_BYTES: Final = 256 * 2**20
 """Bytes of encoded images that a process keeps in memory."""
 
+_FETCHES_AT_ONCE = 4
+"""Enough to fill a link; all else that the server sends to this process waits behind them."""
 _BACKOFF = Backoff(first_s=0.5, max_s=5.0)
 
 _SCOPE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -47,6 +50,8 @@ class ImageStore:
     def __init__(self, bus: Bus, *, cache_bytes: int = CACHE_BYTES) -> None:
         """Store images on `bus`, and cache recently used ones in memory."""
         self._bus = bus
+        self._js = bus.client.jetstream(timeout=LONGEST_S)
+        self._places = asyncio.Semaphore(_FETCHES_AT_ONCE)
         self._cache = _ByteCache(cache_bytes)
         self._fetching: dict[str, asyncio.Task[bytes]] = {}
         self._is_away = False
@@ -153,7 +158,9 @@ class ImageStore:
 
     async def _fetch(self, subject: str, sha256: str) -> bytes:
         try:
-            message = await self._bus.jetstream.get_msg(self._bus.images.name, subject=subject, direct=True)
+            async with self._places:
+                asking = self._js.get_msg(self._bus.images.name, subject=subject, direct=True)
+                message = await awaited(self._bus.client, asking)
         except nats.js.errors.NotFoundError:
             if await self._is_stored(subject):
                 raise UnavailableError(f"image {sha256} has not reached the server that was asked") from None

@@ -1,6 +1,7 @@
-"""A TCP link between a client and a server that breaks on command, in the middle of what the server sends."""
+"""A TCP link between a client and a server that is slow, or breaks in the middle of a message, on command."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
@@ -19,6 +20,10 @@ class CuttableLink:
         self.url = ""
         """Where clients connect."""
         self.num_cuts = 0
+        self.num_bytes = 0
+        """Bytes from the server that it has carried."""
+        self.bytes_per_s = math.inf
+        """How many of them it carries in a second, over each connection."""
         self._target = (host, port)
         self._bytes_left: int | None = None
         self._may_carry = asyncio.Event()
@@ -88,3 +93,5 @@ class CuttableLink:
                     return
             writer.write(data)
             await writer.drain()
+            self.num_bytes += len(data)
+            await asyncio.sleep(len(data) / self.bytes_per_s)

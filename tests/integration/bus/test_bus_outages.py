@@ -17,13 +17,14 @@ from structlog.testing import capture_logs
 from penstock.bus.buckets.leases import held
 from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import Bus, connect
+from penstock.bus.late_answers import awaited
 from penstock.bus.local_server import local_server
 from penstock.bus.pull import PullRequests
 from penstock.config import BusConfig
 from penstock.errors import AccessError, SetupError, UnavailableError
 from penstock.runtime.security import Security
 from tests.support.bus.work_queue import OpenConsumer, fetch_one, num_messages
-from tests.support.waiting import promptly, until
+from tests.support.waiting import HANG_S, promptly, until
 
 
 async def test_a_publish_waits_out_a_restart_of_the_server(
@@ -167,6 +168,19 @@ async def test_a_request_that_was_lost_with_its_server_is_given_up_within_second
     async with asyncio.timeout(15.0):
         assert await pull.request(1, wait_s=0.1) == ([], "503")
     await pull.close()
+    await listening.unsubscribe()
+
+
+async def test_a_late_answer_is_awaited_no_longer_than_it_can_come(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has nothing more for this process, so that the answer was lost: with another server, for example."""
+
+    async def ignore(_: object) -> None:
+        pass
+
+    monkeypatch.setattr("penstock.bus.late_answers._ANSWER_S", 0.1)
+    listening = await bus.client.subscribe("question", cb=ignore)
+    with pytest.raises(nats.errors.TimeoutError):
+        await promptly(awaited(bus.client, bus.client.request("question", timeout=2 * HANG_S)))
     await listening.unsubscribe()
 
 

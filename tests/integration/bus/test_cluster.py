@@ -94,12 +94,12 @@ async def test_an_image_that_one_server_lacks_is_asked_for_again(run: Bus, monke
     images, readers = ImageStore(run), ImageStore(run)
     await images.ensure()
     sha256 = await images.put("run.1", b"picture")
-    read, behind = run.jetstream.get_msg, iter([True])
+    read, behind = readers._js.get_msg, iter([True])
 
     async def read_from_a_follower(*args: object, **options: object) -> object:
         return await read(*args, **{**options, "subject": "nowhere"} if next(behind, False) else options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run.jetstream, "get_msg", read_from_a_follower)
+    monkeypatch.setattr(readers._js, "get_msg", read_from_a_follower)
     assert await readers.wait_for("run.1", sha256) == b"picture"
     assert next(behind, None) is None
 

@@ -1,6 +1,7 @@
 """Images travel once: stored under their hash, fetched once by whoever needs them, removed with their group."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,26 @@ async def test_calls_for_one_image_share_a_fetch_and_later_ones_need_none(bus: B
     assert all(data is fetched[0] for data in fetched)
     await store.clear()
     assert await reader.get("run.0.0.a", sha256) is fetched[0]
+
+
+async def test_few_images_are_asked_for_at_once(bus: Bus, store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many groups are fetched: what else the server sends to this process waits behind them."""
+    names = [await store.put("run.0.0.a", bytes([number]) * 1000) for number in range(24)]
+    request, num_asked, most = bus.client.request, 0, 0
+
+    async def count_asked(*args: Any, **options: Any) -> Any:
+        nonlocal num_asked, most
+        num_asked += 1
+        most = max(most, num_asked)
+        try:
+            return await request(*args, **options)
+        finally:
+            num_asked -= 1
+
+    monkeypatch.setattr(bus.client, "request", count_asked)
+    reader = ImageStore(bus)
+    await asyncio.gather(*(reader.get("run.0.0.a", name) for name in names))
+    assert most == 4
 
 
 async def test_the_cache_is_bounded_in_bytes(bus: Bus, store: ImageStore) -> None:

@@ -1,4 +1,4 @@
-"""A client that takes a large message slowly, or stands still for a while, gets it whole."""
+"""A client that takes large messages slowly, or stands still for a while, gets each whole, and once."""
 
 import asyncio
 import json
@@ -8,7 +8,10 @@ import uuid
 import pytest
 from nats.js import api
 
-from penstock.bus.connection import Bus
+from penstock.bus.connection import Bus, connect
+from penstock.bus.image_store import ImageStore
+from penstock.config import BusConfig
+from tests.support.cuttable_link import CuttableLink
 
 _STILL_S = 11.0
 """Longer than NATS' own `write_deadline` of 10 s, after which it would close the connection."""
@@ -38,3 +41,18 @@ async def test_a_client_that_stands_still_within_a_message_gets_the_rest(bus: Bu
     finally:
         writer.close()
         await writer.wait_closed()
+
+
+@pytest.mark.slow
+async def test_images_that_a_link_takes_long_for_travel_once(bus: Bus, run_name: str, nats_url: str) -> None:
+    """Longer than any server needs for an answer. Given up and asked for again, each would make the others later."""
+    images = [os.urandom(2**20) for _ in range(5)]
+    store = ImageStore(bus)
+    await store.ensure()
+    names = [await store.put("run.0.0.a", image) for image in images]
+    async with CuttableLink.to(nats_url) as link, connect(BusConfig(url=link.url), run=run_name) as far:
+        link.bytes_per_s = 2**19
+        reader = ImageStore(far)
+        async with asyncio.timeout(120.0):
+            assert await asyncio.gather(*(reader.wait_for("run.0.0.a", name) for name in names)) == images
+        assert link.num_bytes < sum(map(len, images)) + 2**19
