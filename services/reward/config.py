@@ -91,9 +91,9 @@ class RewardConfig(Config):
     deadline_s: float = pydantic.Field(default=1.0, gt=0)
     """Wall-clock limit of one item without its own, in seconds from when a worker takes it; then the worker is killed.
     An item may ask for 30 s at most."""
-    memory_limit_mb: int = pydantic.Field(default=256, ge=128)
+    memory_limit_mb: int = pydantic.Field(default=192, ge=128)
     """Memory that a worker process may take, in MiB of address space, beyond what it starts with: its libraries and the
-    custom verifiers."""
+    custom verifiers. All workers together may take 192 MiB, or as much as one if that is more."""
     sandbox: Literal["auto", "require", "off"] = "auto"
     """Confine worker processes (no network, no new process, no writing) where the kernel can; or refuse to start."""
     recycle_after: int = pydantic.Field(default=5000, ge=1)

@@ -26,8 +26,8 @@ from services.reward.verifier import Verifier
 MAX_OVERTIME = 8
 """Maximum items in overtime: a batch with a few hostile items can go on, and they do not fill the cores."""
 OVERTIME_MEMORY_BYTES = 192 * 2**20
-"""Memory that worker processes may allocate together; beyond it, the largest item is answered with OUT_OF_MEMORY. It
-bounds the total of hostile items in a container, as memory_limit_mb bounds each."""
+"""Memory that worker processes may allocate together, if memory_limit_mb is not more; beyond it, the largest item is
+answered with OUT_OF_MEMORY. It bounds the total of hostile items in a container."""
 _MAX_CONNECTION_AGE_S = 60.0
 """Callers connect anew after this long, and then also call services that were added meanwhile."""
 
@@ -66,12 +66,13 @@ async def running(
     """
     security = security or Security.from_environment()
     verifiers = find_verifiers(config.verifiers)
+    memory_limit_bytes = config.memory_limit_mb * 2**20
     pool = WorkerPool(
         num_workers=config.workers,
-        memory_limit_bytes=config.memory_limit_mb * 2**20,
+        memory_limit_bytes=memory_limit_bytes,
         recycle_after=config.recycle_after,
         max_overtime=max_overtime,
-        overtime_memory_bytes=OVERTIME_MEMORY_BYTES,
+        overtime_memory_bytes=max(OVERTIME_MEMORY_BYTES, memory_limit_bytes),
         sandbox=config.sandbox,
         verifiers=verifiers,
     )

@@ -124,7 +124,8 @@ async def test_what_a_verifier_loads_is_no_item_s_memory(tmp_path: Path) -> None
         "import mmap\nloaded = mmap.mmap(-1, 400 * 2**20)\ndef verify(golds, response, prompt):\n    return 1.0\n"
     )
     gold, _ = EASY
-    async with reward_service(verifiers={"large": f"{tmp_path / 'large.py'}:verify"}) as (client, pool):
+    verifiers = {"large": f"{tmp_path / 'large.py'}:verify"}
+    async with reward_service(verifiers=verifiers, max_overtime=0) as (client, pool):
         before = pool.worker_pids
         verdicts = await client.verify_batch([item_of(gold, r"\boxed{(2+x)^{-1}}"), _item("large", "")], timeout_s=30.0)
         after = pool.worker_pids
