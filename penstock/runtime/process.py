@@ -106,9 +106,10 @@ async def end_task(task: asyncio.Future[Any]) -> None:
 
 @asynccontextmanager
 async def beside(pending: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `pending`, which ends only by an error, during the context; then the error takes the place of the body's end.
+    """Run `pending`, which ends only by an error, during the context; then the body is cancelled, and the error raised.
 
     The body, which is the task that entered the context, is cancelled until it has ended, for the reason of `end_task`.
+    If it ends by an error of its own, that one is raised, and the error of `pending` is logged.
     """
     body, has_ended, num_cancels = asyncio.current_task(), False, 0
     assert body is not None
@@ -131,12 +132,16 @@ async def beside(pending: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     except asyncio.CancelledError:
         if num_cancels == 0 or body.cancelling() > num_cancels:  # cancelled from outside
             raise
+    except Exception:
+        if running.done() and not running.cancelled():
+            log.warning("background_task.failed", error=repr(running.exception()))
+        raise
     finally:
-        has_ended = True
+        has_failed, has_ended = running.done(), True
         for _ in range(num_cancels):
             body.uncancel()
         await end_task(running)
-    if num_cancels > 0:
+    if has_failed:
         running.result()
 
 

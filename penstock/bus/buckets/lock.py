@@ -20,7 +20,7 @@ from penstock.bus.buckets.lock_holder import RELEASED, read_lock_holder, this_pr
 from penstock.bus.buckets.register import Register, open_register
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS
-from penstock.errors import SetupError, SupersededError
+from penstock.errors import SetupError, SupersededError, UnavailableError
 from penstock.runtime.process import beside
 
 log = structlog.get_logger()
@@ -64,7 +64,7 @@ class Lock:
 
     async def release(self) -> None:
         """Free the lock for the next claimant; does not fail if the lock is lost or the server is unreachable."""
-        with suppress(SupersededError, SetupError, TimeoutError, *BUS_ERRORS):
+        with suppress(SupersededError, SetupError, UnavailableError, TimeoutError, *BUS_ERRORS):
             async with asyncio.timeout(_RELEASE_TIMEOUT_S), self._renewing:
                 await self._register.write(RELEASED)
 
