@@ -183,7 +183,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
 
 def _has_launcher(run: RunConfig) -> bool:
     """Return whether a launcher keeps the run's recipe, without the addresses of this launch; it gives the folder."""
-    return run.folder is not None and RunFolder(run.folder).config_file.exists()
+    return run.folder is not None and RunFolder(run.folder).live_file.exists()
 
 
 def for_sft(recipe: Recipe) -> SftSettings:

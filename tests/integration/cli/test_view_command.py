@@ -66,7 +66,7 @@ def test_a_run_whose_trainer_has_no_launcher_is_shown(
     command = ["serve", "trainer", "--config", "tiny-cpu", f"--bus.url={nats_url}", f"--run.name={run_name}"]
     command += [f"--run.dir={tmp_path}", f"--data.path={tmp_path}/data.jsonl"]
     for num_steps in (7, 9):
-        assert main([*command, f"--trainer.num_steps={num_steps}"]) == 2
+        assert main([*command, f"--run.folder={tmp_path / run_name}", f"--trainer.num_steps={num_steps}"]) == 2
         assert find_runs([tmp_path]) == [tmp_path / run_name]
         recipe = tomllib.loads((tmp_path / run_name / "config.toml").read_text())
         assert (recipe["model"]["path"], recipe["trainer"]["num_steps"]) == ("builtin:tiny-qwen3-vl", num_steps)
@@ -77,6 +77,7 @@ def test_a_run_whose_trainer_has_no_launcher_is_shown(
     listed = {row["run"]: row["folder"] for row in json.loads(capsys.readouterr().out)}
     assert listed[run_name] == str(tmp_path / run_name)
     launched = make_run(tmp_path / "launched", num_steps=1)
+    (launched / "live.toml").write_text("")  # a launcher's, which it writes before it starts any process
     before = (launched / "config.toml").read_text()
     assert main([*command, f"--run.folder={launched}"]) == 2
     assert (launched / "config.toml").read_text() == before
