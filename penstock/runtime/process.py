@@ -137,7 +137,7 @@ async def beside(pending: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
             log.warning("background_task.failed", error=repr(running.exception()))
         raise
     finally:
-        has_failed, has_ended = running.done(), True
+        has_failed, has_ended = running.done() and not running.cancelled(), True
         for _ in range(num_cancels):
             body.uncancel()
         await end_task(running)
