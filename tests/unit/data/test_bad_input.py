@@ -52,14 +52,16 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "configure", lambda *_, **__: None)
 
 
-def refusal(command: str, model: Path, data: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refusal(
+    command: str, model: Path, data: str, capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2
+) -> str:
     """What `penstock train`, `eval` or `sft` ends with, besides bars of downloads; nothing is left of it."""
     evaluates = "[sft]\nvalidate_every = 1" if command == "sft" else "[evaluation]\nat_start = true"
     Path("r.toml").write_text(
         f'[run]\ndir = "runs"\n[model]\npath = "{model}"\n[data]\n{data}\nprofile = "math"\n'
         f"{evaluates}\n[evaluation.sets.s]\n"
     )
-    assert main([command, "r.toml", *arguments]) == 2
+    assert main([command, "r.toml", *arguments]) == code
     *bars, line = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert [bar for bar in bars if bar.strip() and "%|" not in bar and "it/s]" not in bar] == []
@@ -105,11 +107,11 @@ def test_a_hub_that_cannot_be_reached(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The command that fetches the data elsewhere is named."""
+    """The command that fetches the data elsewhere is named; a later start may succeed."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        line = refusal(command, tiny_model_path, 'path = "owner/plain"', capsys)
+        line = refusal(command, tiny_model_path, 'path = "owner/plain"', capsys, code=1)
     assert "it cannot be reached, and the cache has no complete copy" in line
     assert "hf download" in line
 
