@@ -11,6 +11,8 @@ from penstock.v1 import reward_pb2
 from services.cli.json_lines import MAX_LINE_BYTES, encode, read_golds, read_id, read_object, read_text, shown
 
 _CHUNK_BYTES = 2**20
+_LOOK_EVERY_S = 0.2
+"""A signal that comes in the moment before a read waits is handled when the read has ended; so no read waits."""
 _EXAMPLE = '{"id": ..., "gold": ..., "response": ...}'
 
 INVALID = "INVALID"
@@ -51,6 +53,8 @@ class LineReader:
         while True:
             if not select.select([self._source], [], [], 0)[0]:
                 yield []
+            while not select.select([self._source], [], [], _LOOK_EVERY_S)[0]:
+                pass
             chunk = self._source.read(_CHUNK_BYTES)
             if not chunk:
                 break

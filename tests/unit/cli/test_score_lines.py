@@ -1,11 +1,16 @@
-"""Lines of `penstock score` that are nearly too much to read."""
+"""Lines of `penstock score` that are nearly too much to read, and lines that do not come."""
 
 import io
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from services.cli.score.lines import Line, LineReader
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture
@@ -34,3 +39,38 @@ def test_a_field_that_is_nested_as_deeply_as_can_be_read_is_told(path: Path) -> 
     lines = read(path, *(f'{{"id": 1, "gold": "5", "response": {"[" * n}{"]" * n}}}' for n in depths))
     assert len(lines) == len(depths)
     assert all(line.item is None and line.error.startswith("in:") for line in lines)
+
+
+class InterruptError(Exception):
+    """A signal was handled. KeyboardInterrupt would end the tests."""
+
+
+def test_a_signal_that_interrupts_no_call_ends_the_wait_for_input() -> None:
+    """As in the moment before the wait. Here it comes to another thread, and Python handles it in this one."""
+    reading, writing = os.pipe()
+    was_handled = threading.Event()
+
+    def handle(*_: object) -> None:
+        raise InterruptError
+
+    def interrupt() -> None:
+        time.sleep(0.5)  # by then the main thread waits; if not, the test proves less
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        was_handled.wait(HANG_S)
+        os.close(writing)  # what waits for input without an end would never return
+
+    handler = signal.signal(signal.SIGUSR1, handle)
+    other = threading.Thread(target=interrupt)
+    try:
+        with io.FileIO(reading) as source:
+            windows = LineReader(source, name="in", profile="math", known_profiles={"math"}, max_lines=500).windows()
+            assert next(windows) == []  # the input pauses
+            other.start()
+            with pytest.raises(InterruptError):
+                next(windows)
+            is_open = other.is_alive()
+    finally:
+        was_handled.set()
+        other.join()
+        signal.signal(signal.SIGUSR1, handler)
+    assert is_open
