@@ -118,4 +118,7 @@ def serve(
         async with sending_spans(recipe.bus, run=recipe.run.name, security=security):
             await module.serve(settings, stop, security=security)
 
-    return process.run(run, error_file=error_file, stopped_code=stopped_exit_code)
+    try:
+        return process.run(run, error_file=error_file, stopped_code=stopped_exit_code)
+    finally:
+        spans.close_buffer()

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.telemetry import spans
 from services.cli import main
 from tests.support.trainer.groups import picture
 
@@ -68,3 +69,4 @@ def test_a_data_file_that_is_wrong(
     for word in (str(data), *words):
         assert word in line
     assert out == ""
+    assert spans.buffer() is None
