@@ -7,13 +7,13 @@ from typing import Any
 
 import pydantic
 
+from penstock.documented import Documented
 
-class Config(pydantic.BaseModel):
+
+class Config(Documented):
     """Base of all configuration: immutable, no unknown keys, only finite numbers; field docstrings are the help."""
 
-    model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 def leaves(prefix: str, tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import tomli_w
 from pydantic.fields import FieldInfo
 
 from penstock.config.base import Config, section_of, table_of
+from penstock.documented import field_docstrings
 
 _NAMES = {bool: "true or false", int: "integer", float: "number", Decimal: "number", str: "text", Path: "path"}
 
@@ -56,7 +57,8 @@ def sections(model: type[Config], key: str = "") -> Iterator[Section]:
         elif (table := table_of(field.annotation)) is not None:
             nested.append((table, f"{inner}.<name>"))
         else:
-            plain.append(_describe(field.alias or name, field))
+            help_text = field.description or field_docstrings(model).get(name, "")
+            plain.append(_describe(field.alias or name, field, help_text))
     if plain:
         yield Section(key=key, help=inspect.cleandoc(model.__doc__ or ""), settings=plain)
     for section, inner in nested:
@@ -92,9 +94,13 @@ def _escaped(cell: str) -> str:
     return text if text.startswith("`") else text.replace("<", "\\<")
 
 
-def _describe(name: str, field: FieldInfo) -> Setting:
-    help_text = " ".join((field.description or "").split())
-    return Setting(name=name, kind=_kind(field.annotation, field.metadata), default=_default(field), help=help_text)
+def _describe(name: str, field: FieldInfo, help_text: str) -> Setting:
+    return Setting(
+        name=name,
+        kind=_kind(field.annotation, field.metadata),
+        default=_default(field),
+        help=" ".join(help_text.split()),
+    )
 
 
 def _default(field: FieldInfo) -> str:

@@ -7,6 +7,7 @@ import pydantic
 import pytest
 
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig, load
+from penstock.documented import field_docstrings
 from penstock.errors import ConfigError
 
 
@@ -223,7 +224,7 @@ def test_configuration_cannot_be_changed(recipe: Path) -> None:
 @pytest.mark.parametrize("model", [RunConfig, NetworkConfig, BusConfig, SamplingConfig, ModelConfig])
 def test_every_shared_setting_has_a_help_text(model: type[Config]) -> None:
     """Field docstrings are the help text."""
-    assert [name for name, field in model.model_fields.items() if not field.description] == []
+    assert model.model_fields.keys() == field_docstrings(model).keys()
 
 
 def test_a_bus_has_one_server_or_several() -> None:

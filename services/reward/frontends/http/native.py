@@ -6,6 +6,7 @@ import pydantic
 from fastapi import Body, FastAPI
 from fastapi.responses import JSONResponse
 
+from penstock.documented import Documented
 from penstock.http.app import ErrorBody
 from penstock.verdict_status import Status
 from services.reward.item import Item
@@ -24,8 +25,8 @@ _Strings = Annotated[list[str], pydantic.FailFast()]
 """Report only the first entry that is not a string: an error takes a kilobyte, and a client may send many."""
 
 
-class _Model(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", use_attribute_docstrings=True)
+class _Model(Documented):
+    model_config = pydantic.ConfigDict(extra="forbid")
 
 
 class VerifyItem(_Model):

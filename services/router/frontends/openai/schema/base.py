@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Final, LiteralString
 import pydantic
 from pydantic_core import PydanticCustomError
 
+from penstock.documented import Documented
+
 PARAMETER_FAULT: Final = "parameter_fault"
 """The type of pydantic's errors that name the parameter at fault in their context."""
 _NO_PENALTY = "the policy's distribution is not changed, so that logprobs stay its own"
@@ -52,8 +54,8 @@ HINTS = ("cache_salt", "prompt_cache_key", "request_id", "rid", "safety_identifi
 """Parameters that are accepted with any value, because no answer depends on them."""
 
 
-class RequestModel(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", use_attribute_docstrings=True)
+class RequestModel(Documented):
+    model_config = pydantic.ConfigDict(extra="forbid")
     _ignored: ClassVar[tuple[str, ...]] = ()
     """Keys that are accepted with any value."""
 
@@ -78,7 +80,7 @@ class RequestModel(pydantic.BaseModel):
 class MessageModel(RequestModel):
     """A part of a message: unknown keys are ignored."""
 
-    model_config = pydantic.ConfigDict(extra="ignore", use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(extra="ignore")
 
 
 def parameter_fault(name: str, message: LiteralString, **values: str) -> PydanticCustomError:
