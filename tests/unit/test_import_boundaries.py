@@ -1,7 +1,8 @@
 """Who may import whom, as docs/architecture.md draws it."""
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,22 @@ _OF_ROLLOUT = ("rollout/testing",)
 _MEETING_POINTS = ("services.recipe", "services.cli", "services.launch", "services.doctor", "services.plan")
 
 
-def _imports(folder: str) -> Iterator[tuple[str, str]]:
+def _imports(folder: str) -> list[tuple[str, str]]:
     """(file, imported module) for every import of a folder's Python files, those inside functions included."""
-    for file in (_ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(), str(file))):
-            if isinstance(node, ast.Import):
-                yield from ((str(file.relative_to(_ROOT)), alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):  # what is imported may be a module
-                yield from ((str(file.relative_to(_ROOT)), f"{node.module}.{alias.name}") for alias in node.names)
+    return [
+        (str(file.relative_to(_ROOT)), name) for file in (_ROOT / folder).rglob("*.py") for name in _imports_of(file)
+    ]
+
+
+@functools.cache
+def _imports_of(file: Path) -> Sequence[str]:
+    found: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):  # what is imported may be a module
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def _is_within(module: str, package: str) -> bool:

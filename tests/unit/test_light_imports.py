@@ -1,5 +1,6 @@
 """What installs without torch and sglang also imports without them."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -61,17 +62,24 @@ def required(name: str, extras: frozenset[str]) -> set[str]:
         if one in done:
             continue
         done.add(one)
-        try:
-            lines = importlib.metadata.requires(one[0]) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue  # for another platform
-        for requirement in map(Requirement, lines):
+        for requirement in _requirements(one[0]):
             wanted = requirement.marker is None or any(
                 requirement.marker.evaluate({"extra": extra}) for extra in one[1] | {""}
             )
             if wanted:
                 todo.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
     return {found for found, _ in done}
+
+
+@functools.cache
+def _requirements(name: str) -> list[Requirement]:
+    try:
+        return list(map(Requirement, importlib.metadata.requires(name) or []))
+    except importlib.metadata.PackageNotFoundError:  # it is for another platform
+        return []
+
+
+_distributions_by_module = functools.cache(importlib.metadata.packages_distributions)
 
 
 @pytest.mark.parametrize("extra", ["", "reward", "router"])
@@ -106,7 +114,7 @@ def others_than(extra: str) -> list[str]:
     brought = required("penstock", frozenset({extra}))
     return [
         module
-        for module, distributions in importlib.metadata.packages_distributions().items()
+        for module, distributions in _distributions_by_module().items()
         if not {canonicalize_name(name) for name in distributions} & brought
     ]
 

@@ -36,6 +36,13 @@ def shape_of(make: Callable[[], Any], folder: Path, **text: Any) -> ModelShape:
     return ModelShape.read(folder)
 
 
+@pytest.fixture
+def computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are computed with all of their layers, at once, instead of thrice with a few."""
+    monkeypatch.setattr(working_memory, "NUM_LAYERS", 6)
+    monkeypatch.setattr(working_memory, "NUM_BLOCKS", 7)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_model(family: str, tmp_path: Path) -> None:
     """All, those of a layer, and those that compute a token."""
@@ -102,7 +109,7 @@ def test_tensors_without_memory_take_what_real_ones_take(family: str) -> None:
     ],
 )
 def test_few_layers_say_what_many_take(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """A model of six layers and seven blocks, computed whole, takes what the small ones predict."""
     config = random_qwen3_vl().config
@@ -111,8 +118,7 @@ def test_few_layers_say_what_many_take(
     config.save_pretrained(tmp_path)
     shape = ModelShape.read(tmp_path)
     predicted = working_bytes(shape, ROW, **SETTINGS | settings)
-    monkeypatch.setattr(working_memory, "NUM_LAYERS", 6)
-    monkeypatch.setattr(working_memory, "NUM_BLOCKS", 7)
+    request.getfixturevalue("computed_whole")
     assert working_bytes(shape, ROW, **SETTINGS | settings) == pytest.approx(predicted, rel=1e-2)
 
 
@@ -124,6 +130,7 @@ def test_every_family_can_be_counted(family: str, tmp_path: Path) -> None:
     assert working_bytes(shape, row, **SETTINGS) > 600 * 64 * 4
 
 
+@pytest.mark.usefixtures("computed_whole")
 def test_longer_rows_take_more_and_computing_again_less(tmp_path: Path) -> None:
     """As a person expects who turns these settings."""
     shape = shape_of(FAMILIES["qwen3"], tmp_path)
@@ -134,6 +141,7 @@ def test_longer_rows_take_more_and_computing_again_less(tmp_path: Path) -> None:
     assert working_bytes(shape, row, **SETTINGS | {"gradient_checkpointing": True}) < plain
 
 
+@pytest.mark.usefixtures("computed_whole")
 def test_tokens_that_travel_take_more(tmp_path: Path) -> None:
     """They have copies on both sides, of which each layer keeps one until its way back."""
     shape = shape_of(FAMILIES["qwen3_moe"], tmp_path)
@@ -144,6 +152,7 @@ def test_tokens_that_travel_take_more(tmp_path: Path) -> None:
     assert 0 < more < 4 * copies  # kept in all three layers, both would be six
 
 
+@pytest.mark.usefixtures("computed_whole")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", pytest.param("qwen3_vl", marks=pytest.mark.variant)])
 @pytest.mark.parametrize(
     "settings", [{}, pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.variant)], ids=str
@@ -159,6 +168,7 @@ def test_ranks_that_share_a_row_take_less(family: str, settings: dict[str, Any],
     assert 0.2 < quarter / whole < 0.5
 
 
+@pytest.mark.usefixtures("computed_whole")
 def test_every_rank_computes_the_tower_for_the_whole_row(tmp_path: Path) -> None:
     """So a rank's part of a row of pictures is larger than of one of text."""
     shape = shape_of(random_qwen3_vl, tmp_path)
@@ -172,6 +182,7 @@ def test_every_rank_computes_the_tower_for_the_whole_row(tmp_path: Path) -> None
     assert images_shared - text_shared == pytest.approx(images - text, rel=0.2)
 
 
+@pytest.mark.usefixtures("computed_whole")
 def test_a_frozen_tower_keeps_no_activations(tmp_path: Path) -> None:
     """Nothing goes backward through it."""
     shape = shape_of(random_qwen3_vl, tmp_path)
@@ -193,6 +204,7 @@ def test_one_trained_layer_costs_what_all_cost(tmp_path: Path) -> None:
     assert one == all_text > 0
 
 
+@pytest.mark.usefixtures("computed_whole")
 def test_a_row_without_gradient(tmp_path: Path) -> None:
     """Of text, where only the tower is trained."""
     shape = shape_of(random_qwen3_vl, tmp_path)
@@ -201,6 +213,7 @@ def test_a_row_without_gradient(tmp_path: Path) -> None:
     assert 0 < working_bytes(shape, row, **SETTINGS | {"learning_rates": rates}) < working_bytes(shape, row, **SETTINGS)
 
 
+@pytest.mark.usefixtures("computed_whole")
 def test_shared_prompts_are_kept_for_each_response(tmp_path: Path) -> None:
     """Keys and values of the prompt are gathered for every response that sees them."""
     shape = shape_of(FAMILIES["qwen3"], tmp_path)
