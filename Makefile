@@ -248,7 +248,7 @@ chaos: setup ## Kill and freeze processes of a real run at random and count what
 	@$(BIN)/python bench/chaos.py $(ARGS)
 
 # In deploy/: a -f here would win over COMPOSE_FILE of deploy/.env, and act on another stack than that says.
-up: ## Start the compose stack in the background: builds its images and trains; ARGS="--scale rollout=3" adds engines.
+up: ## Start the compose stack in the background: builds its images and trains; ARGS="--no-recreate --scale rollout=3" adds engines.
 	cd deploy && $(COMPOSE) up --build --detach $(ARGS)
 
 down: ## Stop the compose stack in order; what it stored stays. ARGS="--volumes" removes that too.

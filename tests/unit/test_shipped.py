@@ -47,6 +47,16 @@ def test_a_copy_names_itself_and_what_comes_with_penstock(elsewhere: Path) -> No
     assert Path("mine/recipe.schema.json").read_text() == (ROOT / "recipes/recipe.schema.json").read_text()
 
 
+def test_all_but_two_are_whole_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    """`penstock init` says of each how it is run, by a line of its opening comment."""
+    assert main(["init"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    uses = dict(zip(lines[::3], map(str.strip, lines[2::3]), strict=True))
+    assert uses.keys() == shipped.recipes().keys()
+    overlays = {name for name, use in uses.items() if not use.startswith(("penstock train", "penstock sft"))}
+    assert overlays == {"cut-to-size", "local-services"}
+
+
 def test_a_copy_overwrites_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """Neither a recipe nor another project's schema."""
     Path("recipe.schema.json").write_text("{}")

@@ -12,7 +12,7 @@ def sft(
     recipe: RecipeArgument = None,
     resume: ResumeOption = None,
 ) -> int:
-    """Train the recipe's model on the assistants' text in its data, in this one process.
+    """Train the recipe's model on the assistants' text in its data, with one process for each of trainer.ranks.
 
     Takes [sft], [data], [model], [trainer] and [trackers]; starts neither engines nor NATS. Any --section.key=value
     overrides the recipe. `penstock train recipe.toml --model.path=CHECKPOINT/model` continues from a checkpoint.
