@@ -6,19 +6,20 @@ crashes, this process drops its lease and ends with an error, so that its superv
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 
 import structlog
+from nats.js.kv import KeyValue
 
 from penstock.bus.buckets.leases import Lease, held
 from penstock.bus.buckets.replica_lease import write_replica
-from penstock.bus.connection import connect
+from penstock.bus.connection import Bus, connect
 from penstock.bus.image_store import ImageStore
 from penstock.bus.span_stream import sending_spans
 from penstock.config import NetworkConfig
-from penstock.errors import UnavailableError
+from penstock.errors import SetupError, UnavailableError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.ports import require_free_port
 from penstock.runtime.process import unless_stopped
@@ -45,6 +46,8 @@ from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 log = structlog.get_logger()
 
 _LOAD_INTERVAL_S = 1.0
+_RETRY_S = 1.0
+"""Seconds between tries to reach NATS again."""
 _LAST_WORDS_S = 2.0
 """Seconds that finished answers have to be sent."""
 _OPEN_TIMEOUT_S = 120.0
@@ -79,7 +82,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
     """
     # This and the bus are checked before a minute of loading.
     require_free_port(settings.network.host, settings.rollout.port, key="rollout.port")
-    async with connect(settings.bus, run=settings.run.name, security=security):
+    async with _bucket(settings, security):
         log.debug("bus.reached")
     with scratch_folder() as folder:
         sglang_metrics = None if settings.metrics.port is None else SglangMetrics.keep_in_files(folder / "metrics")
@@ -96,28 +99,60 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
         )
         async with starting as server, _measured(settings, server, sglang_metrics, security):
             note_segments(folder)
+            ends = (stop, server.engine.died, server.crashes.is_useless)
             async with (
-                connect(settings.bus, run=settings.run.name, security=security) as bus,
+                _reached_again(settings, security, ends) as reached,
                 sending_spans(settings.bus, run=settings.run.name, security=security),
             ):
-                server.images.attach(ImageStore(bus))
-                bucket = await bus.bucket("replicas", ttl_s=settings.bus.lease_ttl_s)
-                lease_of_server = held(
-                    bucket, server.view.replica_id, lambda: _lease(server), ttl_s=settings.bus.lease_ttl_s
-                )
-                async with lease_of_server as lease, asyncio.TaskGroup() as tasks:
-                    keeping = [
-                        tasks.create_task(_renew_on_change(server, lease)),
-                        tasks.create_task(_follow_load(server)),
-                        tasks.create_task(server.engine.until_it_hangs(is_excused=lambda: server.receiver.is_busy)),
-                    ]
-                    await _until_any((stop, server.engine.died, server.crashes.is_useless))
-                    await server.end_service(settings.run.grace_s)  # while the lease announces it
-                    for task in keeping:
-                        task.cancel()
+                if reached is not None:
+                    await _announce(server, *reached, settings, ends)
             if server.engine.died.is_set():
                 raise _dead(server.engine)
             server.crashes.require_useful()
+
+
+@asynccontextmanager
+async def _bucket(settings: EngineSettings, security: Security | None) -> AsyncIterator[tuple[Bus, KeyValue]]:
+    """Connect to the bus during the context, and find the bucket of leases."""
+    async with connect(settings.bus, run=settings.run.name, security=security) as bus:
+        yield bus, await bus.bucket("replicas", ttl_s=settings.bus.lease_ttl_s)
+
+
+@asynccontextmanager
+async def _reached_again(
+    settings: EngineSettings, security: Security | None, ends: Collection[asyncio.Event]
+) -> AsyncIterator[tuple[Bus, KeyValue] | None]:
+    """As `_bucket`, however long NATS is away, since it was there before the load; None if one of `ends` comes first.
+
+    The connection is a second one because SGLang's processes, forked while it loads, would keep the first one open.
+    """
+    async with AsyncExitStack() as connection:
+        reached = None
+        while reached is None and not any(end.is_set() for end in ends):
+            try:
+                reached = await connection.enter_async_context(_bucket(settings, security))
+            except SetupError as error:
+                log.warning("engine.bus_away", reason=str(error))
+                await asyncio.sleep(_RETRY_S)
+        yield reached
+
+
+async def _announce(
+    server: EngineServer, bus: Bus, bucket: KeyValue, settings: EngineSettings, ends: Collection[asyncio.Event]
+) -> None:
+    """Hold the lease until one of `ends` is set and the service has ended."""
+    server.images.attach(ImageStore(bus))
+    lease_of_server = held(bucket, server.view.replica_id, lambda: _lease(server), ttl_s=settings.bus.lease_ttl_s)
+    async with lease_of_server as lease, asyncio.TaskGroup() as tasks:
+        keeping = [
+            tasks.create_task(_renew_on_change(server, lease)),
+            tasks.create_task(_follow_load(server)),
+            tasks.create_task(server.engine.until_it_hangs(is_excused=lambda: server.receiver.is_busy)),
+        ]
+        await _until_any(ends)
+        await server.end_service(settings.run.grace_s)  # while the lease announces it
+        for task in keeping:
+            task.cancel()
 
 
 @asynccontextmanager
