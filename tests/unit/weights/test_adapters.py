@@ -10,6 +10,7 @@ from penstock.weights.adapters import adapted_weights, change_of, merged
 from penstock.weights.digest import XXH3, tensor_digest, tensor_digests
 from penstock.weights.manifest import Manifest, TensorSpec, pack, specs_of
 from penstock.weights.weight_files import write_weight_files
+from services.rollout.engine.sglang_plugin import merged_adapters
 from services.rollout.engine.sglang_plugin.merged_adapters import MergedAdapters
 from services.rollout.engine.sglang_plugin.shards import Cut, Shard
 from services.rollout.engine.sglang_plugin.transports import DiskTransport
@@ -147,6 +148,29 @@ def test_processes_that_share_a_matrix_merge_their_parts(tmp_path: Path, layer: 
             engine.take(adapter(layer, seed), tmp_path)
         parts.append(shard.tensor)
     assert torch.equal(torch.cat(parts, dim=dim), with_adapter(whole, pushed, layer))
+
+
+@pytest.mark.parametrize("step", ["change_of", "_on_host"])
+def test_a_process_that_could_not_merge_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """By its digests: SGLang passes on what became of rank 0's, and the other one's matrix is of the push before."""
+    whole, last = base(), {**adapter("q", 5), **adapter("o", 6)}
+    ranks = [Engine({name: Shard(tensor=each.clone()) for name, each in whole.items()}) for _ in range(2)]
+    for engine in ranks:
+        engine.take(adapter("q", 4), tmp_path)
+    ranks[0].take(last, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(merged_adapters, step, _without_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            ranks[1].take(last, tmp_path)
+    pushed = {name: tensor_digest(tensor, XXH3) for name, tensor in {**whole, **last}.items()}
+    assert ranks[0].adapters.digests(XXH3) == pushed
+    assert not ranks[1].adapters.digests(XXH3).items() & pushed.items()
+    ranks[1].take(last, tmp_path)
+    assert ranks[1].adapters.digests(XXH3) == pushed
+
+
+def _without_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError
 
 
 def test_a_change_of_zero_changes_nothing() -> None:

@@ -42,6 +42,8 @@ class MergedAdapters:
         """This process's part of each changed matrix without its adapter, in the host's memory."""
         self._adapters: dict[str, torch.Tensor] = {}
         self._specs: tuple[TensorSpec, ...] = ()
+        self._is_merged = True
+        """Whether the last push has reached this process's matrices."""
 
     def make_room(self, manifest: Manifest, kind: str) -> dict[str, Shard]:
         """Return memory for a push's adapters, by name; it holds those of the push before if they have the same shapes.
@@ -50,6 +52,7 @@ class MergedAdapters:
             manifest: Manifest of the push.
             kind: Kind of the digests that will be asked for.
         """
+        self._is_merged = False
         changed = adapted_weights(manifest)
         shards = self._shards()
         if kind not in self._digests:
@@ -81,10 +84,15 @@ class MergedAdapters:
                 part.write(change)
                 change = part.tensor
             shard.tensor.copy_(merged(base.to(shard.tensor.device), change))
+        self._is_merged = True
 
     def digests(self, kind: str) -> dict[str, int]:
-        """Return digests of the adapters and of the base, by name. Those of the base were computed before the merge."""
-        return {**self._digests[kind], **tensor_digests(self._adapters.items(), kind)}
+        """Return digests of the adapters and of the base, by name. Those of the base were computed before the merge.
+
+        They match nothing if this process could not merge: of its processes' failures SGLang tells rank 0's alone.
+        """
+        digests = {**self._digests[kind], **tensor_digests(self._adapters.items(), kind)}
+        return digests if self._is_merged else {name: digest ^ 1 for name, digest in digests.items()}
 
     def _restore(self, names: Any, shards: Mapping[str, Shard]) -> None:
         for name in names:
