@@ -67,3 +67,11 @@ def test_a_token_under_way_is_the_old_weights(serving: SimpleNamespace, num_toke
         ("2", num_tokens + 1, num_tokens + 3),
     ]
     assert done.weight_version_events == []
+
+
+@pytest.mark.parametrize("mode", [version_keys.IN_PLACE, version_keys.RETRACT])
+def test_a_pause_is_no_hang(mode: str) -> None:
+    """SGLang's watchdog kills an engine whose batch stands still; a paused one has none, however long a push takes."""
+    scheduler = SimpleNamespace(chunked_req=None, cur_batch_for_debug="a batch")
+    version_keys.pause(lambda _scheduler, _request: None, scheduler, SimpleNamespace(mode=mode))
+    assert scheduler.cur_batch_for_debug is None

@@ -41,6 +41,7 @@ def pause(original: Callable[..., None], scheduler: Any, request: Any) -> None:
     if request.mode == IN_PLACE and scheduler.chunked_req is not None:
         request = type(request)(mode=RETRACT)
     original(scheduler, request)
+    scheduler.cur_batch_for_debug = None  # with a batch, SGLang's watchdog takes a long pause for a hang
     if request.mode == IN_PLACE and getattr(scheduler, "result_queue", ()):
         scheduler.forward_stream.synchronize()  # finish what was launched before weights change
 
