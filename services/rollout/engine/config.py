@@ -44,7 +44,8 @@ class RolloutConfig(Config):
     max_running: int = pydantic.Field(default=64, ge=1)
     """Requests that generate at once. Four times as many may wait; more are refused as overloaded."""
     max_total_tokens: int = pydantic.Field(default=0, ge=0)
-    """Tokens that the KV cache holds; 0: as many as fit on a GPU, on a CPU what max_running needs, at most 65,536."""
+    """Tokens that the KV cache holds; 0: as many as fit on a GPU, on a CPU what max_running
+    needs, up to 65,536, or one context if that is longer."""
     gpu_memory_fraction: float = pydantic.Field(default=0.85, gt=0, lt=1)
     """Share of the GPU's memory for weights and KV cache. Lower it where the trainer shares the GPU."""
     sglang: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)

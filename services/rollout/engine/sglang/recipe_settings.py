@@ -17,6 +17,7 @@ _ONE_MACHINE = "an engine uses the GPUs of one machine; set rollout.tensor_paral
 _OWN_DEVICE = "an engine computes on the GPUs that CUDA_VISIBLE_DEVICES shows it, and without any on the CPU"
 _OWN_PORT = "each engine takes a free port"
 _SAME_SHAPES = "a push writes the trainer's weights into the engine's parameters, which must be alike"
+_ONE_SEED = "it gives all samples of a group one seed, so that they are equal; leave it out"
 _SAMPLING = "trainer and engines must sample alike; use [sampling]"
 
 OWN_NAMES: Mapping[str, str] = {
@@ -30,7 +31,7 @@ OWN_NAMES: Mapping[str, str] = {
     "dp_size": "use rollout.replicas",
     "ep_size": "experts are divided as other layers are, by rollout.tensor_parallel: experts as wholes take no pushes",
     "dtype": "use rollout.dtype",
-    "enable_deterministic_inference": "it gives all samples of a group one seed, so that they are equal; leave it out",
+    "enable_deterministic_inference": _ONE_SEED,
     "enable_metrics": "use metrics.port",
     "enable_fp32_lm_head": "use trainer.float32_head, which holds for trainer and engines",
     "enable_return_routed_experts": "use trainer.router_replay, which holds for trainer and engines",
@@ -50,6 +51,7 @@ OWN_NAMES: Mapping[str, str] = {
     "pp_size": "use rollout.tensor_parallel; layers are not spread in stages",
     "preferred_sampling_params": _SAMPLING,
     "quantization": _SAME_SHAPES,
+    "rl_on_policy_target": _ONE_SEED,
     "sampling_defaults": _SAMPLING,
     "skip_tokenizer_init": "engines receive and return token ids",
     "tokenizer_path": "engines receive and return token ids",
