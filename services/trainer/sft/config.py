@@ -26,8 +26,9 @@ class SftConfig(Config):
     batch_unit: Literal["samples", "tokens"] = "samples"
     """What batch_size counts. tokens: as many samples as fit, images and prompts included, at least one."""
     epochs: float = pydantic.Field(default=0.0, ge=0)
-    """How often each row is trained, in place of trainer.num_steps, for a batch_size in samples. 0: trainer.num_steps
-    says how long the run is."""
+    """How often each row is trained, in place of trainer.num_steps, for one source and a batch_size in samples. Rows
+    that are known to be too long or wrong before the first step do not count: those among the first 5,000, and too long
+    ones that `penstock data --sft` has found. 0: trainer.num_steps says how long the run is."""
     max_tokens: int = pydantic.Field(default=0, ge=0)
     """Samples with more tokens, images included, are passed over, never cut. 0: those that exceed the model's
     context."""
@@ -92,6 +93,12 @@ def require_meant(*, sft: SftConfig, trainer: TrainerConfig, data: DataConfig, e
     if trainer.lora.rank:
         raise ConfigError(
             f"trainer.lora.rank = {trainer.lora.rank}: supervised training has no adapters yet; leave trainer.lora out"
+        )
+    if sft.epochs and len(data.sources) > 1:
+        raise ConfigError(
+            f"sft.epochs = {sft.epochs:g} with {len(data.sources)} sources: they are mixed by their weights, not by "
+            "their numbers of rows, so rows of one are trained more often than those of another; give "
+            "trainer.num_steps, or one source with a list of paths"
         )
     if sft.epochs and sft.batch_unit == "tokens":
         raise ConfigError(

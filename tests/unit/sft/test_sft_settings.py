@@ -22,6 +22,10 @@ from services.recipe import Recipe
         ({"data": {"max_prompt_tokens": 9}}, r"data\.max_prompt_tokens = 9 .*sft\.max_tokens"),
         ({"trainer": {"record_groups": True}}, r"trainer\.record_groups = true .*leave it out"),
         ({"sft": {"epochs": 2, "batch_unit": "tokens"}}, r"sft\.epochs = 2 .*give trainer\.num_steps"),
+        (
+            {"sft": {"epochs": 1}, "data": {"sources": {"a": {}, "b": {"weight": 9}}}},
+            r"sft\.epochs = 1 with 2 sources: .*by their weights.*give trainer\.num_steps",
+        ),
         ({"model": None}, r"section \[model\] is missing"),
         ({"data": {"path": "/nowhere.parquet"}}, r"'/nowhere\.parquet': there is no such file"),
     ],
@@ -47,3 +51,11 @@ def test_one_recipe_serves_supervised_training_and_reinforcement_learning(tiny_m
         }
     )
     assert for_sft(recipe).sft.validate_every == 5
+
+
+def test_a_single_source_may_have_a_name(tiny_model_path: Path) -> None:
+    """Epochs are refused where weights deal the rows of several sources."""
+    recipe = Recipe.model_validate(
+        {"model": {"path": tiny_model_path}, "sft": {"epochs": 2}, "data": {"sources": {"a": {}}}}
+    )
+    assert for_sft(recipe).sft.epochs == 2
