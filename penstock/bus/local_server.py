@@ -86,7 +86,7 @@ def become_server(config: BusConfig, folder: Path, security: Security) -> NoRetu
     """Replace this process by a nats-server at `bus.url` (by default at the usual port) that stores in `folder`.
 
     Raises:
-        ConfigError: the URL has no port, or an impossible one, or it names several servers.
+        ConfigError: the URL has no port, or it names several servers.
         SetupError: the port is taken, or the binary is not installed.
     """
     if len(config.servers) > 1:
@@ -94,12 +94,9 @@ def become_server(config: BusConfig, folder: Path, security: Security) -> NoRetu
             f"bus.url = {config.url!r} names {len(config.servers)} servers, and this starts a single one that joins no "
             "cluster; give its own URL, or start the servers of a cluster with nats-server itself"
         )
-    url = config.url or "nats://127.0.0.1:4222"
-    try:
-        address = urlsplit(url)
-        host, port = address.hostname or "127.0.0.1", address.port
-    except ValueError as error:
-        raise ConfigError(f"bus.url = {url!r}: {error}; write nats://host:port") from None
+    [url] = config.servers or ["nats://127.0.0.1:4222"]
+    address = urlsplit(url)
+    host, port = address.hostname or "127.0.0.1", address.port
     if port is None:
         raise ConfigError(f"bus.url = {url!r} has no port; write nats://host:port")
     command = server_command(folder, host=host, port=port, security=security)

@@ -8,6 +8,7 @@ import pydantic
 
 from penstock import shipped
 from penstock.config.base import Config
+from penstock.config.nats_url import address_of, fault_of, with_scheme
 from penstock.errors import ConfigError
 from penstock.model import hub
 
@@ -74,8 +75,8 @@ class BusConfig(Config):
     """NATS servers, and how long they wait for other processes."""
 
     url: str = ""
-    """NATS server, for example nats://127.0.0.1:4222; several servers of one cluster with commas between them. Empty:
-    `penstock train` starts its own."""
+    """NATS server, for example nats://127.0.0.1:4222, whose port is 4222 if it names none; several servers of one
+    cluster with commas between them. Empty: `penstock train` starts its own."""
     replicas: Literal[1, 3, 5] = 1
     """Servers of the cluster that store each stream and bucket. With 3, the run goes on while one of them is away; with
     5, while two are. All processes of a run must have the same number."""
@@ -86,10 +87,13 @@ class BusConfig(Config):
     """A worker that has not reported progress for this many seconds loses its prompt group to another worker."""
 
     @pydantic.model_validator(mode="after")
-    def _holds_no_secret(self) -> Self:
+    def _names_servers(self) -> Self:
         # Validate the whole section, and first, so that no message shows the URL.
         if "@" in self.url:
             raise ValueError("url holds a secret, which would be written to the run folder; set PENSTOCK_NATS_TOKEN")
+        for server in self.servers:
+            if fault := fault_of(server):
+                raise ValueError(f"url names {server!r}: {fault}; write nats://host:port")
         if self.replicas > 1 and not self.url:
             raise ValueError(
                 f"replicas = {self.replicas} needs url, the servers of a NATS cluster; the server that "
@@ -99,8 +103,13 @@ class BusConfig(Config):
 
     @property
     def servers(self) -> list[str]:
-        """The URLs in `url`, without blanks."""
-        return [server for part in self.url.split(",") if (server := part.strip())]
+        """The URLs in `url`, without blanks, each with its scheme."""
+        return [with_scheme(server) for part in self.url.split(",") if (server := part.strip())]
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Host and port of each server."""
+        return [address_of(server) for server in self.servers]
 
     @property
     def is_cluster(self) -> bool:

@@ -108,16 +108,16 @@ def requeue(context: typer.Context, number: Number, config: Config = None, url: 
 def _on_bus(
     ask: "Callable[[Bus], Awaitable[ResultT]]", context: typer.Context, config: Path | None, url: str, run: str
 ) -> ResultT:
-    recipe = configuration.load(Recipe, [config] if config else (), overrides_of(context))
+    overrides = [*overrides_of(context), *([f"--bus.url={url}"] if url else [])]
+    recipe = configuration.load(Recipe, [config] if config else (), overrides)
     log.configure(LogConfig(level="warning"), service="bus")
-    settings = recipe.bus.model_copy(update={"url": url}) if url else recipe.bus
-    if not settings.url:
+    if not recipe.bus.url:
         raise ConfigError("bus.url is empty: give --url nats://HOST:PORT and --run NAME, or --config RUN/live.toml")
 
     async def asking() -> ResultT:
         from penstock.bus.connection import connect
 
-        async with connect(settings, run=run or recipe.run.name, security=Security.load(recipe.security)) as bus:
+        async with connect(recipe.bus, run=run or recipe.run.name, security=Security.load(recipe.security)) as bus:
             return await ask(bus)
 
     return asyncio.run(asking())

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import urlsplit
 
+from penstock.config.nats_url import address_of
 from penstock.errors import SetupError
 from penstock.runtime.ports import require_free_port
 from services.doctor.finding import Finding, blamed, fault, ok, warning
@@ -33,8 +34,8 @@ def hosts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
     network = recipe.network
     if network.advertised != network.host:
         yield "network.advertise_host" if network.advertise_host else OWN_NAME, network.advertised
-    for server in recipe.bus.servers:
-        yield "bus.url", urlsplit(server).hostname or server
+    for host, _ in recipe.bus.addresses:
+        yield "bus.url", host
     for key, address in (
         ("worker.router_address", recipe.worker.router_address),
         ("worker.reward_address", recipe.worker.reward_address),
@@ -93,9 +94,8 @@ def check_bus(servers: Sequence[str], connect: Callable[[tuple[str, int], float]
         return None
     silent: list[str] = []
     for url in servers:
-        parts = urlsplit(url)
         try:
-            connect((parts.hostname or "", parts.port or 4222), CONNECT_TIMEOUT_S).close()
+            connect(address_of(url), CONNECT_TIMEOUT_S).close()
         except OSError as error:
             silent.append(f"{url!r} does not answer: {error.strerror or error}")
     if len(silent) == len(servers):

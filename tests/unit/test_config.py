@@ -1,5 +1,6 @@
 """A recipe is read strictly; every message names the key, the value and the remedy."""
 
+import re
 import socket
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from penstock.config import BusConfig, Config, ModelConfig, NetworkConfig, RunConfig, SamplingConfig, load
 from penstock.documented import field_docstrings
 from penstock.errors import ConfigError
+from services.recipe import Recipe
 
 
 class InnerConfig(Config):
@@ -237,3 +239,42 @@ def test_a_bus_has_one_server_or_several() -> None:
         BusConfig(replicas=3)
     with pytest.raises(pydantic.ValidationError, match="1, 3 or 5"):
         BusConfig(url="nats://a:4222", replicas=2)  # type: ignore[arg-type]
+
+
+def test_a_server_of_the_bus_without_a_scheme_has_that_of_nats() -> None:
+    """As nats-py takes it; whoever asks for its address gets the one that the client connects to."""
+    bus = BusConfig(url="nats1:4223, nats2,tls://nats3,NATS://[::1]:4224,wss://nats4,ws://nats5:9222/")
+    assert bus.servers == [
+        "nats://nats1:4223",
+        "nats://nats2",
+        "tls://nats3",
+        "nats://[::1]:4224",
+        "wss://nats4",
+        "ws://nats5:9222/",
+    ]
+    assert bus.addresses == [
+        ("nats1", 4223),
+        ("nats2", 4222),
+        ("nats3", 4222),
+        ("::1", 4224),
+        ("nats4", 443),
+        ("nats5", 9222),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        ("nats://127.0.0.1:abc", "its port is not a number from 1 to 65535"),
+        ("nats://127.0.0.1:99999", "its port is not a number from 1 to 65535"),
+        ("nats://127.0.0.1:0", "its port is not a number from 1 to 65535"),
+        ("nats://:4222", "it has no host"),
+        ("nats://", "it has no host"),
+        ("nats://[::1", "it is not a URL"),
+        ("http://127.0.0.1:4222", "its scheme is none of nats, tls, ws, wss"),
+    ],
+)
+def test_a_server_of_the_bus_that_no_client_can_connect_to_is_refused(server: str, reason: str) -> None:
+    """Before anything starts, and by its name among several."""
+    with pytest.raises(ConfigError, match=re.escape(f"bus: url names {server!r}: {reason}; write nats://host:port")):
+        load(Recipe, (), [f"--bus.url=nats://nats1:4222,{server}"])

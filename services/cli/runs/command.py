@@ -73,7 +73,7 @@ def list_runs(
     rows = [_row_of(each) for each in found]
     buses = {each.bus.url: (each.bus, each.security) for each in found if each.bus.url}
     if url and (url not in buses or security_of_url is not None):
-        buses[url] = (BusConfig(url=url), security_of_url or SecurityConfig())
+        buses[url] = (_bus_at(url), security_of_url or SecurityConfig())
     for bus_url, (bus, security) in sorted(buses.items()):
         try:
             stored = _on_bus(_list_stored, bus, security)
@@ -112,7 +112,7 @@ def delete(
                 f"--url={url} deletes from NATS only, and --keep-bus leaves it as it is; give one of them"
             )
         for run in map(str, runs):
-            _delete_stored(run, BusConfig(url=url), security, yes=yes)
+            _delete_stored(run, _bus_at(url), security, yes=yes)
         return 0
     for path in runs:
         if path.is_symlink() or not (path / "config.toml").is_file():
@@ -122,6 +122,15 @@ def delete(
     for path in runs:
         _delete(read_folder(path), keep_bus=keep_bus, yes=yes)
     return 0
+
+
+def _bus_at(url: str) -> BusConfig:
+    """Return the NATS servers at `url`.
+
+    Raises:
+        ConfigError: it is not the URL of NATS servers.
+    """
+    return configuration.load(Recipe, (), [f"--bus.url={url}"]).bus
 
 
 def _security_of(url: str, overrides: list[str]) -> SecurityConfig | None:

@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 import structlog
 
@@ -31,7 +30,6 @@ from services.recipe import Recipe
 
 log = structlog.get_logger()
 
-_NATS_PORT = 4222
 _ABSENT_S = 10.0
 """Seconds without an answer after which the trainer is taken to have ended."""
 
@@ -177,8 +175,7 @@ async def _find_run(folder: RunFolder, stop: asyncio.Event) -> Recipe | None:
     while not stop.is_set():
         with suppress(ConfigError):
             live = configuration.load(Recipe, [folder.live_file])
-            servers = [urlsplit(server) for server in live.bus.servers]
-            if any([await serves_nats(f"{server.hostname}:{server.port or _NATS_PORT}") for server in servers]):
+            if any([await serves_nats(f"{host}:{port}") for host, port in live.bus.addresses]):
                 return live
         await asyncio.sleep(REFRESH_S)
     return None

@@ -389,6 +389,7 @@ def test_hosts() -> None:
     hosts = list(network.hosts_of(elsewhere))
     assert hosts == [("bus.url", "nats"), ("worker.router_address", "node1")]
     assert_found(network.check_hosts(hosts, resolve), Status.OK, "node1")
+    assert list(network.hosts_of(recipe("--bus.url=nats:4222"))) == [("bus.url", "nats")]
     found = network.check_hosts([("bus.url", "nods")], resolve)
     assert_found(found, Status.FAULT, "bus.url: 'nods' has no address (Name or service not known)", "/etc/hosts")
     found = network.check_hosts([(network.OWN_NAME, "me")], resolve)
