@@ -5,7 +5,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, UnavailableError, UserError
 from penstock.model import hub
-from penstock.model.families.qwen_vl import loaded_name
+from penstock.model.families.qwen_vl import loaded_name, part_of
 from penstock.model.folder import read_json, require_model
 from penstock.runtime.security import Security
 from services.doctor.finding import Finding, blamed, fault, ok, warning
@@ -14,7 +14,7 @@ from services.launch.known_names import require_names
 from services.recipe import Recipe
 from services.rollout.engine.sglang import recipe_settings
 from services.rollout.engine.sglang.settings import parameter_sizes
-from services.trainer.backend.optimizer.learning_rates import rates_of
+from services.trainer.backend.optimizer.learning_rates import matches, rates_of
 from services.trainer.config import TRAINED_MODEL_TYPES
 from services.trainer.data.sources.files import require_files
 from services.trainer.demonstrations.files import require_demonstrations
@@ -42,9 +42,11 @@ def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
     count = sum(sizes.values())
     if not count:
         return fault("model", f"{path} has no .safetensors file", "download the model again, with its weights"), None
+    own_sizes = {loaded_name(name, model_type): size for name, size in sizes.items()}
     size = ModelSize(
         num_parameters=count,
-        num_trained=_num_trained({loaded_name(name, model_type): size for name, size in sizes.items()}, recipe),
+        num_trained=_num_trained(own_sizes, recipe),
+        num_adapted=_num_adapted(own_sizes, recipe),
         checkpoint_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
     )
     if missing := [name for name in _TEXT_FILES if not (path / name).is_file()]:
@@ -66,6 +68,17 @@ def _num_trained(sizes: Mapping[str, int], recipe: Recipe) -> int:
     return sum(size for name, size in sizes.items() if rates[name] > 0)
 
 
+def _num_adapted(sizes: Mapping[str, int], recipe: Recipe) -> int:
+    """Count the parameters of the matrices that adapters change, norms included, which have few."""
+    lora = recipe.trainer.lora
+    if not lora.rank:
+        return 0
+    layers = {name.removesuffix(".weight"): size for name, size in sizes.items() if name.endswith(".weight")}
+    # Neither embeddings nor the head are layers that take adapters.
+    layers = {name: size for name, size in layers.items() if "embed" not in name and part_of(name + ".") != "head"}
+    return sum(size for name, size in layers.items() if any(matches(name, target) for target in lora.targets))
+
+
 def _check_on_the_hub(path: Path, recipe: Recipe) -> tuple[Finding, ModelSize | None]:
     """Ask the Hub for a model that its cache lacks; nothing is downloaded."""
     model = hub.parse_id(path)
@@ -77,9 +90,12 @@ def _check_on_the_hub(path: Path, recipe: Recipe) -> tuple[Finding, ModelSize | 
     seen = f"{model} on the Hugging Face Hub: {facts.checkpoint_bytes / 1e9:,.1f} GB of weights to download"
     if not facts.num_parameters:
         return ok("model", f"{seen}; the Hub does not say how many parameters"), None
+    lora = recipe.trainer.lora
     size = ModelSize(
         num_parameters=facts.num_parameters,
-        num_trained=0 if recipe.trainer.lora.rank else facts.num_parameters,  # the Hub tells no names
+        # The Hub tells no names.
+        num_trained=0 if lora.rank else facts.num_parameters,
+        num_adapted=facts.num_parameters if lora.rank and "text" in lora.targets else 0,
         checkpoint_bytes=facts.checkpoint_bytes,
     )
     return ok("model", f"{seen}, {facts.num_parameters / 1e6:,.1f} million parameters"), size

@@ -41,6 +41,8 @@ class ModelSize:
     """Bytes of its weight files."""
     num_trained: int
     """Parameters with a learning rate; those of adapters are too few to count."""
+    num_adapted: int = 0
+    """Parameters of the matrices that adapters change."""
 
 
 def check_gpu_memory(
@@ -99,15 +101,17 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, i
     if offloads and ranks > 1:
         return ok("trainer's GPU", f"weights of {ranks} ranks are in the host's memory, but for those of a few layers")
     copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
-    has_copy = not recipe.trainer.keeps_copies_on_host and not is_sft
+    has_adapters = recipe.trainer.lora.rank > 0
+    has_copy = not recipe.trainer.keeps_copies_on_host and not is_sft and not has_adapters
     num_shards = recipe.trainer.num_shards
     # Beside the weights that AdamW updates.
-    has_rounded = ranks == 1 and copied < 4 and not recipe.trainer.lora.rank
+    has_rounded = ranks == 1 and copied < 4 and not has_adapters
     per_weight = copied if offloads else _FLOAT32 / num_shards + (has_rounded + has_copy) * copied
     per_trained = 0 if offloads else (_FLOAT32 + _AVERAGES) / num_shards  # its gradient and averages
-    if recipe.algorithm.needs_reference and not is_sft and not recipe.trainer.lora.rank:
+    if recipe.algorithm.needs_reference and not is_sft and not has_adapters:
         per_weight += copied if ranks == 1 else _FLOAT32 / num_shards
     needed = int(per_weight * size.num_parameters + per_trained * size.num_trained)
+    needed -= (_FLOAT32 - copied) * size.num_adapted  # they are kept rounded
     parts = ["weights"] if offloads else ["weights", "gradients", "AdamW's averages"]
     parts += ["the copy that is pushed"] * (has_copy and not offloads)
     of = "" if ranks == 1 else f", in {ranks} ranks,"
@@ -141,6 +145,7 @@ def check_host_memory(
         size.num_parameters,
         recipe,
         num_trained=size.num_trained,
+        num_adapted=size.num_adapted,
         num_engines=num_engines,
         engines_on_gpu=bool(plan.devices),
         trainer_on_gpu=TRAINER in plan.of_process,

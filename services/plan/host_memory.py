@@ -27,6 +27,7 @@ def host_moments(
     recipe: Recipe,
     *,
     num_trained: int,
+    num_adapted: int = 0,
     num_engines: int,
     engines_on_gpu: bool = True,
     trainer_on_gpu: bool = True,
@@ -37,13 +38,16 @@ def host_moments(
     Args:
         num_parameters: Of the model.
         num_trained: Those with a learning rate, which have gradients and averages.
+        num_adapted: Those of the matrices that adapters (LoRA) change.
         recipe: The recipe. Its `trainer.ranks` are taken to be all the ranks, on one machine.
         num_engines: Engines of the run.
         engines_on_gpu: Whether engines hold their weights on GPUs.
         trainer_on_gpu: Whether the trainer computes on GPUs.
         is_sft: Whether `penstock sft` will run, which pushes no weights and has no reference policy.
     """
-    common = tuple(_common(num_parameters, recipe, num_engines=num_engines, on_gpu=engines_on_gpu))
+    common = tuple(
+        _common(num_parameters, recipe, num_adapted=num_adapted, num_engines=num_engines, on_gpu=engines_on_gpu)
+    )
     ranks, has_reference = recipe.trainer.ranks, recipe.algorithm.needs_reference and not is_sft
     has_reference = has_reference and not recipe.trainer.lora.rank  # it is the base, with adapters of its own
     whole = _FLOAT32 * num_parameters
@@ -59,7 +63,8 @@ def host_moments(
     if held_here:
         of_step.append(Part(name="gradients", size_bytes=copies * _FLOAT32 * num_trained))
         of_step.append(Part(name="AdamW's averages", size_bytes=copies * _AVERAGES * num_trained))
-    if not is_sft and (recipe.trainer.keeps_copies_on_host or not trainer_on_gpu):
+    pushes_weights = not is_sft and not recipe.trainer.lora.rank  # adapters are too few to count
+    if pushes_weights and (recipe.trainer.keeps_copies_on_host or not trainer_on_gpu):
         of_step.append(_copies(num_parameters, recipe, on_gpu=trainer_on_gpu))
     if ranks > 1:
         size = (1 + has_reference) * whole + _AVERAGES * num_trained
@@ -68,7 +73,7 @@ def host_moments(
     return tuple(moments)
 
 
-def _common(num_parameters: int, recipe: Recipe, *, num_engines: int, on_gpu: bool) -> Iterator[Part]:
+def _common(num_parameters: int, recipe: Recipe, *, num_adapted: int, num_engines: int, on_gpu: bool) -> Iterator[Part]:
     further = recipe.trainer.ranks - 1
     yield Part(
         name="processes without weights",
@@ -77,6 +82,9 @@ def _common(num_parameters: int, recipe: Recipe, *, num_engines: int, on_gpu: bo
     if num_engines and not on_gpu:
         size = num_engines * _DTYPE_BYTES.get(recipe.rollout.dtype, _FLOAT32) * num_parameters
         yield Part(name="engines' weights", size_bytes=size)
+    if num_engines and num_adapted:
+        per_weight = _DTYPE_BYTES.get(recipe.rollout.dtype, _DTYPE_BYTES["bfloat16"] if on_gpu else _FLOAT32)
+        yield Part(name="engines' matrices without adapters", size_bytes=num_engines * per_weight * num_adapted)
 
 
 def _copies(num_parameters: int, recipe: Recipe, *, on_gpu: bool) -> Part:

@@ -9,13 +9,18 @@ TOTAL = 1_000_000_000
 
 
 def bytes_per_parameter(
-    *settings: str, num_engines: int = 1, is_sft: bool = False, trained: float = 1.0, **where: bool
+    *settings: str,
+    num_engines: int = 1,
+    is_sft: bool = False,
+    trained: float = 1.0,
+    adapted: float = 0.0,
+    **where: bool,
 ) -> dict[str, float]:
     """By moment, without what processes take beside weights."""
     recipe = load(Recipe, [], ['--run.name="a"', *settings])
     processes = num_engines * ENGINE_BYTES + OTHERS_BYTES + (recipe.trainer.ranks - 1) * RANK_BYTES
-    num_trained = int(trained * TOTAL)
-    moments = host_moments(TOTAL, recipe, num_trained=num_trained, num_engines=num_engines, is_sft=is_sft, **where)
+    counts = {"num_trained": int(trained * TOTAL), "num_adapted": int(adapted * TOTAL), "num_engines": num_engines}
+    moments = host_moments(TOTAL, recipe, **counts, is_sft=is_sft, **where)
     return {moment.name: (moment.total_bytes - processes) / TOTAL for moment in moments}
 
 
@@ -51,6 +56,17 @@ def test_a_reference_policy_is_here() -> None:
     """Each rank has its share of it, and writes it into checkpoints."""
     assert bytes_per_parameter("--trainer.ranks=4", "--algorithm.kl.kind=k3")["in a step"] == 4 + 4 + 12 + 4
     assert bytes_per_parameter("--algorithm.kl.kind=k3")["in a step"] == 4
+
+
+def test_adapters_are_pushed_alone_and_each_engine_keeps_what_they_change() -> None:
+    """In its precision, in the host's memory, wherever its weights are."""
+    adapters = ("--trainer.lora.rank=16",)
+    found = bytes_per_parameter(*adapters, num_engines=3, trained=0, adapted=0.9)
+    assert found == {"when the trainer starts": 3 * 2 * 0.9 + 4, "in a step": 3 * 2 * 0.9}
+    on_cpus = {"engines_on_gpu": False, "trainer_on_gpu": False}
+    wide = (*adapters, "--rollout.dtype=float32")
+    assert bytes_per_parameter(*wide, trained=0, adapted=0.5, **on_cpus)["in a step"] == 4 + 4 * 0.5 + 4
+    assert bytes_per_parameter(*adapters, num_engines=0, trained=0, adapted=0.9)["in a step"] == 0
 
 
 def test_on_cpus_everything_is_here() -> None:
