@@ -176,7 +176,7 @@ def _memory(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
     runs = Path("runs") if recipe is None else recipe.run.folder or recipe.run.dir
     while not os.path.exists(runs):  # false where a folder on the way is closed to us; the path's own method raises
         runs = runs.parent
-    yield memory.check_disk(size, recipe, str(runs.resolve()), _free(runs))
+    yield memory.check_disk(size, recipe, str(runs.resolve()), _free(runs), is_sft=is_sft)
     try:
         temporary = Path(tempfile.gettempdir())
     except FileNotFoundError:  # none of the usual folders is writable

@@ -209,7 +209,9 @@ def check_shared_memory(free: int | None) -> Finding:
     return ok("shared memory", f"/dev/shm has {gib(free)} free")
 
 
-def check_disk(size: ModelSize | None, recipe: Recipe | None, folder: str, free: int | None) -> Finding:
+def check_disk(
+    size: ModelSize | None, recipe: Recipe | None, folder: str, free: int | None, *, is_sft: bool = False
+) -> Finding:
     """Check the file system of the runs against the checkpoints that a run keeps.
 
     Args:
@@ -217,6 +219,7 @@ def check_disk(size: ModelSize | None, recipe: Recipe | None, folder: str, free:
         recipe: The recipe; None if none was given.
         folder: The folder of runs, or the nearest folder above it that exists.
         free: Free bytes; None if the folder is not writable.
+        is_sft: Whether `penstock sft` will run, which has no reference policy.
     """
     if free is None:
         return fault("disk", f"{folder} cannot be written to", "set run.dir to a folder of yours, or change its owner")
@@ -225,7 +228,8 @@ def check_disk(size: ModelSize | None, recipe: Recipe | None, folder: str, free:
         return ok("disk", seen)
     num_kept = recipe.trainer.keep_checkpoints
     # A new checkpoint is written before the oldest is deleted.
-    weights = 0 if recipe.trainer.lora.rank else _FLOAT32 * size.num_parameters
+    num_policies = 2 if recipe.algorithm.needs_reference and not is_sft else 1
+    weights = 0 if recipe.trainer.lora.rank else num_policies * _FLOAT32 * size.num_parameters
     needed = (num_kept + 1) * (weights + _AVERAGES * size.num_trained)
     seen += f"; {num_kept} checkpoints, and one more while it is written, take {gib(needed)}"
     if needed >= free:

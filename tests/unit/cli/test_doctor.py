@@ -401,6 +401,12 @@ def test_shared_memory_and_disk() -> None:
     keeps_two = recipe()
     assert_found(memory.check_disk(TWO_BILLION, keeps_two, "/runs", 60 * GIB), Status.FAULT, "67.1 GiB", "run.dir")
     assert_found(memory.check_disk(TWO_BILLION, keeps_two, "/runs", 70 * GIB), Status.OK, "67.1 GiB")
+    with_reference = recipe("--algorithm.kl.kind=k3")  # which each checkpoint has too, in float32
+    assert_found(memory.check_disk(TWO_BILLION, with_reference, "/runs", 80 * GIB), Status.FAULT, "89.4 GiB")
+    assert_found(memory.check_disk(TWO_BILLION, with_reference, "/runs", 80 * GIB, is_sft=True), Status.OK, "67.1 GiB")
+    frozen = dataclasses.replace(TWO_BILLION, num_trained=0)
+    adapters = recipe("--algorithm.kl.kind=k3", "--trainer.lora.rank=8")
+    assert_found(memory.check_disk(frozen, adapters, "/runs", free=GIB), Status.OK, "take 0.0 GiB")
     assert_found(memory.check_disk(None, None, "/runs", 1), Status.OK)
     assert_found(memory.check_disk(None, None, "/runs", None), Status.FAULT, "/runs cannot be written to")
     assert_found(memory.check_temporary("/tmp", None), Status.FAULT, "TMPDIR")
