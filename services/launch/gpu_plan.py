@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from penstock.errors import ConfigError
 
@@ -89,9 +90,9 @@ def plan_gpus(
             )
         shared = {name: tuple(devices) for name in (*engines, *[TRAINER] * trainer_ranks)}
         return GpuPlan(devices=tuple(devices), of_process=shared, is_shared=len(shared) > 1)
-    num_needed = len(engines) * tensor_parallel + trainer_ranks
-    if num_needed > len(devices):
-        raise ConfigError(_explain_shortage(len(devices), len(engines), tensor_parallel, trainer_ranks))
+    wanted = _Wanted(trainer_ranks=trainer_ranks, engines=len(engines), tensor_parallel=tensor_parallel)
+    if wanted.num_gpus > len(devices):
+        raise ConfigError(wanted.explain_shortage(len(devices), memory_fraction))
     free = iter(devices)
     of_process = {name: tuple(next(free) for _ in range(tensor_parallel)) for name in engines}
     if trainer_ranks:
@@ -131,19 +132,63 @@ def without(plan: GpuPlan, name: str) -> GpuPlan:
     return dataclasses.replace(plan, of_process={key: value for key, value in plan.of_process.items() if key != name})
 
 
-def _explain_shortage(num_devices: int, num_engines: int, tensor_parallel: int, trainer_ranks: int) -> str:
-    needed = (
-        f"{num_engines} {'engine' if num_engines == 1 else 'engines'} with rollout.tensor_parallel = {tensor_parallel}"
-    )
-    needed += {0: "", 1: " and the trainer"}.get(trainer_ranks, f" and a trainer of {trainer_ranks} ranks")
-    num_fitting = (num_devices - trainer_ranks) // tensor_parallel
-    if num_fitting >= 1:
-        remedy = f"lower the number of engines to {num_fitting} (rollout.replicas, prefill, decode)"
-    elif trainer_ranks > 1:
-        remedy = f"lower trainer.ranks to at most {max(1, num_devices - num_engines * tensor_parallel)}"
-    else:
-        remedy = f"lower rollout.tensor_parallel to at most {max(1, num_devices - trainer_ranks)}"
-    return (
-        f"{needed} need {num_engines * tensor_parallel + trainer_ranks} GPUs, and {num_devices} can be used; {remedy}, "
-        "or show the run more GPUs with CUDA_VISIBLE_DEVICES"
-    )
+_SETTINGS: Final = {
+    "trainer_ranks": "trainer.ranks to {number}",
+    "engines": "the number of engines to {number} (rollout.replicas, prefill, decode)",
+    "tensor_parallel": "rollout.tensor_parallel to {number}",
+}
+_LOWERED: Final = (
+    ("engines",),
+    ("trainer_ranks",),
+    ("tensor_parallel",),
+    ("trainer_ranks", "engines"),
+    ("engines", "tensor_parallel"),
+    ("trainer_ranks", "tensor_parallel"),
+    ("trainer_ranks", "engines", "tensor_parallel"),
+)
+"""Settings to lower together, in the order in which they are tried."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What a run wants of its GPUs; the fields are what can be lowered."""
+
+    trainer_ranks: int
+    engines: int
+    tensor_parallel: int
+
+    @property
+    def num_gpus(self) -> int:
+        return self.engines * self.tensor_parallel + self.trainer_ranks
+
+    def fits(self, num_devices: int, memory_fraction: float) -> bool:
+        if num_devices == 1 and self.tensor_parallel == 1 and self.trainer_ranks <= 1:
+            return self.engines * memory_fraction < 1
+        return self.num_gpus <= num_devices
+
+    def explain_shortage(self, num_devices: int, memory_fraction: float) -> str:
+        """Say what is wanted, and what to lower so that it fits."""
+        needed = (
+            f"{self.engines} {'engine' if self.engines == 1 else 'engines'} with rollout.tensor_parallel = "
+            f"{self.tensor_parallel}"
+        )
+        needed += {0: "", 1: " and the trainer"}.get(
+            self.trainer_ranks, f" and a trainer of {self.trainer_ranks} ranks"
+        )
+        return (
+            f"{needed} need {self.num_gpus} GPUs, and {num_devices} can be used; lower "
+            f"{self._remedy(num_devices, memory_fraction)}, or show the run more GPUs with CUDA_VISIBLE_DEVICES"
+        )
+
+    def _remedy(self, num_devices: int, memory_fraction: float) -> str:
+        """Return as few settings as possible, of which all but the last become 1, and the last is lowered the least."""
+        for *to_one, last in _LOWERED:
+            lowered = dataclasses.replace(self, **dict.fromkeys(to_one, 1))
+            if any(getattr(self, name) <= 1 for name in to_one):
+                continue
+            for number in range(getattr(self, last) - 1, 0, -1):
+                if dataclasses.replace(lowered, **{last: number}).fits(num_devices, memory_fraction):
+                    parts = [_SETTINGS[name].format(number=1) for name in to_one]
+                    most = number if last == "engines" else f"at most {number}"
+                    return " and ".join(filter(None, [", ".join(parts), _SETTINGS[last].format(number=most)]))
+        raise AssertionError("one GPU has room for one engine and the trainer")

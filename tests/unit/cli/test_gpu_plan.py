@@ -1,10 +1,11 @@
 """Each engine and the trainer compute on GPUs of their own; only a single GPU is shared."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.config import load
@@ -117,6 +118,50 @@ def test_too_few_gpus_are_refused_with_numbers_and_remedy() -> None:
         ConfigError, match=r"need 3 GPUs, and 2 can be used; lower rollout\.tensor_parallel to at most 1"
     ):
         plan(["0", "1"], 1, tensor_parallel=2)
+
+
+def test_settings_that_do_not_fit_one_by_one_are_lowered_together() -> None:
+    """Ranks and engines, and what leaves each engine as many GPUs as there are."""
+    with pytest.raises(ConfigError, match=r"; lower trainer\.ranks to 1 and the number of engines to 7 \(rollout\.rep"):
+        plan(EIGHT, 8, trainer_ranks=8)
+    with pytest.raises(
+        ConfigError,
+        match=r"; lower the number of engines to 1 \(.*\) and rollout\.tensor_parallel to at most 7, or show",
+    ):
+        plan(EIGHT, 16, tensor_parallel=8)
+    with pytest.raises(
+        ConfigError,
+        match=r"lower trainer\.ranks to 1, the number of engines to 1 \(.*\) and rollout\.tensor_parallel to at most 1",
+    ):
+        plan(["0"], 2, tensor_parallel=8, trainer_ranks=2, memory_fraction=0.85)
+
+
+@given(
+    num_devices=st.integers(1, 16),
+    num_engines=st.integers(0, 20),
+    tensor_parallel=st.integers(1, 8),
+    trainer=st.integers(0, 9),
+    memory_fraction=st.sampled_from([0.3, 0.85]),
+)
+@example(num_devices=8, num_engines=8, tensor_parallel=1, trainer=8, memory_fraction=0.85)
+@example(num_devices=1, num_engines=1, tensor_parallel=2, trainer=2, memory_fraction=0.85)
+def test_a_plan_with_the_remedy_is_not_refused_again(
+    num_devices: int, num_engines: int, tensor_parallel: int, trainer: int, memory_fraction: float
+) -> None:
+    """Whatever is asked for."""
+    wanted = {"tensor_parallel": tensor_parallel, "trainer_ranks": trainer, "memory_fraction": memory_fraction}
+    devices = [str(number) for number in range(num_devices)]
+    try:
+        plan(devices, num_engines, **wanted)
+    except ConfigError as error:
+        if "can be used" not in str(error):
+            assert num_devices == 1, "its memory cannot be divided, which is another refusal"
+            return
+        lowered = dict(re.findall(r"(trainer\.ranks|engines|tensor_parallel) to (?:at most )?(\d+)", str(error)))
+        wanted["trainer_ranks"] = int(lowered.pop("trainer.ranks", trainer))
+        wanted["tensor_parallel"] = int(lowered.pop("tensor_parallel", tensor_parallel))
+        plan(devices, int(lowered.pop("engines", num_engines)), **wanted)
+        assert not lowered
 
 
 def test_an_engine_on_a_cpu_is_one_process() -> None:
