@@ -108,11 +108,7 @@ def extend_plan(plan: GpuPlan, engines: Sequence[str], *, tensor_parallel: int) 
     """
     if not plan.devices or not engines:
         return plan
-    if plan.is_shared:
-        raise ConfigError(
-            f"GPU {plan.devices[0]} is the only one, and its memory was divided at the start; to change the number of "
-            "engines, end the run and continue it with --resume, rollout.replicas and rollout.gpu_memory_fraction"
-        )
+    require_own_gpus(plan)
     used = {device for devices in plan.of_process.values() for device in devices}
     free = [device for device in plan.devices if device not in used]
     num_needed = len(engines) * tensor_parallel
@@ -125,6 +121,19 @@ def extend_plan(plan: GpuPlan, engines: Sequence[str], *, tensor_parallel: int) 
     left = iter(free)
     added = {name: tuple(next(left) for _ in range(tensor_parallel)) for name in engines}
     return dataclasses.replace(plan, of_process={**plan.of_process, **added})
+
+
+def require_own_gpus(plan: GpuPlan) -> None:
+    """Check that engines may join or leave.
+
+    Raises:
+        ConfigError: all share one GPU.
+    """
+    if plan.is_shared:
+        raise ConfigError(
+            f"GPU {plan.devices[0]} is the only one, and its memory was divided at the start; to change the number of "
+            "engines, end the run and continue it with --resume, rollout.replicas and rollout.gpu_memory_fraction"
+        )
 
 
 def without(plan: GpuPlan, name: str) -> GpuPlan:

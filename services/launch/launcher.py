@@ -17,7 +17,7 @@ from penstock.runtime.ports import held_port, held_ports
 from penstock.runtime.security import Security, is_loopback
 from services.launch.background import background, repeated
 from services.launch.bounded_log import BoundedLog
-from services.launch.gpu_plan import extend_plan, find_gpus, without
+from services.launch.gpu_plan import extend_plan, find_gpus, require_own_gpus, without
 from services.launch.metrics import MetricsFollower, describe_run
 from services.launch.process.backend import Backend
 from services.launch.process.spec import ProcessSpec, StopPhase
@@ -97,11 +97,21 @@ def local_fleet(plan: RunPlan, folder: RunFolder, security: Security) -> Fleet:
         plan = RunPlan(processes=plan.processes, gpus=gpus)
         return process_specs(RunPlan(processes=added, gpus=gpus), folder, security)
 
+    def require_dispensable(names: Sequence[str]) -> None:
+        if any(name in plan.gpus.of_process for name in names):
+            require_own_gpus(plan.gpus)
+
     def forget(name: str) -> None:
         nonlocal plan
         plan = RunPlan(processes=plan.processes, gpus=without(plan.gpus, name))
 
-    return Fleet(folder.live_file, plan.processes, make_specs=make_specs, forget=forget)
+    return Fleet(
+        folder.live_file,
+        plan.processes,
+        make_specs=make_specs,
+        require_dispensable=require_dispensable,
+        forget=forget,
+    )
 
 
 async def run_processes(

@@ -52,6 +52,7 @@ class Fleet:
         planned: Sequence[PlannedProcess],
         *,
         make_specs: Callable[[Recipe, Sequence[PlannedProcess]], Sequence[ProcessSpec]],
+        require_dispensable: Callable[[Sequence[str]], None] = lambda names: None,
         forget: Callable[[str], None] = lambda name: None,
     ) -> None:
         """Begin with the processes of the plan.
@@ -60,12 +61,14 @@ class Fleet:
             recipe_file: The recipe with the addresses of this launch.
             planned: The processes that run.
             make_specs: Returns how to start further processes. Raises ConfigError if there is no room for them.
+            require_dispensable: Is told the names of processes that would leave. Raises ConfigError if one must stay.
             forget: Is told the name of a process that has left.
         """
         self._recipe_file = recipe_file
         self._names = [process.name for process in planned]
         self._own_bus = "nats" in self._names
         self._make_specs = make_specs
+        self._require_dispensable = require_dispensable
         self._forget = forget
         self._counts: dict[str, int] = {}
         self._leaving: set[str] = set()
@@ -74,7 +77,8 @@ class Fleet:
         """Start and end processes until the run has these numbers of them, and say which.
 
         Raises:
-            ConfigError: the numbers are impossible, there is no room, or a process of that name is still ending.
+            ConfigError: the numbers are impossible, there is no room, a process must stay, or one of that name is still
+                ending.
         """
         if supervisor.has_begun_to_stop:
             raise ConfigError("the run is being stopped; continue it with --resume and the numbers that you want")
@@ -85,8 +89,9 @@ class Fleet:
         added = [process for name, process in planned.items() if name not in self._names]
         if leaving := sorted(process.name for process in added if process.name in self._leaving):
             raise ConfigError(f"{', '.join(leaving)} is still ending; try again in a moment")
-        specs = self._make_specs(recipe, added)
         removed = [name for name in self._names if name not in planned]
+        self._require_dispensable(removed)
+        specs = self._make_specs(recipe, added)
         self._counts = wanted
         self._names = [name for name in self._names if name in planned] + [spec.name for spec in specs]
         for name in removed:

@@ -1,10 +1,23 @@
 """How many processes a run shall have, and which GPUs further ones get."""
 
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
 import pytest
 
+from penstock.config import dump, load
 from penstock.errors import ConfigError
+from penstock.runtime.security import Security
 from services.launch.gpu_plan import GpuPlan, extend_plan, plan_gpus, without
-from services.launch.scaling.fleet import parse_counts
+from services.launch.launcher import local_fleet
+from services.launch.process.spec import ProcessSpec
+from services.launch.run_folder import RunFolder
+from services.launch.run_plan import make_plan
+from services.launch.scaling.fleet import Fleet, parse_counts
+from services.launch.supervisor import Supervisor, supervised
+from services.recipe import Recipe
 
 
 def test_counts_are_read_by_kind() -> None:
@@ -42,3 +55,37 @@ def test_engines_for_which_there_is_no_gpu_are_refused() -> None:
         extend_plan(planned(1, ["rollout-0"]), ["rollout-1"], tensor_parallel=1)
     on_cpu = planned(0, ["rollout-0"])
     assert extend_plan(on_cpu, ["rollout-1"], tensor_parallel=1) == on_cpu
+
+
+@asynccontextmanager
+async def launched(folder: Path, num_devices: int) -> AsyncIterator[tuple[Fleet, Supervisor]]:
+    """Two engines, two workers and a trainer on these GPUs, as programs that do nothing."""
+    recipe = load(Recipe, [], ["--rollout.replicas=2", "--rollout.gpu_memory_fraction=0.3", "--worker.num=2"])
+    run_folder = RunFolder(folder)
+    run_folder.live_file.write_text(dump(recipe))
+    plan = make_plan(recipe, [str(index) for index in range(num_devices)], own_bus=False)
+    specs = [
+        ProcessSpec(name=each.name, command=["sleep", "60"], environment=dict(os.environ), phase=each.phase)
+        for each in plan.processes
+    ]
+    async with supervised(specs, logs=folder, report=lambda line: None, kill_after_s=5.0) as supervisor:
+        for spec in specs:
+            supervisor.start(spec.name)
+        yield local_fleet(plan, run_folder, Security()), supervisor
+
+
+@pytest.mark.parametrize("counts", [{"rollout": 1}, {"rollout": 3}, {"rollout": 1, "worker": 1}], ids=str)
+async def test_engines_that_share_a_gpu_neither_leave_nor_join(tmp_path: Path, counts: dict[str, int]) -> None:
+    """One that has left could not come back; nothing of a refused request is done."""
+    async with launched(tmp_path, 1) as (fleet, supervisor):
+        with pytest.raises(ConfigError, match="GPU 0 is the only one, and its memory was divided at the start"):
+            fleet.scale(counts, supervisor)
+        assert fleet.scale({"rollout": 2}, supervisor) == ["the run has these numbers already"]
+
+
+async def test_workers_beside_engines_that_share_a_gpu_may_leave(tmp_path: Path) -> None:
+    """They have no share of it; and engines with GPUs of their own leave."""
+    async with launched(tmp_path, 1) as (fleet, supervisor):
+        assert fleet.scale({"worker": 1}, supervisor) == ["ending worker-1"]
+    async with launched(tmp_path, 4) as (fleet, supervisor):
+        assert fleet.scale({"rollout": 1}, supervisor) == ["ending rollout-1"]
