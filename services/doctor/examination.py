@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from services.doctor import gpu, memory, network, software
-from services.doctor.finding import Finding, blamed, warning
+from services.doctor.finding import Finding, Status, blamed, warning
 from services.doctor.hub import check_hub
 from services.doctor.inputs import check_data, check_model, check_settings
 from services.launch.gpu_plan import GpuPlan, find_gpus, plan_gpus
@@ -131,6 +131,29 @@ def _plan(recipe: Recipe, devices: Sequence[str], *, is_sft: bool) -> GpuPlan:
     return plan_gpus(devices, engines=(), tensor_parallel=1, trainer_ranks=ranks, memory_fraction=0.0)
 
 
+def _for_this_host(found: Finding, recipe: Recipe, *, is_sft: bool) -> Finding:
+    """Return a fault in what this host has for the run; of a run that is divided among hosts, it is a warning."""
+    is_divided = recipe.launch.backend == "ray" or recipe.slurm.gpus_per_node
+    if is_sft or not is_divided or found.status is not Status.FAULT:
+        return found
+    remedy = "see `penstock slurm --dry-run`, which divides the run among the nodes of a job"
+    if recipe.launch.backend == "ray":
+        remedy = "see `penstock train`, which looks at all hosts of the Ray cluster before it starts anything"
+    return warning(found.name, f"on this host alone: {found.seen}", remedy)
+
+
+def _lacks_only_gpus(recipe: Recipe) -> bool:
+    """Return whether a host with enough GPUs could run the recipe."""
+    rollout = recipe.rollout
+    num_engines = rollout.replicas + rollout.prefill + rollout.decode
+    enough = [str(number) for number in range(max(2, num_engines * rollout.tensor_parallel + recipe.trainer.ranks))]
+    try:
+        _plan(recipe, enough, is_sft=False)
+    except ConfigError:
+        return False
+    return True
+
+
 def _gpus(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
     devices = find_gpus()
     if not devices or _version_of("torch") is None:
@@ -167,10 +190,12 @@ def _memory(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
         try:
             plan = _plan(recipe, find_gpus(), is_sft=is_sft)
         except ConfigError as error:
-            yield blamed("plan", error)
+            found = blamed("plan", error)
+            yield _for_this_host(found, recipe, is_sft=is_sft) if _lacks_only_gpus(recipe) else found
         else:
             if size is not None:
-                yield memory.check_host_memory(size, recipe, plan, _available_memory(), is_sft=is_sft)
+                found = memory.check_host_memory(size, recipe, plan, _available_memory(), is_sft=is_sft)
+                yield _for_this_host(found, recipe, is_sft=is_sft)
     if not is_sft:
         yield memory.check_shared_memory(shutil.disk_usage(_SHM).free if _SHM.is_dir() else None)
     runs = Path("runs") if recipe is None else recipe.run.folder or recipe.run.dir

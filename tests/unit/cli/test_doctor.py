@@ -85,6 +85,34 @@ def test_supervised_training_has_the_gpu_to_itself() -> None:
     assert not supervised.keys() & {"NCCL", "engine's GPU", "attention", "shared memory"}
 
 
+def test_a_run_of_several_hosts_need_not_fit_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm and Ray divide it among hosts; what no number of GPUs helps stays a fault."""
+    monkeypatch.setattr(examination, "find_gpus", lambda: [str(number) for number in range(8)])
+    monkeypatch.setattr(examination, "check_model", lambda recipe: (ok("model", "large"), TWO_BILLION))
+    large = ("--trainer.ranks=8", "--rollout.replicas=8")
+
+    def looks_like(name: str, *settings: str, is_sft: bool = False) -> Finding:
+        checks = {check.name: check for check in checks_of(recipe(*settings), is_sft=is_sft)}
+        return next(found for found in checks["memory"].look() if found is not None and found.name == name)
+
+    assert_found(looks_like("plan", *large), Status.FAULT, "8 engines", "need 16 GPUs, and 8 can be used")
+    found = looks_like("plan", *large, "--slurm.gpus_per_node=8")
+    assert_found(found, Status.WARNING, "this host alone", "need 16 GPUs", "penstock slurm --dry-run")
+    found = looks_like("plan", *large, "--launch.backend=ray")
+    assert_found(found, Status.WARNING, "this host alone", "need 16 GPUs", "penstock train")
+    assert_found(
+        looks_like("plan", *large, "--launch.backend=ray", "--metrics.port=9"), Status.FAULT, "metrics.port = 9"
+    )
+    assert_found(
+        looks_like("plan", "--trainer.ranks=9", "--slurm.gpus_per_node=8", is_sft=True), Status.FAULT, "need 9 GPUs"
+    )
+    monkeypatch.setattr(examination, "find_gpus", list)  # a login node
+    monkeypatch.setattr(examination, "_available_memory", lambda: GIB)
+    assert_found(looks_like("memory", *large), Status.FAULT, "of the 1.0 GiB")
+    found = looks_like("memory", *large, "--slurm.gpus_per_node=8")
+    assert_found(found, Status.WARNING, "this host alone", "of the 1.0 GiB")
+
+
 def test_gpus_that_torch_does_not_see_are_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process has one of them, of which nothing can be said; what was found before is told all the same."""
     monkeypatch.setattr(examination, "find_gpus", lambda: ["0", "1"])
