@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from services.plan.moment import Moment, Part
 from services.recipe import Recipe
+from services.rollout.engine.sglang.settings import cpu_dtype
 
 ENGINE_BYTES = int(1.2 * 2**30)
 """An engine's processes in addition to its weights, measured with the tiny model on a CPU."""
@@ -79,11 +80,11 @@ def _common(num_parameters: int, recipe: Recipe, *, num_adapted: int, num_engine
         name="processes without weights",
         size_bytes=num_engines * ENGINE_BYTES + OTHERS_BYTES + further * RANK_BYTES,
     )
+    of_auto = "bfloat16" if on_gpu else cpu_dtype(num_parameters)
+    per_weight = _DTYPE_BYTES[of_auto if recipe.rollout.dtype == "auto" else recipe.rollout.dtype]
     if num_engines and not on_gpu:
-        size = num_engines * _DTYPE_BYTES.get(recipe.rollout.dtype, _FLOAT32) * num_parameters
-        yield Part(name="engines' weights", size_bytes=size)
+        yield Part(name="engines' weights", size_bytes=num_engines * per_weight * num_parameters)
     if num_engines and num_adapted:
-        per_weight = _DTYPE_BYTES.get(recipe.rollout.dtype, _DTYPE_BYTES["bfloat16"] if on_gpu else _FLOAT32)
         yield Part(name="engines' matrices without adapters", size_bytes=num_engines * per_weight * num_adapted)
 
 

@@ -149,7 +149,7 @@ def server_args(
         return {**passed, **args, "mem_fraction_static": config.gpu_memory_fraction}
     _require_heads_for(config.tensor_parallel, read_json(model_path / "config.json"))
     if config.dtype == "auto":
-        args["dtype"] = "float32" if num_parameters(model_path) <= MAX_FLOAT32_PARAMETERS else "bfloat16"
+        args["dtype"] = cpu_dtype(num_parameters(model_path))
     context = context_length(config, model_path)
     args.setdefault("max_total_tokens", max(context, min(MAX_CPU_TOKENS, config.max_running * context)))
     args = {**_CPU_DEFAULTS, **passed, **args, **_CPU_ARGS}
@@ -203,6 +203,11 @@ def context_length(config: RolloutConfig, model_path: Path) -> int:
             "give --rollout.context_length=..."
         )
     return length
+
+
+def cpu_dtype(num_parameters: int) -> str:
+    """Return the precision in which an engine on a CPU computes with a model of this size, by default."""
+    return "float32" if num_parameters <= MAX_FLOAT32_PARAMETERS else "bfloat16"
 
 
 def num_parameters(model_path: Path) -> int:
