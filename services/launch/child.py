@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from penstock.errors import SetupError
+from penstock.runtime.process import EXIT_FAILURE
 from services.launch.bounded_log import BoundedLog
 from services.launch.process.backend import Backend, Ending, RunningProcess
 from services.launch.process.spec import ProcessSpec
@@ -61,11 +62,23 @@ class Child:
         return self._clock() - self._started_at
 
     async def run(self) -> Ending:
-        """Start the process and wait for its end; nothing that it started remains."""
-        if self.spec.error_file is not None:
-            self.spec.error_file.unlink(missing_ok=True)
-        self.log.mark_start()
-        process = await self._backend.start(self.spec, self.log, self.stop_requested)
+        """Start the process and wait for its end; nothing that it started remains.
+
+        A restart for which the machine has no memory, disk or open file at that moment is an ending too.
+
+        Raises:
+            OSError: the first start failed.
+        """
+        try:
+            if self.spec.error_file is not None:
+                self.spec.error_file.unlink(missing_ok=True)
+            self.log.mark_start()
+            process = await self._backend.start(self.spec, self.log, self.stop_requested)
+        except OSError as error:
+            if not self.num_starts:
+                raise
+            self._started_at = self._clock()  # what ran before has no part in it
+            return Ending(code=EXIT_FAILURE, not_started=error.strerror or str(error))
         if process is None:  # asked to stop before there was room for it
             return Ending(code=0)
         self._process = process

@@ -20,9 +20,13 @@ class Ending:
     """Exit code; negative: the signal that killed it."""
     lost: str = ""
     """Why nobody saw its end, for example that its host died; empty if somebody did."""
+    not_started: str = ""
+    """Why it was never there; empty if it was."""
 
     def describe(self) -> str:
         """Return the ending as the predicate of a sentence."""
+        if self.not_started:
+            return f"could not be started: {self.not_started}"
         if self.lost:
             return f"was lost: {self.lost}"
         return f"was killed by signal {-self.code}" if self.code < 0 else f"exited with {self.code}"
@@ -55,6 +59,7 @@ class Backend(Protocol):
 
         Raises:
             UserError: it cannot be started anywhere.
+            OSError: the launcher's own machine cannot start it at the moment.
         """
 
     async def forget(self, spec: ProcessSpec) -> None:

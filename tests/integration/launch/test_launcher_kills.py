@@ -1,6 +1,7 @@
 """Processes and launchers that are killed leave nothing behind."""
 
 import asyncio
+import errno
 import os
 import re
 import signal
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from services.launch.bounded_log import BoundedLog
 from services.launch.child import Child
+from services.launch.process.backend import Backend, Ending
+from services.launch.process.local import LocalBackend, LocalProcess, local_backend
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.supervisor import ProcessFailedError, Supervisor, supervised
 from tests.support.launch.fake_run import (
@@ -80,7 +84,7 @@ def test_process_that_dies_again_and_again_ends_the_run(fake_run: Callable[..., 
 
 
 @asynccontextmanager
-async def dying(folder: Path, lines: list[str]) -> AsyncIterator[Supervisor]:
+async def dying(folder: Path, lines: list[str], *, backend: Backend | None = None) -> AsyncIterator[Supervisor]:
     """The supervisor of a process that dies at once; its third death in a row is one too many."""
     program = ProcessSpec(
         name="trainer",
@@ -89,7 +93,13 @@ async def dying(folder: Path, lines: list[str]) -> AsyncIterator[Supervisor]:
         phase=StopPhase.WORK,
     )
     running = supervised(
-        [program], logs=folder, report=lines.append, kill_after_s=5.0, max_restarts=2, first_backoff_s=0.001
+        [program],
+        logs=folder,
+        report=lines.append,
+        kill_after_s=5.0,
+        max_restarts=2,
+        first_backoff_s=0.001,
+        backend=backend,
     )
     async with running as supervisor:
         yield supervisor
@@ -122,6 +132,77 @@ async def test_how_long_a_process_ran_decides_whether_it_has_recovered(
         if ending.done():
             assert isinstance(ending.exception(), ProcessFailedError)
         ending.cancel()
+
+
+class Full:
+    """This machine, which has room for no process at some of the starts."""
+
+    def __init__(self, machine: LocalBackend, failing: set[int]) -> None:
+        """Fail at these starts, the first of which is 1."""
+        self.num_starts = 0
+        self._machine = machine
+        self._failing = failing
+
+    async def start(self, spec: ProcessSpec, log: BoundedLog, stop: asyncio.Event) -> LocalProcess:
+        """Start the process, or raise what fork(2) does."""
+        self.num_starts += 1
+        if self.num_starts in self._failing:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await self._machine.start(spec, log, stop)
+
+    async def forget(self, spec: ProcessSpec) -> None:
+        """Keep nothing."""
+
+
+async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
+    """A machine without room for a process at that moment counts as one death; the run goes on."""
+    lines: list[str] = []
+    async with local_backend() as machine:
+        full = Full(machine, {2})
+        async with dying(tmp_path, lines, backend=full) as supervisor:
+            supervisor.start("trainer")
+            with pytest.raises(ProcessFailedError, match="exited with 1, death 3 in a row without a trained step"):
+                await promptly(supervisor.wait(asyncio.Event()))
+    assert full.num_starts == 3
+    assert [line.partition(";")[0] for line in lines] == [
+        "trainer exited with 1",
+        "trainer could not be started: Resource temporarily unavailable",
+    ]
+
+
+async def test_restarts_that_fail_again_and_again_end_the_run(tmp_path: Path) -> None:
+    """The last reason is in the error."""
+    async with local_backend() as machine, dying(tmp_path, [], backend=Full(machine, {2, 3, 4})) as supervisor:
+        supervisor.start("trainer")
+        with pytest.raises(
+            ProcessFailedError, match=r"could not be started: Resource temporarily .*, death 3 in a row"
+        ):
+            await promptly(supervisor.wait(asyncio.Event()))
+
+
+async def test_a_restart_that_fails_is_no_recovery(tmp_path: Path) -> None:
+    """However long the process had run before: it has no age."""
+    now_s = 0.0
+    environment = dict(os.environ)
+    spec = ProcessSpec(name="worker-0", command=["true"], environment=environment, phase=StopPhase.WORK)
+    log = BoundedLog(tmp_path / "worker-0.log")
+    async with local_backend() as machine:
+        child = Child(spec, log=log, backend=Full(machine, {2}), clock=lambda: now_s)
+        assert await child.run() == Ending(code=0)
+        now_s = 601.0
+        assert (await child.run()).code == 1
+        assert (child.age_s, child.num_starts) == (0.0, 1)
+
+
+async def test_a_first_start_that_fails_ends_the_run(tmp_path: Path) -> None:
+    """What the machine never had room for is not waited for."""
+    async with local_backend() as machine:
+        full = Full(machine, {1})
+        async with dying(tmp_path, [], backend=full) as supervisor:
+            supervisor.start("trainer")
+            with pytest.raises(BlockingIOError):
+                await promptly(supervisor.wait(asyncio.Event()))
+    assert full.num_starts == 1
 
 
 def test_stubborn_process_is_killed_after_its_grace(fake_run: Callable[..., FakeRun]) -> None:
