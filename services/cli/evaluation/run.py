@@ -21,6 +21,7 @@ from penstock.telemetry import log
 from services.cli import service_settings
 from services.cli.evaluation.begun import Begun, read_begun, require_same, require_same_rows
 from services.cli.evaluation.progress import EvaluationProgress, open_progress
+from services.cli.own_folder import own_folder
 from services.cli.score.run import private_service
 from services.launch.known_names import KnownNames, require_names
 from services.launch.run_folder import RunFolder
@@ -83,9 +84,7 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
         require_single_turn(sets)
     folder = folder or RunFolder.create(recipe.run)
     hide_secrets()
-    with folder.locked():
-        folder.write_config(recipe)
-        log.configure(recipe.log, service="eval", file=folder.launcher_log)
+    with own_folder(folder, recipe, service="eval", is_new=begun is None):
         run = _Evaluating(recipe, folder, sets, security, begun)
         sys.stdout.write("\n".join([f"run folder {folder.path}", *([] if url else plan.describe()), ""]))
         with disk_full_reported(folder.path, f"make room and continue with `penstock eval --resume {folder.path}`"):

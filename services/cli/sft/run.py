@@ -10,6 +10,7 @@ from penstock.runtime import process
 from penstock.runtime.security import hide_secrets
 from penstock.telemetry import log
 from services.cli import service_settings
+from services.cli.own_folder import own_folder
 from services.launch.metrics import describe_validation
 from services.launch.run_folder import RunFolder
 from services.launch.terminal.display import Display, open_display
@@ -55,9 +56,7 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
     is_new = folder is None
     folder = folder or RunFolder.create(recipe.run)
     hide_secrets()
-    with folder.locked(), lasting_output():
-        folder.write_config(recipe)
-        log.configure(recipe.log, service="sft", file=folder.launcher_log)
+    with own_folder(folder, recipe, service="sft", is_new=is_new), lasting_output():
         is_interrupted = False
         model: Path | None = None
 

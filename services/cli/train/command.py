@@ -10,11 +10,13 @@ from typing import Annotated
 import typer
 
 from penstock.runtime import process
+from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli import browser, hub_models, service_settings
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
 from services.cli.extras import import_with_extra
+from services.cli.own_folder import own_folder
 from services.cli.runs import view_command
 from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
@@ -80,12 +82,13 @@ def run_in_folder(
         launch: Runs the processes until its event is set, or the run ends.
         is_new: Whether the folder goes if no process was started.
         view: Whether the run is shown in a browser.
+
+    Raises:
+        SetupError: the disk of the folder is full, or another launcher uses it.
     """
     showing = view_command.prepare([folder.path], command="penstock train --view") if view else None
     hide_secrets()
-    with folder.locked():
-        folder.write_config(settings)
-        log.configure(settings.log, service="launcher", file=folder.launcher_log)
+    with own_folder(folder, settings, service="launcher", is_new=is_new):
         interrupted = False
 
         async def run(stop: asyncio.Event) -> None:
@@ -99,7 +102,8 @@ def run_in_folder(
                 await launch(stop)
             interrupted = stop.is_set()
 
-        code = process.run(run)
+        with disk_full_reported(folder.path, f"make room and continue with `penstock train --resume {folder.path}`"):
+            code = process.run(run)
     if is_new and code == process.EXIT_USER_ERROR:
         log.close_file()
         folder.discard_unused()  # no process was started: a port was taken, or the bus does not answer

@@ -1,5 +1,6 @@
 """`penstock sft` as a process: what it prints and writes, kill -9, Ctrl-C, mistakes."""
 
+import errno
 import json
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from penstock.telemetry import log
 from services.cli import main
+from services.launch import run_folder
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
@@ -105,6 +107,21 @@ def test_a_terminal_that_goes_away_ends_the_run_in_order(recipe: Path, tmp_path:
     last = rows(tmp_path / "run")[-1]["step"]
     assert last < 12
     assert (tmp_path / f"run/checkpoints/step-{last:06d}").exists()
+
+
+def test_a_full_disk_at_the_start_is_one_line(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2, the remedy, no run folder."""
+
+    def write(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "write_atomically", write)
+    assert main(["sft", str(recipe)]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert "No space left on device; " in line
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,39 @@
+"""The run folder of a command, from the moment that the command takes it.
+
+Invariant: a folder that was made for the command, and that it could not begin to use, is removed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.runtime.disk_space import disk_full_reported
+from penstock.telemetry import log
+from services.launch.run_folder import RunFolder
+from services.recipe import Recipe
+
+
+@contextmanager
+def own_folder(folder: RunFolder, recipe: Recipe, *, service: str, is_new: bool) -> Iterator[None]:
+    """Keep other commands out of `folder` during the context; it has the recipe and this process's log.
+
+    Args:
+        folder: The run's folder.
+        recipe: The recipe, which the folder keeps.
+        service: This process's name in its log.
+        is_new: Whether the folder was made for this command.
+
+    Raises:
+        SetupError: another command uses the folder, it cannot be written, or its disk is full.
+    """
+    has_begun = False
+    try:
+        with folder.locked():
+            with disk_full_reported(folder.path, "make room and start the command again"):
+                folder.write_config(recipe)
+                log.configure(recipe.log, service=service, file=folder.launcher_log)
+            has_begun = True
+            yield
+    finally:
+        if is_new and not has_begun:
+            log.close_file()
+            folder.discard_unused()
