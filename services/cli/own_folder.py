@@ -1,6 +1,7 @@
 """The run folder of a command, from the moment that the command takes it.
 
-Invariant: a folder that was made for the command, and that it could not begin to use, is removed.
+Invariants: a folder that was made for the command, and that it could not begin to use, is removed. That of an earlier
+run keeps its recipe until the command has made its checks and writes another: an override that they refuse is not kept.
 """
 
 from collections.abc import Iterator
@@ -14,11 +15,11 @@ from services.recipe import Recipe
 
 @contextmanager
 def own_folder(folder: RunFolder, recipe: Recipe, *, service: str, is_new: bool) -> Iterator[None]:
-    """Keep other commands out of `folder` during the context; it has the recipe and this process's log.
+    """Keep other commands out of `folder` during the context; it has this process's log, and if it is new the recipe.
 
     Args:
         folder: The run's folder.
-        recipe: The recipe, which the folder keeps.
+        recipe: The recipe of this start.
         service: This process's name in its log.
         is_new: Whether the folder was made for this command.
 
@@ -29,7 +30,10 @@ def own_folder(folder: RunFolder, recipe: Recipe, *, service: str, is_new: bool)
     try:
         with folder.locked():
             with disk_full_reported(folder.path, "make room and start the command again"):
-                folder.write_config(recipe)
+                if is_new:
+                    folder.write_config(recipe)
+                else:
+                    folder.renew_config()
                 log.configure(recipe.log, service=service, file=folder.launcher_log)
             has_begun = True
             yield

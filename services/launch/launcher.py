@@ -56,6 +56,8 @@ def plan_run(recipe: Recipe) -> RunPlan:
 async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, security: Security) -> None:
     """Run `recipe` in `folder` to its end, or until `stop` is set; no process is left afterwards.
 
+    The folder keeps the recipe from when nothing but a process can refuse it.
+
     Raises:
         UserError: the recipe's NATS does not answer, or a process found a fault that a person must fix.
         ProcessFailedError: a process died too often.
@@ -70,6 +72,7 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
         specs = process_specs(plan, folder, security)
         trace = ProcessTrace(folder.path) if recipe.trace.max_gib else None
         fleet = local_fleet(plan, folder, security)
+        folder.write_config(recipe)
         await run_processes(specs, folder, stop, security, grace_s=recipe.run.grace_s, trace=trace, fleet=fleet)
 
 

@@ -136,8 +136,15 @@ class RunFolder:
 
     def write_config(self, recipe: Config) -> None:
         """Store the recipe, so that the run can be continued and repeated; the file is complete at any moment."""
+        self._write_config(configuration.dump(recipe).encode())
+
+    def renew_config(self) -> None:
+        """Store the recipe that is there: viewers take the file's time for that of the last start."""
+        self._write_config(self.config_file.read_bytes())
+
+    def _write_config(self, content: bytes) -> None:
         self.logs.mkdir(exist_ok=True)
-        write_atomically(self.config_file, configuration.dump(recipe))
+        write_atomically(self.config_file, content)
 
     def discard_unused(self) -> bool:
         """Remove the folder if it holds only files from before a run begins; return whether it is gone.

@@ -89,7 +89,9 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
         sys.stdout.write("\n".join([f"run folder {folder.path}", *([] if url else plan.describe()), ""]))
         with disk_full_reported(folder.path, f"make room and continue with `penstock eval --resume {folder.path}`"):
             code = 0
-            if not run.is_complete:
+            if run.is_complete:
+                folder.write_config(recipe)
+            else:
                 code = process.run(lambda stop: run.over_api(stop, url, url_model) if url else run.with_engines(stop))
             code = code or run.report()
     if begun is None and code == process.EXIT_USER_ERROR:
@@ -214,7 +216,11 @@ class _Evaluating:
         return {(each.set_name, each.row) for each in self._kept}
 
     async def _play(self, begun: Begun, play: Play, progress: EvaluationProgress, ended: Awaitable[Any]) -> None:
-        """Play until everything is played or `ended` returns, which means an interruption."""
+        """Play until everything is played or `ended` returns, which means an interruption.
+
+        The folder keeps the recipe from now on: nothing before has refused it.
+        """
+        self._folder.write_config(self._recipe)
         for outcome in self._kept:
             progress.add(outcome)
         with closing(SamplesFile(self._folder.path / SAMPLES_FILE, self._kept)) as samples:

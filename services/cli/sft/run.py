@@ -22,13 +22,16 @@ from services.view.summary import standing
 
 
 class _Shown(Observer):
-    """Shows a run on the terminal."""
+    """Shows a run on the terminal; its folder keeps the recipe once model and rows have not refused it."""
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, display: Display, folder: RunFolder, recipe: Recipe) -> None:
         self._display = display
+        self._folder = folder
+        self._recipe = recipe
         self._rows: list[dict[str, Any]] = []
 
     def opened(self, *, num_rows: int, num_too_long: int, step: int, num_steps: int) -> None:
+        self._folder.write_config(self._recipe)
         too_long = f", {num_too_long} of them too long" if num_too_long else ""
         continues = f", from step {step}" if step else ""
         self._display.write(f"{num_rows} rows{too_long}; {num_steps} steps{continues}")
@@ -65,7 +68,7 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
             display = open_display(f"run folder {folder.path}")
             try:
                 display.write(f"run folder {folder.path}")
-                model = await train_supervised(settings, folder.path, stop, _Shown(display))
+                model = await train_supervised(settings, folder.path, stop, _Shown(display, folder, recipe))
             except asyncio.CancelledError:  # a second Ctrl-C does not wait for the current step
                 display.close()
                 os._exit(process.EXIT_INTERRUPTED)

@@ -77,9 +77,9 @@ def run_in_folder(
     """Launch a run in its folder, which no other launcher may use meanwhile, and return the exit code.
 
     Args:
-        settings: The recipe, which the folder keeps.
+        settings: The recipe.
         folder: The run's folder.
-        launch: Runs the processes until its event is set, or the run ends.
+        launch: Keeps the recipe in the folder, and runs the processes until its event is set, or the run ends.
         is_new: Whether the folder goes if no process was started.
         view: Whether the run is shown in a browser.
 

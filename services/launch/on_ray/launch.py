@@ -58,6 +58,8 @@ async def launch(
 ) -> None:
     """Run `recipe` in `folder` on the hosts of `cluster` to its end, or until `stop` is set; no process is left.
 
+    The folder keeps the recipe from when nothing but a process can refuse it.
+
     Raises:
         UserError: a process found a fault that a person must fix, or other jobs use the GPUs.
         ProcessFailedError: a process died too often.
@@ -79,6 +81,7 @@ async def launch(
         order = require_room(cluster.hosts, processes, live)
         await backend.reserve(order, stop, timeout_s=_RESERVE_TIMEOUT_S)
         cluster.report = _write
+        folder.write_config(recipe)
         async with background(cluster.keep_noticing(every_s=_LOOK_EVERY_S)):
             await run_processes(
                 _specs(processes, folder, security),

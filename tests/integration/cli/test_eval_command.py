@@ -18,12 +18,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.bus.connection import connect
-from penstock.config import BusConfig
+from penstock.config import BusConfig, load
 from penstock.errors import ConfigError
 from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import main
 from services.cli.model_folder import find_model
+from services.recipe import Recipe
 from services.rollout.testing.engine_process import START_TIMEOUT_S
 from services.view.trace_reader import TraceReader
 from tests.support.openai_api import serving_api
@@ -184,9 +185,10 @@ async def test_an_interrupted_evaluation_goes_on(recipe: Path, ending: signal.Si
         assert len(asked) == 2
         api.num_answers = None
         num_before = len(api.requests)
-        async with evaluating("--resume", folder) as command:
+        async with evaluating("--resume", folder, "--worker.concurrency=3") as command:
             out, err = await finished(command)
         assert (command.returncode, err) == (0, ""), out
+        assert load(Recipe, [folder / "config.toml"]).worker.concurrency == 3
         again = [request["messages"][0]["content"] for request in api.requests[num_before:]]
         assert sorted(again) == sorted(2 * [f"{n}?" for n in range(4) if f"{n}?" not in asked])
         results = json.loads((folder / "evaluation.json").read_text())
@@ -211,6 +213,11 @@ async def test_an_evaluation_with_engines_goes_on(recipe: Path, engine: Simulate
     [kept] = [line for line in lines if json.loads(line)["row"] == 1]
     (folder / "samples.jsonl").write_text(f"{kept}\n{lines[0][:40]}")  # as a crash leaves it
     num_calls = engine.num_calls
+    recipe_before = (folder / "config.toml").read_bytes()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        async with evaluating("--resume", folder, f"--router.port={taken.getsockname()[1]}") as command:
+            out, err = await finished(command)
+    assert (command.returncode, (folder / "config.toml").read_bytes()) == (2, recipe_before), err
     async with evaluating("--resume", folder, "--evaluation.sets.four.num_prompts=4") as command:
         out, err = await finished(command)
     assert (command.returncode, err) == (0, ""), out

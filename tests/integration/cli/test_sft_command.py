@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from penstock.config import load
 from penstock.telemetry import log
 from services.cli import main
 from services.launch import run_folder
+from services.recipe import Recipe
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
@@ -75,7 +77,7 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
     broken.finish()
     assert not (tmp_path / "broken/checkpoints/step-000012").exists()
 
-    resumed = SftCommand("--resume", tmp_path / "broken")
+    resumed = SftCommand("--resume", tmp_path / "broken", "--trainer.keep_checkpoints=7")
     resumed.wait_for("step 5/12")
     resumed.process.send_signal(signal.SIGINT)
     code, out, err = resumed.finish()
@@ -84,6 +86,7 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
     assert 5 <= last < 12
     assert f"model {tmp_path}/broken/checkpoints/step-{last:06d}/model" in out
 
+    assert load(Recipe, [tmp_path / "broken/config.toml"]).trainer.keep_checkpoints == 7
     assert SftCommand("--resume", tmp_path / "broken").finish()[0] == 0
     code, out, err = whole.finish()
     assert (code, err) == (0, "")
@@ -122,6 +125,22 @@ def test_a_full_disk_at_the_start_is_one_line(
     [line] = capfd.readouterr().err.splitlines()
     assert "No space left on device; " in line
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The override that was refused is not kept: without it, the run goes on."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    data = [f"--data.path={tmp_path}/rows.jsonl", "--data.answer_format=", f"--data.cache_dir={tmp_path}/cache"]
+    settings = load(Recipe, [recipe], data)
+    folder = run_folder.RunFolder.create(settings.run)
+    folder.write_config(settings)
+    before = folder.config_file.read_bytes()
+    monkeypatch.setattr(log, "configure", lambda *_, **__: None)  # its file is open until a process ends
+    assert main(["sft", "--resume", str(folder.path), "--sft.max_tokens=1"]) == 2
+    assert "raise sft.max_tokens" in capfd.readouterr().err
+    assert folder.config_file.read_bytes() == before
 
 
 @pytest.mark.parametrize(

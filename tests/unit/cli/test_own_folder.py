@@ -2,7 +2,11 @@
 
 import asyncio
 import errno
+import functools
 import os
+import shutil
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,14 @@ import pytest
 
 from penstock.config import load
 from penstock.errors import SetupError
+from penstock.runtime.security import Security
 from penstock.telemetry import log
+from services.cli.arguments import load_run
 from services.cli.train.command import run_in_folder
+from services.launch import launcher
 from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +70,49 @@ def test_a_full_disk_at_the_start_is_one_line(recipe: Recipe) -> None:
     with pytest.raises(SetupError, match=f"make room and continue with `penstock train --resume {folder.path}`"):
         run_in_folder(recipe, folder, launch, is_new=True, view=False)
     assert RunFolder.open(folder.path) == folder
+
+
+def resume(recipe: Recipe, *overrides: str) -> tuple[int, bytes, bytes]:
+    """Continue a run in its folder: the exit code, and its config.toml before and after."""
+    folder = RunFolder.create(recipe.run)
+    folder.write_config(recipe)
+    shutil.rmtree(folder.logs)  # as a person may
+    before = folder.config_file.read_bytes()
+    settings, _ = load_run([], list(overrides), resume=folder.path)
+    run = functools.partial(launcher.launch, settings, folder, security=Security())
+    code = run_in_folder(settings, folder, run, is_new=False, view=False)
+    return code, before, folder.config_file.read_bytes()
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(recipe: Recipe) -> None:
+    """The override that was refused is not kept: without it, the run goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, before, after = resume(recipe, f"--router.port={taken.getsockname()[1]}")
+    assert code == 2
+    assert after == before
+
+
+def test_a_resume_is_a_start_from_its_first_moment(recipe: Recipe) -> None:
+    """Viewers take the time of config.toml for it: steps of an earlier start do not make this one look stuck."""
+
+    async def launch(stop: asyncio.Event) -> None:
+        ages_s.append(time.time() - folder.config_file.stat().st_mtime)
+
+    ages_s: list[float] = []
+    folder = RunFolder.create(recipe.run)
+    folder.write_config(recipe)
+    os.utime(folder.config_file, (0, 0))
+    run_in_folder(recipe, folder, launch, is_new=False, view=False)
+    assert ages_s == [pytest.approx(0, abs=HANG_S)]
+
+
+def test_a_resume_that_goes_on_keeps_its_overrides(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From before its first process is started, so that a launcher that is killed is continued with them."""
+    kept: list[Recipe] = []
+
+    async def run_processes(_: object, folder: RunFolder, *__: object, **___: object) -> None:
+        kept.append(load(Recipe, [folder.config_file]))
+
+    monkeypatch.setattr(launcher, "run_processes", run_processes)
+    code, *_ = resume(recipe, "--trainer.keep_checkpoints=7")
+    assert (code, [each.trainer.keep_checkpoints for each in kept]) == (0, [7])
