@@ -80,6 +80,8 @@ class SftLoop:
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until `stop`, and save a checkpoint at the end in both cases.
 
+        The caller closes `batches`.
+
         Raises:
             DataError: a row is wrong; the steps before its batch are saved.
         """
@@ -103,8 +105,6 @@ class SftLoop:
         except DataError:
             await asyncio.to_thread(self._save_if_new)
             raise
-        finally:
-            await self.batches.close()
         await asyncio.to_thread(self._save_if_new)
         for log in (self.metrics, self.validations):
             await asyncio.to_thread(log.end)

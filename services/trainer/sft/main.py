@@ -8,7 +8,7 @@ import structlog
 from penstock.runtime.disk_space import disk_full_reported
 from services.trainer.sft.assembly import assemble
 from services.trainer.sft.config import SftSettings
-from services.trainer.sft.loop import Observer
+from services.trainer.sft.loop import Observer, SftLoop
 from services.trainer.telemetry.curves import draw_loss_curves
 
 log = structlog.get_logger()
@@ -21,6 +21,8 @@ async def train(
     observer: Observer,
 ) -> Path | None:
     """Train until the recipe's last step or until `stop`, draw the curves, and return the newest model folder.
+
+    A cancellation waits for nothing, neither a step nor what is being read or sent: the caller must end the process.
 
     Args:
         settings: Of the run.
@@ -35,9 +37,12 @@ async def train(
         loop = await asyncio.to_thread(assemble, settings, folder, observer)
         try:
             await loop.run(stop)
-        finally:
-            await asyncio.to_thread(loop.backend.close)
-            await asyncio.to_thread(loop.trackers.close)
+        except asyncio.CancelledError:  # the process ends, and its ranks and threads with it
+            raise
+        except BaseException:
+            await _close(loop)
+            raise
+        await _close(loop)
         if rows := loop.metrics.rows():
             title = f"{loop.run_id}: {len(rows)} steps"
             curves = folder / "curves.png"
@@ -45,3 +50,9 @@ async def train(
     log.info("run.ended", step=loop.step, num_steps=loop.num_steps, folder=str(folder))
     newest = loop.checkpoints.latest()
     return None if newest is None else newest.model_path
+
+
+async def _close(loop: SftLoop) -> None:
+    await loop.batches.close()
+    await asyncio.to_thread(loop.backend.close)
+    await asyncio.to_thread(loop.trackers.close)

@@ -4,7 +4,9 @@ import asyncio
 import functools
 import json
 import math
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +20,13 @@ from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.data.sources import opening
+from services.trainer.sft.batches import BatchesAhead, SftBatch
 from services.trainer.sft.config import SftSettings
-from services.trainer.sft.loop import Observer
+from services.trainer.sft.loop import Observer, SftLoop
 from services.trainer.sft.main import train
 from services.trainer.telemetry.field_names import FIELD_NAMES
 from tests.support.trainer.data.pictures import png
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.leaves_behind("matplotlib keeps the fonts that a thread has used open", "descriptor")
 
@@ -142,6 +146,55 @@ def test_grpo_starts_from_a_checkpoint_and_neither_resumes_the_others(tiny_model
     again.save(3, {"run_id": "x", "version": 3, "ledger": {}}, lambda folder: (folder / "model").mkdir())
     with pytest.raises(SetupError, match=r"of reinforcement learning, which `penstock train --resume` .*--model\.path"):
         run(settings, tmp_path / "rl")
+
+
+async def test_a_run_that_is_cancelled_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C ends the process: neither its step, the batch that is being read nor a tracker holds it up."""
+    released, stepping, closed = threading.Event(), threading.Event(), []
+
+    def read(start: int) -> SftBatch:
+        assert not start or released.wait(HANG_S)
+        return SftBatch(rendered=[], sequences=[], stop=start + 1, num_passed_over=0)
+
+    def step(sequences: object) -> dict[str, float]:
+        stepping.set()
+        assert released.wait(HANG_S)
+        return {}
+
+    reader: Any = SimpleNamespace(read=read)
+    backend: Any = SimpleNamespace(step=step, close=lambda: closed.append("backend"))
+    nothing: Any = SimpleNamespace(close=lambda: closed.append("trackers"))
+    loop = SftLoop(
+        run_id="r",
+        folder=tmp_path,
+        base_model=tmp_path,
+        num_steps=9,
+        num_steps_of=[],
+        checkpoint_every=9,
+        validate_every=0,
+        step=0,
+        num_rows=9,
+        num_too_long=0,
+        batches=BatchesAhead(reader, 0),
+        backend=backend,
+        checkpoints=nothing,
+        saved_step=None,
+        validation=None,
+        metrics=nothing,
+        validations=nothing,
+        trackers=nothing,
+        observer=Observer(),
+    )
+    monkeypatch.setattr("services.trainer.sft.main.assemble", lambda *_: loop)
+    settings: Any = None
+    try:
+        training = asyncio.create_task(train(settings, tmp_path, asyncio.Event(), Observer()))
+        assert await asyncio.to_thread(stepping.wait, HANG_S)
+        training.cancel()
+        ended, _ = await asyncio.wait({training}, timeout=5.0)
+        assert (ended, training.cancelled(), closed) == ({training}, True, [])
+    finally:
+        released.set()
 
 
 def test_epochs_are_every_row_once_in_an_order_of_their_own(tiny_model_path: Path, tmp_path: Path) -> None:
