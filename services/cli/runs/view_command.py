@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -20,6 +20,7 @@ from penstock.telemetry import log
 from services.cli.extras import import_with_extra
 
 _GRACE_S = 2.0
+_SHOWING: Final = ("services.view.app", "services.view.sign_in", "penstock.http.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,16 @@ def view(
     return process.run(serve)
 
 
+def require_packages(*, command: str) -> None:
+    """Check that what `prepare` imports is there.
+
+    Raises:
+        SetupError: a package is missing for `command`.
+    """
+    for module in _SHOWING:
+        import_with_extra(module, command, extra="view")
+
+
 def prepare(
     folders: list[Path], *, command: str, host: str = "127.0.0.1", port: int = 0
 ) -> AbstractAsyncContextManager[Shown]:
@@ -92,9 +103,7 @@ def prepare(
     Raises:
         SetupError: a package is missing for `command`; on entering it, the port is in use.
     """
-    app = import_with_extra("services.view.app", command, extra="view")
-    sign_in = import_with_extra("services.view.sign_in", command, extra="view")
-    http = import_with_extra("penstock.http.server", command, extra="view")
+    app, sign_in, http = (import_with_extra(module, command, extra="view") for module in _SHOWING)
     security = Security.from_environment()
     is_own = not security.token
     if is_own:

@@ -5,7 +5,7 @@ import functools
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -20,6 +20,8 @@ from services.cli.own_folder import own_folder
 from services.cli.runs import view_command
 from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
+
+_VIEW: Final = "penstock train --view"
 
 
 def train(
@@ -42,6 +44,8 @@ def train(
 
     recipes, overrides = sort_arguments(recipe, context.args)
     settings, folder = load_run(recipes, overrides, resume=resume)
+    if view and not dry_run:
+        view_command.require_packages(command=_VIEW)
     if settings.launch.backend == "ray":
         on_ray = import_with_extra("services.cli.train.on_ray", "penstock train --launch.backend=ray", extra="ray")
         return int(on_ray.train(settings, folder, dry_run=dry_run, view=view))
@@ -86,7 +90,7 @@ def run_in_folder(
     Raises:
         SetupError: the disk of the folder is full, or another launcher uses it.
     """
-    showing = view_command.prepare([folder.path], command="penstock train --view") if view else None
+    showing = view_command.prepare([folder.path], command=_VIEW) if view else None
     hide_secrets()
     with own_folder(folder, settings, service="launcher", is_new=is_new):
         interrupted = False

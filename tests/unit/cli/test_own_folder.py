@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from penstock.config import load
 from penstock.errors import SetupError
 from penstock.runtime.security import Security
 from penstock.telemetry import log
+from services.cli.app import main
 from services.cli.arguments import load_run
 from services.cli.train.command import run_in_folder
 from services.launch import launcher
@@ -116,3 +118,16 @@ def test_a_resume_that_goes_on_keeps_its_overrides(recipe: Recipe, monkeypatch: 
     monkeypatch.setattr(launcher, "run_processes", run_processes)
     code, *_ = resume(recipe, "--trainer.keep_checkpoints=7")
     assert (code, [each.trainer.keep_checkpoints for each in kept]) == (0, [7])
+
+
+def test_a_view_without_its_packages_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the extra to install, and no run folder."""
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "services.view.app", raising=False)
+    assert main(["train", "tiny-cpu", "--view", f"--run.dir={tmp_path}/runs", "--model.path=nowhere"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: `penstock train --view` needs the Python package 'fastapi'")
+    assert "penstock[view]" in line
+    assert list(tmp_path.iterdir()) == []
