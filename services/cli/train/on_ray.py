@@ -5,7 +5,6 @@ import functools
 import sys
 from pathlib import Path
 
-from penstock.errors import PenstockError
 from penstock.model import hub
 from penstock.runtime.security import Security
 from services.cli import hub_models, service_settings
@@ -43,10 +42,10 @@ def train(settings: Recipe, folder: RunFolder | None, *, dry_run: bool, view: bo
         )
         is_new = folder is None
         folder = RunFolder((folder or RunFolder.create(settings.run)).path.absolute())
-        cluster = Cluster(settings, folder.path)
         try:
+            cluster = Cluster(settings, folder.path)
             lines = asyncio.run(launch.examine(cluster, settings))
-        except PenstockError:
+        except BaseException:  # Ctrl-C too
             if is_new:
                 folder.discard_unused()
             raise

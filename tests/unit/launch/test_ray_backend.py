@@ -2,11 +2,9 @@
 
 import asyncio
 import importlib
-import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,55 +17,14 @@ from services.launch.on_ray.placement import Host
 from services.launch.process.backend import Ending
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.recipe import Recipe
-
-_ON_RAY = ("services.launch.on_ray.backend", "services.launch.on_ray.cluster")
-
-
-class RayError(Exception):
-    """Ray's own."""
-
-
-class Remote:
-    """A method of an actor, or a reference: what it resolves to is settled."""
-
-    def __init__(self, value: Any) -> None:
-        """Resolve to `value`, or fail with it."""
-        self._value = value
-
-    def remote(self, *_: Any) -> "Remote":
-        """Call it."""
-        return self
-
-    def future(self) -> Future[Any]:
-        """The reference's value."""
-        future: Future[Any] = Future()
-        if isinstance(self._value, Exception):
-            future.set_exception(self._value)
-        else:
-            future.set_result(self._value)
-        return future
+from tests.support.launch.fake_ray import RayError, Remote, faking_ray
 
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module of the backend, on a Ray that only has names."""
-    ray, exceptions = ModuleType("ray"), ModuleType("ray.exceptions")
-    vars(exceptions)["RayError"] = RayError
-    vars(ray).update(exceptions=exceptions, kill=lambda actor: None, remote=lambda each: each)
-    groups, strategies = ModuleType("ray.util.placement_group"), ModuleType("ray.util.scheduling_strategies")
-    vars(groups).update(PlacementGroup=object, placement_group=None, remove_placement_group=lambda group: None)
-    strategy = SimpleNamespace
-    vars(strategies).update(
-        NodeAffinitySchedulingStrategy=strategy,
-        PlacementGroupSchedulingStrategy=lambda group, **_: strategy(group=group),
-    )
-    for module in (ray, exceptions, ModuleType("ray.util"), groups, strategies):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    kept = {name: sys.modules.pop(name) for name in _ON_RAY if name in sys.modules}
-    yield importlib.import_module(_ON_RAY[0])
-    for name in _ON_RAY:
-        sys.modules.pop(name, None)
-    sys.modules.update(kept)
+    with faking_ray(monkeypatch):
+        yield importlib.import_module("services.launch.on_ray.backend")
 
 
 async def test_an_error_that_does_not_fit_on_the_disk_ends_its_process_only(backend: Any, tmp_path: Path) -> None:
