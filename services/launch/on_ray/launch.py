@@ -9,7 +9,7 @@ from penstock import config as configuration
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
 from services.launch.background import background
-from services.launch.launcher import addressed, run_processes
+from services.launch.launcher import addressed, require_bus, run_processes
 from services.launch.on_ray.addresses import listening, with_peers
 from services.launch.on_ray.backend import RayBackend
 from services.launch.on_ray.cluster import Cluster
@@ -61,10 +61,12 @@ async def launch(
     The folder keeps the recipe from when nothing but a process can refuse it.
 
     Raises:
-        UserError: a process found a fault that a person must fix, or other jobs use the GPUs.
+        UserError: the recipe's NATS does not answer, other jobs use the GPUs, or a process found a fault that a person
+            must fix.
         ProcessFailedError: a process died too often.
     """
     folder.forget_targets()
+    await require_bus(recipe, security)
     own = cluster.own_address
     here = listening(recipe, own)
     with lasting_output(), addressed(here, folder, host=own, on_this_machine=AT_THE_LAUNCHER) as ported:

@@ -1,13 +1,17 @@
 """Starts of runs on Ray that are refused or broken off before anything runs there, without Ray."""
 
+import asyncio
 import importlib
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SetupError
+from penstock.runtime.security import Security
+from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
 from tests.support.launch.fake_ray import faking_ray
 
@@ -38,3 +42,15 @@ def test_a_start_that_is_broken_off_leaves_no_folder(
     with pytest.raises(type(failure)):
         command.train(recipe, None, dry_run=False, view=False)
     assert list(recipe.run.dir.iterdir()) == []
+
+
+async def test_a_bus_that_does_not_answer_is_noticed_before_anything_is_placed(
+    command: Any, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without Ray: no process has to find out."""
+    monkeypatch.setattr("penstock.bus.connection._CONNECT_TIMEOUT_S", 0.2)
+    recipe = recipe.model_copy(update={"bus": recipe.bus.model_copy(update={"url": "nats://127.0.0.1:1"})})
+    cluster: Any = SimpleNamespace(own_address="127.0.0.1", hosts=[], has_gpus=False)
+    folder = RunFolder.create(recipe.run)
+    with pytest.raises(SetupError, match=r"^bus\.url = 'nats://127\.0\.0\.1:1'"):
+        await command.launch.launch(recipe, folder, asyncio.Event(), security=Security(), cluster=cluster)
