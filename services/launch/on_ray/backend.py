@@ -8,7 +8,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -49,9 +49,9 @@ class RayProcess:
     """A process that an actor has started on some host."""
 
     def __init__(
-        self, actor: Any, started: Started, spec: ProcessSpec, log_file: BoundedLog, lost: Callable[[], None]
+        self, actor: Any, started: Started, spec: ProcessSpec, log_file: BoundedLog, lost: Callable[[], Awaitable[None]]
     ) -> None:
-        """Copy its output to `log_file`; `lost` is called if its host, or the actor, dies."""
+        """Copy its output to `log_file`; `lost` is awaited if its host, or the actor, dies."""
         self._actor = actor
         self._started = started
         self._spec = spec
@@ -78,7 +78,7 @@ class RayProcess:
             return Ending(code=code)
         except ray.exceptions.RayError as failure:
             _log.warning("process.lost", process=self._spec.name, host=self._started.host, reason=str(failure))
-            self._lost()
+            await self._lost()
             return Ending(code=-signal.SIGKILL, lost=f"its host {self._started.host} is gone, or killed it")
         finally:
             copying.cancel()
@@ -161,7 +161,7 @@ class RayBackend:
                 ray.kill(actor)
                 reason = " ".join(str(error).split())[:500] or type(error).__name__
                 self._write(f"{spec.name} could not be started: {reason}; it is placed anew")
-                self._give_up(spec.name)
+                await self._give_up(spec.name)
                 continue
             if started is None:
                 ray.kill(actor)
@@ -172,7 +172,7 @@ class RayBackend:
 
     async def forget(self, spec: ProcessSpec) -> None:
         """Give the process's placement group back."""
-        self._give_up(spec.name)
+        await self._give_up(spec.name)
 
     async def reserve(self, processes: Sequence[PlannedProcess], stop: asyncio.Event, *, timeout_s: float) -> None:
         """Make the placement groups of processes, in this order, unless `stop` is set.
@@ -186,7 +186,7 @@ class RayBackend:
                     await self._place(process.name, process.service, stop, says_so=False)
             except TimeoutError:
                 for name in list(self._groups):
-                    self._give_up(name)
+                    await self._give_up(name)
                 free = ray.available_resources()
                 raise SetupError(
                     f"no room for {process.name} ({self._needs(process.service)}): {free.get('GPU', 0):g} GPUs and "
@@ -215,22 +215,22 @@ class RayBackend:
                     return {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy}
                 await unless_stopped(asyncio.sleep(_PLACE_EVERY_S), stop)
             except TimeoutError:
-                self._give_up(name)
+                await self._give_up(name)
             except ray.exceptions.RayError as error:  # Ray's head is away for a moment, or the group's host has died
                 _log.warning("process.not_placed", process=name, reason=str(error))
-                self._give_up(name)
+                await self._give_up(name)
                 await unless_stopped(asyncio.sleep(_PLACE_EVERY_S), stop)
             if says_so:
                 self._write(f"{name} waits for a host with room ({self._needs(service)})")
                 says_so = False
-        self._give_up(name)
+        await self._give_up(name)
         return None
 
     async def _group_of(self, name: str, service: str) -> PlacementGroup | None:
         """Return the process's placement group, which is new if it had none; None if no host is fit for it."""
         if name not in self._groups:
             await self._cluster.notice()
-            self._remove_left_groups()
+            await self._remove_left_groups()
             if fit := allowed(self._cluster.hosts, service):
                 self._groups[name] = placement_group(
                     [bundle(self._num_gpus(service))],
@@ -239,20 +239,21 @@ class RayBackend:
                 )
         return self._groups.get(name)
 
-    def _give_up(self, name: str) -> None:
+    async def _give_up(self, name: str) -> None:
         if (group := self._groups.pop(name, None)) is not None:
             self._left_groups.append(group)
-            self._remove_left_groups()
+            await self._remove_left_groups()
 
-    def _remove_left_groups(self) -> None:
+    async def _remove_left_groups(self) -> None:
         """Remove the groups that were given up; those that Ray does not remove now keep their room until later."""
         while self._left_groups:
+            group = self._left_groups.pop()  # another task may remove others meanwhile
             try:
-                remove_placement_group(self._left_groups[-1])
+                await asyncio.to_thread(remove_placement_group, group)
             except ray.exceptions.RayError as error:  # its head is away for a moment
                 _log.warning("placement_group.not_removed", reason=str(error))
+                self._left_groups.append(group)
                 return
-            self._left_groups.pop()
 
     def _num_gpus(self, service: str) -> int:
         return num_gpus_of(service, self._recipe, has_gpus=self._has_gpus)

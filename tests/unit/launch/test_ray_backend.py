@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,8 @@ async def test_an_error_that_does_not_fit_on_the_disk_ends_its_process_only(back
     spec = ProcessSpec(name="worker-0", command=[], environment={}, phase=StopPhase.WORK, error_file=error_file)
     actor = SimpleNamespace(wait=Remote((1, '{"message": "NATS is away"}')), read=Remote(b""), close=Remote(None))
     started = Started(address="h:1", host="h", node_id="n", pid=1)
-    process = backend.RayProcess(actor, started, spec, BoundedLog(tmp_path / "worker-0.log"), lambda: None)
+    lost: Any = None
+    process = backend.RayProcess(actor, started, spec, BoundedLog(tmp_path / "worker-0.log"), lost)
     with capture_logs() as lines:
         assert await process.wait() == Ending(code=1)
     [line] = [line for line in lines if line["event"] == "error.not_kept"]
@@ -71,3 +73,18 @@ async def test_a_process_is_placed_when_ray_answers_again(
     not_removed = ["placement_group.not_removed"] if fails == "group" else []
     assert sorted(line["event"] for line in lines) == [*not_removed, "process.not_placed"]
     assert len(removed) == len(not_removed)
+
+
+async def test_a_head_that_is_slow_holds_nothing_else_up(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray removes a placement group in a call that blocks; meanwhile the launcher hears signals and processes."""
+    went_on, removed = threading.Event(), []
+
+    def remove(group: Any) -> None:
+        removed.append((group, went_on.wait(5.0)))
+
+    monkeypatch.setattr(backend, "remove_placement_group", remove)
+    placing = backend.RayBackend(SimpleNamespace(), load(Recipe, [], []), has_gpus=False, write=lambda line: None)
+    placing._groups["worker-0"] = "group"
+    asyncio.get_running_loop().call_soon(went_on.set)
+    await placing.forget(ProcessSpec(name="worker-0", command=[], environment={}, phase=StopPhase.WORK))
+    assert removed == [("group", True)]
