@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -303,10 +304,10 @@ def _ms_since(started: float) -> float:
     return round((time.monotonic() - started) * 1000, 2)
 
 
-def deadline_s(context: grpc.aio.ServicerContext[Any, Any], *, default: float) -> float:
-    """Return the seconds until the caller's deadline, at most `default`."""
+def deadline_s(context: grpc.aio.ServicerContext[Any, Any], *, default: float, most: float = math.inf) -> float:
+    """Return the seconds until the caller's deadline, or `default` if it sets none; at most `most`."""
     remaining = context.time_remaining()
-    return default if remaining is None else min(default, max(0.0, remaining))
+    return min(most, default if remaining is None else max(0.0, remaining))
 
 
 def service_name(descriptor: Any, name: str) -> str:

@@ -65,7 +65,8 @@ class Tuning:
     max_waiting_bytes: int = 512 * 2**20
     """Maximum bytes of requests in the wait queue, with images: what a router can spare beside its calls in flight."""
     max_call_s: float = 3600.0
-    """Maximum deadline in seconds, also for calls without one: longer than any turn, so that no call stays forever."""
+    """Maximum deadline in seconds, also for calls without one, so that no call stays forever; worker.episode_timeout_s
+    tells users."""
     time_to_answer_s: float = 0.2
     """Seconds before the caller's deadline at which waiting ends, so that the caller still receives the reason."""
     max_load_ratio: float = 1.25

@@ -24,7 +24,7 @@ from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _REQUEST_DEADLINE_S = 600.0
-"""Maximum seconds for requests whose caller sets no deadline. Routers and workers set one; grpcurl does not."""
+"""Seconds for requests whose caller sets no deadline. Routers and workers set one; grpcurl does not."""
 _QUEUED_PER_RUNNING = 4
 """Requests that may wait for each running one. A router keeps fewer here; the bound is for callers without a router,
 whose requests would wait for minutes."""

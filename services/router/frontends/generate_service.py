@@ -48,4 +48,4 @@ class GenerateServicer:
                 yield chunk
 
     def _timeout_s(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> float:
-        return deadline_s(context, default=self._tuning.max_call_s)
+        return deadline_s(context, default=self._tuning.max_call_s, most=self._tuning.max_call_s)

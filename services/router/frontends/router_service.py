@@ -1,6 +1,7 @@
 """RouterService: the router's view of replicas, slots for clients that bypass it, and draining."""
 
 import time
+from typing import Any
 
 import grpc.aio
 
@@ -89,7 +90,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             num_tokens=request.num_prompt_ids + 1 if request.num_prompt_ids else 0,
         )
         ttl_s = min(request.ttl_s or self._tuning.route_ttl_s, self._tuning.route_ttl_s)
-        deadline = time.monotonic() + deadline_s(context, default=self._tuning.max_call_s)
+        deadline = time.monotonic() + self._deadline_s(context)
         # The client counts the failures of its turn, and loses the count with this call.
         is_patient = bool(query.excluded) and not self._slots.is_too_long(query)
         ticket = Ticket(query=query, deadline=deadline, size_bytes=request.ByteSize(), is_patient=is_patient)
@@ -134,9 +135,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         async with connect(lease.address, self._security) as channel:
             pending = rollout_pb2_grpc.RolloutServiceStub(channel).DrainReplica(
                 rollout_pb2.DrainReplicaRequest(grace_s=request.grace_s),
-                timeout=deadline_s(context, default=self._tuning.max_call_s),
+                timeout=self._deadline_s(context),
             )
             drained = await call(pending, peer=f"replica {lease.replica_id} at {lease.address}")
         return router_pb2.RouterServiceDrainReplicaResponse(
             num_finished=drained.num_finished, num_handed_over=drained.num_handed_over
         )
+
+    def _deadline_s(self, context: grpc.aio.ServicerContext[Any, Any]) -> float:
+        return deadline_s(context, default=self._tuning.max_call_s, most=self._tuning.max_call_s)

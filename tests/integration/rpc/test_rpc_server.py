@@ -163,12 +163,13 @@ async def test_a_port_in_use_is_a_setup_error() -> None:
 
 
 async def test_the_deadline_is_known_to_the_handler_and_cancels_it() -> None:
-    """A handler sees what time is left, at most its own default, and is cancelled when the time is up."""
+    """A handler sees what time is left, at most its own bound, and is cancelled when the time is up. Its default is for
+    callers that set none."""
     seen: list[float] = []
     cancelled = asyncio.Event()
 
     async def handle(context: grpc.aio.ServicerContext) -> None:
-        seen.extend([deadline_s(context, default=100.0), deadline_s(context, default=0.01)])
+        seen.extend([deadline_s(context, default=0.001), deadline_s(context, default=100.0, most=0.01)])
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
