@@ -122,7 +122,7 @@ class Sessions:
         """Store the answer and return its number.
 
         Raises:
-            SessionOverError: the session was closed or superseded meanwhile.
+            SessionOverError: the session was closed or superseded meanwhile, or its state is gone.
             InvalidRequestError: it is larger than the server accepts.
             OverloadedError: there is no room for it.
             UnavailableError: the server did not store it in time.
@@ -134,7 +134,10 @@ class Sessions:
             )
         except OtherMessageError:
             await self.find(opened.id)
-            raise UnavailableError("the session's state is gone from the server; start its sample again") from None
+            raise SessionOverError(
+                "the session's state is gone from NATS, so that no answer can be recorded; end this agent",
+                is_superseded=False,
+            ) from None
 
     async def read(self, session: SessionId, *, after: int = 0) -> Sequence[tuple[int, SessionCall]]:
         """Return the session's answers numbered above `after`, in order, with their numbers.

@@ -1,11 +1,12 @@
 """Agents' sessions on the bus: what is left of one that has ended."""
 
+import numpy as np
 import pytest
 
 from penstock.bus.connection import Bus
 from penstock.bus.sessions import Sessions
 from penstock.errors import SessionOverError
-from penstock.records import GroupId, Sampling, SessionId, SessionState
+from penstock.records import GroupId, Sampling, SessionCall, SessionId, SessionState, VersionSpan
 
 GROUP = GroupId(run_id="run", index=3, attempt=0, trainer_epoch="a")
 
@@ -40,3 +41,28 @@ async def test_what_is_left_of_a_sample_is_one_small_message(bus: Bus) -> None:
     stored = (await bus.jetstream.stream_info(bus.sessions.name)).state
     assert stored.messages == 4
     assert stored.bytes < 4 * 1000
+
+
+async def test_a_session_whose_state_is_lost_takes_no_answer(bus: Bus) -> None:
+    """Nothing brings it back, so a call need not try again until its session's time is over."""
+    sessions = Sessions(bus)
+    await sessions.ensure()
+    session = SessionId.new(GROUP, 9)
+    opened = await sessions.open(session, state_of(session))
+    call = SessionCall(
+        request_id="q",
+        choice=0,
+        conversation="c",
+        answer="a",
+        input_ids=np.array([1], "<i4"),
+        output_ids=np.array([2], "<i4"),
+        logprobs=np.zeros(1, "<f4"),
+        version_spans=(VersionSpan(num_tokens=1, policy_version=1),),
+        finish_reason="stop",
+        num_prompt_tokens=1,
+        num_cached_tokens=0,
+    )
+    await bus.jetstream.purge_stream(bus.sessions.name)
+    with pytest.raises(SessionOverError, match="state is gone"):
+        await sessions.keep(opened, call)
+    assert await sessions.read(session) == []

@@ -105,7 +105,7 @@ class SessionApi:
         body = call.with_tools(body)
         request = await self._chat.parse(lambda parser: call.parse(parser, body), size_bytes=size_to_parse(body))
         await self._store_images(opened, call, stored={*opened.state.images, *call.prompt.prefix_images})
-        keep = functools.partial(self._keep, opened, call, request, began)
+        keep = functools.partial(self._keep, opened, history, call, request, began)
         return await self._chat.answer(
             request, ChatFormat, is_streamed=body.stream, keep=keep, terms=self._terms(opened, history, call, began)
         )
@@ -117,10 +117,9 @@ class SessionApi:
         Raises:
             UnavailableError: NATS did not answer as long as the session stays open.
         """
-        since, timeout_s = self._histories.known_since(opened.id, began), opened.state.timeout_s
-        deadline = since + timeout_s if timeout_s else began + _MAX_WAIT_S
+        since = self._histories.known_since(opened.id, began)
         read = functools.partial(self._histories.current, opened.id, since)
-        return await _until_answered(read, opened.id, deadline=deadline)
+        return await _until_answered(read, opened.id, deadline=_patience_ends_at(opened, since, began))
 
     def _terms(self, opened: OpenedSession, history: SessionHistory, call: "_Call", began: float) -> Terms:
         """Let a call wait as long as its session stays open, because an agent takes a refusal as its own failure."""
@@ -140,11 +139,19 @@ class SessionApi:
             await self._images.put(opened.state.scope, images[sha256])
 
     async def _keep(
-        self, opened: OpenedSession, call: "_Call", request: ParsedRequest, began: float, choices: Sequence[Choice]
+        self,
+        opened: OpenedSession,
+        history: SessionHistory,
+        call: "_Call",
+        request: ParsedRequest,
+        began: float,
+        choices: Sequence[Choice],
     ) -> None:
+        deadline = _patience_ends_at(opened, history.known_since, began)
         for index, choice in enumerate(choices):
             if choice.tokens:
-                await self._sessions.keep(opened, call.record(request, index, choice))
+                store = self._storing(opened, call.record(request, index, choice), after=call.last_known)
+                await _until_answered(store, opened.id, deadline=deadline)
         spans.record(
             "session.call",
             began,
@@ -153,6 +160,28 @@ class SessionApi:
             num_prompt_tokens=choices[0].num_prompt_tokens,
             num_cached_tokens=choices[0].num_cached_tokens,
         )
+
+    def _storing(self, opened: OpenedSession, record: SessionCall, *, after: int) -> Callable[[], Awaitable[None]]:
+        """Return a function that stores an answer, once however often it is called: a call that got no answer from NATS
+        may have stored it, under a number above `after`, and NATS knows equal messages for two minutes only."""
+        is_first = True
+
+        async def store() -> None:
+            nonlocal is_first
+            if not is_first:
+                for _, stored in await self._sessions.read(opened.id, after=after):
+                    if (stored.request_id, stored.choice) == (record.request_id, record.choice):
+                        return
+            is_first = False
+            await self._sessions.keep(opened, record)
+
+        return store
+
+
+def _patience_ends_at(opened: OpenedSession, since: float, began: float) -> float:
+    """Return until when a call that began at `began` waits for NATS, by `time.monotonic()`: as long as its session,
+    known since `since`, stays open."""
+    return since + opened.state.timeout_s if opened.state.timeout_s else began + _MAX_WAIT_S
 
 
 async def _until_answered(ask: Callable[[], Awaitable[FoundT]], session: SessionId, *, deadline: float) -> FoundT:
@@ -200,6 +229,8 @@ class _Call:
         self._grid = grid
         self._state = opened.state
         self._history = history
+        self.last_known = history.last_number
+        """Number of the session's last answer when the call began."""
         self.images: Sequence[bytes] = ()
         self.hashes: Sequence[str] = ()
         """Content hashes of `images`."""
