@@ -6,12 +6,17 @@ collect them from other servers' answers. A null is the same as an absent key.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, LiteralString
+from typing import Annotated, Any, ClassVar, Final, LiteralString, TypeAlias, TypeVar
 
 import pydantic
 from pydantic_core import PydanticCustomError
 
 from penstock.documented import Documented
+
+ItemT = TypeVar("ItemT")
+
+Items: TypeAlias = Annotated[list[ItemT], pydantic.Field(fail_fast=True)]
+"""A list that is checked up to its first wrong item. Errors for all that a body may hold would take minutes."""
 
 PARAMETER_FAULT: Final = "parameter_fault"
 """The type of pydantic's errors that name the parameter at fault in their context."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
 
-from services.router.frontends.openai.schema.base import RequestModel
+from services.router.frontends.openai.schema.base import Items, RequestModel
 
 JsonSchema: TypeAlias = dict[str, Any]
 
@@ -49,7 +49,7 @@ class StructuredOutputs(RequestModel):
     """A JSON schema, or the text of one."""
     regex: str | None = None
     """A regular expression that matches the whole answer."""
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     """Texts, one of which is the answer."""
     grammar: str | None = None
     """A grammar in XGrammar's EBNF."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
 
-from services.router.frontends.openai.schema.base import MessageModel, RequestModel
+from services.router.frontends.openai.schema.base import Items, MessageModel, RequestModel
 
 
 class TextPart(MessageModel):
@@ -42,7 +42,7 @@ class ImagePart(MessageModel):
 
 Part: TypeAlias = Annotated[TextPart | RefusalPart | ImagePart, pydantic.Field(discriminator="type")]
 Content: TypeAlias = Annotated[
-    Annotated[str, pydantic.Tag("text")] | Annotated[list[Part], pydantic.Tag("parts")],
+    Annotated[str, pydantic.Tag("text")] | Annotated[Items[Part], pydantic.Tag("parts")],
     pydantic.Discriminator(lambda value: "text" if isinstance(value, str) else "parts"),
 ]
 PART_TYPES = ("text", "refusal", "image_url")
@@ -75,7 +75,7 @@ class ChatMessage(MessageModel):
     """The speaker; developer is a synonym of system."""
     content: Content | None = None
     """The text. Messages of users and tools may hold images."""
-    tool_calls: list[ToolCallIn] = pydantic.Field(default_factory=list)
+    tool_calls: Items[ToolCallIn] = pydantic.Field(default_factory=list)
     """assistant: its calls."""
     tool_call_id: str = ""
     """tool: the call that this answers. Templates go by the order."""

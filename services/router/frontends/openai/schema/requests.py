@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self, TypeAlias
 
 import pydantic
 
-from services.router.frontends.openai.schema.base import HINTS, RequestModel, parameter_fault
+from services.router.frontends.openai.schema.base import HINTS, Items, RequestModel, parameter_fault
 from services.router.frontends.openai.schema.constraint import ResponseFormat, StructuredOutputs
 from services.router.frontends.openai.schema.messages import ChatMessage, Tool, ToolChoice
 
@@ -23,6 +23,24 @@ _FORMS = {
 
 TopCount: TypeAlias = Annotated[int, pydantic.Field(ge=0, le=_MAX_TOP)]
 """Number of most likely tokens to report; engines report no more."""
+
+
+def _kind_of(prompt: Any) -> str:
+    """Return the tag of a prompt, by its first item: trying all kinds would take as long as the longest of them, and
+    blame the wrong thing."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else ""
+    return "texts" if isinstance(first, str) else "several" if isinstance(first, list) else "ids"
+
+
+Prompt: TypeAlias = Annotated[
+    Annotated[str, pydantic.Tag("text")]
+    | Annotated[Items[str], pydantic.Tag("texts")]
+    | Annotated[Items[int], pydantic.Tag("ids")]
+    | Annotated[Items[Items[int]], pydantic.Tag("several")],
+    pydantic.Discriminator(_kind_of),
+]
 
 
 class StreamOptions(RequestModel):
@@ -53,12 +71,12 @@ class GenerationRequest(RequestModel):
     """Choices to sample for each prompt."""
     seed: int | None = None
     """Accepted and not used: the engine's sampling is not seeded. The header x-penstock-ignored says so."""
-    stop: str | list[str] = pydantic.Field(default_factory=list)
+    stop: str | Items[str] = pydantic.Field(default_factory=list)
     """Texts that end an answer and are not part of it, at most 16."""
     include_stop_str_in_output: bool = False
     """Whether the text ends with the stop text that was found, instead of before it. Not OpenAI's; SGLang calls it
     `no_stop_trim`."""
-    stop_token_ids: list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]] = pydantic.Field(default_factory=list)
+    stop_token_ids: Items[Annotated[int, pydantic.Field(ge=0, lt=2**31)]] = pydantic.Field(default_factory=list)
     """Ids that end an answer beside the model's own. Not OpenAI's."""
     ignore_eos: bool = False
     """Ignore end tokens: the answer has max_tokens tokens. Not OpenAI's."""
@@ -134,7 +152,7 @@ class GenerationRequest(RequestModel):
 class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], pydantic.Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], pydantic.Field(min_length=1)]
     """The conversation."""
     max_completion_tokens: Annotated[int, pydantic.Field(ge=1, lt=2**31)] | None = None
     """Synonym of max_tokens."""
@@ -142,7 +160,7 @@ class ChatRequest(GenerationRequest):
     """Return the logprob of each sampled token."""
     top_logprobs: TopCount = 0
     """With logprobs, also report this many of the most likely tokens at each position."""
-    tools: list[Tool] = pydantic.Field(default_factory=list)
+    tools: Items[Tool] = pydantic.Field(default_factory=list)
     """Tools that the policy may call, if its chat template supports tools. `strict` in them has no effect."""
     tool_choice: ToolChoice = "auto"
     """none: the policy does not see the tools. required, or a named function: its answer starts with the beginning of a
@@ -167,7 +185,7 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompt
     """Text, which never becomes a special token, or ids; or several of either."""
     max_tokens: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None
     """Maximum tokens to generate; 0: only score the prompt. Default: the recipe's [sampling]."""

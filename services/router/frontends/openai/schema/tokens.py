@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from services.router.frontends.openai.schema.base import RequestModel
+from services.router.frontends.openai.schema.base import Items, RequestModel
 from services.router.frontends.openai.schema.messages import ChatMessage, Tool
 
 
@@ -16,9 +16,9 @@ class TokenizeRequest(RequestModel):
     """Name of the served policy."""
     prompt: str | None = None
     """Text, which never becomes a special token."""
-    messages: list[ChatMessage] = pydantic.Field(default_factory=list)
+    messages: Items[ChatMessage] = pydantic.Field(default_factory=list)
     """A conversation, in place of the text."""
-    tools: list[Tool] = pydantic.Field(default_factory=list)
+    tools: Items[Tool] = pydantic.Field(default_factory=list)
     """With messages: tools that the policy may call."""
     chat_template_kwargs: dict[str, Any] = pydantic.Field(default_factory=dict)
     """With messages: variables of the chat template."""
@@ -37,5 +37,5 @@ class DetokenizeRequest(RequestModel):
 
     model: str | None = None
     """Name of the served policy."""
-    tokens: list[Annotated[int, pydantic.Field(ge=0, lt=2**31)]]
+    tokens: Items[Annotated[int, pydantic.Field(ge=0, lt=2**31)]]
     """The ids."""
