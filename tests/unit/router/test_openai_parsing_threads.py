@@ -54,6 +54,15 @@ def test_tools_make_a_prompt_long() -> None:
     assert size_to_parse(ChatRequest.model_validate({**chat, "tools": [tool]})) > LONG_BYTES
 
 
+@pytest.mark.parametrize(("num_images", "is_long"), [(1, False), (2, True)])
+def test_images_make_a_prompt_long(*, num_images: int, is_long: bool) -> None:
+    """Their base64 is decoded and hashed with it: 1 MiB of it takes as long as 64 KiB of text."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "a" * 2**19}}
+    content = [{"type": "text", "text": "look"}, *[image] * num_images]
+    chat = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": content}]})
+    assert (size_to_parse(chat) >= LONG_BYTES) is is_long
+
+
 async def test_tools_of_a_sessions_row_make_a_prompt_long() -> None:
     """They are rendered and tokenised with it, though the request does not have them."""
     tool = {"type": "function", "function": {"name": "add", "description": "a" * LONG_BYTES}}

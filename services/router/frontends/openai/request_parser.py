@@ -18,12 +18,14 @@ from services.router.frontends.openai.parsed_request import ParsedRequest, Promp
 from services.router.frontends.openai.parsing.constraint import read_constraint
 from services.router.frontends.openai.parsing.forced_call import begin_call
 from services.router.frontends.openai.parsing.message_parser import read_messages
-from services.router.frontends.openai.schema.messages import NamedTool, RefusalPart
+from services.router.frontends.openai.schema.messages import ImagePart, NamedTool, RefusalPart
 from services.router.frontends.openai.schema.messages import TextPart as TextPartIn
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest, GenerationRequest
 from services.router.tuning import OpenAITuning
 
 _MAX_NAME_CHARS = 256
+_IMAGE_CHARS_PER_BYTE = 16
+"""Characters of base64 that take as long to decode and hash as a byte of text takes to render and tokenise."""
 _UNBOUNDED = 2**20
 """Token limit of an answer that may use the rest of a context of unknown length; engines cut it."""
 
@@ -286,8 +288,13 @@ def name_session(*, header: str, metadata: str, user: str) -> str:
 
 
 def size_to_parse(body: ChatRequest) -> int:
-    """Return the bytes of all text that a chat's prompt may be made of: its messages', and the tools'."""
-    return size_of_chat(body) + sum(len(tool.model_dump_json()) for tool in body.tools or ())
+    """Return the bytes of text that take as long to parse as a chat: its messages', its tools', and some for images."""
+    num_bytes = size_of_chat(body) + sum(len(tool.model_dump_json()) for tool in body.tools or ())
+    for message in body.messages:
+        for part in message.content if isinstance(message.content, list) else ():
+            if isinstance(part, ImagePart):
+                num_bytes += len(part.image_url.url) // _IMAGE_CHARS_PER_BYTE
+    return num_bytes
 
 
 def size_of_chat(body: ChatRequest) -> int:
