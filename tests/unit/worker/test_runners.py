@@ -329,6 +329,27 @@ async def test_a_service_gets_the_session_and_answers_with_the_result(reaper: Re
         await load_runner("a", AgentConfig(url=f"{server.url}/play"), reaper).run(SESSION)
 
 
+async def test_a_service_is_called_whatever_proxies_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, reaper: Reaper
+) -> None:
+    """A proxy would not know it, and would see the session's key."""
+    app = FastAPI()
+
+    @app.post("/play")
+    async def play() -> Response:
+        return Response('{"reward": 0.5}')
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # nobody listens there
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    server = HttpServer(app, host="127.0.0.1", port=0, security=Security())
+    await server.start()
+    try:
+        assert (await load_runner("a", AgentConfig(url=f"{server.url}/play"), reaper).run(SESSION)).reward == 0.5
+    finally:
+        await server.drain(0.0)
+
+
 def test_an_agent_is_one_of_three(reaper: Reaper) -> None:
     """Names that cannot be loaded are refused at the start."""
     config = WorkerConfig.model_validate({"agents": {"a": {"function": "os:getcwd"}}})

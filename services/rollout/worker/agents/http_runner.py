@@ -31,7 +31,11 @@ class HttpRunner:
         text = bytearray()
         try:
             async with (
-                httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S), verify=_trust()) as client,
+                httpx.AsyncClient(
+                    timeout=httpx.Timeout(None, connect=_CONNECT_S),
+                    trust_env=False,  # use the configured URL, whatever proxies the environment names
+                    verify=_trust(),
+                ) as client,
                 client.stream("POST", self._url, json=session.to_json()) as answer,
             ):
                 async for part in answer.aiter_bytes():
