@@ -1,10 +1,13 @@
 """Models of requests to the OpenAI-compatible frontend."""
 
+import inspect
 from typing import Any
 
 import pydantic
 import pytest
+from openai.resources import chat, completions
 
+from services.router.frontends.openai.schema.base import HINTS, REFUSED
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest
 from services.router.frontends.openai.schema.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -58,3 +61,21 @@ def test_a_prompt_is_nothing_else(prompt: Any) -> None:
     with pytest.raises(pydantic.ValidationError) as caught:
         CompletionRequest(model="m", prompt=prompt)
     assert caught.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("create", "model"),
+    [(chat.Completions.create, ChatRequest), (completions.Completions.create, CompletionRequest)],
+)
+def test_every_parameter_of_openais_client_is_known(create: Any, model: type[pydantic.BaseModel]) -> None:
+    """Taken, without effect, or refused with a reason; what is unknown is refused as an extra input."""
+    of_the_client = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    sent = inspect.signature(create).parameters.keys() - of_the_client
+    assert len(sent) > 10
+    assert sent - model.model_fields.keys() - set(HINTS) - REFUSED.keys() == set()
+
+
+def test_a_hint_may_have_any_value() -> None:
+    """No answer depends on it."""
+    body: dict[str, Any] = {"model": "m", "messages": [HI], **dict.fromkeys(HINTS, "24h")}
+    assert ChatRequest.model_validate(body) == ChatRequest.model_validate({"model": "m", "messages": [HI]})

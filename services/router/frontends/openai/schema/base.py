@@ -52,10 +52,19 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "the policy only continues a prompt"),
     "stop_regex": ((), "use stop"),
     "use_beam_search": ((False,), "there is no beam search"),
+    "web_search_options": ((), "the policy searches nothing by itself; give it a tool"),
 }
 """Unsupported parameters: the values that change nothing, and why other values are refused."""
 
-HINTS = ("cache_salt", "prompt_cache_key", "request_id", "rid", "safety_identifier", "verbosity")
+HINTS = (
+    "cache_salt",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "rid",
+    "safety_identifier",
+    "verbosity",
+)
 """Parameters that are accepted with any value, because no answer depends on them."""
 
 
