@@ -80,7 +80,8 @@ async def serving(
     Raises:
         SetupError: the port is in use, or NATS does not create the stream of recorded calls.
     """
-    recordings, sessions, images = Recordings(bus), Sessions(bus), ImageStore(bus)
+    recordings, sessions = Recordings(bus), Sessions(bus)
+    images = ImageStore(bus, cache_bytes=0)  # engines read them, this process never
     await sessions.ensure()
     await images.ensure()
     await recordings.ensure(max_age_s=tuning.recordings_max_age_s, max_bytes=config.openai.recordings_max_mb * 2**20)
