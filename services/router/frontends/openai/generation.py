@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.v1 import common_pb2, generate_pb2
@@ -27,6 +28,8 @@ class Terms:
     """Stores the request's images, in case an engine misses one."""
     restorable_bytes: int = 0
     """Bytes of the images that `restore_images` holds."""
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Runs while the answer is generated, which ends with the error that it raises."""
     note_failure: Callable[[PenstockError], None] = lambda _: None
     """Called with the error that ends an answer which is not streamed."""
 
@@ -46,7 +49,7 @@ async def generating(
     Leaving the context early aborts the remaining calls in the engines.
 
     Raises:
-        PenstockError: one of the choices failed; the others are aborted.
+        PenstockError: one of the choices failed, or `terms.watch` did; the others are aborted.
         TimeoutError: the context took `timeout_s`, even because a client does not read: slots are held no longer.
     """
     deltas: asyncio.Queue[tuple[int, ChoiceDelta]] = asyncio.Queue(_MAX_AHEAD)
@@ -84,7 +87,10 @@ async def generating(
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
             for index in range(len(choices)):
                 group.create_task(generate(index))
+            watching = None if terms.watch is None else group.create_task(terms.watch())
             yield merged()
+            if watching is not None:
+                watching.cancel()
     except BaseExceptionGroup as failed:  # one error is enough for the caller
         raise failed.exceptions[0] from None
 

@@ -6,6 +6,7 @@ call is recorded.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import time
@@ -48,6 +49,8 @@ _MAX_HISTORY_BYTES = 256 * 2**20
 """Memory for the ids of sessions that a router keeps: those of 60 million tokens."""
 _MAX_WAIT_S = 600.0
 """Seconds that a call waits for NATS while the time of its session is not known: OpenAI's own clients give up then."""
+_LOOK_S = 5.0
+"""Seconds between two looks at a session that may be over while its answer is generated."""
 _BACKOFF = Backoff(first_s=0.5, max_s=5.0)
 
 
@@ -123,14 +126,34 @@ class SessionApi:
 
     def _terms(self, opened: OpenedSession, history: SessionHistory, call: "_Call", began: float) -> Terms:
         """Let a call wait as long as its session stays open, because an agent takes a refusal as its own failure."""
-        left_s = opened.state.timeout_s - (time.monotonic() - history.known_since)
+        timeout_s = opened.state.timeout_s
+        left_s = timeout_s - (time.monotonic() - history.known_since)
         restore = functools.partial(self._store_images, opened, call, stored=frozenset())
         return Terms(
             wait_s=max(0.0, left_s),
             restore_images=restore,
             restorable_bytes=sum(map(len, call.images)),
+            watch=functools.partial(self._watch, opened.id, left_s) if timeout_s else None,
             note_failure=functools.partial(_record_failure, opened, began),
         )
+
+    async def _watch(self, session: SessionId, left_s: float) -> None:
+        """Wait until the session is over, and raise that. It is asked for once its time is over: it stays open longer
+        if verdicts that its agent asked for take time.
+
+        Raises:
+            SessionOverError: it was closed or superseded.
+        """
+        await asyncio.sleep(left_s)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                with contextlib.suppress(UnavailableError):
+                    await self._sessions.find(session)
+            except SessionOverError:
+                self._histories.forget(session)
+                raise
+            _require_wanted()
 
     async def _store_images(self, opened: OpenedSession, call: "_Call", stored: Collection[str]) -> None:
         """Store the images of the call's messages, except those in `stored`."""
@@ -200,9 +223,7 @@ async def _until_answered(ask: Callable[[], Awaitable[FoundT]], session: Session
         try:
             return await ask()
         except UnavailableError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # nats-py swallows it where it flushes what is large
-                raise asyncio.CancelledError from None
+            _require_wanted()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise
@@ -210,6 +231,13 @@ async def _until_answered(ask: Callable[[], Awaitable[FoundT]], session: Session
                 log.warning("session.waits_for_bus", session=session.sample_key, reason=str(error))
             num_failures += 1
         await asyncio.sleep(min(left_s, _BACKOFF.after(num_failures)))
+
+
+def _require_wanted() -> None:
+    """Raise the cancellation of this task, if nats-py has swallowed it, as it does where it flushes what is large."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _record_failure(opened: OpenedSession, began: float, error: PenstockError) -> None:
