@@ -20,7 +20,7 @@ from services.router.frontends.openai.app import make_openai_app
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.errors import error_body
 from services.router.frontends.openai.generation import Terms, generating
-from services.router.frontends.openai.parsed_request import PromptIds
+from services.router.frontends.openai.parsed_request import PromptIds, pack_ids
 from services.router.tuning import OpenAITuning
 from tests.support.waiting import promptly, until
 
@@ -130,8 +130,8 @@ async def status_of(boundary: Boundary, body: bytes) -> int:
     return int(sent[0]["status"])
 
 
-async def test_a_waiting_call_counts_the_images_that_its_caller_keeps() -> None:
-    """Once for all its choices: those of the request, to record them, and those of a session, to restore them."""
+async def test_a_waiting_call_counts_the_ids_and_images_that_its_caller_keeps() -> None:
+    """Once for all its choices: those of the request, to record them, and the images of a session, to restore them."""
     kept: list[int] = []
 
     def forward(*_: object, kept_bytes: int, **__: object) -> Any:
@@ -148,7 +148,7 @@ async def test_a_waiting_call_counts_the_images_that_its_caller_keeps() -> None:
         session_id="",
         group_id="",
         num_choices=2,
-        prompts=[PromptIds(input_ids=[1], images=[b"image", b"other"])],
+        prompts=[PromptIds(input_ids=pack_ids([1, 2]), images=[b"image", b"other"])],
         prompt_of=lambda _: request.prompts[0],
         sampling=None,
         num_top_logprobs=0,
@@ -162,4 +162,4 @@ async def test_a_waiting_call_counts_the_images_that_its_caller_keeps() -> None:
     terms = Terms(restorable_bytes=100)
     async with generating(forwarder, request, choices, terms, timeout_s=60.0, chunk_tokens=0):
         await until(lambda: len(kept) == len(choices))
-    assert kept == [110, 0]
+    assert kept == [118, 0]

@@ -71,15 +71,15 @@ def test_a_conversation_goes_on_with_the_ids_that_were_sampled(renderer: Rendere
     """White space around the answer, the order of a call's arguments and the way of writing JSON do not matter."""
     history = SessionHistory()
     first = history.next_prompt(chat(HI, tools=TOOLS), renderer)
-    assert first.input_ids == renderer.render_prompt([HI], num_images=0, tools=TOOLS)
+    assert first.input_ids.tolist() == renderer.render_prompt([HI], num_images=0, tools=TOOLS)
     said = message("assistant", "I add.\n", ToolCall(name="add", arguments={"a": True, "b": [1, {"c": None}]}))
     number = answer(history, first, said, [5, 6, END_ID])
     back = message("assistant", " I add.", ToolCall(name="add", arguments={"b": [1, {"c": None}], "a": True}))
     reply = Message(role="tool", parts=(TextPart(text="2"),))
     second = history.next_prompt(chat(HI, back, reply, tools=TOOLS), renderer)
     assert second.continues == number
-    assert second.input_ids[: len(first.input_ids) + 3] == [*first.input_ids, 5, 6, END_ID]
-    assert second.added_ids == renderer.render_continuation(END_ID, [reply], num_images=0)
+    assert second.input_ids[: len(first.input_ids) + 3].tolist() == [*first.input_ids, 5, 6, END_ID]
+    assert second.added_ids.tolist() == renderer.render_continuation(END_ID, [reply], num_images=0)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_another_answer_than_the_policys_is_a_fork_and_text(renderer: Renderer, 
     answer(history, history.next_prompt(chat(HI), renderer), said, [5, END_ID])
     prompt = history.next_prompt(chat(HI, back, MORE), renderer)
     assert prompt.continues == 0
-    assert prompt.input_ids == renderer.render_prompt([HI, back, MORE], num_images=0)
+    assert prompt.input_ids.tolist() == renderer.render_prompt([HI, back, MORE], num_images=0)
 
 
 def test_the_longest_conversation_is_gone_on_with(renderer: Renderer) -> None:
@@ -125,7 +125,7 @@ def test_other_tools_or_template_arguments_begin_anew_with_the_answers_ids(rende
         prompt = history.next_prompt(changed, renderer)
         head = renderer.render_prompt(changed.messages[:1], num_images=0, tools=changed.tools)
         assert prompt.continues == 0
-        assert prompt.input_ids[: len(head) + 3] == [*head, 5, 7, END_ID]
+        assert prompt.input_ids[: len(head) + 3].tolist() == [*head, 5, 7, END_ID]
 
 
 def test_images_are_part_of_what_was_said(renderer: Renderer) -> None:
@@ -197,7 +197,7 @@ def test_every_answer_stands_in_later_prompts_as_it_was_sampled(renderer: Render
         before, ids = data.draw(st.sampled_from(paths))
         asked = (*before, message("user", f"{turn} {data.draw(texts)}"))
         prompt = history.next_prompt(chat(*asked), renderer)
-        assert prompt.input_ids[: len(ids)] == ids
+        assert prompt.input_ids[: len(ids)].tolist() == ids
         said = message("assistant", data.draw(texts))
         sampled = [*data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=3)), END_ID]
         answer(history, prompt, said, sampled)

@@ -11,6 +11,7 @@ from penstock.errors import InvalidRequestError
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Limits
 from services.router.frontends.openai.errors import SessionLimitError
+from services.router.frontends.openai.parsed_request import pack_ids
 from services.router.frontends.openai.sessions.history import NextPrompt
 from services.router.frontends.openai.sessions.limits import room_for_answer
 
@@ -29,9 +30,9 @@ def prompt(**changes: Any) -> NextPrompt:
     """A conversation of 31 tokens, images expanded; 13 are new, and 20 came between its first prompt and those."""
     fields: dict[str, Any] = {
         "continues": 3,
-        "prefix_ids": [1] * 10,
+        "input_ids": pack_ids([1] * 10 + [2] * 5),
+        "num_prefix": 10,
         "prefix_images": ["old"],
-        "added_ids": [2] * 5,
         "added_images": ["new"],
         "num_expanded": 8,
         "num_observed": 20,
@@ -69,7 +70,9 @@ def test_a_conversation_may_have_so_much(
 
 def test_a_first_prompt_is_no_answer_to_the_policy(grid: ImageGrid) -> None:
     """As in an environment's episode."""
-    first = prompt(continues=0, prefix_ids=[], prefix_images=[], num_expanded=0, num_observed=0)
+    first = prompt(
+        continues=0, num_prefix=0, input_ids=pack_ids([2] * 5), prefix_images=[], num_expanded=0, num_observed=0
+    )
     assert room_for_answer(first, Limits(max_observation_tokens=1, max_tokens=20), IMAGES, grid) == 20 - 13
 
 

@@ -54,7 +54,7 @@ async def generating(
     """
     deltas: asyncio.Queue[tuple[int, ChoiceDelta]] = asyncio.Queue(_MAX_AHEAD)
     prompts = [_serialize(request, index) for index in range(0, len(choices), request.num_choices)]
-    image_bytes = sum(len(image) for prompt in request.prompts for image in prompt.images) + terms.restorable_bytes
+    kept_bytes = sum(prompt.size_bytes for prompt in request.prompts) + terms.restorable_bytes
 
     async def generate(index: int) -> None:
         choice, name = choices[index], generate_pb2.GenerateRequest(request_id=f"{request.request_id}/{index}")
@@ -65,7 +65,7 @@ async def generating(
             timeout_s=timeout_s,
             wait_s=terms.wait_s,
             restore_images=terms.restore_images,
-            kept_bytes=0 if index else image_bytes,  # all choices share them
+            kept_bytes=0 if index else kept_bytes,  # all choices share them
         )
         async with contextlib.aclosing(forwarded) as chunks:
             async for raw in chunks:

@@ -1,21 +1,36 @@
-"""A parsed request, the same for chats and completions: prompts as ids, and how to answer them."""
+"""A parsed request, the same for chats and completions: prompts as ids, and how to answer them.
 
+Invariant: ids that a call keeps while it waits are int32, a ninth of what Python's own ints take.
+"""
+
+import array
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.model.call_block import CallFormat
 from penstock.v1 import common_pb2, generate_pb2
 
 
+def pack_ids(ids: Iterable[int]) -> "array.array[int]":
+    """Return the ids as int32; themselves if they are packed."""
+    return ids if isinstance(ids, array.array) else array.array("i", ids)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromptIds:
     """A prompt as engines take it: one placeholder for each image."""
 
-    input_ids: Sequence[int]
+    input_ids: "array.array[int]"
+    """int32; see `pack_ids`."""
     images: Sequence[bytes] = ()
     stored_images: Sequence[common_pb2.StoredImage] = ()
     """Images that the engine fetches itself, in place of `images`."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that ids and images take."""
+        return len(self.input_ids) * self.input_ids.itemsize + sum(map(len, self.images))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 Invariant: a text that cannot fit into the context is refused by its size, before it is rendered or tokenised.
 """
 
+import array
 import dataclasses
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from penstock.model.reasoning import CLOSE
 from penstock.records import Message, TextPart
 from penstock.v1 import generate_pb2
 from services.router.frontends.openai.errors import ParameterError, TextTooLongError
-from services.router.frontends.openai.parsed_request import ParsedRequest, PromptIds
+from services.router.frontends.openai.parsed_request import ParsedRequest, PromptIds, pack_ids
 from services.router.frontends.openai.parsing.constraint import read_constraint
 from services.router.frontends.openai.parsing.forced_call import begin_call
 from services.router.frontends.openai.parsing.message_parser import read_messages
@@ -52,7 +53,7 @@ def compose_whole(renderer: Renderer, chat: ReadChat) -> PromptIds:
     ids = renderer.render_prompt(
         chat.messages, num_images=len(chat.images), tools=chat.tools, template_kwargs=chat.template_kwargs
     )
-    return PromptIds(input_ids=ids, images=chat.images)
+    return PromptIds(input_ids=pack_ids(ids), images=chat.images)
 
 
 class RequestParser:
@@ -116,7 +117,7 @@ class RequestParser:
         thinks = self._renderer.opens_thinking(body.chat_template_kwargs)
         if thinks and begun:
             begun, thinks = f"\n{CLOSE}\n\n{begun}", False
-        ids = [*prompt.input_ids, *self._renderer.render_text(begun)] if begun else prompt.input_ids
+        ids = pack_ids([*prompt.input_ids, *self._renderer.render_text(begun)]) if begun else prompt.input_ids
         separates = self._separates_reasoning if body.separate_reasoning is None else body.separate_reasoning
         return self._parsed(
             body,
@@ -152,7 +153,7 @@ class RequestParser:
             raise ParameterError("prompt", "prompt is empty; give text or token ids")
         return self._parsed(
             body,
-            [PromptIds(input_ids=self._truncated(body, each, num_images=0)) for each in ids],
+            [PromptIds(input_ids=self._truncated(body, pack_ids(each), num_images=0)) for each in ids],
             name="cmpl",
             max_tokens=body.max_tokens,
             session_id=session_id,
@@ -211,7 +212,7 @@ class RequestParser:
             **rest,
         )
 
-    def _truncated(self, body: GenerationRequest, ids: Sequence[int], *, num_images: int) -> Sequence[int]:
+    def _truncated(self, body: GenerationRequest, ids: "array.array[int]", *, num_images: int) -> "array.array[int]":
         """Return the prompt's last tokens if the request truncates it, else the whole prompt."""
         if body.truncate_prompt_tokens is None:
             return ids

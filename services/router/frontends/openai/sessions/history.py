@@ -5,6 +5,7 @@ conversation that its messages continue. After it, and in conversations that wer
 gave in this session stands as the ids that it sampled.
 """
 
+import array
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,10 +34,11 @@ class NextPrompt:
 
     continues: int
     """Number of the call whose tokens come first; 0: none."""
-    prefix_ids: Sequence[int]
-    """The prompt and answer of that call."""
+    input_ids: "array.array[int]"
+    """int32 ids of the whole prompt."""
+    num_prefix: int
+    """How many of them are the prompt and answer of that call."""
     prefix_images: Sequence[str]
-    added_ids: Sequence[int]
     added_images: Sequence[str]
     num_expanded: int
     """Tokens that the engine added to the prompt of that call for its images."""
@@ -46,9 +48,9 @@ class NextPrompt:
     """Digest of the messages."""
 
     @property
-    def input_ids(self) -> list[int]:
-        """Return the whole prompt."""
-        return [*self.prefix_ids, *self.added_ids]
+    def added_ids(self) -> "array.array[int]":
+        """The ids after those of that call."""
+        return self.input_ids[self.num_prefix :]
 
     @property
     def images(self) -> list[str]:
@@ -58,7 +60,7 @@ class NextPrompt:
     @property
     def num_tokens(self) -> int:
         """Known tokens of the prompt: a new image counts 1."""
-        return len(self.prefix_ids) + len(self.added_ids) + self.num_expanded
+        return len(self.input_ids) + self.num_expanded
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,35 +122,40 @@ class SessionHistory:
         )
         num_known = next(known, 0)
         number = self._by_conversation[digests[num_known]] if num_known else 0
-        prefix_ids, prefix_images = self._tokens_of(number)
-        added_ids, added_images = self._render(chat, num_known, prefix_ids, len(prefix_images), renderer)
+        ids, prefix_images = self._tokens_of(number)
+        num_prefix = len(ids)
+        added_ids, added_images = self._render(chat, num_known, ids, len(prefix_images), renderer)
+        ids.extend(added_ids)
         return NextPrompt(
             continues=number,
-            prefix_ids=prefix_ids,
+            input_ids=ids,
+            num_prefix=num_prefix,
             prefix_images=prefix_images,
-            added_ids=added_ids,
             added_images=added_images,
-            num_expanded=self._num_expanded(number),
+            num_expanded=self._num_expanded(number, num_prefix),
             num_observed=self._num_observed(number),
             conversation=digests[-1],
         )
 
-    def _tokens_of(self, number: int) -> tuple[list[int], list[str]]:
+    def _tokens_of(self, number: int) -> tuple["array.array[int]", list[str]]:
         """Return prompt and answer of a call, with the images; empty for 0."""
-        ids, images = list[list[int]](), list[tuple[str, ...]]()
+        parts, images = list[np.ndarray](), list[tuple[str, ...]]()
         while number:
             answer = self._answers[number]
-            ids += [answer.output_ids.tolist(), answer.input_ids.tolist()]
+            parts += [answer.output_ids, answer.input_ids]
             images.append(answer.images)
             number = answer.continues
-        return [each for part in reversed(ids) for each in part], [each for part in reversed(images) for each in part]
+        ids = array.array("i")
+        for part in reversed(parts):
+            ids.frombytes(part.astype(np.int32, copy=False).tobytes())
+        return ids, [each for part in reversed(images) for each in part]
 
-    def _num_expanded(self, number: int) -> int:
+    def _num_expanded(self, number: int, num_known: int) -> int:
+        """Return the tokens that the engine added to the `num_known` ids of a call's prompt and answer."""
         if not number:
             return 0
-        prompt_and_answer, _ = self._tokens_of(number)
         answer = self._answers[number]
-        return answer.num_prompt_tokens + len(answer.output_ids) - len(prompt_and_answer)
+        return answer.num_prompt_tokens + len(answer.output_ids) - num_known
 
     def _num_observed(self, number: int) -> int:
         num_tokens = 0

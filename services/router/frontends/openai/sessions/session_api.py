@@ -318,7 +318,7 @@ class _Call:
             continues=prompt.continues,
             conversation=digest_next(prompt.conversation, answer),
             answer=digest_next("", answer),
-            input_ids=np.array(request.prompt_of(index).input_ids[len(prompt.prefix_ids) :], "<i4"),
+            input_ids=np.array(request.prompt_of(index).input_ids[prompt.num_prefix :], "<i4"),
             images=tuple(prompt.added_images),
             output_ids=np.array([token.number for token in choice.tokens], "<i4"),
             logprobs=np.array([token.logprob for token in choice.tokens], "<f4"),
