@@ -45,6 +45,13 @@ class OpenedSession:
     """Number of the message that holds the state. An answer is stored only while that message is the last one."""
 
 
+def state_is_gone() -> SessionOverError:
+    """Return the error of a session that NATS has lost."""
+    return SessionOverError(
+        "the session's state is gone from NATS, so that no answer can be recorded; end this agent", is_superseded=False
+    )
+
+
 class Sessions:
     """The sessions of a run; any of its processes may write and read them."""
 
@@ -134,10 +141,7 @@ class Sessions:
             )
         except OtherMessageError:
             await self.find(opened.id)
-            raise SessionOverError(
-                "the session's state is gone from NATS, so that no answer can be recorded; end this agent",
-                is_superseded=False,
-            ) from None
+            raise state_is_gone() from None
 
     async def read(self, session: SessionId, *, after: int = 0) -> Sequence[tuple[int, SessionCall]]:
         """Return the session's answers numbered above `after`, in order, with their numbers.

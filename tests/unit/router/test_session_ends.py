@@ -57,9 +57,12 @@ class Sessions:
         self._is_over = is_over
         self.num_finds = 0
         self.num_kept = 0
+        self.is_gone_after: int | None = None
 
     async def find(self, _: SessionId) -> Any:
         self.num_finds += 1
+        if self.is_gone_after is not None and self.num_finds > self.is_gone_after:
+            return None
         if self.num_finds == 3:
             raise UnavailableError("NATS is away")
         if self.num_finds == 5:
@@ -117,7 +120,7 @@ async def ask(chat: ChatApi, sessions: Sessions, *, is_streamed: bool) -> bytes:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_api, "_LOOK_S", 0.001, raising=False)
+    monkeypatch.setattr(session_api, "_LOOK_S", 0.001)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -138,9 +141,26 @@ async def test_a_session_that_is_open_after_its_time_gets_its_answer(
     assert (sessions.num_finds, sessions.num_kept) == (5, 1)
 
 
-async def test_nobody_looks_at_a_session_whose_time_is_not_over(engine: Engine, chat: ChatApi) -> None:
+async def test_a_session_that_ends_before_its_time_is_noticed(
+    engine: Engine, chat: ChatApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was closed or superseded, or this router has known it for a part of its time only."""
+    monkeypatch.setattr(session_api, "_EARLY_LOOK_S", 0.001)
+    with pytest.raises(SessionOverError, match="closed"):
+        await ask(chat, Sessions(engine, is_over=True, timeout_s=600.0), is_streamed=False)
+
+
+async def test_a_session_whose_state_is_gone_ends(engine: Engine, chat: ChatApi) -> None:
+    """Its answer could not be recorded."""
+    sessions = Sessions(engine, is_over=False)
+    sessions.is_gone_after = 2
+    with pytest.raises(SessionOverError, match="gone from NATS"):
+        await ask(chat, sessions, is_streamed=False)
+
+
+async def test_nobody_looks_often_at_a_session_whose_time_is_not_over(engine: Engine, chat: ChatApi) -> None:
     """Every answer would cost NATS requests."""
     sessions = Sessions(engine, is_over=True, timeout_s=600.0)
-    engine.may_end.set()
+    asyncio.get_running_loop().call_later(0.1, engine.may_end.set)
     await ask(chat, sessions, is_streamed=False)
     assert (sessions.num_finds, sessions.num_kept) == (1, 1)

@@ -34,9 +34,7 @@ def room_for_answer(
     if limits.max_tokens is None and limits.max_observation_tokens is None:
         return None
     num_new = 0 if grid is None else grid.num_added_tokens(read_sizes([images[each] for each in prompt.added_images]))
-    num_observed = prompt.num_observed + (
-        len(prompt.input_ids) - prompt.num_prefix + num_new if prompt.continues else 0
-    )
+    num_observed = prompt.num_observed + (len(prompt.added_ids) + num_new if prompt.continues else 0)
     _require(num_observed, "tokens that answer the policy", limits.max_observation_tokens, "max_observation_tokens")
     if limits.max_tokens is None:
         return None

@@ -19,7 +19,7 @@ import structlog
 from starlette.responses import Response
 
 from penstock.bus.image_store import ImageStore, hash_of
-from penstock.bus.sessions import OpenedSession, Sessions
+from penstock.bus.sessions import OpenedSession, Sessions, state_is_gone
 from penstock.errors import PenstockError, SessionOverError, UnavailableError
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
@@ -50,7 +50,9 @@ _MAX_HISTORY_BYTES = 256 * 2**20
 _MAX_WAIT_S = 600.0
 """Seconds that a call waits for NATS while the time of its session is not known: OpenAI's own clients give up then."""
 _LOOK_S = 5.0
-"""Seconds between two looks at a session that may be over while its answer is generated."""
+"""Seconds between two looks at a session whose time is over while its answer is generated."""
+_EARLY_LOOK_S = 60.0
+"""The same before that: it may have been closed or superseded, or is older than this router knows."""
 _BACKOFF = Backoff(first_s=0.5, max_s=5.0)
 
 
@@ -138,18 +140,19 @@ class SessionApi:
         )
 
     async def _watch(self, session: SessionId, left_s: float) -> None:
-        """Wait until the session is over, and raise that. It is asked for once its time is over: it stays open longer
-        if verdicts that its agent asked for take time.
+        """Wait until the session is over, and raise that. It stays open after its time while verdicts that its agent
+        asked for are awaited.
 
         Raises:
-            SessionOverError: it was closed or superseded.
+            SessionOverError: it was closed or superseded, or its state is gone.
         """
-        await asyncio.sleep(left_s)
+        over_at = time.monotonic() + left_s
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(min(_EARLY_LOOK_S, max(0.0, over_at - time.monotonic()) + _LOOK_S))
             try:
                 with contextlib.suppress(UnavailableError):
-                    await self._sessions.find(session)
+                    if await self._sessions.find(session) is None:
+                        raise state_is_gone()
             except SessionOverError:
                 self._histories.forget(session)
                 raise
