@@ -39,7 +39,7 @@ class BoundedLog:
 
     def last_lines(self, count: int) -> list[str]:
         """Return the last lines since the newest start, as far as the file still holds them."""
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
+        with suppress(OSError), self.path.open("rb") as file:
             file.seek(max(self._start, self._size() - _TAIL_BYTES))
             return file.read().decode(errors="replace").splitlines()[-count:]
         return []
