@@ -46,8 +46,10 @@ from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 log = structlog.get_logger()
 
 _LOAD_INTERVAL_S = 1.0
+_TRY_S = 8.0
+"""Seconds of one try to reach NATS again, after which a signal is heeded."""
 _RETRY_S = 1.0
-"""Seconds between tries to reach NATS again."""
+"""Seconds between these tries."""
 _LAST_WORDS_S = 2.0
 """Seconds that finished answers have to be sent."""
 _OPEN_TIMEOUT_S = 120.0
@@ -130,9 +132,10 @@ async def _reached_again(
         reached = None
         while reached is None and not any(end.is_set() for end in ends):
             try:
-                reached = await connection.enter_async_context(_bucket(settings, security))
-            except SetupError as error:
-                log.warning("engine.bus_away", reason=str(error))
+                async with asyncio.timeout(_TRY_S):
+                    reached = await connection.enter_async_context(_bucket(settings, security))
+            except (SetupError, TimeoutError) as error:
+                log.warning("engine.bus_away", reason=str(error) or "no answer")
                 await asyncio.sleep(_RETRY_S)
         yield reached
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import structlog
 
-from penstock.bus import connection
 from penstock.bus.connection import connect
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
@@ -47,8 +46,8 @@ def loaded() -> Any:
 
 @pytest.fixture
 def engine_settings(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of an engine without SGLang, whose first connection may take a moment only."""
-    monkeypatch.setattr(connection, "_CONNECT_TIMEOUT_S", 0.5)
+    """Of an engine without SGLang."""
+    monkeypatch.setattr(server, "_TRY_S", 2.0)
     monkeypatch.setattr(server, "_RETRY_S", 0.05)
     monkeypatch.setattr(server, "_measured", nothing)
     monkeypatch.setattr(server, "note_segments", lambda _: None)
