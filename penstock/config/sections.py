@@ -75,8 +75,8 @@ class BusConfig(Config):
     """NATS servers, and how long they wait for other processes."""
 
     url: str = ""
-    """NATS server, for example nats://127.0.0.1:4222, whose port is 4222 if it names none; several servers of one
-    cluster with commas between them. Empty: `penstock train` starts its own."""
+    """NATS server, for example nats://127.0.0.1:4222; several servers of one cluster with commas between them. Empty:
+    `penstock train` starts its own."""
     replicas: Literal[1, 3, 5] = 1
     """Servers of the cluster that store each stream and bucket. With 3, the run goes on while one of them is away; with
     5, while two are. All processes of a run must have the same number."""

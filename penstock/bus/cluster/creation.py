@@ -5,13 +5,13 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import nats.js.errors
 
 from penstock.bus.answers import RETRY_S, until_answered
 from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.config import BusConfig
+from penstock.config.nats_url import address_of
 from penstock.errors import SetupError
 
 CreatedT = TypeVar("CreatedT")
@@ -89,10 +89,10 @@ async def servers_without_jetstream(config: BusConfig) -> list[str]:
 
 async def _greeting_of(server: str) -> dict[str, object] | None:
     """Return what a nats-server says to every client before TLS and token; None if it says nothing."""
-    address, writer = urlsplit(server), None
+    (host, port), writer = address_of(server), None
     try:
         async with asyncio.timeout(_INFO_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(address.hostname, address.port or 4222, limit=2**20)
+            reader, writer = await asyncio.open_connection(host, port, limit=2**20)
             line = await reader.readline()
         greeting = json.loads(line.removeprefix(b"INFO "))
     except (OSError, TimeoutError, ValueError):
