@@ -17,7 +17,10 @@ from pydantic_core import CoreSchema
 
 
 class Documented(pydantic.BaseModel):
-    """Base of models whose JSON schema describes each field with its docstring, unless the field has a description."""
+    """Base of models whose JSON schema describes each field with its docstring, unless the field has a description.
+
+    Fields are found under their alias, or their name.
+    """
 
     @classmethod
     def __get_pydantic_json_schema__(
