@@ -179,6 +179,7 @@ def test_a_log_s_end_is_that_of_the_newest_start(tmp_path: Path) -> None:
         writer.write("1\n2\n3\n")
     assert log.last_lines(2) == ["2", "3"]
     assert BoundedLog(tmp_path / "none.log").last_lines(5) == []
+    assert BoundedLog(tmp_path).last_lines(5) == []  # it cannot be read: as without a descriptor or a network
 
 
 @pytest.mark.parametrize(
