@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from penstock.config import BusConfig
-from penstock.config.nats_url import address_of
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime.parent_death import dying_with_parent
 from penstock.runtime.ports import require_free_port
@@ -86,7 +86,7 @@ def become_server(config: BusConfig, folder: Path, security: Security) -> NoRetu
     """Replace this process by a nats-server at `bus.url` (by default at the usual port) that stores in `folder`.
 
     Raises:
-        ConfigError: the URL names several servers.
+        ConfigError: the URL has no port, or it names several servers.
         SetupError: the port is taken, or the binary is not installed.
     """
     if len(config.servers) > 1:
@@ -95,7 +95,10 @@ def become_server(config: BusConfig, folder: Path, security: Security) -> NoRetu
             "cluster; give its own URL, or start the servers of a cluster with nats-server itself"
         )
     [url] = config.servers or ["nats://127.0.0.1:4222"]
-    host, port = address_of(url)
+    address = urlsplit(url)
+    host, port = address.hostname or "127.0.0.1", address.port
+    if port is None:
+        raise ConfigError(f"bus.url = {url!r} has no port; write nats://host:port")
     command = server_command(folder, host=host, port=port, security=security)
     require_free_port(host, port, key="bus.url")
     security.tell_if_open(host, url, secret=NATS_TOKEN)
