@@ -75,7 +75,7 @@ async def test_losing_the_lock_ends_the_holder(bus: Bus, other_bus: Bus) -> None
 
     async def hold_until_replaced() -> None:
         async with locked(bus, "trainer", ttl_s=0.3):
-            await claim(other_bus, "trainer", ttl_s=3.0, clock=Clock(), poll_s=0.0)
+            await claim(other_bus, "trainer", ttl_s=0.0)
             await asyncio.Event().wait()
 
     with pytest.raises(SupersededError):
@@ -92,7 +92,7 @@ async def test_losing_the_lock_ends_a_holder_that_swallows_a_cancellation(bus: B
     async def hold_until_replaced() -> None:
         nonlocal num_swallowed
         async with locked(bus, "trainer", ttl_s=0.3):
-            await claim(other_bus, "trainer", ttl_s=3.0, clock=Clock(), poll_s=0.0)
+            await claim(other_bus, "trainer", ttl_s=0.0)
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -112,7 +112,7 @@ async def test_losing_the_lock_is_an_error_of_a_holder_that_ends_in_order(bus: B
 
     async def hold_until_replaced() -> None:
         async with locked(bus, "trainer", ttl_s=0.3):
-            await claim(other_bus, "trainer", ttl_s=3.0, clock=Clock(), poll_s=0.0)
+            await claim(other_bus, "trainer", ttl_s=0.0)
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
 
