@@ -73,13 +73,13 @@ def port_of(settings: Any) -> int:
     return int(settings.bus.url.rpartition(":")[2])
 
 
-async def test_a_loaded_engine_waits_for_nats(
-    engine_settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A minute's loading is not thrown away, and the run goes on: it holds its lease once NATS is there again."""
-    stop = asyncio.Event()
+@contextlib.asynccontextmanager
+async def waiting_engine(
+    settings: Any, stop: asyncio.Event, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[asyncio.Task[None]]:
+    """An engine that serves, whose NATS has left while its model loaded, and that has noticed it."""
     async with contextlib.AsyncExitStack() as nats, asyncio.timeout(HANG_S):
-        await nats.enter_async_context(local_server(tmp_path, port=port_of(engine_settings)))
+        await nats.enter_async_context(local_server(folder, port=port_of(settings)))
 
         @contextlib.asynccontextmanager
         async def running(*_: object, **__: object) -> AsyncIterator[Any]:
@@ -88,17 +88,26 @@ async def test_a_loaded_engine_waits_for_nats(
 
         monkeypatch.setattr(server, "running", running)
         with structlog.testing.capture_logs() as logs:
-            serving = asyncio.create_task(server.serve(engine_settings, stop))
+            serving = asyncio.create_task(server.serve(settings, stop))
             await until(lambda: serving.done() or any(each["event"] == "engine.bus_away" for each in logs))
             assert not serving.done()
-            async with (
-                local_server(tmp_path, port=port_of(engine_settings)),
-                connect(engine_settings.bus, run="away") as bus,
-            ):
-                bucket = await bus.bucket("replicas", ttl_s=5.0)
-                await until(lambda: _holds(bucket))
-                stop.set()
-                await serving
+            yield serving
+
+
+async def test_a_loaded_engine_waits_for_nats(
+    engine_settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute's loading is not thrown away, and the run goes on: it holds its lease once NATS is there again."""
+    stop = asyncio.Event()
+    async with (
+        waiting_engine(engine_settings, stop, tmp_path, monkeypatch) as serving,
+        local_server(tmp_path, port=port_of(engine_settings)),
+        connect(engine_settings.bus, run="away") as bus,
+    ):
+        bucket = await bus.bucket("replicas", ttl_s=5.0)
+        await until(lambda: _holds(bucket))
+        stop.set()
+        await serving
 
 
 async def test_an_engine_that_waits_for_nats_can_be_stopped(
@@ -106,17 +115,9 @@ async def test_an_engine_that_waits_for_nats_can_be_stopped(
 ) -> None:
     """As any other; NATS need not come back for that."""
     stop = asyncio.Event()
-    async with contextlib.AsyncExitStack() as nats, asyncio.timeout(HANG_S):
-        await nats.enter_async_context(local_server(tmp_path, port=port_of(engine_settings)))
-
-        @contextlib.asynccontextmanager
-        async def running(*_: object, **__: object) -> AsyncIterator[Any]:
-            await nats.aclose()
-            stop.set()
-            yield loaded()
-
-        monkeypatch.setattr(server, "running", running)
-        await server.serve(engine_settings, stop)
+    async with waiting_engine(engine_settings, stop, tmp_path, monkeypatch) as serving:
+        stop.set()
+        await serving
 
 
 async def _holds(bucket: Any) -> bool:
