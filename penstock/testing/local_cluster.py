@@ -1,8 +1,6 @@
 """Real nats-servers that form a cluster on this machine, which tests kill, freeze and cut off."""
 
-import os
 import re
-import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from pathlib import Path
 from penstock.bus.local_server import server_command
 from penstock.runtime.parent_death import dying_with_parent
 from penstock.runtime.ports import held_ports
+from penstock.testing.freezing import freeze, thaw
 
 _CLUSTER = """\
 server_name: "{name}"
@@ -64,11 +63,11 @@ class ClusterServer:
 
     def freeze(self) -> None:
         """SIGSTOP: its connections stay open, and nothing is answered."""
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def thaw(self) -> None:
         """SIGCONT."""
-        os.kill(self.pid, signal.SIGCONT)
+        thaw(self.pid)
 
 
 @dataclass(frozen=True, slots=True)

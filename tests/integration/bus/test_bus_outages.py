@@ -23,6 +23,7 @@ from penstock.bus.pull import PullRequests
 from penstock.config import BusConfig
 from penstock.errors import AccessError, SetupError, UnavailableError
 from penstock.runtime.security import Security
+from penstock.testing.freezing import frozen
 from tests.support.bus.work_queue import OpenConsumer, fetch_one, num_messages
 from tests.support.waiting import HANG_S, promptly, until
 
@@ -195,17 +196,14 @@ async def test_what_cannot_be_set_up_is_one_line(workers: OpenConsumer, tmp_path
                 await bus.ensure_streams()
             with pytest.raises(SetupError, match=rf"NATS at {url}: bucket {run_name}_policy .* \(insufficient storage"):
                 await bus.bucket("policy")
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            with (
-                unittest.mock.patch.object(bus.jetstream, "_timeout", 0.2),
-                unittest.mock.patch("penstock.bus.answers.ANSWER_S", 0.0),
-            ):
-                for setting_up in (bus.ensure_streams(), bus.bucket("policy"), workers(bus)):
-                    with pytest.raises(SetupError, match=rf"NATS at {url}: .* could not be set up \(nats: timeout\)"):
-                        await setting_up
-        finally:
-            os.kill(pid, signal.SIGCONT)
+        with (
+            frozen(pid),
+            unittest.mock.patch.object(bus.jetstream, "_timeout", 0.2),
+            unittest.mock.patch("penstock.bus.answers.ANSWER_S", 0.0),
+        ):
+            for setting_up in (bus.ensure_streams, lambda: bus.bucket("policy"), lambda: workers(bus)):
+                with pytest.raises(SetupError, match=rf"NATS at {url}: .* could not be set up \(nats: timeout\)"):
+                    await setting_up()
 
 
 async def test_a_frozen_server_delays_what_is_set_up(tmp_path: Path, run_name: str) -> None:
@@ -213,13 +211,9 @@ async def test_a_frozen_server_delays_what_is_set_up(tmp_path: Path, run_name: s
     async with local_server(tmp_path) as url, connect(BusConfig(url=url), run=run_name) as bus:
         pid = int((tmp_path / "nats.pid").read_text())
         for setting_up in (bus.ensure_streams(), bus.bucket("policy")):
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                with capture_logs() as events, unittest.mock.patch.object(bus.jetstream, "_timeout", 0.1):
-                    pending = asyncio.ensure_future(setting_up)
-                    await until(lambda: [event["event"] for event in events].count("bus.no_answer") >= 2)
-            finally:
-                os.kill(pid, signal.SIGCONT)
+            with frozen(pid), capture_logs() as events, unittest.mock.patch.object(bus.jetstream, "_timeout", 0.1):
+                pending = asyncio.ensure_future(setting_up)
+                await until(lambda: [event["event"] for event in events].count("bus.no_answer") >= 2)
             await promptly(pending)
 
 

@@ -1,8 +1,6 @@
 """A large message that is on its way when the server falls silent: the client comes back, and can be stopped."""
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
 import nats.errors
@@ -11,6 +9,7 @@ from nats.aio.client import Client
 from penstock.bus.connection import connect
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
+from penstock.testing.freezing import frozen
 from tests.support.cuttable_link import CuttableLink
 from tests.support.waiting import promptly, until
 
@@ -44,12 +43,9 @@ async def test_a_publish_beside_a_frozen_server_can_be_cancelled(tmp_path: Path)
     async with local_server(tmp_path) as url, connect(BusConfig(url=url), run="r") as bus:
         await bus.ensure_streams()
         pid = int((tmp_path / "nats.pid").read_text())
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with frozen(pid):
             publishing = asyncio.create_task(bus.publish(bus.groups, _LARGE, message_id="a"))
             await until(lambda: num_unsent(bus.client) > 0)
             publishing.cancel()
             await promptly(asyncio.wait({publishing}))
             assert publishing.cancelled()
-        finally:
-            os.kill(pid, signal.SIGCONT)

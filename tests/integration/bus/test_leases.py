@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import os
 import signal
 import sys
 import time
@@ -24,6 +23,7 @@ from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig
 from penstock.errors import SetupError
+from penstock.testing.freezing import frozen
 from tests.support import waiting
 from tests.support.waiting import HANG_S, promptly
 
@@ -346,14 +346,11 @@ async def test_no_lease_lapses_while_nobody_can_renew_it(tmp_path: Path, run_nam
         await stack.enter_async_context(held(bucket, "living", lambda: b"x", ttl_s=TTL_S))
         async with killed_at_the_end(url, run_name):
             await until(watch, lambda values: values.keys() == {"living", "trainer"})
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with frozen(pid):
             ends_at = time.monotonic() + 3 * TTL_S
             while time.monotonic() < ends_at:
                 assert watch.values.keys() == {"living", "trainer"}
                 await asyncio.sleep(0.02)
-        finally:
-            os.kill(pid, signal.SIGCONT)
         ends_at = time.monotonic() + HANG_S
         while "trainer" in watch.values:
             assert "living" in watch.values

@@ -20,6 +20,7 @@ from penstock.clients import GenerateClient
 from penstock.clients.resumable import ResumableTurn
 from penstock.config import BusConfig
 from penstock.errors import NotReadyError, UnavailableError
+from penstock.testing.freezing import freeze, frozen
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from services.rollout.engine.crash_streak import MAX_IN_A_ROW
 from services.rollout.testing.engine_process import EngineProcess, engine_process, log_events
@@ -289,14 +290,12 @@ async def test_a_scheduler_that_comes_back_and_one_that_hangs(
         watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
     ):
         children = _children(engine.process.pid)
-        os.kill(children[0], signal.SIGSTOP)
-        with pytest.raises(grpc.aio.AioRpcError, match="exceeded its deadline"):
+        with frozen(children[0]), pytest.raises(grpc.aio.AioRpcError, match="exceeded its deadline"):
             await Push(engine, reference.perturbed(seed=1).weights, 1).prepare()
-        os.kill(children[0], signal.SIGCONT)
         await Push(engine, reference.perturbed(seed=2).weights, 2).complete()
         assert (await engine.replica()).policy_version == 2
         assert "too late; its trainer no longer waits" in engine.log.read_text()
-        os.kill(children[0], signal.SIGSTOP)
+        freeze(children[0])
         call = asyncio.ensure_future(engine.generation.Generate(_endless_request(), timeout=HANG_S))
         assert await promptly(engine.process.wait()) == 1
         assert await _code_of(call) is grpc.StatusCode.UNAVAILABLE
