@@ -69,14 +69,23 @@ def _num_trained(sizes: Mapping[str, int], recipe: Recipe) -> int:
 
 
 def _num_adapted(sizes: Mapping[str, int], recipe: Recipe) -> int:
-    """Count the parameters of the matrices that adapters change, norms included, which have few."""
+    """Count the parameters of the matrices that adapters change."""
     lora = recipe.trainer.lora
     if not lora.rank:
         return 0
     layers = {name.removesuffix(".weight"): size for name, size in sizes.items() if name.endswith(".weight")}
-    # Neither embeddings nor the head are layers that take adapters.
-    layers = {name: size for name, size in layers.items() if "embed" not in name and part_of(name + ".") != "head"}
-    return sum(size for name, size in layers.items() if any(matches(name, target) for target in lora.targets))
+    return sum(
+        size
+        for name, size in layers.items()
+        if _takes_an_adapter(name) and any(matches(name, target) for target in lora.targets)
+    )
+
+
+def _takes_an_adapter(layer: str) -> bool:
+    """Return whether a layer is none of embeddings, norms, head, experts and their routers."""
+    is_of_mixture = ".mlp.experts." in layer or layer.endswith(".mlp.gate")
+    is_linear = not any(kind in layer for kind in ("embed", "norm"))
+    return is_linear and not is_of_mixture and part_of(f"{layer}.") != "head"
 
 
 def _check_on_the_hub(path: Path, recipe: Recipe) -> tuple[Finding, ModelSize | None]:

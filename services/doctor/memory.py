@@ -102,18 +102,20 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, i
         return ok("trainer's GPU", f"weights of {ranks} ranks are in the host's memory, but for those of a few layers")
     copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
     has_adapters = recipe.trainer.lora.rank > 0
-    has_copy = not recipe.trainer.keeps_copies_on_host and not is_sft and not has_adapters
+    has_copy = not recipe.trainer.keeps_copies_on_host and not is_sft
     num_shards = recipe.trainer.num_shards
     # Beside the weights that AdamW updates.
-    has_rounded = ranks == 1 and copied < 4 and not has_adapters
-    per_weight = copied if offloads else _FLOAT32 / num_shards + (has_rounded + has_copy) * copied
+    has_rounded = ranks == 1 and copied < 4
+    if has_adapters:
+        per_weight = copied / num_shards  # the base is kept rounded
+    else:
+        per_weight = copied if offloads else _FLOAT32 / num_shards + (has_rounded + has_copy) * copied
     per_trained = 0 if offloads else (_FLOAT32 + _AVERAGES) / num_shards  # its gradient and averages
     if recipe.algorithm.needs_reference and not is_sft and not has_adapters:
         per_weight += copied if ranks == 1 else _FLOAT32 / num_shards
     needed = int(per_weight * size.num_parameters + per_trained * size.num_trained)
-    needed -= (_FLOAT32 - copied) * size.num_adapted  # they are kept rounded
-    parts = ["weights"] if offloads else ["weights", "gradients", "AdamW's averages"]
-    parts += ["the copy that is pushed"] * (has_copy and not offloads)
+    parts = ["weights"] if offloads or has_adapters else ["weights", "gradients", "AdamW's averages"]
+    parts += ["the copy that is pushed"] * (has_copy and len(parts) > 1)
     of = "" if ranks == 1 else f", in {ranks} ranks,"
     seen = f"{', '.join(parts)}{of} take {gib(needed)} of {gib(room)}"
     offload = "" if offloads else "set trainer.optimizer.offload = true, "

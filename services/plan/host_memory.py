@@ -49,13 +49,16 @@ def host_moments(
     common = tuple(
         _common(num_parameters, recipe, num_adapted=num_adapted, num_engines=num_engines, on_gpu=engines_on_gpu)
     )
-    ranks, has_reference = recipe.trainer.ranks, recipe.algorithm.needs_reference and not is_sft
-    has_reference = has_reference and not recipe.trainer.lora.rank  # it is the base, with adapters of its own
+    ranks, has_adapters = recipe.trainer.ranks, recipe.trainer.lora.rank > 0
+    has_reference = recipe.algorithm.needs_reference and not is_sft and not has_adapters  # else it is the base
     whole = _FLOAT32 * num_parameters
     copies = recipe.trainer.hsdp_replicas if ranks > 1 else 1
     reference = (Part(name="reference policy in float32", size_bytes=copies * whole),) * has_reference
     held_here = not trainer_on_gpu or recipe.trainer.optimizer.offload
     weights = (Part(name="weights in float32", size_bytes=copies * whole),) * held_here
+    if held_here and has_adapters:
+        rounded = _dtype_bytes(recipe, on_gpu=trainer_on_gpu) * num_parameters
+        weights = (Part(name="weights without adapters", size_bytes=copies * rounded),)
     moments = []
     if ranks == 1:
         loaded = Part(name="model in float32", size_bytes=whole)
@@ -64,10 +67,10 @@ def host_moments(
     if held_here:
         of_step.append(Part(name="gradients", size_bytes=copies * _FLOAT32 * num_trained))
         of_step.append(Part(name="AdamW's averages", size_bytes=copies * _AVERAGES * num_trained))
-    pushes_weights = not is_sft and not recipe.trainer.lora.rank  # adapters are too few to count
+    pushes_weights = not is_sft and not has_adapters  # which are too few to count
     if pushes_weights and (recipe.trainer.keeps_copies_on_host or not trainer_on_gpu):
         of_step.append(_copies(num_parameters, recipe, on_gpu=trainer_on_gpu))
-    if ranks > 1:
+    if ranks > 1 and not has_adapters:
         size = (1 + has_reference) * whole + _AVERAGES * num_trained
         of_step.append(Part(name="checkpoint that is being written", size_bytes=size))
     moments.append(Moment(name="in a step", parts=tuple(of_step)))
@@ -91,5 +94,10 @@ def _common(num_parameters: int, recipe: Recipe, *, num_adapted: int, num_engine
 def _copies(num_parameters: int, recipe: Recipe, *, on_gpu: bool) -> Part:
     """Return the copies of weights for pushes: the replicas' version, and the one to be pushed."""
     num = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
-    size = _DTYPE_BYTES.get(recipe.trainer.dtype, 2 if on_gpu else 4)
-    return Part(name=f"{num} copies of the weights for pushes", size_bytes=num * size * num_parameters)
+    size_bytes = num * _dtype_bytes(recipe, on_gpu=on_gpu) * num_parameters
+    return Part(name=f"{num} copies of the weights for pushes", size_bytes=size_bytes)
+
+
+def _dtype_bytes(recipe: Recipe, *, on_gpu: bool) -> int:
+    """Return the bytes of a weight in the precision that the trainer computes in."""
+    return _DTYPE_BYTES.get(recipe.trainer.dtype, 2 if on_gpu else 4)

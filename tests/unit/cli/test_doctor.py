@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
 
 from penstock.config import load
 from services.doctor import examination, gpu, memory, network, software
@@ -18,10 +17,10 @@ from services.doctor.memory import ModelSize
 from services.launch.gpu_plan import GpuPlan
 from services.launch.run_plan import make_plan
 from services.plan.host_memory import ENGINE_BYTES, OTHERS_BYTES
-from services.plan.model_shape import make_model
 from services.recipe import Recipe
 from services.trainer.backend.policy.adapters import add_adapters
 from services.trainer.config import LoraConfig
+from tests.support.trainer.families import FAMILIES, write_model
 
 GIB = 2**30
 H100 = Gpu(name="NVIDIA H100", capability=(9, 0), free_bytes=78 * GIB, total_bytes=80 * GIB)
@@ -330,31 +329,36 @@ def test_what_is_not_trained_has_neither_gradients_nor_averages() -> None:
 
 
 def test_memory_of_adapters() -> None:
-    """The trainer rounds the matrices that they change and has no copy of all weights for pushes; each engine keeps
-    these matrices in the host's memory beside its weights."""
+    """The trainer rounds the model, which its ranks divide, and has no copy of it for pushes; each engine keeps the
+    matrices that adapters change in the host's memory beside its weights."""
     adapters = recipe("--trainer.lora.rank=16", "--rollout.replicas=3")
     size = ModelSize(
         num_parameters=14_800_000_000, num_trained=0, num_adapted=13_200_000_000, checkpoint_bytes=29_600_000_000
     )
     _, trainer = memory.check_gpu_memory(size, adapters, plan(adapters, 4), facts(*[H100] * 4))
-    assert_found(trainer, Status.OK, "take 30.5 GiB of 80.0 GiB")  # 2 bytes of 13.2 and 4 of 1.6 billion
-    assert "pushed" not in trainer.seen
+    assert_found(trainer, Status.OK, "weights take 27.6 GiB of 80.0 GiB")  # 2 bytes of each
+    divided = recipe("--trainer.lora.rank=16", "--trainer.ranks=2", "--rollout.replicas=2")
+    _, trainer = memory.check_gpu_memory(size, divided, plan(divided, 4), facts(*[H100] * 4))
+    assert_found(trainer, Status.OK, "weights, in 2 ranks, take 13.8 GiB of 80.0 GiB")
     kept = 3 * 2 * size.num_adapted + 4 * size.num_parameters  # the trainer starts on the host
     for available, status in ((1.9 * kept, "ok"), (1.1 * kept, "warning"), (kept, "fault")):
         assert_found(memory.check_host_memory(size, adapters, plan(adapters, 4), int(available)), Status(status))
 
 
-@pytest.mark.parametrize("targets", [("text",), ("tower", "q_proj"), ("merger",)], ids=str)
-def test_matrices_with_adapters_are_counted_by_name(targets: tuple[str, ...], tiny_model_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "qwen3_moe"])
+@pytest.mark.parametrize("targets", [("text",), ("tower", "q_proj"), ("merger", "o_proj")], ids=str)
+def test_matrices_with_adapters_are_counted_by_name(kind: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     """As the trainer gives them adapters, without loading the model."""
-    model = make_model(AutoConfig.from_pretrained(tiny_model_path))
-    layers = add_adapters(model, LoraConfig(rank=8, targets=targets), seed=0)
+    targets = targets if "vl" in kind else tuple(name for name in targets if name not in ("tower", "merger"))
+    model = FAMILIES[kind]()
+    path = write_model(model, tmp_path / kind)
+    layers = add_adapters(model, LoraConfig(rank=8, targets=targets))
     _, size = check_model(
-        recipe(f"--model.path={tiny_model_path}", "--trainer.lora.rank=8", f"--trainer.lora.targets={list(targets)}")
+        recipe(f"--model.path={path}", "--trainer.lora.rank=8", f"--trainer.lora.targets={list(targets)}")
     )
     assert size is not None
     expected = sum(model.get_submodule(name).weight.numel() for name in layers)
-    assert expected <= size.num_adapted <= 1.01 * expected  # norms have names like theirs, and hardly any weights
+    assert size.num_adapted == expected
 
 
 def test_memory_that_an_engine_does_not_have() -> None:
