@@ -1,7 +1,7 @@
 """Weights that are read one tensor at a time, or written by the processes that hold them, so that none has a copy."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -44,16 +44,13 @@ class NamedWeights:
         device = next(iter(tensors.values())).device
         return cls(specs=specs_of(tensors), device=device, tensors=tensors.items())
 
-    @classmethod
-    def written_by(cls, write: WriteWeights, specs: tuple[TensorSpec, ...], device: torch.device) -> Self:
-        """Return weights that several processes hold. Reading `tensors` makes every process write its own.
+    def written_by(self, write: WriteWeights) -> Self:
+        """Return these weights as several processes hold them. Reading `tensors` makes every process write its own.
 
         Args:
             write: Makes them write.
-            specs: Specs of the tensors.
-            device: Device of the weights.
         """
-        return cls(specs=specs, device=device, tensors=_written(write, specs), write=write)
+        return replace(self, tensors=_written(write, self.specs), write=write)
 
     def __iter__(self) -> Generator[tuple[str, torch.Tensor]]:
         """Yield name and tensor."""

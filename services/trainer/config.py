@@ -107,7 +107,7 @@ class LoraConfig(Config):
     """What an adapter adds is multiplied by alpha / rank."""
     targets: tuple[str, ...] = pydantic.Field(default=("text",), min_length=1)
     """Linear layers that get an adapter, by pattern: `text` (all of the language model), `tower` or `merger`, or a
-    layer's name or its end, with `*`: `"q_proj"`. The output head gets none."""
+    layer's name or its end, with `*`: `"q_proj"`. Output head, experts and routers get none."""
 
     @pydantic.model_validator(mode="after")
     def _has_a_rank(self) -> Self:
@@ -274,10 +274,6 @@ class TrainerConfig(BackendConfig):
 
     @pydantic.model_validator(mode="after")
     def _ranks_can_be_divided(self) -> Self:
-        if self.lora.rank and self.ranks > 1:
-            raise ValueError(
-                f"lora.rank = {self.lora.rank} does not go with ranks = {self.ranks} yet; train adapters on one rank"
-            )
         if self.compile and self.ranks > 1:
             raise ValueError(f"compile = true does not go with ranks = {self.ranks} yet; leave one of them out")
         for name in ("hsdp_replicas", "expert_parallel", "sequence_parallel"):

@@ -5,7 +5,8 @@ Two ranks train, with a mixture's experts divided among them, and a real SGLang 
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.model.tokens import image_token_id
 from penstock.runtime.ports import free_ports
 from penstock.testing.tolerance import MAX_DLOGP
 from penstock.testing.train_process import RECIPE, TrainProcess, started
+from services.cli import main
 from services.recipe import Recipe
 from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
@@ -29,6 +31,7 @@ from services.trainer.replay.recording import read_recording
 from tests.conftest import ROOT
 from tests.support.engine.family import FELT, MOST, difference, engine_of
 from tests.support.engine.reference import Reference
+from tests.support.trainer.checkpoints import tensors_of
 from tests.support.trainer.families import FAMILIES, MIXTURES, heard, write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(900)]
@@ -65,20 +68,14 @@ def faulty(model: Any, name: str, fault: Callable[[torch.Tensor], None]) -> Any:
     return model
 
 
-@pytest.mark.leaves_behind("transformers' progress bar keeps a thread", "thread")
-@pytest.mark.parametrize("kind", FAMILIES)
-async def test_five_steps_of_a_family(kind: str, nats_url: str, tmp_path: Path) -> None:
-    """Engine and trainer agree in every step, the numbers feel faults, and SGLang loads what the ranks have saved."""
-
-    def made() -> Any:
-        return heard(FAMILIES[kind](), std_of_embedding=0.1)
-
-    model = write_model(made(), tmp_path / kind)
-    write_rows(tmp_path / "rows.parquet", with_images=image_token_id(model) is not None)
+@contextmanager
+def five_steps_of(folder: Path, model: Path, **further: object) -> Iterator[TrainProcess]:
+    """A run of five steps that has ended: two ranks have pushed each to an engine, and the two agreed in every step."""
+    write_rows(folder / "rows.parquet", with_images=image_token_id(model) is not None)
     overrides = {
         "model.path": model,
-        "run.dir": tmp_path / "runs",
-        "data.path": tmp_path / "rows.parquet",
+        "run.dir": folder / "runs",
+        "data.path": folder / "rows.parquet",
         "data.environment": "drawn",
         "worker.agents.drawn.function": "tests.support.worker.drawn_rewards:play",
         "router.http_port": free_ports(1)[0],
@@ -90,8 +87,9 @@ async def test_five_steps_of_a_family(kind: str, nats_url: str, tmp_path: Path) 
         "trainer.groups_per_step": 4,
         "trainer.optimizer.warmup_steps": 0,
         "trainer.record_groups": "true",
+        **further,
     }
-    with started(tmp_path, str(RECIPE), *(f"--{key}={value}" for key, value in overrides.items())) as train:
+    with started(folder, str(RECIPE), *(f"--{key}={value}" for key, value in overrides.items())) as train:
         assert train.wait(600) == 0, train.tail()
         rows = train.rows()
         assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
@@ -100,6 +98,19 @@ async def test_five_steps_of_a_family(kind: str, nats_url: str, tmp_path: Path) 
             assert row["push_failed_replicas"] == 0
             assert row["push_replicas"] == 1
             assert row["dlogp_max"] <= MAX_DLOGP, row
+        yield train
+
+
+@pytest.mark.leaves_behind("transformers' progress bar keeps a thread", "thread")
+@pytest.mark.parametrize("kind", FAMILIES)
+async def test_five_steps_of_a_family(kind: str, nats_url: str, tmp_path: Path) -> None:
+    """Engine and trainer agree in every step, the numbers feel faults, and SGLang loads what the ranks have saved."""
+
+    def made() -> Any:
+        return heard(FAMILIES[kind](), std_of_embedding=0.1)
+
+    model = write_model(made(), tmp_path / kind)
+    with five_steps_of(tmp_path, model) as train:
         assert seen_by(train, model) <= MAX_DLOGP
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if num_experts(model) else []
         faults = [(name, permute_experts) for name in names]
@@ -112,6 +123,27 @@ async def test_five_steps_of_a_family(kind: str, nats_url: str, tmp_path: Path) 
     async with engine_of(saved, nats_url, tmp_path) as engine:
         trained = Reference(saved)
         assert await difference(engine, trained) <= MOST
+        assert await difference(engine, Reference(model)) > FELT / 100
+
+
+@pytest.mark.leaves_behind("transformers' progress bar keeps a thread", "thread")
+@pytest.mark.parametrize("kind", FAMILIES)
+async def test_five_steps_of_adapters(kind: str, nats_url: str, tmp_path: Path) -> None:
+    """Of every linear layer. Engine and trainer agree in every step, and SGLang loads what `penstock export` merges."""
+    model = write_model(heard(FAMILIES[kind](), std_of_embedding=0.1), tmp_path / kind)
+    settings = {
+        "trainer.lora.rank": 3,
+        "trainer.lora.alpha": 6,
+        "trainer.lora.targets": '["*"]',
+        "trainer.optimizer.learning_rate": 1e-2,
+    }
+    with five_steps_of(tmp_path, model, **settings) as train:
+        newest = train.folder / "checkpoints" / f"step-{NUM_STEPS:06d}"
+        size_bytes = sum(tensor.nbytes for tensor in tensors_of(newest / "adapter").values())
+        assert {row["push_bytes"] for row in train.rows()} == {size_bytes}
+        assert main(["export", str(train.folder), str(tmp_path / "exported"), "--dtype=float32"]) == 0
+    async with engine_of(tmp_path / "exported", nats_url, tmp_path) as engine:
+        assert await difference(engine, Reference(tmp_path / "exported")) <= MOST
         assert await difference(engine, Reference(model)) > FELT / 100
 
 

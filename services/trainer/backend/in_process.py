@@ -248,12 +248,12 @@ class InProcessBackend:
         self._model.write_rows(memory, offsets)
 
     def _export_adapters(self, state: AdapterState) -> NamedWeights:
-        adapters = list(pushed_adapters(self.policy.model))
+        adapters, masters = list(pushed_adapters(self.policy.model)), self._model.weights
         return NamedWeights(
             specs=tuple(spec for spec, _ in adapters),
             device=self._model.device,
-            tensors=((spec.name, tensor) for spec, tensor in adapters),
-            base_digests=state.pushed_digests(self._model.device),
+            tensors=((spec.name, masters.full_tensor(tensor)) for spec, tensor in adapters),
+            base_digests=state.pushed_digests,
         )
 
     def save(self, folder: Path, *, on_copied: Callable[[], object] = lambda: None) -> Mapping[str, str]:

@@ -93,7 +93,7 @@ def test_loss_and_gradient_are_those_of_the_textbook(tiny_model_path: Path, row:
     results = []
     for is_textbook in (False, True):
         policy = policy_of(tiny_model_path)
-        names = add_adapters(policy.model, LoraConfig.model_validate(LORA), seed=0)
+        names = add_adapters(policy.model, LoraConfig.model_validate(LORA))
         drawn(policy)
         if is_textbook:
             for name in names:
@@ -114,22 +114,24 @@ def test_loss_and_gradient_are_those_of_the_textbook(tiny_model_path: Path, row:
 
 
 def test_bfloat16_computes_with_the_matrix_that_engines_merge(tiny_model_path: Path, row: PackedRow) -> None:
-    """The base is rounded, then the sum: a plain model with these matrices gives the same bits."""
+    """The base is rounded, all of it, then the sum: a plain model with these weights gives the same bits."""
     backend = backend_of(tiny_model_path, dtype="bfloat16")
     drawn(backend.policy)
     plain = policy_of(tiny_model_path)
     pushed = adapters(backend)
     weights = dict(plain.model.named_parameters())
     with torch.no_grad():
+        for weight in weights.values():
+            weight.data = weight.bfloat16()
         for name in filter(lambda each: each.endswith("lora_A.weight"), pushed):
             layer = name.removesuffix(".lora_A.weight")
             change = change_of(pushed[name], pushed[f"{layer}.lora_B.weight"])
-            weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"].bfloat16(), change))
+            weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], change))
         with torch.autocast("cpu", torch.bfloat16):
             expected, got = plain(row).logprobs_N, backend.policy(row).logprobs_N
     assert torch.equal(got, expected)
-    kept = {each.weight.dtype for each in backend.policy.modules() if isinstance(each, AdaptedLinear)}
-    assert kept == {torch.bfloat16}
+    for name, parameter in backend.policy.model.named_parameters():
+        assert parameter.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16), name
 
 
 def test_the_reference_is_the_base(tiny_model_path: Path, groups: list[TrainGroup], row: PackedRow) -> None:
@@ -210,17 +212,15 @@ def test_a_checkpoint_of_other_weights_is_refused(
 
 def test_what_does_not_go_with_adapters_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
     """Before anything is trained."""
-    with pytest.raises(ValueError, match="does not go with ranks = 2"):
-        TrainerConfig.model_validate({"lora": {"rank": 4}, "ranks": 2})
     with pytest.raises(ValueError, match=r"adapters \(lora\.rank = 4\) are small; leave it out"):
         TrainerConfig.model_validate({"lora": {"rank": 4}, "optimizer": {"offload": True}})
     with pytest.raises(ValueError, match="targets has no effect without adapters; set rank"):
         LoraConfig(targets=("tower",))
-    with pytest.raises(ConfigError, match=r"no linear layer fits 'lm_head'.*q_proj.*The output head takes no adapter"):
+    with pytest.raises(ConfigError, match=r"no linear layer fits 'lm_head'.*q_proj.*Output head, .* take no adapter"):
         backend_of(tiny_model_path, lora={"rank": 4, "targets": ["lm_head"]})
     mixture = write_model(FAMILIES["qwen3_moe"](), tmp_path / "mixture")
-    with pytest.raises(ConfigError, match="models of type qwen3_moe have experts, which take no adapters yet"):
-        backend_of(mixture)
+    with pytest.raises(ConfigError, match=r"no linear layer fits 'gate_up_proj'.*experts and their routers take no"):
+        backend_of(mixture, lora={"rank": 4, "targets": ["gate_up_proj"]})
     algorithm = AlgorithmConfig.model_validate({"kl": {"kind": "k3", "reference": str(tiny_model_path)}})
     config = TrainerConfig.model_validate({"device": "cpu", "lora": LORA})
     with pytest.raises(ConfigError, match=r"algorithm\.kl\.reference = .* does not go with trainer\.lora\.rank = 4"):

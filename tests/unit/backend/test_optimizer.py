@@ -20,7 +20,9 @@ def make(
 ) -> tuple[Optimizer, torch.nn.Parameter]:
     """An optimizer over one matrix."""
     model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(weight.clone())})
-    optimizer = optimizer_of(MasterWeights(model), config, eps=eps, max_skipped_steps=max_skipped_steps)
+    optimizer = optimizer_of(
+        MasterWeights(dict(model.named_parameters())), config, eps=eps, max_skipped_steps=max_skipped_steps
+    )
     return optimizer, model["weight"]
 
 
@@ -102,7 +104,7 @@ def test_parts_have_rates_of_their_own_and_averages_by_name() -> None:
     config = OptimizerConfig(learning_rate=1.0, learning_rates={"bias": 0.25}, grad_clip=1e9)
 
     def updated(model: torch.nn.Module, state: dict[str, object] | None) -> Optimizer:
-        optimizer = optimizer_of(MasterWeights(model), config, rates={"bias": 0.25})
+        optimizer = optimizer_of(MasterWeights(dict(model.named_parameters())), config, rates={"bias": 0.25})
         if state is not None:
             optimizer.load_state_dict(state)
         for parameter in model.parameters():
@@ -132,7 +134,7 @@ def test_parts_have_rates_of_their_own_and_averages_by_name() -> None:
 def copied(model: torch.nn.Module, dtype: torch.dtype) -> CopiedMasterWeights:
     """float32 weights beside a model that computes in `dtype`."""
     cpu = torch.device("cpu")
-    return CopiedMasterWeights(model, device=cpu, dtype=dtype, copies_on=cpu)
+    return CopiedMasterWeights(dict(model.named_parameters()), device=cpu, dtype=dtype, copies_on=cpu)
 
 
 @pytest.mark.parametrize("num_passes", [1, 3])
@@ -142,7 +144,7 @@ def test_weights_on_the_host_are_updated_to_the_same_bits(num_passes: int) -> No
     results = []
     for is_on_host in (False, True):
         model = make_model()
-        weights = copied(model, torch.float32) if is_on_host else MasterWeights(model)
+        weights = copied(model, torch.float32) if is_on_host else MasterWeights(dict(model.named_parameters()))
         optimizer = optimizer_of(weights, config)
         generator = torch.Generator().manual_seed(1)
         norms = []

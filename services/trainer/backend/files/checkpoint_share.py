@@ -74,6 +74,12 @@ class Owning:
         shapes = weights.shapes
         return cls(weights=weights, shapes=shapes, owners=owners_of(_sizes(shapes), ranks.size))
 
+    @classmethod
+    def of_one(cls, weights: MasterWeights, *, rank: int) -> Self:
+        """Let one rank own all weights."""
+        shapes = weights.shapes
+        return cls(weights=weights, shapes=shapes, owners=dict.fromkeys(shapes, rank))
+
     def share(
         self, stem: str, shards: Mapping[str, Mapping[str, torch.Tensor]], *, is_one_file: bool = False
     ) -> TensorShare:

@@ -14,12 +14,12 @@ import torch
 from penstock.config.base import leaves
 from penstock.errors import ConfigError, SetupError
 from penstock.v1 import rollout_pb2
-from penstock.weights.adapters import is_adapter
+from penstock.weights.adapters import ADAPTER_DTYPE, is_adapter
 from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
 from services.trainer.backend.files.adapter_folder import ADAPTER, STEM
-from services.trainer.backend.files.adapter_state import AdapterState, require_kind
+from services.trainer.backend.files.adapter_state import AdapterState, BaseDigests, require_kind
 from services.trainer.backend.files.checkpoint_share import MODEL, STATE_FILE, Collected, Owning, write_collected
 from services.trainer.backend.files.export import combined_digest, named_weights
 from services.trainer.backend.files.published_weights import PublishedWeights
@@ -28,6 +28,7 @@ from services.trainer.backend.files.tensor_files import StoredTensors
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
 from services.trainer.backend.optimizer.learning_rates import rates_of
 from services.trainer.backend.optimizer.master_weights import CopiedMasterWeights, MasterWeights, ShardedMasterWeights
+from services.trainer.backend.policy.adapters import adapter_parameters, base_weights, pushed_adapters
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
@@ -90,13 +91,9 @@ class ModelState:
             ranks: The ranks that hold a share of the model.
 
         Raises:
-            ConfigError: the device does not exist, or there are several ranks and adapters, or compiled layers.
+            ConfigError: the device does not exist, or there are several ranks and compiled layers.
         """
-        if config.lora.rank and ranks.size > 1:  # torchrun may have started more than trainer.ranks
-            raise ConfigError(
-                f"trainer.lora.rank = {config.lora.rank} does not go with {ranks.size} ranks yet; train adapters on one"
-            )
-        if config.compile and ranks.size > 1:
+        if config.compile and ranks.size > 1:  # torchrun may have started more than trainer.ranks
             raise ConfigError(f"trainer.compile = true does not go with {ranks.size} ranks yet; leave it out")
         self.ranks = ranks.replicated(hsdp_replicas).sharing_rows(sequence_parallel)
         device = resolve_device(config.device)
@@ -129,7 +126,7 @@ class ModelState:
         self.row_costs = relative_costs(self.policy.model)
         self.adapters = None
         if lora.rank:
-            self.adapters = AdapterState.add(self.policy, self.config, seed=self._seed, base_path=self._model_path)
+            self.adapters = AdapterState(self.policy, self.config, base_path=self._model_path)
         rates = self._choose_trained()
         self.weights = self._place_weights(folder)
         self.optimizer = Optimizer(
@@ -176,7 +173,7 @@ class ModelState:
         state: Mapping[str, Any] = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
         self._log_changes(state["settings"])
         if self.adapters is not None:
-            self.adapters.load(state, checkpoint)
+            self.adapters.load(self.weights, state, checkpoint)
         self._load_optimizer(state["optimizer"], checkpoint)
         restore_random_state(state["random"])
         return state
@@ -223,10 +220,13 @@ class ModelState:
                     averages.setdefault(kind, {})[name] = value
                 else:
                     counters.setdefault(name, {})[kind] = value.clone()
-        owning = Owning.of(self.weights, self.ranks)
-        folder, stem = (MODEL, "model") if self.adapters is None else (ADAPTER, STEM)
-        # PEFT reads adapters from one file.
-        tensors = {folder: owning.share(stem, {"": self.weights.shards}, is_one_file=folder == ADAPTER)}
+        if self.adapters is None:
+            owning = Owning.of(self.weights, self.ranks)
+            tensors = {MODEL: owning.share("model", {"": self.weights.shards})}
+        else:
+            owning = Owning.of_one(self.weights, rank=0)
+            # PEFT reads adapters from one file.
+            tensors = {ADAPTER: owning.share(STEM, {"": self.weights.shards}, is_one_file=True)}
         if averages:
             tensors[_OPTIMIZER] = owning.share("averages", averages)
         tensors |= {folder: owning.share(folder, {"": each}) for folder, each in shards.items()}
@@ -257,12 +257,17 @@ class ModelState:
         )
 
     def write_rows(self, memory: rollout_pb2.SharedMemorySource, offsets: Mapping[str, int]) -> None:
-        """Write this rank's rows of the weights into memory of rank 0's process; see `pushed_rows`."""
+        """Write this rank's rows of what is pushed into memory of rank 0's process; see `pushed_rows`."""
+        if self.adapters is None:
+            weights, dtype = dict(named_weights(self.policy)), DTYPES[self.config.dtype]
+        else:
+            weights = {spec.name: tensor for spec, tensor in pushed_adapters(self.policy.model)}
+            dtype = DTYPES[ADAPTER_DTYPE]
         write_rows(
-            dict(named_weights(self.policy)),
+            weights,
             memory,
             offsets,
-            dtype=DTYPES[self.config.dtype],
+            dtype=dtype,
             ranks=self.ranks,
             groups=self.ranks.expert_groups(self._expert_parallel),
         )
@@ -316,31 +321,71 @@ class ModelState:
         return rates
 
     def _place_weights(self, folder: Path) -> MasterWeights:
-        if self.adapters is not None:
-            return self.adapters.place(self.device)
         if self.ranks.size > 1:
-            if (sequence := self.ranks.sequence_group).size > 1:
-                self.policy.share_rows(
-                    partial(RowShare, size=sequence.size, number=sequence.number, group=sequence.exchange)
-                )
-            offload = self.config.optimizer.offload
-            groups = self.ranks.expert_groups(self._expert_parallel)
-            shard(self.policy, self.ranks.mesh, dtype=DTYPES[self.config.dtype], offload=offload, groups=groups)
-            self.ranks.on_each(partial(self._read_weights, folder, groups))
-            return ShardedMasterWeights(self.policy.model, groups)
+            return self._place_shards(folder)
+        if self.adapters is not None:
+            return self._place_adapters(self.adapters)
+        parameters = dict(self.policy.model.named_parameters())
         offload, dtype = self.config.optimizer.offload, DTYPES[self.config.dtype]
         if not offload and dtype is torch.float32:
-            return MasterWeights(self.policy.to(self.device).model)
+            self.policy.to(self.device)
+            return MasterWeights(parameters)
         copies_on = torch.device("cpu") if offload else self.device
-        weights = CopiedMasterWeights(self.policy.model, device=self.device, dtype=dtype, copies_on=copies_on)
+        weights = CopiedMasterWeights(parameters, device=self.device, dtype=dtype, copies_on=copies_on)
         self.policy.to(self.device)  # the buffers, which keep their precision
         return weights
 
-    def _read_weights(self, folder: Path, groups: ExpertGroups | None) -> None:
-        model = self.policy.model
+    def _place_adapters(self, adapters: AdapterState) -> MasterWeights:
+        base = dict(base_weights(self.policy.model))
+        adapters.keep_digests(
+            [adapters.digests_of_base(base.__getitem__, _sizes(base), device=self.device, ranks=ALONE)]
+        )
+        parameters = adapter_parameters(self.policy.model)
+        with torch.no_grad():
+            for name, value in adapters.first_values(seed=self._seed).items():
+                parameters[name].copy_(value)
+        adapters.round_base()
+        self.policy.to(self.device)
+        return MasterWeights(parameters)
+
+    def _place_shards(self, folder: Path) -> MasterWeights:
+        if (sequence := self.ranks.sequence_group).size > 1:
+            self.policy.share_rows(
+                partial(RowShare, size=sequence.size, number=sequence.number, group=sequence.exchange)
+            )
+        model, adapters = self.policy.model, self.adapters
+        groups = self.ranks.expert_groups(self._expert_parallel)
+        if adapters is not None:
+            adapters.round_base()
+        shard(
+            self.policy,
+            self.ranks.mesh,
+            dtype=None if adapters is not None else DTYPES[self.config.dtype],
+            offload=self.config.optimizer.offload,
+            groups=groups,
+        )
+        digests = self.ranks.on_each(partial(self._read_weights, folder, groups))
+        if adapters is None:
+            return ShardedMasterWeights(dict(model.named_parameters()), groups)
+        adapters.keep_digests(self.ranks.gather(digests))
+        return ShardedMasterWeights(adapter_parameters(model))
+
+    def _read_weights(self, folder: Path, groups: ExpertGroups | None) -> BaseDigests:
+        """Read this rank's shards; return digests of its part of the base, if there are adapters."""
+        model, adapters = self.policy.model, self.adapters
         shapes = {name: full_shape(parameter, groups) for name, parameter in model.named_parameters()}
+        values = {} if adapters is None else adapters.first_values(seed=self._seed)
         with PublishedWeights(folder, model.config.model_type) as stored:
-            give_weights(model, lambda name, rows: stored.rows(name, shapes[name], rows), groups)
+
+            def read(name: str, rows: slice = slice(None)) -> torch.Tensor:
+                return values[name][rows] if name in values else stored.rows(name, shapes[name], rows)
+
+            give_weights(model, read, groups)
+            if adapters is None:
+                return {}
+            return adapters.digests_of_base(
+                read, _sizes(dict(base_weights(model))), device=self.device, ranks=self.ranks
+            )
 
     def _log_changes(self, saved: Mapping[str, Any]) -> None:
         """Log the settings that differ from the checkpoint's; the recipe's settings apply after a resume."""
@@ -348,3 +393,7 @@ class ModelState:
             before, value = saved.get(name), self._settings.get(name)
             if before != value:
                 log.info("setting.changed", setting=name, checkpoint=before, recipe=value)
+
+
+def _sizes(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: weight.numel() for name, weight in weights.items()}

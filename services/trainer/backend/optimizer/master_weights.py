@@ -26,9 +26,12 @@ from services.trainer.backend.ranks.sharding import (
 class MasterWeights:
     """The master weights of one process: the model's own parameters."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Take the float32 parameters of a transformers model; those with `requires_grad` are trained."""
-        self._masters: Mapping[str, torch.nn.Parameter] = dict(model.named_parameters())
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Take float32 parameters of a transformers model by name: those that checkpoints hold.
+
+        Of these, the ones with `requires_grad` are trained.
+        """
+        self._masters = dict(parameters)
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
@@ -85,14 +88,14 @@ class ShardedMasterWeights(MasterWeights):
     `trained` holds the shards. All ranks must call `named` and `owned` together, because these return full tensors.
     """
 
-    def __init__(self, model: torch.nn.Module, groups: ExpertGroups | None = None) -> None:
-        """Take the float32 parameters of a sharded model.
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], groups: ExpertGroups | None = None) -> None:
+        """Take float32 parameters of a sharded model.
 
         Args:
-            model: The model.
-            groups: Those of expert parallelism that it was sharded with.
+            parameters: The parameters by name.
+            groups: Those of expert parallelism that the model was sharded with.
         """
-        super().__init__(model)
+        super().__init__(parameters)
         self._groups = groups
         self._parameters = self._masters
         self._masters = {
@@ -158,10 +161,15 @@ class CopiedMasterWeights(MasterWeights):
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, device: torch.device, dtype: torch.dtype, copies_on: torch.device
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        copies_on: torch.device,
     ) -> None:
-        """Copy the float32 parameters to `copies_on`, and move the model's own to `device` in `dtype`."""
-        super().__init__(model)
+        """Copy float32 parameters to `copies_on`, and move the model's own to `device` in `dtype`."""
+        super().__init__(parameters)
         self._parameters = self._masters
         self._masters = {
             name: torch.nn.Parameter(parameter.detach().to(copies_on, copy=True), requires_grad=parameter.requires_grad)

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
-from penstock.model.families.experts import has_experts
-from penstock.weights.adapters import ADAPTER_DTYPE, LORA_B, change_of, is_adapter, merged
+from penstock.weights.adapters import ADAPTER_DTYPE, LORA_A, LORA_B, change_of, is_adapter, merged
 from penstock.weights.manifest import TensorSpec
 from services.trainer.backend.optimizer.learning_rates import matches
 from services.trainer.config import LoraConfig
@@ -81,25 +80,18 @@ class _MergedProduct(torch.autograd.Function):  # type: ignore[misc]
         return of_inputs, None, None, of_a_RI, of_b_OR, None
 
 
-def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> list[str]:
+def add_adapters(model: Any, config: LoraConfig) -> list[str]:
     """Give the chosen layers of a transformers model an adapter, freeze everything else, and return their names.
 
-    A is drawn as torch draws linear layers, B is zero.
+    The adapters' values are those of `first_values` once these are written.
 
     Args:
-        model: The model, in float32.
+        model: The model, in float32, with or without memory for its weights.
         config: Rank, scale, and the patterns of the layers.
-        seed: Seed of the draw.
 
     Raises:
-        ConfigError: a pattern fits no layer, or the model is a mixture of experts.
+        ConfigError: a pattern fits no layer.
     """
-    model_type = model.config.model_type
-    if has_experts(model_type):
-        raise ConfigError(
-            f"trainer.lora: models of type {model_type} have experts, which take no adapters yet; choose a dense "
-            "model, or leave trainer.lora out"
-        )
     head = model.get_output_embeddings()
     layers = {
         name: module
@@ -111,46 +103,70 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> list[str]:
             kinds = sorted({name.rpartition(".")[2] for name in layers})
             raise ConfigError(
                 f"{_SETTING}: no linear layer fits {pattern!r}; this model's are {', '.join(kinds)}, in parts such as "
-                "text and tower. The output head takes no adapter"
+                "text and tower. Output head, experts and their routers take no adapter"
             )
     model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
     adapted = [name for name in layers if any(matches(name, pattern) for pattern in config.targets)]
     for name in adapted:
-        _adapt(layers[name], config, generator)
+        _adapt(layers[name], config)
     return adapted
 
 
-def _adapt(layer: Any, config: LoraConfig, generator: torch.Generator) -> None:
+def _adapt(layer: Any, config: LoraConfig) -> None:
     layer.__class__ = AdaptedLinear  # in place, so that the matrix keeps its name and its owner
-    layer.lora_A = torch.nn.Linear(layer.in_features, config.rank, bias=False)
-    layer.lora_B = torch.nn.Linear(config.rank, layer.out_features, bias=False)
+    device = layer.weight.device
+    layer.lora_A = torch.nn.utils.skip_init(
+        torch.nn.Linear, layer.in_features, config.rank, bias=False, device=device, dtype=torch.float32
+    )
+    layer.lora_B = torch.nn.utils.skip_init(
+        torch.nn.Linear, config.rank, layer.out_features, bias=False, device=device, dtype=torch.float32
+    )
     layer.scale = config.scale
-    with torch.no_grad():
-        torch.nn.init.kaiming_uniform_(layer.lora_A.weight, a=math.sqrt(5), generator=generator)
-        layer.lora_B.weight.zero_()
 
 
-def round_bases(model: Any, dtype: torch.dtype) -> None:
-    """Keep the frozen matrices of layers with adapters in the precision that the policy computes in."""
-    for module in model.modules():
-        if isinstance(module, AdaptedLinear):
-            module.weight.data = module.weight.data.to(dtype)
+def adapter_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Return A and B of every layer with an adapter, by name, in the order of the model."""
+    return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+
+
+def first_values(model: Any, *, seed: int) -> dict[str, torch.Tensor]:
+    """Return what adapters begin with, in float32 on the host: A as torch draws linear layers, B zero.
+
+    They are the same on every rank.
+
+    Args:
+        model: A model that has adapters; only their sizes count.
+        seed: Seed of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = {name: torch.zeros(tuple(parameter.shape)) for name, parameter in adapter_parameters(model).items()}
+    for name, value in values.items():
+        if name.endswith(LORA_A):
+            torch.nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    return values
+
+
+def round_base(model: Any, dtype: torch.dtype) -> None:
+    """Keep the weights of the base in the precision that the policy computes in, as engines hold them."""
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
+            parameter.data = parameter.data.to(dtype)
 
 
 def pushed_adapters(model: Any) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Yield the adapters as engines merge them: A, and B multiplied by the scale; both in float32."""
+    """Yield the adapters as engines merge them: A, and B multiplied by the scale; both in float32.
+
+    Of a sharded model they are sharded as its parameters are.
+    """
     scales = {name: module.scale for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name):
-            continue
+    for name, parameter in adapter_parameters(model).items():
         tensor = parameter.detach()
         if name.endswith(LORA_B):
             tensor = tensor * scales[name.removesuffix(LORA_B)]
         yield TensorSpec(name=name, dtype=ADAPTER_DTYPE, shape=tuple(tensor.shape)), tensor
 
 
-def frozen_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def base_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight of the base, in a fixed order."""
     for name, parameter in model.named_parameters():
         if not is_adapter(name):

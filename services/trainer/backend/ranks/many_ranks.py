@@ -153,7 +153,7 @@ class ManyRanksBackend(_ManyRanks):
     def export(self) -> NamedWeights:
         """Return what an engine loads; see `TrainBackend.export`. All ranks write it when it is read."""
         weights: NamedWeights = self._own.export()
-        return NamedWeights.written_by(partial(self._command, "write_weights"), weights.specs, weights.device)
+        return weights.written_by(partial(self._command, "write_weights"))
 
     def digests(self) -> StateDigests:
         """Return digests of the present weights, and of rank 0's random state."""

@@ -30,15 +30,21 @@ from services.trainer.backend.ranks.expert_groups import ExpertGroups
 
 
 def shard(
-    policy: Any, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool = False, groups: ExpertGroups | None = None
+    policy: Any,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype | None,
+    offload: bool = False,
+    groups: ExpertGroups | None = None,
 ) -> None:
     """Leave this rank its shard of every parameter of the policy.
 
     Args:
-        policy: A `PolicyModel` with float32 parameters: on the meta device, for `give_weights`; or the same on every
-            rank, and then they move to the mesh's device.
+        policy: A `PolicyModel` with float32 parameters, frozen ones in any precision: on the meta device, for
+            `give_weights`; or the same on every rank, and then they move to the mesh's device.
         mesh: All ranks; a second dimension, the first, has the replicas.
-        dtype: Parameters are gathered and computed with in it; shards and sums of gradients stay float32.
+        dtype: Parameters are gathered and computed with in it; shards and sums of gradients stay float32. None: in
+            their own.
         offload: Keep shards and gradients in the host's memory; a unit's shards move to the device when it is gathered.
         groups: Those of expert parallelism; None: each rank has a shard of every expert.
 
@@ -54,7 +60,7 @@ def shard(
     policy.model.enable_input_require_grads()
     settings: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=None if dtype is torch.float32 else dtype,
+            param_dtype=None if dtype is torch.float32 else dtype,  # None casts nothing
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
@@ -151,7 +157,7 @@ def give_weights(
 
     Args:
         model: The transformers model of a sharded policy.
-        read: Returns rows of a weight, in float32, given its name.
+        read: Returns rows of a weight, in float32, given its name; they are rounded to the parameter's precision.
         groups: Those that the policy was sharded with.
     """
     holders: dict[int, list[tuple[torch.nn.Module, str]]] = {}
@@ -161,7 +167,9 @@ def give_weights(
     for name, parameter in list(model.named_parameters()):
         assert isinstance(parameter, DTensor), "every parameter is sharded"
         placed = DTensor.from_local(
-            read_shard(parameter, partial(read, name), groups).to(torch.device(parameter.device_mesh.device_type)),
+            read_shard(parameter, partial(read, name), groups).to(
+                torch.device(parameter.device_mesh.device_type), parameter.dtype
+            ),
             parameter.device_mesh,
             parameter.placements,
             run_check=False,

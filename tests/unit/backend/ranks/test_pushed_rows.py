@@ -11,7 +11,6 @@ import pytest
 
 from penstock.v1 import rollout_pb2
 from penstock.weights.digest import tensor_digest
-from penstock.weights.named_weights import NamedWeights
 from penstock.weights.shared_memory import SharedMemoryPool, Writer
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.ranks import pushed_rows
@@ -52,7 +51,7 @@ def write_together(backend: InProcessBackend, ranks: Ranks) -> dict[str, int]:
         backend.write_weights(*ranks.broadcast((memory, offsets)))
 
     own = backend.export()
-    weights = NamedWeights.written_by(write, own.specs, own.device)
+    weights = own.written_by(write)
     snapshot = WeightSnapshot.take(1, weights, max_bucket_bytes=4096, pool=SharedMemoryPool(), is_offered=False)
     assert snapshot.shared_memory is None
     return dict(snapshot.digests)
