@@ -35,6 +35,9 @@ class RolloutConfig(Config):
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """GPUs that share the layers of one engine; the same in prefill and decode engines. On a CPU they are processes,
     which gain nothing: `penstock train` refuses them there, tests start them."""
+    expert_parallel: int = pydantic.Field(default=1, ge=1)
+    """Divides the experts of a mixture as wholes among the GPUs of an engine, if it equals tensor_parallel. 1: each GPU
+    has a part of every expert, whose parts may become too narrow to compute fast, or to be divided at all."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of weights and KV cache. auto: on a GPU the checkpoint's own, or bfloat16 if that is float32; on a CPU
@@ -58,6 +61,15 @@ class RolloutConfig(Config):
     def _is_not_ours(cls, sglang: dict[str, Any]) -> dict[str, Any]:
         recipe_settings.require_free(sglang)
         return sglang
+
+    @pydantic.model_validator(mode="after")
+    def _experts_can_be_divided(self) -> "RolloutConfig":
+        if self.expert_parallel not in (1, self.tensor_parallel):
+            raise ValueError(
+                f"expert_parallel = {self.expert_parallel} is neither 1 nor tensor_parallel = {self.tensor_parallel}; "
+                "choose one of these"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _can_generate(self) -> "RolloutConfig":

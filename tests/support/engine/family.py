@@ -23,10 +23,17 @@ PICTURES = ((96, 80), (300, 200))
 
 @asynccontextmanager
 async def engine_of(
-    model: Path, nats_url: str, folder: Path, *, tensor_parallel: int = 1, router_replay: bool = False
+    model: Path,
+    nats_url: str,
+    folder: Path,
+    *,
+    tensor_parallel: int = 1,
+    expert_parallel: int = 1,
+    router_replay: bool = False,
 ) -> AsyncIterator[EngineProcess]:
     """Run an engine with the model during the context."""
-    sizes = {"max_running": 8, "context_length": 512, "tensor_parallel": tensor_parallel}
+    sizes = {"max_running": 8, "context_length": 512}
+    sizes |= {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
     trainer = {"router_replay": router_replay}
     async with engine_process(model, nats_url, folder, grace_s=2.0, trainer=trainer, **sizes) as engine:
         await engine.replica()  # the connection lasts as long as the engine

@@ -22,6 +22,7 @@ CUTS = {
     "columns": ((5, 6), {"dim": 1, "size": 6, "stride": 3}, 1),
     "a bias": ((6,), {"dim": 0, "size": 6, "stride": 3}, 1),
     "queries, keys and values in one": ((12, 5), {"dim": 0, "size": 12, "stride": 2, "projections": 3}, 1),
+    "experts as wholes": ((6, 4, 5), {"dim": 0, "size": 6, "stride": 3}, 1),
     "gate and up of experts": ((3, 8, 5), {"dim": 1, "size": 8, "stride": 2, "projections": 2}, 1),
     "a padded vocabulary": ((7, 5), {"dim": 0, "size": 7, "stride": 4}, 1),
     "a padded middle": ((5, 7), {"dim": 1, "size": 7, "stride": 4}, 1),

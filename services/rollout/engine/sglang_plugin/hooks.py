@@ -20,6 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from penstock.weights import nccl
 from services.rollout.engine.sglang_plugin import (
     cpu_attention,
+    cpu_experts,
     grammar,
     image_processors,
     metric_files,
@@ -42,6 +43,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _GRAMMARS = "sglang.srt.constrained.grammar_manager.GrammarManager"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_EXPERTS = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
 _PROCESSORS = "sglang.srt.managers.multimodal_processor"
 _LOAD_PROCESSOR = "sglang.srt.utils.hf_transformers.processor.get_processor"
 _REGISTER_HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
@@ -60,6 +62,7 @@ def register() -> None:
         HookRegistry.register(_ATTENTION + ".init_forward_metadata", cpu_attention.plan, HookType.AFTER)
         HookRegistry.register(_ATTENTION + "._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
         HookRegistry.register(_ATTENTION + "._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
+        HookRegistry.register(_EXPERTS + ".forward_native", cpu_experts.compute_own, HookType.AROUND)
         HookRegistry.register(_PROCESSORS + ".import_processors", image_processors.import_some, HookType.AROUND)
         HookRegistry.register(_PROCESSORS + ".get_mm_processor_cls", image_processors.import_others, HookType.BEFORE)
         HookRegistry.register(_LOAD_PROCESSOR, image_processors.keep_bounds, HookType.BEFORE)

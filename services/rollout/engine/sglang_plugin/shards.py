@@ -224,10 +224,13 @@ def _of_experts(owner: Any, kind: str, tensor: torch.Tensor) -> Shard:
     """Return the shard of all experts' gate and up as one tensor, [E, 2I, H], or of their down, [E, H, I]."""
     rank, count = owner.moe_tp_rank, owner.moe_tp_size
     if owner.moe_ep_size > 1:
-        raise ValueError(
-            f"whole experts are divided among {owner.moe_ep_size} processes, which take no pushes; leave "
-            "moe_a2a_backend out of rollout.sglang"
-        )
+        if count > 1:
+            raise ValueError(
+                f"experts are divided among {owner.moe_ep_size} processes, and each of them among {count}; set "
+                "rollout.expert_parallel to rollout.tensor_parallel, or leave it out"
+            )
+        rank, count = owner.moe_ep_rank, owner.moe_ep_size
+        return _shard(tensor, dim=0, size=tensor.shape[0] * count, rank=rank, count=count)
     if kind == "w13_weight":
         return _shard(tensor, dim=1, size=tensor.shape[1] * count, rank=rank, count=count, projections=2)
     return _shard(tensor, dim=2, size=tensor.shape[2] * count, rank=rank, count=count)

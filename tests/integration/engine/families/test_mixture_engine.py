@@ -38,13 +38,14 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return write_model(model, tmp_path_factory.mktemp("mixture") / request.param)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.variant)], ids="{} processes".format)
 async def mixture_engine(
-    mixture: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, mixture: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EngineProcess]:
-    """Its engine, which records the experts of every token."""
+    """Its engine, which records the experts of every token. Two processes divide them as wholes."""
     folder = tmp_path_factory.mktemp("mixture-engine")
-    async with engine_of(mixture, nats_url, folder, router_replay=True) as engine:
+    sizes = {"tensor_parallel": request.param, "expert_parallel": request.param}
+    async with engine_of(mixture, nats_url, folder, router_replay=True, **sizes) as engine:
         yield engine
 
 
