@@ -45,6 +45,8 @@ class ModelFacts:
     num_parameters: int
     """0 if it does not say."""
     checkpoint_bytes: int
+    model_type: str = ""
+    """Empty if it does not say."""
 
 
 def parse_id(path: Path) -> ModelId | None:
@@ -110,6 +112,7 @@ def look_up(model: ModelId, *, setting: str = "model.path", timeout_s: float) ->
     return ModelFacts(
         num_parameters=found.safetensors.total if found.safetensors is not None else 0,
         checkpoint_bytes=sum(size for name, size in files.items() if "/" not in name and name.endswith(".safetensors")),
+        model_type=(found.config or {}).get("model_type", ""),
     )
 
 

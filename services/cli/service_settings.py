@@ -23,6 +23,7 @@ from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
 from services.reward.config import RewardSettings
 from services.rollout.engine.config import EngineSettings
+from services.rollout.engine.expert_parallel import require_whole_experts
 from services.rollout.engine.sglang import recipe_settings
 from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.config import EnvironmentServerSettings
@@ -70,13 +71,15 @@ def for_engine(recipe: Recipe) -> EngineSettings:
     """Return the settings of `penstock serve rollout`.
 
     Raises:
-        ConfigError: there is no model, it is dense and its routing is to be replayed, or SGLang lacks a setting named
-            in rollout.sglang.
+        ConfigError: there is no model, it is dense and its routing is to be replayed, its experts cannot be divided as
+            rollout.expert_parallel says, or SGLang lacks a setting named in rollout.sglang.
         UnavailableError: the model is on the Hub, which cannot be reached.
     """
     recipe_settings.require_known(recipe.rollout.sglang)
     recipe = with_model(recipe)
-    require_mixture(recipe.trainer.router_replay, num_experts=num_experts(_model(recipe).path))
+    count = num_experts(_model(recipe).path)
+    require_mixture(recipe.trainer.router_replay, num_experts=count)
+    require_whole_experts(recipe.rollout.expert_parallel, num_experts=count)
     return EngineSettings(
         rollout=recipe.rollout,
         run=recipe.run,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, UnavailableError, UserError
 from penstock.model import hub
+from penstock.model.families.experts import has_experts
 from penstock.model.families.qwen_vl import loaded_name, part_of
 from penstock.model.folder import read_json, require_model
 from penstock.runtime.security import Security
@@ -84,7 +85,7 @@ def _num_adapted(sizes: Mapping[str, int], recipe: Recipe) -> int:
 def _takes_an_adapter(layer: str) -> bool:
     """Return whether a layer is none of embeddings, norms, head, experts and their routers."""
     is_of_mixture = ".mlp.experts." in layer or layer.endswith(".mlp.gate")
-    is_linear = not any(kind in layer for kind in ("embed", "norm"))
+    is_linear = not any(kind in layer for kind in ("embed", "norm", "merger.ln_q"))
     return is_linear and not is_of_mixture and part_of(f"{layer}.") != "head"
 
 
@@ -100,11 +101,12 @@ def _check_on_the_hub(path: Path, recipe: Recipe) -> tuple[Finding, ModelSize | 
     if not facts.num_parameters:
         return ok("model", f"{seen}; the Hub does not say how many parameters"), None
     lora = recipe.trainer.lora
+    adapts_most = lora.rank > 0 and not {"text", "*"}.isdisjoint(lora.targets)
     size = ModelSize(
         num_parameters=facts.num_parameters,
-        # The Hub tells no names.
+        # The Hub tells no names. Of a mixture most parameters are experts, which take no adapters.
         num_trained=0 if lora.rank else facts.num_parameters,
-        num_adapted=facts.num_parameters if lora.rank and "text" in lora.targets else 0,
+        num_adapted=facts.num_parameters if adapts_most and not has_experts(facts.model_type) else 0,
         checkpoint_bytes=facts.checkpoint_bytes,
     )
     return ok("model", f"{seen}, {facts.num_parameters / 1e6:,.1f} million parameters"), size

@@ -1,8 +1,9 @@
 """Calculates the memory that a run takes of its machine, which is none of its GPUs'.
 
-A trainer of one rank loads the whole model in float32 here; of several, each reads its shard tensor by tensor. Engines
-on GPUs map the weight files, whose pages the kernel can reclaim, so only their processes count. The memory of a process
-without weights was measured on a CPU; CUDA's own share comes on top.
+A trainer of one rank loads the whole model in float32 here; of several, each reads its shard tensor by tensor, and with
+adapters some tensors whole, one at a time, which is not counted. Engines on GPUs map the weight files, whose pages the
+kernel can reclaim, so only their processes count. The memory of a process without weights was measured on a CPU; CUDA's
+own share comes on top.
 """
 
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ def host_moments(
     weights = (Part(name="weights in float32", size_bytes=copies * whole),) * held_here
     if held_here and has_adapters:
         rounded = _dtype_bytes(recipe, on_gpu=trainer_on_gpu) * num_parameters
-        weights = (Part(name="weights without adapters", size_bytes=copies * rounded),)
+        weights = (Part(name="base of the adapters", size_bytes=copies * rounded),)
     moments = []
     if ranks == 1:
         loaded = Part(name="model in float32", size_bytes=whole)
@@ -67,7 +68,7 @@ def host_moments(
     if held_here:
         of_step.append(Part(name="gradients", size_bytes=copies * _FLOAT32 * num_trained))
         of_step.append(Part(name="AdamW's averages", size_bytes=copies * _AVERAGES * num_trained))
-    pushes_weights = not is_sft and not has_adapters  # which are too few to count
+    pushes_weights = not is_sft and not has_adapters  # adapters are too few to count
     if pushes_weights and (recipe.trainer.keeps_copies_on_host or not trainer_on_gpu):
         of_step.append(_copies(num_parameters, recipe, on_gpu=trainer_on_gpu))
     if ranks > 1 and not has_adapters:

@@ -26,6 +26,7 @@ from services.plan.proposals import as_override, changed, proposals
 from services.plan.row_shapes import longest_row, longest_sample, row_of_demonstrations
 from services.plan.working_memory import RowShape, working_bytes
 from services.recipe import Recipe
+from services.rollout.engine.expert_parallel import require_whole_experts
 from services.trainer.checks.expert_parallel import require_divisible
 from services.trainer.checks.sequence_parallel import require_shareable
 from services.trainer.config import LoraConfig
@@ -80,6 +81,7 @@ def _plan(
     shape: ModelShape, recipe: Recipe, gpus: Gpus, working: Callable[..., int], *, image_share: float
 ) -> MemoryPlan:
     shape.require_divisible(recipe.rollout.tensor_parallel)
+    require_whole_experts(recipe.rollout.expert_parallel, num_experts=shape.num_experts)
     trainer = recipe.trainer
     require_divisible(trainer.expert_parallel, num_ranks=trainer.ranks, num_experts=shape.num_experts)
     require_shareable(

@@ -18,6 +18,8 @@ def proposals(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
     size = 2 * recipe.rollout.tensor_parallel
     while size < gpus.count:
         larger: dict[str, object] = {"rollout.tensor_parallel": size}
+        if recipe.rollout.expert_parallel > 1:
+            larger["rollout.expert_parallel"] = size
         yield larger
         yield from (larger | settings for settings in _alternatives(changed(recipe, larger), gpus))
         size *= 2

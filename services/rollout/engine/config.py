@@ -37,7 +37,7 @@ class RolloutConfig(Config):
     which gain nothing: `penstock train` refuses them there, tests start them."""
     expert_parallel: int = pydantic.Field(default=1, ge=1)
     """Divides the experts of a mixture as wholes among the GPUs of an engine, if it equals tensor_parallel. 1: each GPU
-    has a part of every expert, whose parts may become too narrow to compute fast, or to be divided at all."""
+    has a part of every expert; with many GPUs the parts may be too narrow to compute fast, or not divide evenly."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of weights and KV cache. auto: on a GPU the checkpoint's own, or bfloat16 if that is float32; on a CPU

@@ -345,7 +345,7 @@ def test_memory_of_adapters() -> None:
         assert_found(memory.check_host_memory(size, adapters, plan(adapters, 4), int(available)), Status(status))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_moe"])
 @pytest.mark.parametrize("targets", [("text",), ("tower", "q_proj"), ("merger", "o_proj")], ids=str)
 def test_matrices_with_adapters_are_counted_by_name(kind: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     """As the trainer gives them adapters, without loading the model."""

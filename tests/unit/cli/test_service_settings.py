@@ -57,6 +57,22 @@ def test_only_the_trainer_needs_the_data(model: ModelConfig) -> None:
         service_settings.require_inputs(recipe)
 
 
+def test_only_experts_that_are_there_are_divided_as_wholes(model: ModelConfig) -> None:
+    """And evenly; before anything is started."""
+    rollout = RolloutConfig(tensor_parallel=4, expert_parallel=4)
+    for config, reason in (
+        ({"model_type": "qwen3"}, "is for mixtures of experts, and model.path has a dense model"),
+        ({"model_type": "qwen3_moe", "num_experts": 6}, "does not divide the model's 6 experts"),
+    ):
+        (model.path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=rf"rollout\.expert_parallel = 4 {reason}"):
+            service_settings.for_engine(Recipe(model=model, rollout=rollout))
+    (model.path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_vl_moe", "text_config": {"num_experts": 8}})
+    )
+    assert service_settings.for_engine(Recipe(model=model, rollout=rollout)).rollout == rollout
+
+
 OWN = {"kinds": ("x",), "chat_template_kwargs": {"add_vision_id": True}}
 
 

@@ -293,6 +293,19 @@ def test_engines_of_more_gpus_are_proposed(model: Path, monkeypatch: pytest.Monk
     assert plan.remedy == ("--rollout.tensor_parallel=2",)
 
 
+def test_engines_of_more_gpus_divide_experts_as_before(tmp_path: Path) -> None:
+    """As wholes, if the recipe says so; what the model's experts do not allow is refused, not planned."""
+    random_qwen3_moe(num_experts=6).config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"rollout\.expert_parallel = 4 does not divide the model's 6 experts"):
+        plan_of(tmp_path, "--rollout.tensor_parallel=4", "--rollout.expert_parallel=4")
+    recipe = load(
+        Recipe, [], [f"--model.path={tmp_path}", "--rollout.tensor_parallel=2", "--rollout.expert_parallel=2"]
+    )
+    larger = [each for each in proposals.proposals(recipe, Gpus.parse("16x80")) if "rollout.tensor_parallel" in each]
+    sizes = {(each["rollout.tensor_parallel"], each["rollout.expert_parallel"]) for each in larger}
+    assert sizes == {(4, 4), (8, 8)}
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("num_hidden_layers", "36"), ("num_attention_heads", 0), ("hidden_size", -1), ("model_type", "gemma3")],

@@ -20,6 +20,8 @@ _SAME_SHAPES = "a push writes the trainer's weights into the engine's parameters
 _ONE_SEED = "it gives all samples of a group one seed, so that they are equal; leave it out"
 _SAMPLING = "trainer and engines must sample alike; use [sampling]"
 
+_EXPERTS_STAY = "pushes need each expert where it was at the start; leave it out"
+
 OWN_NAMES: Mapping[str, str] = {
     "base_gpu_id": _OWN_DEVICE,
     "context_length": "use rollout.context_length",
@@ -29,7 +31,12 @@ OWN_NAMES: Mapping[str, str] = {
     "disaggregation_transfer_backend": "use rollout.transfer_backend",
     "dist_init_addr": _ONE_MACHINE,
     "dp_size": "use rollout.replicas",
+    "elastic_ep_backend": _EXPERTS_STAY,
+    "enable_eplb": _EXPERTS_STAY,
+    "ep_dispatch_algorithm": _EXPERTS_STAY,
+    "ep_num_redundant_experts": _EXPERTS_STAY,
     "ep_size": "use rollout.expert_parallel",
+    "init_expert_location": _EXPERTS_STAY,
     "dtype": "use rollout.dtype",
     "enable_deterministic_inference": _ONE_SEED,
     "enable_metrics": "use metrics.port",

@@ -17,7 +17,7 @@ from typing import Any
 from penstock.config import NetworkConfig
 from penstock.errors import ConfigError
 from penstock.model import tokens
-from penstock.model.families.experts import has_experts, num_experts
+from penstock.model.families.experts import has_experts
 from penstock.model.folder import read_json
 from penstock.weights import nccl
 from services.rollout.engine import disaggregation
@@ -118,11 +118,10 @@ def server_args(
     """Return `sglang.Engine`'s arguments: the recipe's override our defaults, Penstock's requirements override both.
 
     Raises:
-        ConfigError: the recipe sets a value that an engine on a CPU cannot have, or divides experts that the model has
-            not, the model is damaged, or SGLang computes its tower differently from transformers.
+        ConfigError: the recipe sets a value that an engine on a CPU cannot have, the model is damaged, or SGLang
+            computes its tower differently from transformers.
     """
     _require_tower_like_published(read_json(model_path / "config.json"))
-    _require_experts_for(config.expert_parallel, model_path)
     args: dict[str, Any] = {
         "model_path": str(model_path),
         "dtype": config.dtype,
@@ -173,20 +172,6 @@ def _require_tower_like_published(model: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"model.path: the language model's rms_norm_eps is {epsilon}; SGLang takes it for the norms of Qwen2-VL's "
             "tower too, where the trainer has 1e-06; use a model with 1e-06, as published"
-        )
-
-
-def _require_experts_for(expert_parallel: int, model_path: Path) -> None:
-    """Refuse to divide what cannot be divided evenly."""
-    if expert_parallel == 1:
-        return
-    count = num_experts(model_path)
-    if count == 0:
-        raise ConfigError(f"rollout.expert_parallel = {expert_parallel}, but the model has no experts; leave it out")
-    if count % expert_parallel:
-        raise ConfigError(
-            f"rollout.expert_parallel = {expert_parallel} does not divide the model's {count} experts; leave it out, "
-            "or choose a divisor, also for rollout.tensor_parallel"
         )
 
 

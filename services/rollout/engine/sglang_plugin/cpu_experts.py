@@ -23,17 +23,18 @@ def compute_own(compute: Callable[..., Any], method: Any, *, layer: Any, dispatc
     """
     if layer.moe_ep_size == 1:
         return compute(method, layer=layer, dispatch_output=dispatch_output)
-    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
-
     hidden_TH, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
-    output_TH = torch.zeros_like(hidden_TH)
     tokens_S, places_S = (chosen.topk_ids >= 0).nonzero(as_tuple=True)
-    if len(tokens_S):  # each as a token of one expert
-        own = chosen._replace(
-            topk_weights=chosen.topk_weights[tokens_S, places_S, None],
-            topk_ids=chosen.topk_ids[tokens_S, places_S, None],
+    if not len(tokens_S):  # any expert will do, with the weight 0
+        none = chosen._replace(
+            topk_weights=torch.zeros_like(chosen.topk_weights[:, :1]), topk_ids=torch.zeros_like(chosen.topk_ids[:, :1])
         )
-        dispatched = dispatch_output._replace(hidden_states=hidden_TH[tokens_S], topk_output=own)
-        outputs_SH = compute(method, layer=layer, dispatch_output=dispatched).hidden_states
-        output_TH.index_add_(0, tokens_S, outputs_SH.to(output_TH.dtype))
-    return StandardCombineInput(hidden_states=output_TH)
+        return compute(method, layer=layer, dispatch_output=dispatch_output._replace(topk_output=none))
+    own = chosen._replace(  # each as a token of one expert
+        topk_weights=chosen.topk_weights[tokens_S, places_S, None],
+        topk_ids=chosen.topk_ids[tokens_S, places_S, None],
+    )
+    dispatched = dispatch_output._replace(hidden_states=hidden_TH[tokens_S], topk_output=own)
+    output = compute(method, layer=layer, dispatch_output=dispatched)
+    output_TH = torch.zeros_like(hidden_TH).index_add_(0, tokens_S, output.hidden_states.to(hidden_TH.dtype))
+    return output._replace(hidden_states=output_TH)

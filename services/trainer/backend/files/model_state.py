@@ -340,6 +340,7 @@ class ModelState:
         adapters.keep_digests(
             [adapters.digests_of_base(base.__getitem__, _sizes(base), device=self.device, ranks=ALONE)]
         )
+        del base  # in float32, while what follows rounds it weight by weight
         parameters = adapter_parameters(self.policy.model)
         with torch.no_grad():
             for name, value in adapters.first_values(seed=self._seed).items():

@@ -52,7 +52,7 @@ def test_ranks_that_divide_experts_take_the_steps_of_one(two: RankPool, tmp_path
     path = write_model(heard(MIXTURES[kind](), std_of_embedding=0.3), tmp_path / "model")
     settings = {**_SETTINGS, "lora": {"rank": 3, "alpha": 6.0}}
     alone = trained(ALONE, path, settings, range(2))
-    assert all(name.rpartition(".lora_")[0].endswith("_proj") for name in alone[0])
+    assert all(".self_attn." in name for name in alone[0])
     for together in two.run(trained, path, {**settings, "expert_parallel": 2}, range(2)):
         assert_same(alone, together, atol=2e-5)
 

@@ -52,6 +52,7 @@ def write_together(backend: InProcessBackend, ranks: Ranks) -> dict[str, int]:
 
     own = backend.export()
     weights = own.written_by(write)
+    assert weights.base_digests == own.base_digests
     snapshot = WeightSnapshot.take(1, weights, max_bucket_bytes=4096, pool=SharedMemoryPool(), is_offered=False)
     assert snapshot.shared_memory is None
     return dict(snapshot.digests)
