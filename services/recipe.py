@@ -19,7 +19,7 @@ from penstock.config import (
     SecurityConfig,
     TraceConfig,
 )
-from penstock.records import SINGLE_TURN
+from penstock.names import SINGLE_TURN
 from services.launch.config import LaunchConfig
 from services.launch.slurm.config import SlurmConfig
 from services.reward.config import RewardConfig

@@ -5,8 +5,6 @@ Every record validates itself, at construction and when decoded (`penstock.recor
 
 from penstock.records.group import Group
 from penstock.records.prompt import (
-    SINGLE_TURN,
-    TRAIN,
     GroupId,
     ImagePart,
     Limits,
@@ -24,8 +22,6 @@ from penstock.records.session import SessionCall, SessionId, SessionState
 
 __all__ = [
     "RECORD_VERSION",
-    "SINGLE_TURN",
-    "TRAIN",
     "Envelope",
     "Group",
     "GroupId",

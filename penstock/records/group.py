@@ -2,7 +2,8 @@
 
 import msgspec
 
-from penstock.records.prompt import TRAIN, GroupId
+from penstock.names import TRAIN
+from penstock.records.prompt import GroupId
 from penstock.records.record import Envelope
 from penstock.records.sample import Sample
 

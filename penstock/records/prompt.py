@@ -6,12 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.names import TRAIN
 from penstock.records.record import Envelope, Record
-
-TRAIN = "train"
-"""The purpose of prompts that are trained on; every other purpose is the name of an evaluation."""
-SINGLE_TURN = "single_turn"
-"""The environment of prompts that are answered once, and judged by the reward service."""
 
 _MAX_VERIFIED_CHARS = 65_536
 _HASH = re.compile(r"[0-9a-f]{64}")

@@ -11,7 +11,6 @@ from typing import Any
 from penstock import config as configuration
 from penstock.config import ModelConfig, RunConfig
 from penstock.errors import ConfigError, InvalidRequestError
-from penstock.model.chat_template import Renderer
 from penstock.model.families.experts import num_experts
 from penstock.model.folder import attention_heads, read_json, require_model
 from penstock.model.template_variables import require_free
@@ -315,6 +314,8 @@ def require_template_variables(
     if not any(given.values()):
         return
     import_with_extra("transformers", "data.chat_template_kwargs", extra="trainer")
+    from penstock.model.chat_template import Renderer
+
     require = require_free if model is None else Renderer.load(model).require_variables
     for section, names in given.items():
         try:

@@ -177,3 +177,10 @@ def test_the_command_line_runs_with_what_penstock_itself_requires(command: list[
     assert done.returncode == code, done.stderr
     assert done.stderr == ""
     assert ("pip install 'penstock[" in done.stdout) == (code == 1)
+
+
+def test_the_command_line_starts_without_numpy() -> None:
+    """Every command reads settings, and records, which bring numpy, are needed by few of them."""
+    program = "import services.cli, sys; assert not {'numpy', 'penstock.records'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from penstock.errors import InvalidRequestError, MissingImageError, PoisonError
-from penstock.records import SINGLE_TURN, Group, Prompt, Sample, Verdict
+from penstock.names import SINGLE_TURN
+from penstock.records import Group, Prompt, Sample, Verdict
 from penstock.telemetry import spans
 from penstock.verdict_status import Status
 from services.rollout.worker import metrics

@@ -3,7 +3,7 @@
 import math
 
 from penstock.config import SamplingConfig
-from penstock.records import SINGLE_TURN
+from penstock.names import SINGLE_TURN
 from services.trainer.algorithm.axes import LengthPenaltyConfig
 from services.trainer.data.config import DataConfig, SourceConfig
 

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, Self
 import pydantic
 
 from penstock.config import Config
-from penstock.records import SINGLE_TURN
+from penstock.names import SINGLE_TURN
 from services.trainer.data.limits import LimitsConfig
 
 ANSWER: Final = "{answer}"

@@ -1,13 +1,17 @@
 """The budgets of an episode, given by settings and by rows."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pydantic
 
 from penstock.config import Config
-from penstock.records import Limits
+
+if TYPE_CHECKING:
+    from penstock.records import Limits
 
 
 class LimitsConfig(Config):
@@ -60,4 +64,6 @@ class LimitsConfig(Config):
 
     def as_record(self) -> Limits:
         """Return the record of the limits that travels with a prompt."""
+        from penstock.records import Limits
+
         return Limits(**{name: value or None for name, value in self.model_dump().items()})

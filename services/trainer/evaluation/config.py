@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 import pydantic
 
 from penstock.config import Config, SamplingConfig
-from penstock.records import TRAIN
+from penstock.names import TRAIN
 from services.trainer.data.config import DataConfig, SourceConfig, passed_on
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")

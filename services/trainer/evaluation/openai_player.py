@@ -19,7 +19,8 @@ import structlog
 from penstock.clients import RewardClient
 from penstock.errors import ConfigError, InvalidRequestError, SetupError
 from penstock.model.images import image_format
-from penstock.records import SINGLE_TURN, Message, Sampling, TextPart, text_for_verifiers
+from penstock.names import SINGLE_TURN
+from penstock.records import Message, Sampling, TextPart, text_for_verifiers
 from penstock.runtime.backoff import Backoff
 from penstock.v1 import reward_pb2
 from penstock.verdict_status import UNJUDGED, Status

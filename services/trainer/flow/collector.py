@@ -16,7 +16,8 @@ from penstock.bus.buckets.lock import Lock
 from penstock.bus.consumer import Consumer, Delivery
 from penstock.bus.image_store import ImageStore
 from penstock.errors import CorruptMessageError, InvalidRequestError, MissingImageError, UnavailableError
-from penstock.records import TRAIN, Group, GroupId
+from penstock.names import TRAIN
+from penstock.records import Group, GroupId
 from penstock.records.codec import decode
 from services.trainer.admission.config import FilterConfig
 from services.trainer.admission.filters import FilterReason, Screening, screen

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pydantic
 
 from penstock.config import Config, MetricsConfig, NetworkConfig, RunConfig
-from penstock.records import SINGLE_TURN
+from penstock.names import SINGLE_TURN
 
 MAX_PROCESSES = 128
 """Maximum processes of episodes at once: as many as `worker.concurrency` groups of eight have by default."""

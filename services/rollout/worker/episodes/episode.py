@@ -29,7 +29,8 @@ from penstock.errors import (
 )
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
-from penstock.records import TRAIN, Prompt, Sample, Verdict
+from penstock.names import TRAIN
+from penstock.records import Prompt, Sample, Verdict
 from penstock.runtime.process import others_code
 from penstock.telemetry import spans
 from penstock.v1 import generate_pb2
