@@ -15,7 +15,8 @@ from tests.support.trainer.ranks.rank_pool import RankPool
 from tests.support.trainer.ranks.ranked_groups import groups_of
 from tests.support.trainer.rows import row_of
 from tests.unit.backend.ranks.test_pushed_rows import pushed
-from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, steps_of, trained
+from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, trained
+from tests.unit.backend.ranks.test_sharded_checkpoints import saved
 
 _LORA = {"rank": 3, "alpha": 6.0, "targets": ["text", "tower"]}  # of which two ranks hold two rows and one
 _SETTINGS: dict[str, Any] = {"lora": _LORA, "optimizer": {"learning_rate": 1e-2}}
@@ -67,31 +68,26 @@ def logprobs(ranks: Ranks, path: Path, checkpoint: Path) -> torch.Tensor:
 
 def test_ranks_compute_with_the_matrix_that_engines_merge(two: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """In bfloat16, too, to the bit: adapters are gathered in float32, and their sum with the base is rounded once."""
-    saved(ALONE, tiny_model_path, None, tmp_path / "saved", [0, 1])
+    saved_adapters(ALONE, tiny_model_path, None, tmp_path / "saved", [0, 1])
     alone = logprobs(ALONE, tiny_model_path, tmp_path / "saved")
     for together in two.run(logprobs, tiny_model_path, tmp_path / "saved"):
         assert torch.equal(together, alone)
 
 
-def saved(ranks: Ranks, path: Path, checkpoint: Path | None, folder: Path, seeds: list[int]) -> tuple[str, list[str]]:
+def saved_adapters(
+    ranks: Ranks, path: Path, checkpoint: Path | None, folder: Path, seeds: list[int]
+) -> tuple[str, list[str]]:
     """The digest of base and adapters after some steps from a checkpoint, of which all write another; and the files."""
-    backend = backend_of(ranks, path, checkpoint, algorithm=_KL, **_SETTINGS)
-    steps_of(backend, path, seeds)
-    if ranks.rank == 0:
-        folder.mkdir()
-    ranks.gather(None)
-    written = backend.save(folder)
-    ranks.gather(None)
-    return backend.digests().weights, sorted(written)
+    return saved(ranks, path, checkpoint, folder, seeds, algorithm=_KL, **_SETTINGS)
 
 
 def test_a_checkpoint_is_of_no_number_of_ranks(two: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """What one has saved, two write again to the bit, in the one file that PEFT reads; and the other way round."""
-    digest, files = saved(ALONE, tiny_model_path, None, tmp_path / "by one", [0, 1])
-    answers = two.run(saved, tiny_model_path, tmp_path / "by one", tmp_path / "by two", [])
+    digest, files = saved_adapters(ALONE, tiny_model_path, None, tmp_path / "by one", [0, 1])
+    answers = two.run(saved_adapters, tiny_model_path, tmp_path / "by one", tmp_path / "by two", [])
     assert [each for each, _ in answers] == [digest] * 2
     assert [file for _, of_rank in answers for file in of_rank] == files
-    assert saved(ALONE, tiny_model_path, tmp_path / "by two", tmp_path / "again", [])[0] == digest
+    assert saved_adapters(ALONE, tiny_model_path, tmp_path / "by two", tmp_path / "again", [])[0] == digest
     for folder in ("adapter", "optimizer", "reference"):
         first = tensors_of(tmp_path / "by one" / folder)
         for other in ("by two", "again"):
@@ -128,7 +124,7 @@ def refusal(ranks: Ranks, path: Path, checkpoint: Path) -> str:
 
 def test_adapters_of_another_base_are_refused(two: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """By every rank, though each has read a part of the base."""
-    saved(ALONE, tiny_model_path, None, tmp_path / "saved", [])
+    saved_adapters(ALONE, tiny_model_path, None, tmp_path / "saved", [])
     other = write_model(FAMILIES["qwen3_vl"](), tmp_path / "other")
     for reason in two.run(refusal, other, tmp_path / "saved"):
         assert "holds another model than the one whose adapters" in reason

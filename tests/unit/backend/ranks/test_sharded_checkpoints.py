@@ -19,13 +19,13 @@ _ALGORITHM = {"kl": {"kind": "k3", "refresh": "ema", "refresh_every": 1, "ema_we
 
 
 def saved(
-    ranks: Ranks, path: Path, checkpoint: Path | None, folder: Path, seeds: list[int], **settings: int
+    ranks: Ranks, path: Path, checkpoint: Path | None, folder: Path, seeds: list[int], **settings: Any
 ) -> tuple[str, list[str]]:
     """The digest of the weights after some steps from a checkpoint, of which all write another; and this rank's files.
 
-    `settings` are the trainer's.
+    `settings` are the trainer's, and `algorithm` its own.
     """
-    backend = backend_of(ranks, path, checkpoint, algorithm=_ALGORITHM, **settings)
+    backend = backend_of(ranks, path, checkpoint, **{"algorithm": _ALGORITHM, **settings})
     steps_of(backend, path, seeds)
     if ranks.rank == 0:
         folder.mkdir()
