@@ -72,13 +72,14 @@ class KnownNames:
                 yield key, f"{name[:_MAX_SHOWN]!r} is unknown; {meant}known: {', '.join(known)}"
 
 
-def require_names(recipe: Recipe, *, data: bool = True, sets: bool) -> None:
+def require_names(recipe: Recipe, *, data: bool = True, sets: bool, known: KnownNames | None = None) -> None:
     """Check the profiles and environments that a recipe's settings name.
 
     Args:
         recipe: The recipe.
         data: Whether its prompts are played.
         sets: Whether its evaluation sets are.
+        known: Names that they may use; None: those that the processes of the recipe know.
 
     Raises:
         ConfigError: one is unknown.
@@ -88,7 +89,7 @@ def require_names(recipe: Recipe, *, data: bool = True, sets: bool) -> None:
         named |= {f"data.sources.{name}" if name else "data": each for name, each in recipe.data.by_name.items()}
     if sets:
         named |= {f"evaluation.sets.{name}": each for name, each in recipe.evaluation.sets.items()}
-    known = KnownNames.of(recipe)
+    known = known or KnownNames.of(recipe)
     for section, each in named.items():
         for key, unknown in known.unknown(each):
             is_inherited = getattr(each, key) == getattr(recipe.data, key)

@@ -27,6 +27,8 @@ log = structlog.get_logger()
 
 TRAINER = "trainer"
 """Name of the lock that the run's trainer holds."""
+EVALUATION = "evaluation"
+"""Name of the lock that `penstock eval` holds, whose run has no trainer."""
 _BUCKET = "locks"
 _POLL_S = 0.25
 _PATIENCE_S = 2.0
@@ -116,7 +118,7 @@ async def claim(
                 return Lock(register, name, holder)
         elif clock() - started >= ttl_s + _PATIENCE_S:
             raise SetupError(
-                f"a {name} of this run is running already ({_describe(register.value)}); stop it, or "
+                f"another {name} of this run is running already ({_describe(register.value)}); stop it, or "
                 "choose another run.name"
             )
         else:

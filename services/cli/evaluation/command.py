@@ -61,7 +61,7 @@ def eval_(
     if model is not None:
         folder_of_model = find_model(model) if hub.parse_id(model) is None else hub.fetch(model, setting="--model")
         settings = settings.model_copy(update={"model": ModelConfig(path=folder_of_model)})
-    elif not url:
+    elif not (url or (folder is not None and evaluating.is_over_api(folder))):
         settings = hub_models.with_model(settings)
     security = Security.load(settings.security)
     code: int = evaluating.evaluate(settings, security, url=url, url_model=url_model, folder=folder)

@@ -1,18 +1,21 @@
 """Runs `penstock eval`: plays the sets of a recipe with a model, and prints and stores the results."""
 
 import asyncio
-import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from penstock import config as configuration
+from penstock.bus.buckets.lock import EVALUATION, locked
 from penstock.bus.connection import Bus, connect
 from penstock.bus.span_stream import SEND_EVERY_S
+from penstock.clients import RewardClient
+from penstock.errors import DeadlineError, SetupError, UnavailableError
 from penstock.runtime import process
 from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.process import end_task
@@ -22,7 +25,7 @@ from services.cli import service_settings
 from services.cli.evaluation.begun import Begun, read_begun, require_same, require_same_rows
 from services.cli.evaluation.progress import EvaluationProgress, open_progress
 from services.cli.own_folder import own_folder
-from services.cli.score.run import private_service
+from services.cli.score.run import private_service, running_at
 from services.launch.known_names import KnownNames, require_names
 from services.launch.run_folder import RunFolder
 from services.launch.serving import plan_serving, serving
@@ -31,7 +34,7 @@ from services.recipe import Recipe
 from services.trainer.evaluation.bus_player import play_on_bus
 from services.trainer.evaluation.evaluation import OnPlayed
 from services.trainer.evaluation.kept_answers import read_kept_answers, write_set_settings
-from services.trainer.evaluation.openai_player import API_KEY, OpenAiPlayer, require_single_turn
+from services.trainer.evaluation.openai_player import OpenAiPlayer, read_api_key, require_single_turn
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.report import RESULTS_FILE, SAMPLES_FILE, SamplesFile, describe, write_results
 from services.trainer.evaluation.samples_page import PAGE_FILE, write_page
@@ -45,6 +48,15 @@ _MODEL_VERSION = 0
 _EXIT_FAILED_PROMPTS = 1
 
 Play = Callable[[OnPlayed], Awaitable[None]]
+
+
+def is_over_api(folder: RunFolder) -> bool:
+    """Return whether the evaluation in a folder was begun over an API, for which the recipe's model is never read.
+
+    Raises:
+        ConfigError: the folder has no evaluation that can be resumed.
+    """
+    return bool(read_begun(folder.path).url)
 
 
 def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, folder: RunFolder | None = None) -> int:
@@ -66,6 +78,7 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
         begun = read_begun(folder.path)
         require_same(begun, folder.path, before=configuration.load(Recipe, [folder.config_file]), now=recipe)
         url, url_model = begun.url, begun.url_model
+    api_key = read_api_key() if url else ""
     model = None if url else service_settings.for_engine(recipe).model.path
     service_settings.require_template_variables(recipe, model, with_sets=True)
     if url:
@@ -92,7 +105,9 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
             if run.is_complete:
                 folder.write_config(recipe)
             else:
-                code = process.run(lambda stop: run.over_api(stop, url, url_model) if url else run.with_engines(stop))
+                code = process.run(
+                    lambda stop: run.over_api(stop, url, url_model, api_key) if url else run.with_engines(stop)
+                )
             code = code or run.report()
     if begun is None and code == process.EXIT_USER_ERROR:
         log.close_file()
@@ -146,6 +161,7 @@ class _Evaluating:
         begun = await asyncio.to_thread(Begun.with_engines, model, self._started_at)
         with lasting_output(), self._progress() as progress:  # in this order: bars replace the output too
             async with AsyncExitStack() as stack:
+                await stack.enter_async_context(self._alone_on_bus())
                 live, supervisor = await stack.enter_async_context(
                     serving(self._recipe, self._folder, stop, self._security, progress.write)
                 )
@@ -163,15 +179,15 @@ class _Evaluating:
                 if self._is_interrupted:
                     progress.write("stopping; Ctrl-C again kills all processes at once")
 
-    async def over_api(self, stop: asyncio.Event, url: str, model: str) -> None:
+    async def over_api(self, stop: asyncio.Event, url: str, model: str, api_key: str) -> None:
         """Play over an OpenAI-compatible API, until `stop`."""
         with lasting_output(), self._progress() as progress:  # in this order: bars replace the output too
             async with (
-                private_service(self._recipe.reward, self._security) as verifier,
+                self._verifier() as verifier,
                 OpenAiPlayer(
                     url,
                     model=model,
-                    api_key=os.environ.get(API_KEY, ""),
+                    api_key=api_key,
                     verifier=verifier,
                     concurrency=self._recipe.worker.concurrency,
                 ) as player,
@@ -184,6 +200,49 @@ class _Evaluating:
                     await player.play(self._sets, on_played=on_played, played=self._played)
 
                 await self._play(begun, play, progress, stop.wait())
+
+    @asynccontextmanager
+    async def _alone_on_bus(self) -> AsyncIterator[None]:
+        """Hold the run's lock on a NATS that others use, too.
+
+        Two evaluations of one name would play each other's prompts, each with its own model.
+
+        Raises:
+            SetupError: another evaluation of this name is running there.
+        """
+        bus = self._recipe.bus
+        if not bus.url:
+            yield
+            return
+        async with (
+            connect(bus, run=self._recipe.run.name, security=self._security) as connected,
+            locked(connected, EVALUATION, ttl_s=bus.lease_ttl_s),
+        ):
+            yield
+
+    @asynccontextmanager
+    async def _verifier(self) -> AsyncIterator[RewardClient]:
+        """Yield a client of the reward service that the recipe names, else of one for this process alone.
+
+        Raises:
+            ConfigError: the named service does not know a set's profile.
+            SetupError: it does not answer.
+        """
+        address = self._recipe.worker.reward_address
+        if not address:
+            async with private_service(self._recipe.reward, self._security) as client:
+                yield client
+            return
+        async with running_at(address, self._security) as client:
+            try:
+                profiles = await client.list_profiles()
+            except (UnavailableError, DeadlineError) as error:
+                raise SetupError(
+                    f"worker.reward_address = {address!r}: {error}; start a reward service there, or leave it out"
+                ) from None
+            known = replace(KnownNames.of(self._recipe), profile=sorted(each.name for each in profiles))
+            require_names(self._recipe, data=False, sets=True, known=known)
+            yield client
 
     def report(self) -> int:
         """Print the results, and write them if everything was played; return the exit code."""

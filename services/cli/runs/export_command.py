@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.errors import ConfigError
+from penstock.model import hub
 from services.cli.extras import import_with_extra
 from services.cli.model_folder import find_model_or_adapter, is_adapter_folder
 
@@ -32,7 +33,12 @@ def export(
     dtype: Annotated[Precision, typer.Option("--dtype", help="Precision of the weights.")] = Precision.BFLOAT16,
     base: Annotated[
         Path | None,
-        typer.Option("--base", help="Model that adapters were trained on, if it has moved.", show_default=False),
+        typer.Option(
+            "--base",
+            metavar="FOLDER|ID",
+            help="Model that adapters were trained on, if it has moved.",
+            show_default=False,
+        ),
     ] = None,
 ) -> int:
     """Write the model of a run as a folder that transformers and SGLang load.
@@ -43,6 +49,7 @@ def export(
     model = find_model_or_adapter(source, step=step, name="RUN")
     if is_adapter_folder(model):
         merging = import_with_extra("services.trainer.backend.files.merge_adapter", "penstock export", extra="trainer")
+        base = None if base is None else hub.fetch(base, setting="--base")
         size_bytes = merging.merge_adapter(model, target, dtype=dtype.value, base=base)
     elif base is not None:
         raise ConfigError(f"--base {base}: {model} holds whole weights, not adapters; leave it out")

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import email.utils
 import json
+import os
 import random
 import time
 from collections import deque
@@ -47,6 +48,20 @@ _REFUSED = frozenset({401, 403, 404})
 _MAX_TOKENS: Final = "max_tokens"
 _NEWER_MAX_TOKENS: Final = "max_completion_tokens"
 """What OpenAI's reasoning models take in place of `max_tokens`, which servers of other models may not know."""
+
+
+def read_api_key(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the key of --url, without white space around it; empty if there is none.
+
+    Raises:
+        ConfigError: it has characters that no HTTP header can have. The message shows none of the key.
+    """
+    key = environment.get(API_KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{API_KEY} has characters that no key has, such as a line break or a curly quote; set it anew"
+        )
+    return key
 
 
 class OpenAiPlayer:

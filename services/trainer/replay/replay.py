@@ -63,7 +63,7 @@ def start_of(run: RecordedRun, step: int, *, model_path: Path, scratch: Path) ->
         run: The run.
         step: A recorded step of it.
         model_path: The model that the run began with, a folder or a model on the Hugging Face Hub; read only if no
-            checkpoint precedes the step.
+            checkpoint precedes the step, or if checkpoints hold adapters alone.
         scratch: Folder for a checkpoint that the run did not keep.
 
     Raises:
@@ -72,8 +72,6 @@ def start_of(run: RecordedRun, step: int, *, model_path: Path, scratch: Path) ->
     """
     run.recording(step)  # raises before anything is computed
     start = run.checkpoint_before(step)
-    if start is None:
-        model_path = hub.fetch(model_path)
     first = run.recording(1 if start is None else start.step + 1)
     trainer = _Trainer(start, first.settings, model_path)
     _require_same_weights(trainer, first, start, model_path)
@@ -98,13 +96,36 @@ def replay_step(
         start: From `start_of`.
         recording: The step.
         settings: The recording's, or other ones to see their effect.
-        model_path: Folder of the model that the run began with, which the adapters of a checkpoint belong to; None:
-            where the settings say.
+        model_path: The model that the run began with, which the adapters of a checkpoint belong to, as for
+            `start_of`; None: where the settings say.
 
     Raises:
         SetupError: the groups do not fit the model, or the settings leave none of them.
     """
     return _Trainer(start, settings, model_path or settings.model.path).compute(recording)
+
+
+def _model_folder(start: Checkpoint | None, settings: StepSettings, model_path: Path) -> Path:
+    """Return the checkpoint's model, or the one that the run began with: adapters alone have no model of their own.
+
+    Args:
+        start: The checkpoint; None: none precedes the step.
+        settings: Settings of the step.
+        model_path: The model that the run began with.
+
+    Raises:
+        SetupError: there is none.
+    """
+    if start is not None and not settings.trainer.lora.rank:
+        return start.model_path
+    folder = hub.fetch(model_path)
+    if not (folder / "config.json").is_file():
+        why = "no checkpoint precedes the step" if start is None else "checkpoints of the run hold adapters alone"
+        raise SetupError(
+            f"{why}, and model.path = {str(model_path)!r} has no model; give the folder of the model that the run "
+            "began with by --model.path=FOLDER"
+        )
+    return folder
 
 
 def _with_reference(algorithm: AlgorithmConfig) -> AlgorithmConfig:
@@ -121,18 +142,11 @@ class _Trainer:
 
     def __init__(self, start: Checkpoint | None, settings: StepSettings, model_path: Path) -> None:
         config = settings.trainer
-        if (start is None or config.lora.rank) and not (model_path / "config.json").is_file():
-            why = "no checkpoint precedes the step" if start is None else "checkpoints of the run hold adapters alone"
-            raise SetupError(
-                f"{why}, and model.path = {str(model_path)!r} has no model; give the folder of the model that the run "
-                "began with by --model.path=FOLDER"
-            )
         if not torch.cuda.is_available():
             # A step from a GPU can be examined without one; its environment differs visibly
             config = config.model_copy(update={"device": "cpu"})
         self.settings = settings
-        # A checkpoint of adapters has no model of its own
-        self._base_path = model_path if start is None or config.lora.rank else start.model_path
+        self._base_path = _model_folder(start, settings, model_path)
         self.backend = InProcessBackend(
             self._base_path,
             config,

@@ -17,7 +17,7 @@ class StepModel(Config):
     """The model that the run began with."""
 
     path: ModelPath
-    """Its folder. Read only if no checkpoint precedes the step."""
+    """Its folder. Read only if no checkpoint precedes the step, or if checkpoints hold adapters alone."""
 
 
 class StepRun(Config):

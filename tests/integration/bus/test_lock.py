@@ -64,7 +64,9 @@ async def test_a_holder_that_renews_is_not_replaced(bus: Bus, other_bus: Bus) ->
             await holder.confirm()
 
     renewing = asyncio.create_task(renew())
-    with pytest.raises(SetupError, match=r"a trainer of this run is running already .*pid.*choose another run\.name"):
+    with pytest.raises(
+        SetupError, match=r"another trainer of this run is running already .*pid.*choose another run\.name"
+    ):
         await claim(other_bus, "trainer", ttl_s=20.0, clock=Clock(), poll_s=0.05)
     assert not renewing.done()
     await end_task(renewing)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
+from penstock.bus.buckets.lock import EVALUATION, locked
 from penstock.bus.connection import connect
 from penstock.config import BusConfig, load
 from penstock.errors import ConfigError
@@ -25,7 +26,10 @@ from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import main
 from services.cli.model_folder import find_model
 from services.recipe import Recipe
+from services.reward import server as reward_server
+from services.reward.config import RewardConfig
 from services.rollout.testing.engine_process import START_TIMEOUT_S
+from services.trainer.evaluation.openai_player import read_api_key
 from services.view.trace_reader import TraceReader
 from tests.support.openai_api import serving_api
 
@@ -247,6 +251,53 @@ def test_mistakes_end_it_before_anything_starts(
     assert err.startswith(f"error: {error}")
     assert len(err.splitlines()) == 1
     assert not (recipe.parent / "runs").exists()
+
+
+async def test_two_evaluations_of_a_name_do_not_share_a_bus(recipe: Path, nats_url: str, run_name: str) -> None:
+    """Workers of either would play the prompts of both, each with its own model; the second is refused in a line."""
+    bus = BusConfig(url=nats_url, lease_ttl_s=1.0)
+    async with connect(bus, run=f"{run_name}-eval") as other:
+        async with (
+            locked(other, EVALUATION, ttl_s=bus.lease_ttl_s),
+            evaluating(recipe, "--bus.lease_ttl_s=1") as command,
+        ):
+            out, err = await finished(command)
+        await other.delete_run()
+    assert (command.returncode, len(err.splitlines())) == (2, 1), err
+    assert "another evaluation of this run is running already" in err
+    assert "choose another run.name" in err
+    assert "is removed: nothing was played" in out
+
+
+def test_a_key_that_no_header_can_have_is_not_shown(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, and no run folder; a line break at the end, as a file of Kubernetes has it, is left out."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-\u201csecret")
+    assert main(["eval", str(recipe), "--url=http://127.0.0.1:1/v1"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: OPENAI_API_KEY has characters that no key has")
+    assert "secret" not in err
+    assert not (recipe.parent / "runs").exists()
+    assert read_api_key({"OPENAI_API_KEY": "sk-secret\r\n"}) == "sk-secret"
+
+
+async def test_the_reward_service_that_the_recipe_names_judges(recipe: Path) -> None:
+    """Also over an API; a profile that it does not know is refused before anything is asked."""
+    verifier = recipe.parent / "strict.py"
+    verifier.write_text("def verify(golds, response, prompt): return response.endswith(golds[0] + '}')")
+    reward = RewardConfig(workers=1, verifiers={"strict": f"{verifier}:verify"})
+    with serving_api() as api:
+        async with reward_server.running(reward) as service:
+            options = [f"--url={api.url}", f"--worker.reward_address={service.rpc.address}"]
+            async with evaluating(recipe, *options, "--evaluation.sets.four.profile=strict") as command:
+                out, err = await finished(command)
+            assert (command.returncode, err) == (0, ""), out
+            num_asked = len(api.requests)
+            async with evaluating(recipe, *options, "--evaluation.sets.four.profile=strct") as command:
+                _, err = await finished(command)
+        assert (command.returncode, len(err.splitlines()), len(api.requests)) == (2, 1, num_asked), err
+        assert "evaluation.sets.four.profile = 'strct' is unknown; did you mean 'strict'?" in err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--url-model=some"]], ids=["finds the model", "knows the model"])

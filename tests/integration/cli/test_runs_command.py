@@ -109,7 +109,7 @@ async def test_a_run_that_is_live_stays(bus: Bus, run_name: str, tmp_path: Path)
     folder = make_stored_run(tmp_path / "live", bus, run_name)
     async with locked(bus, TRAINER, ttl_s=3.0):
         trainer = await penstock_runs("delete", folder, "--yes")
-    assert "a trainer of this run is running already" in trainer.stderr
+    assert "another trainer of this run is running already" in trainer.stderr
     async with held(await bus.bucket("replicas", ttl_s=3.0), "engine-7", lambda: b"x", ttl_s=3.0) as lease:
         await lease.renew()
         engine = await penstock_runs("delete", folder, "--yes")

@@ -19,12 +19,15 @@ from penstock.model import hub as model_hub
 from penstock.telemetry import log
 from services.cli import hub_models, main, service_settings
 from services.cli.evaluation import run as evaluating
-from services.cli.evaluation.begun import Begun
+from services.cli.evaluation.begun import Begun, require_same
 from services.doctor.finding import Status
 from services.doctor.inputs import check_model
 from services.launch import launcher
+from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
-from services.trainer.replay.replay import _with_reference
+from services.trainer.checkpoint.store import Checkpoint
+from services.trainer.replay.replay import _model_folder, _with_reference
+from services.trainer.replay.settings import StepSettings
 from tests.support.trainer.data.hub_server import COMMIT, OLDER, HubServer, Repo, used_hub
 
 TINY = {file.name: file.read_bytes() for file in shipped.models()["tiny-qwen3-vl"].iterdir()}
@@ -111,6 +114,28 @@ def test_a_recorded_reference_is_found_again(hub: HubServer) -> None:
     found = _with_reference(algorithm).kl.reference
     assert found is not None
     assert files_of(found) >= NEEDED
+
+
+def test_a_replay_of_adapters_finds_their_base(hub: HubServer, tmp_path: Path) -> None:
+    """Their checkpoints have none; where a checkpoint has the whole model, nobody asks for the one before."""
+    before = Checkpoint(step=1, path=tmp_path / "step-000001", state={})
+
+    def found(*overrides: str) -> Path:
+        of_run = recipe(*overrides)
+        assert of_run.model is not None
+        settings = StepSettings.of(
+            model_path=of_run.model.path,
+            seed=0,
+            temperature=1.0,
+            trainer=of_run.trainer,
+            algorithm=of_run.algorithm,
+            filters=of_run.filters,
+        )
+        return _model_folder(before, settings, settings.model.path)
+
+    assert found() == before.model_path
+    assert hub.requests == []
+    assert files_of(found("--trainer.lora.rank=8")) >= NEEDED
 
 
 def test_offline_reads_the_cache_and_asks_nobody(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +282,25 @@ def test_eval_takes_a_model_of_the_hub(hub: HubServer, monkeypatch: pytest.Monke
     models = [each.model for each in played[1:] if each.model]
     assert [each.path.name for each in models] == [OLDER, COMMIT]
     assert Begun.with_engines(models[0].path, "now").model_name == f"owner/tiny@{OLDER}"
+
+
+def test_an_evaluation_over_an_api_goes_on_without_the_recipes_model(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing ever read it, so that its config.toml names no commit: neither is it fetched, nor does it differ."""
+    begun = Begun(started_at="now", model="m at http://127.0.0.1:1/v1", url="http://127.0.0.1:1/v1", url_model="m")
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    begun.write(folder)
+    (folder / "config.toml").write_text(configuration.dump(recipe("--evaluation.sets.s.profile=math")))
+
+    def evaluate(settings: Recipe, *_: object, folder: RunFolder, **__: object) -> int:
+        require_same(begun, folder.path, before=configuration.load(Recipe, [folder.config_file]), now=settings)
+        return 0
+
+    monkeypatch.setattr(evaluating, "evaluate", evaluate)
+    assert main(["eval", f"--resume={folder}"]) == 0
+    assert hub.requests == []
 
 
 def test_plan_needs_no_weights(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
