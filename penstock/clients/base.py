@@ -43,7 +43,7 @@ class Client:
         """
         self.address = address
         self._channel = connect(address, security, spread=spread)
-        self._failing = False
+        self._retries = _RetryLog(address)
 
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""
@@ -70,7 +70,7 @@ class Client:
             retry=retry_if_exception_type((*may_pass, DeadlineError) if self._repeats_late_calls else may_pass),
             wait=_BACKOFF,
             stop=stop_after_attempt(1) if retry_until is None else stop_before_delay(retry_until - time.monotonic()),
-            before_sleep=self._log_retry,
+            before_sleep=self._retries.add,
             reraise=True,
         )
         async for trial in retrying:
@@ -82,13 +82,26 @@ class Client:
                 except DeadlineError:
                     timeout_s *= 2
                     raise
-                self._failing = False
+                self._retries.is_failing = False
                 return result
         raise AssertionError  # the last trial returns or raises
 
-    def _log_retry(self, state: RetryCallState) -> None:
-        """Log one warning when a server stops answering, not one for each of a thousand calls."""
+
+class _RetryLog:
+    """Logs one warning when a server stops answering, not one for each of a thousand calls.
+
+    It is no part of the client, because tenacity keeps it in a cycle of references: a client that is dropped is freed
+    at once, and its channel with it. gRPC ends its threads with the last channel, which is best before the process
+    ends.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.is_failing = False
+        self._address = address
+
+    def add(self, state: RetryCallState) -> None:
+        """Log the call that `state` is about to repeat."""
         assert state.outcome is not None
-        level = log.debug if self._failing else log.warning
-        level("call.retried", address=self.address, reason=str(state.outcome.exception()))
-        self._failing = True
+        level = log.debug if self.is_failing else log.warning
+        level("call.retried", address=self._address, reason=str(state.outcome.exception()))
+        self.is_failing = True

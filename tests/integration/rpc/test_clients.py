@@ -1,7 +1,9 @@
 """Clients against real servers: deadlines, retries and cancellation."""
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -46,6 +48,21 @@ async def test_generate_returns_the_engines_answer(engine: SimulatedEngine) -> N
         response = await client.generate(REQUEST, timeout_s=HANG_S)
     assert list(response.output_ids) == [FIRST_ID, FIRST_ID + 1, FIRST_ID + 2]
     assert list(response.logprobs) == [logprob_of(token) for token in response.output_ids]
+
+
+async def test_a_client_that_is_dropped_is_freed_with_its_channel(engine: SimulatedEngine) -> None:
+    """Without a collection of garbage: with the last channel of a process, gRPC's threads end."""
+    gc.collect()
+    gc.disable()
+    try:
+        client = GenerateClient(engine.replica.address)
+        channel = weakref.ref(client._channel)
+        await client.generate(REQUEST, timeout_s=HANG_S, retry_until=time.monotonic() + HANG_S)
+        await client.close()
+        del client
+        await until(lambda: channel() is None)
+    finally:
+        gc.enable()
 
 
 async def test_what_may_succeed_later_is_tried_again_under_a_new_request_id(engine: SimulatedEngine) -> None:
