@@ -132,7 +132,12 @@ def test_a_rank_that_dies_or_hangs_ends_the_trainer(tiny_model_path: Path, blow:
 @pytest.mark.parametrize(
     ("odd", "stall_s", "reason"),
     [
-        ("sleeps", 4, "rank 1 did not move for 4 s while others waited in the command begin_step"),
+        pytest.param(
+            "sleeps",
+            4,
+            "rank 1 did not move for 4 s while others waited in the command begin_step",
+            marks=pytest.mark.variant,  # as torchrun's ranks below
+        ),
         pytest.param(
             "refuses",
             60,
@@ -155,6 +160,7 @@ def test_a_rank_that_does_not_come_to_the_others_ends_the_trainer(
 
 
 @pytest.mark.slow
+@pytest.mark.variant  # tests/unit/backend/ranks/test_beats.py
 def test_ranks_wait_for_one_that_computes(tiny_model_path: Path) -> None:
     """Twice as long as for one that does not move."""
     with trainer(tiny_model_path, "--stall-s=4", "--odd=computes") as started:

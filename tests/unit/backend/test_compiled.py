@@ -47,6 +47,7 @@ def backend_of(path: Path, **settings: object) -> InProcessBackend:
     return backend
 
 
+@pytest.mark.variant
 def test_a_compiled_step_is_the_same(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
     """In loss, gradient norm and weights, with recomputed activations and a reference policy; and what the first step
     has compiled serves rows of other lengths.

@@ -67,6 +67,7 @@ def test_scores_as_the_original(profile: str) -> None:
     assert differing == []
 
 
+@pytest.mark.variant
 def test_gives_the_verdicts_of_math_verifys_own_tests() -> None:
     """Each of its test cases has the verdict that it demands."""
     wrong = [case for case in _CASES if score("math_verify", [case["gold"]], case["response"]) != case["correct"]]
