@@ -43,6 +43,12 @@ from services.trainer.data.rows.golds import read_golds, read_solution
         ("2 and 3 are <SOLUTION>5</SOLUTION>", ("5",)),
         ("<think>1, then 2\n</think>\n<answer>$\\boxed{5}$</answer>", ("5",)),
         ("Final answer: $x = 5$", ("x = 5",)),
+        ("She sold 48/2 = <<48/2=24>>24 in May.\nTogether 48+24 = <<48+24=72>>72.\n#### 72", ("72",)),
+        ("#### $2,125 \r\n", ("$2,125",)),
+        ("Answer: 4\n####5", ("5",)),
+        ("#### 4\nThe answer is \\boxed{5}.", ("5",)),
+        ("##### 5", ("##### 5",)),
+        ("#### Proof\nBy parity.\n#### Answer\nNo.", ("#### Proof\nBy parity.\n#### Answer\nNo.",)),
         ("yes", ("yes",)),
         (r"3 \sqrt{2}", (r"3 \sqrt{2}",)),
     ],
@@ -67,6 +73,7 @@ def test_an_answer_is_the_plain_text_that_is_graded(cell: Any, golds: tuple[str,
         ("<answer>5</answer> or <answer>6</answer>", "2 <answer>; want one answer, or a list"),
         ("<SOLUTION>5</SOLUTION> or <answer>6</answer>", "2 <SOLUTION>; want one answer, or a list"),
         ("<answer></answer>", "empty text"),
+        ("#### 5\nor\n#### 6", "2 lines with ####; want one answer, or a list"),
         (b"5", "bytes; want the correct answer as text"),
     ],
 )
@@ -82,17 +89,22 @@ def test_what_does_not_say_the_answer_is_refused(cell: Any, reason: str) -> None
         ("<think>2, 3</think> <answer> 5 </answer>", ("5",)),
         ("2 and 3 are <SOLUTION>5</SOLUTION>", ("5",)),
         (r"They are $\boxed{5}$.", ("5",)),
+        ("2 and 3\n#### 5", ("5",)),
     ],
 )
 def test_a_solution_marks_its_answer(cell: str, golds: tuple[str, ...]) -> None:
-    """With a tag or a box."""
+    """With a tag, a box or GSM8K's last line."""
     assert read_solution(cell) == golds
 
 
 @pytest.mark.parametrize(
     ("cell", "reason"),
     [
-        ("2 and 3 are 5.", "^text in which no <answer>, <SOLUTION> or .* marks the correct answer; mark it, or name"),
+        (
+            "2 and 3 are 5.",
+            "^text in which no <answer>, .* or last line with #### marks the correct answer; mark it, or",
+        ),
+        ("#### Step 1\n2 and 3 are 5.", "^text in which no"),
         (r"\boxed{5", "^text in which no"),
         (None, "^nothing in which no"),
         (r"\boxed{5} or \boxed{6}", "2 boxes"),

@@ -1,7 +1,7 @@
 r"""Converts correct answers from the forms that data sets publish to the plain text that verifiers compare with.
 
     "5"  5  5.0  [5, "5.0"]  {"ground_truth": "5"}  "$5$"  "\\boxed{5}"  "Answer: \\boxed{5}"  "...<answer>5</answer>"
-    "...<SOLUTION>5</SOLUTION>"
+    "...<SOLUTION>5</SOLUTION>"  "...\n#### 5"
 
 Invariant: an ambiguous value is rejected, never graded as something else.
 """
@@ -16,6 +16,8 @@ _MATH = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer\s*(?:is\s*:?|[:=])\s*", re.IGNORECASE)
 _TAG = re.compile(r"<(?P<tag>answer|SOLUTION)>(?P<inside>.*?)</(?P=tag)>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{")
+_HASHED = re.compile(r"^####(?!#)[ \t]*(\S.*)$", re.MULTILINE)
+"""Matches a line of GSM8K's answers."""
 
 
 def read_golds(cell: Any) -> tuple[str, ...]:
@@ -25,7 +27,7 @@ def read_golds(cell: Any) -> tuple[str, ...]:
         cell: Text, a number, a struct with `ground_truth`, or a list of texts and numbers.
 
     Raises:
-        ValueError: it is none of these, is empty, or holds several boxes or tags such as `<answer>`.
+        ValueError: it is none of these, is empty, or holds several boxes, tags such as `<answer>` or lines with `####`.
     """
     value = cell.get("ground_truth") if isinstance(cell, Mapping) else cell
     values = value if isinstance(value, list) else [value]
@@ -35,19 +37,21 @@ def read_golds(cell: Any) -> tuple[str, ...]:
 
 
 def read_solution(cell: Any) -> tuple[str, ...]:
-    """Return the correct answer that a worked solution marks with a tag or a box.
+    """Return the correct answer that a worked solution marks with a tag, a box or a last line with `####`.
 
     Raises:
         ValueError: it is no text, or has no mark or several.
     """
     is_marked = isinstance(cell, str) and (
-        _TAG.search(cell) or any(_inside(cell, match.end()) is not None for match in _BOX.finditer(cell))
+        _TAG.search(cell)
+        or any(_inside(cell, match.end()) is not None for match in _BOX.finditer(cell))
+        or _last_line(cell.strip()) is not None
     )
     if not is_marked:
         found = "text" if isinstance(cell, str) and cell else _kind(cell)
         raise ValueError(
-            f"{found} in which no <answer>, <SOLUTION> or \\boxed{{}} marks the correct answer; mark it, or name the "
-            "column of answers with --data.answer_column=..."
+            f"{found} in which no <answer>, <SOLUTION>, \\boxed{{}} or last line with #### marks the correct answer; "
+            "mark it, or name the column of answers with --data.answer_column=..."
         )
     return read_golds(cell)
 
@@ -74,7 +78,7 @@ def _plain(number: Decimal) -> str:
 
 
 def _bare(text: str) -> str:
-    """Strip label, box and math delimiters from an answer."""
+    """Strip working, label, box and math delimiters from an answer."""
     text = text.strip()
     if tagged := list(_TAG.finditer(text)):
         if len(tagged) > 1:
@@ -85,6 +89,8 @@ def _bare(text: str) -> str:
         raise ValueError(f"{len(boxes)} boxes; want one answer, or a list of those that count")
     if boxes and boxes[0] is not None:
         return _bare(boxes[0])
+    if (last := _last_line(text)) is not None:
+        return _bare(last)
     if label := _LABEL.match(text):
         return _bare(text[label.end() :])
     for opening, closing in _MATH:
@@ -93,6 +99,16 @@ def _bare(text: str) -> str:
         if is_around and opening not in inner and closing not in inner:
             return _bare(inner)
     return text
+
+
+def _last_line(text: str) -> str | None:
+    """Return what `####` marks on the last line; None if it marks nothing there, as in a text with headings."""
+    lines = list(_HASHED.finditer(text))
+    if not lines or lines[-1].end() != len(text):
+        return None
+    if len(lines) > 1:
+        raise ValueError(f"{len(lines)} lines with ####; want one answer, or a list of those that count")
+    return lines[0][1]
 
 
 def _inside(text: str, start: int) -> str | None:
