@@ -36,7 +36,8 @@ def shown(example: Example) -> list[tuple[str, str]]:
 
 
 USER, ASSISTANT = {"role": "user", "content": "Find x."}, {"role": "assistant", "content": "5"}
-ASKED, SAID = ("user", "Find x."), ("assistant", "5")
+AGAIN = {"role": "user", "content": "Are you sure?"}
+ASKED, SAID, ASKED_AGAIN = ("user", "Find x."), ("assistant", "5"), ("user", "Are you sure?")
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,9 @@ ASKED, SAID = ("user", "Find x."), ("assistant", "5")
         ({"conversations": [{"from": "human", "value": "Find x."}, {"from": "gpt", "value": "5"}]}, {}, [ASKED, SAID]),
         ({"prompt": "Find x.", "completion": "5"}, {}, [ASKED, SAID]),
         ({"prompt": [USER], "completion": [ASSISTANT]}, {}, [ASKED, SAID]),
+        ({"prompt": [USER, ASSISTANT, AGAIN], "completion": [ASSISTANT]}, {}, [ASKED, SAID, ASKED_AGAIN, SAID]),
+        ({"messages": [USER, ASSISTANT], "completion": "7"}, {}, [ASKED, SAID]),
+        ({"messages": [USER, ASSISTANT, AGAIN], "answer": "7"}, {}, [ASKED, SAID, ASKED_AGAIN]),
         ({"question": "Find x.", "response": "5"}, {}, [ASKED, SAID]),
         ({"problem": "Find x.", "answer": "5"}, {}, [ASKED, SAID]),
         ({"text": "Find x.", "told": "5"}, {"problem_column": "text", "answer_column": "told"}, [ASKED, SAID]),
@@ -71,7 +75,7 @@ ASKED, SAID = ("user", "Find x."), ("assistant", "5")
 def test_published_forms_are_read(
     tmp_path: Path, row: dict[str, Any], settings: dict[str, Any], conversation: list[tuple[str, str]]
 ) -> None:
-    """A conversation as it stands; else a prompt and what follows it."""
+    """A conversation as it stands; else a prompt, of earlier turns too, and what follows it."""
     assert shown(first(tmp_path, row, **settings)) == conversation
 
 

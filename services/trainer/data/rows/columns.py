@@ -22,7 +22,7 @@ from typing import Any
 from penstock.errors import DataError
 from services.trainer.data.config import SourceConfig
 from services.trainer.data.rows.images import has_image, looks_like_image, names_image
-from services.trainer.data.rows.messages import is_answered
+from services.trainer.data.rows.messages import read_roles
 
 _TEXT = (("problem", "prompt"), ("question", "query", "input", "messages", "conversations"))
 SOLUTION = "solution"
@@ -30,7 +30,7 @@ SOLUTION = "solution"
 _GOLD = (("answer", "reward_model", "reward_spec"), ("label", "ground_truth", "target"))
 _IMAGES = (("images", "image"),)
 _CONVERSATION = (("messages", "conversations"), ("problem", "prompt"), ("question", "query", "input"))
-_COMPLETION = (("completion", "response", "output"), *_GOLD)
+_COMPLETION = (("completion", "response", "output"),)
 """Names by rank: those of a later rank are read if none of the earlier ranks exists."""
 
 
@@ -81,10 +81,7 @@ def find_demonstration_columns(row: Mapping[str, Any], config: SourceConfig, *, 
     """
     what = "the conversation or the prompt"
     text = _one(row, config.problem_column, _CONVERSATION, "problem_column", name=name, what=what)
-    gold = ""
-    if config.answer_column or not is_answered(cell(row, text)):
-        what = "what the assistant says"
-        gold = _one(row, config.answer_column, _COMPLETION, "answer_column", name=name, what=what)
+    gold = _completion_column(row, config, read_roles(cell(row, text)), name=name)
     return _with_the_rest(row, config, text=text, gold="" if gold == text else gold, name=name)
 
 
@@ -103,6 +100,17 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
             return None
         value = value.get(key)
     return value
+
+
+def _completion_column(row: Mapping[str, Any], config: SourceConfig, roles: Sequence[str], *, name: str) -> str:
+    """Return the column that follows messages of these roles; empty if nothing does."""
+    what = "what the assistant says"
+    if not config.answer_column:
+        if roles and roles[-1] == "assistant":
+            return ""
+        if "assistant" in roles:  # in earlier turns of a prompt, or before a last word of the user's
+            return _find(row, _COMPLETION, "answer_column", name=name, what=what) or ""
+    return _one(row, config.answer_column, (*_COMPLETION, *_GOLD), "answer_column", name=name, what=what)
 
 
 def _with_the_rest(row: Mapping[str, Any], config: SourceConfig, *, text: str, gold: str, name: str) -> Columns:

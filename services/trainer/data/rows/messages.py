@@ -63,11 +63,11 @@ def read_turns(cell: Any) -> tuple[Turn, ...]:
     raise ValueError(f"{_kind(cell)}; want text, or a list of messages with role and content")
 
 
-def is_answered(cell: Any) -> bool:
-    """Return whether a cell is a list of messages, at least one of them the assistant's."""
+def read_roles(cell: Any) -> tuple[str, ...]:
+    """Return the roles of the messages in a cell; none if it is no list of messages."""
     messages = cell if isinstance(cell, list) else []
     roles = [message.get("role") or message.get("from") for message in messages if isinstance(message, Mapping)]
-    return any(_SHAREGPT_ROLES.get(role, role) == "assistant" for role in roles if isinstance(role, str))
+    return tuple(_SHAREGPT_ROLES.get(role, role) for role in roles if isinstance(role, str))
 
 
 def read_completion(cell: Any) -> tuple[Turn, ...]:
