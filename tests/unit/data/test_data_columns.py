@@ -36,6 +36,7 @@ PICTURE = {"bytes": png(), "path": None}
             Columns(text="prompt", gold="reward_spec", images=()),
         ),
         ({"input": "?", "label": "1", "metadata": {}}, Columns(text="input", gold="label", images=())),
+        ({"instruction": "", "problem": "?", "answer": "1"}, Columns(text="problem", gold="answer", images=())),
         ({"conversations": [], "label": "1"}, Columns(text="conversations", gold="label", images=())),
         ({"question": "?", "answer": 1, "image": None}, Columns(text="question", gold="answer", images=("image",))),
         (
@@ -63,6 +64,7 @@ def test_published_names_are_found(row: dict[str, Any], found: Columns) -> None:
     [
         ({"problem": "?", "prompt": "?", "answer": "1"}, "problem and prompt could both.*--data.problem_column=prompt"),
         ({"question": "?", "query": "?", "answer": "1"}, "question and query could both hold the prompt's text"),
+        ({"instruction": "Add.", "input": "", "answer": "5"}, "columns instruction and input are one prompt together"),
         ({"problem": "?", "answer": "1", "reward_model": {}}, "answer and reward_model could both.*answer_column="),
         (
             {"problem": "?", "answer": "1", "image": PICTURE, "images": []},

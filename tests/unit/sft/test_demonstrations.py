@@ -98,6 +98,17 @@ def test_images_of_a_row_stand_at_their_marks(tmp_path: Path) -> None:
     [
         ({"messages": [USER]}, {}, r"no column completion or response .* with what the assistant says"),
         ({"prompt": "a", "completion": "b", "response": "c"}, {}, "completion and response could both hold"),
+        (
+            {"instruction": "Add.", "input": "2, 3", "output": "5"},
+            {},
+            r"instruction and input are one prompt together; join them into a column prompt, or choose one with "
+            r"--data\.problem_column=instruction or --data\.problem_column=input",
+        ),
+        (
+            {"instruction": "Add.", "input": "", "output": "5"},
+            {"problem_column": "input"},
+            "message 0, the user's, is empty",
+        ),
         ({"messages": [ASSISTANT, USER]}, {}, "its assistant speaks before any user"),
         ({"messages": [{"role": "system", "content": "x"}, ASSISTANT]}, {}, "it has no user message"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, {}, "message 1, the assistant's, is empty"),

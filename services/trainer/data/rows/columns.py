@@ -60,7 +60,7 @@ def find_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -> 
     return _with_the_rest(
         row,
         config,
-        text=_one(row, config.problem_column, _TEXT, "problem_column", name=name, what="the prompt's text"),
+        text=_text_column(row, config, _TEXT, name=name, what="the prompt's text"),
         gold=_one(
             row, config.answer_column, (*_GOLD, (SOLUTION,)), "answer_column", name=name, what="the correct answer"
         ),
@@ -79,8 +79,7 @@ def find_demonstration_columns(row: Mapping[str, Any], config: SourceConfig, *, 
     Raises:
         DataError: as for `find_columns`.
     """
-    what = "the conversation or the prompt"
-    text = _one(row, config.problem_column, _CONVERSATION, "problem_column", name=name, what=what)
+    text = _text_column(row, config, _CONVERSATION, name=name, what="the conversation or the prompt")
     gold = _completion_column(row, config, read_roles(cell(row, text)), name=name)
     return _with_the_rest(row, config, text=text, gold="" if gold == text else gold, name=name)
 
@@ -100,6 +99,18 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
             return None
         value = value.get(key)
     return value
+
+
+def _text_column(
+    row: Mapping[str, Any], config: SourceConfig, ranks: Sequence[Sequence[str]], *, name: str, what: str
+) -> str:
+    found = _one(row, config.problem_column, ranks, "problem_column", name=name, what=what)
+    if not config.problem_column and found == "input" and "instruction" in row:  # Alpaca's form
+        raise DataError(
+            f"{name}: columns instruction and input are one prompt together; join them into a column prompt, or choose "
+            "one with --data.problem_column=instruction or --data.problem_column=input"
+        )
+    return found
 
 
 def _completion_column(row: Mapping[str, Any], config: SourceConfig, roles: Sequence[str], *, name: str) -> str:

@@ -139,13 +139,13 @@ def make_messages(
     Raises:
         ValueError: chat templates would drop or reject one of the messages: there is no user message, or a system
             message that is not the first; a prompt ends with the assistant's message; or a demonstration has no
-            assistant message, or one that is empty or has an image.
+            assistant message, one with an image, or an empty message of the user's or the assistant's.
     """
     roles = [turn.role for turn in turns]
     if "user" not in roles:
         raise ValueError("it has no user message")
     if is_demonstration:
-        _require_answers(turns)
+        _require_content(turns)
     elif roles[-1] == "assistant":
         raise ValueError("its last message is the assistant's; a prompt ends with a user's or a tool's")
     if "system" in roles[1:]:
@@ -173,18 +173,19 @@ def make_messages(
     return tuple(messages)
 
 
-def _require_answers(turns: Sequence[Turn]) -> None:
+def _require_content(turns: Sequence[Turn]) -> None:
     answers = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
     if not answers:
         raise ValueError("it has no assistant message, so there is nothing to learn")
     if "user" not in [turn.role for turn in turns[: answers[0]]]:
         raise ValueError("its assistant speaks before any user")
-    for number in answers:
-        pieces = turns[number].pieces
-        if not all(isinstance(piece, str) for piece in pieces):
+    for number, turn in enumerate(turns):
+        has_image = any(isinstance(piece, ImageRef) for piece in turn.pieces)
+        if has_image and turn.role == "assistant":
             raise ValueError(f"its message {number}, the assistant's, has an image; models answer with text")
-        if not turns[number].tool_calls and not "".join(cast(Sequence[str], pieces)).strip():
-            raise ValueError(f"its message {number}, the assistant's, is empty")
+        is_empty = not (has_image or turn.tool_calls or "".join(cast(Sequence[str], turn.pieces)).strip())
+        if is_empty and turn.role in ("user", "assistant"):
+            raise ValueError(f"its message {number}, the {turn.role}'s, is empty")
 
 
 def _turn(message: Any) -> Turn:
