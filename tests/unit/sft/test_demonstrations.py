@@ -164,6 +164,15 @@ def test_the_whole_conversation_counts_against_the_limit(tmp_path: Path, tiny_mo
         open_dataset(config, limit=ConversationLimit.load(tiny_model_path, max_tokens=short - 1), form=DEMONSTRATIONS)
 
 
+def test_budgets_of_episodes_bound_no_demonstration(tmp_path: Path, tiny_model_path: Path) -> None:
+    """One recipe serves both kinds of training: what bounds a sample is sft.max_tokens."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Find x.", "completion": "5", "own": {"max_tokens": 3}}))
+    settings: dict[str, Any] = {"limits": {"max_tokens": 2}, "limits_column": "own"}
+    config = DataConfig(path=str(tmp_path / "rows.jsonl"), cache_dir=tmp_path / "cache", **settings)
+    limit = ConversationLimit.load(tiny_model_path, max_tokens=1000)
+    assert isinstance(open_dataset(config, limit=limit, form=DEMONSTRATIONS).playable(0), Example)
+
+
 def test_an_answer_format_must_say_where_the_answer_stands(tmp_path: Path) -> None:
     """A recipe that would answer all rows alike is a mistake."""
     recipe = tmp_path / "recipe.toml"

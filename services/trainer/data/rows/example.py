@@ -50,7 +50,7 @@ class Example:
     sampling: Mapping[str, float] = field(default_factory=dict)
     """Its own temperature, top_p and top_k, in an evaluation set."""
     limits: Limits = field(default_factory=Limits)
-    """The budgets of its episodes."""
+    """The budgets of its episodes; none in a demonstration."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The row's further columns, as JSON."""
     images_put_first: bool = False
@@ -130,15 +130,14 @@ def _example(
     images = tuple(reader.read(image) for image in cells)
     for number, data in enumerate(images):
         decode_image(data, field=f"image {number}")  # in full, as the engine will, to find truncated files
-    limits = _limits(row, config).as_record()
+    limits = Limits() if is_demonstration else _limits(row, config).as_record()
     sampling = read_sampling(
         cell(row, config.sampling_column) if config.sampling_column else None,
         config.sampling_column,
         is_evaluated=is_evaluated,
     )
     max_new_tokens = sampling.pop("max_new_tokens", None)
-    if not is_demonstration:
-        _require_within(limits, images)
+    _require_within(limits, images)
     return Example(
         messages=make_messages(
             placed,
