@@ -225,7 +225,7 @@ def _lines(part: _Part, found: Survey) -> Iterator[str]:
     if found.num_tokens and limit is not None:
         yield (
             f"tokens     median {found.percentile(0.5)}, 90% {found.percentile(0.9)}, 99% {found.percentile(0.99)}, "
-            f"longest {max(found.num_tokens)}; at most {limit.max_tokens}"
+            f"longest {max(found.num_tokens)}; at most {limit.room(source.budget)}"
         )
     if found.num_learned:
         learned = sorted(found.num_learned)

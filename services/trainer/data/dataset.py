@@ -98,18 +98,17 @@ class Dataset:
             DataError: the row is invalid, and `wrong_rows` is refuse.
         """
         name, number = self.row_at(position)
-        if self._limit is not None and self.lengths[name].num_tokens[number] > self._limit.max_tokens:
+        source, limit = self.sources[name], self._limit
+        if limit is not None and self.lengths[name].num_tokens[number] > limit.room(source.budget):
             return FilterReason.OVERLONG_PROMPT
         try:
-            example = self.sources[name][number]
+            example = source[number]
             num_tokens = self._count(name, number, example)
         except DataError as error:
             return self._drop(error)
-        if self._limit is None:
+        if limit is None or num_tokens <= limit.room(example.limits.max_tokens):
             return example
-        own = example.limits.max_tokens
-        most = self._limit.max_tokens if own is None else min(self._limit.max_tokens, own - 1)
-        return example if num_tokens <= most else FilterReason.OVERLONG_PROMPT
+        return FilterReason.OVERLONG_PROMPT
 
     def drop_unsendable(self, position: int, error: InvalidRequestError) -> FilterReason:
         """Return why the row at a position, which was read but cannot be sent, is passed over.
@@ -127,11 +126,14 @@ class Dataset:
         return FilterReason.WRONG_ROW
 
     def num_passed_over(self) -> int:
-        """Return the number of rows of all sources that are known to be too long."""
-        if self._limit is None:
+        """Return the number of rows of all sources that are known to be too long, but for limits of their own."""
+        limit = self._limit
+        if limit is None:
             return 0
-        most = self._limit.max_tokens
-        return sum(int((known.num_tokens > most).sum()) for known in self.lengths.values())
+        return sum(
+            int((self.lengths[name].num_tokens > limit.room(source.budget)).sum())
+            for name, source in self.sources.items()
+        )
 
     def num_wrong(self) -> int:
         """Return the number of rows of all sources that `check` found wrong, where these are dropped."""
@@ -181,17 +183,21 @@ class Dataset:
     def _report(self, source: Source, known: Lengths, num_checked: int) -> None:
         if num_put_first := int(known.images_put_first[:num_checked].sum()):
             log.info("data.images_put_first", source=source.name, num_rows=num_put_first, num_rows_checked=num_checked)
-        checked = known.num_tokens[:num_checked]
-        if self._limit is None or not (num_overlong := int((checked > self._limit.max_tokens).sum())):
+        if self._limit is None:
+            return
+        checked, budget = known.num_tokens[:num_checked], source.budget
+        num_overlong = int((checked > self._limit.room(budget)).sum())
+        if not num_overlong:
             return
         if num_overlong == len(source):
-            raise DataError(f"{source.name}: {self._limit.refusal(num_rows=num_overlong, shortest=int(checked.min()))}")
+            refusal = self._limit.refusal(num_rows=num_overlong, shortest=int(checked.min()), budget=budget)
+            raise DataError(f"{source.name}: {refusal}")
         log.warning(
             "data.overlong_prompts_dropped",
             source=source.name,
             num_rows=num_overlong,
             num_rows_checked=num_checked,
-            max_prompt_tokens=self._limit.max_tokens,
+            max_prompt_tokens=self._limit.room(budget),
             longest_prompt_tokens=int(checked.max()),
         )
 

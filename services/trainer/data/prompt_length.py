@@ -91,17 +91,32 @@ class PromptLimit:
         """Return how many tokens of the example are learned: 0 for a prompt."""
         return 0
 
-    def refusal(self, *, num_rows: int, shortest: int) -> str:
+    def room(self, budget: int | None) -> int:
+        """Return the most tokens of a prompt.
+
+        Args:
+            budget: `limits.max_tokens` of its episodes, prompt and answers together; None: no budget.
+        """
+        return self.max_tokens if budget is None else min(self.max_tokens, budget - 1)
+
+    def refusal(self, *, num_rows: int, shortest: int, budget: int | None = None) -> str:
         """Return an error message with a remedy for a source whose rows are all too long.
 
         Args:
             num_rows: Number of rows.
             shortest: Tokens of the shortest row.
+            budget: As for `room`.
         """
+        remedy = (
+            "raise rollout.context_length, lower sampling.max_new_tokens, or play them with the room that is left by "
+            "filters.overlong_prompts = 'keep'; data.max_prompt_tokens is another limit"
+        )
+        room = self.room(budget)
+        if room < self.max_tokens:
+            remedy = f"raise data.limits.max_tokens = {budget}, the budget of prompt and answers together"
         return (
-            f"all {num_rows} prompts are longer than the {self.max_tokens} tokens that leave room for an answer, the "
-            f"shortest of them {shortest}; raise rollout.context_length, lower sampling.max_new_tokens, or play them "
-            "with the room that is left by filters.overlong_prompts = 'keep'; data.max_prompt_tokens is another limit"
+            f"all {num_rows} prompts are longer than the {room} tokens that leave room for an answer, the shortest of "
+            f"them {shortest}; {remedy}"
         )
 
     def _num_rendered(self, renderer: Renderer, example: Example) -> int:
@@ -147,7 +162,7 @@ class ConversationLimit(PromptLimit):
         _, is_learned = self._render(self._renderer, example)
         return sum(is_learned)
 
-    def refusal(self, *, num_rows: int, shortest: int) -> str:
+    def refusal(self, *, num_rows: int, shortest: int, budget: int | None = None) -> str:
         """Return an error message for a source whose rows are all too long; see `PromptLimit.refusal`."""
         return (
             f"all {num_rows} conversations are longer than the {self.max_tokens} tokens that are trained on, the "

@@ -89,8 +89,9 @@ def survey(
                 _count(found, example)
                 if limit is not None:
                     found.num_tokens.append(num_tokens)
-                    found.num_overlong += num_tokens > limit.max_tokens
-                    if num_learned and num_tokens <= limit.max_tokens:
+                    is_overlong = num_tokens > limit.room(example.limits.max_tokens)
+                    found.num_overlong += is_overlong
+                    if num_learned and not is_overlong:
                         found.num_learned.append(num_learned)
             found.num_read += 1
             on_row()

@@ -21,7 +21,8 @@ _REMEDIES: Final = {
         "filters.max_compression_ratio"
     ),
     FilterReason.OVERLONG_PROMPT: (
-        "prompts leave no room for answers: raise rollout.context_length, or lower sampling.max_new_tokens"
+        "prompts leave no room for answers: raise rollout.context_length or data.limits.max_tokens, or lower "
+        "sampling.max_new_tokens"
     ),
     FilterReason.WRONG_ROW: (
         "rows of the data are wrong: `penstock data` lists them, and the trainer's log has those that cannot be sent"

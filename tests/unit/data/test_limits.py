@@ -82,12 +82,22 @@ def test_a_prompt_beyond_its_own_budget_is_a_wrong_row(tmp_path: Path, limits: d
 def test_a_prompt_that_fills_its_own_limit_of_tokens_is_passed_over(
     tmp_path: Path, renderer: Renderer, tiny_model_path: Path
 ) -> None:
-    """One token of room is enough."""
+    """One token of room is enough. The start counts them, unless rows have their own, and refuses a source of them."""
     limit = PromptLimit(renderer, ImageGrid.of(tiny_model_path), max_tokens=500)
-    num_tokens = limit.num_tokens(opened(tmp_path, [{}])[0])
-    for room, is_passed_over in ((0, True), (1, False)):
-        data = opened(tmp_path, [{}], limit, limits={"max_tokens": num_tokens + room})
-        assert (data.playable(0) is FilterReason.OVERLONG_PROMPT) == is_passed_over
+    rows = [{"own": None}, {"problem": "How long?", "own": {"max_tokens": 0}}]
+    short, long = (limit.num_tokens(opened(tmp_path, rows)[number]) for number in range(2))
+    for max_tokens, num_passed_over in ((long, 1), (long + 1, 0)):
+        data = opened(tmp_path, rows, limit, limits={"max_tokens": max_tokens})
+        assert data.playable(0) is not FilterReason.OVERLONG_PROMPT
+        assert (data.playable(1) is FilterReason.OVERLONG_PROMPT) == (num_passed_over == 1)
+        assert data.num_passed_over() == num_passed_over
+    lifted = opened(tmp_path, rows, limit, limits={"max_tokens": short}, limits_column="own")
+    assert [lifted.playable(number) is FilterReason.OVERLONG_PROMPT for number in range(2)] == [True, False]
+    words = (
+        rf"all 2 prompts are longer than the {short - 1} tokens .*, the shortest of them {short}; raise data\.limits"
+    )
+    with pytest.raises(DataError, match=rf"{words}\.max_tokens = {short}, the budget of prompt and answers together"):
+        opened(tmp_path, rows, limit, limits={"max_tokens": short})
 
 
 def test_sources_and_sets_take_over_single_limits() -> None:

@@ -112,6 +112,13 @@ class Source:
     def __len__(self) -> int:
         return self._ends[-1]
 
+    @property
+    def budget(self) -> int | None:
+        """`limits.max_tokens` of every row; None: there is none, rows may have their own, or they are no prompts."""
+        if self.config.limits_column or self.tables[0].form is DEMONSTRATIONS:
+            return None
+        return self.config.limits.max_tokens or None
+
     def __getitem__(self, number: int, /) -> Example:
         """Read a row.
 
