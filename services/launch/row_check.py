@@ -80,7 +80,7 @@ def check_rows(
         reader = _Reader(model, say=say, progress=progress, max_rows=max_rows, ends_at=time.monotonic() + max_s)
         for source in prompts.values():
             require = partial(_require_known, source, known)
-            rows = _RowsOfRun(source, max_new_tokens=recipe.sampling.max_new_tokens)
+            rows = RowsOfRun(source, max_new_tokens=recipe.sampling.max_new_tokens)
             reader.read(rows, source, source.name, folder, drops_wrong=drops_wrong, require=require)
         if recipe.demonstrations is not None:
             own_folder, drops_wrong = cache_folder(recipe.demonstrations), recipe.demonstrations.wrong_rows == "drop"
@@ -92,10 +92,11 @@ def check_rows(
             reader.read(each, each.source, name, folder, require=partial(fits_set, each))
 
 
-class _RowsOfRun:
-    """A source's rows, of which those that ask for more new tokens than the run allows are wrong."""
+class RowsOfRun:
+    """A source's prompts, of which those that ask for more new tokens than the run allows are wrong."""
 
     def __init__(self, source: Source, *, max_new_tokens: int) -> None:
+        """Read from `source`; `max_new_tokens` is `sampling.max_new_tokens`."""
         self._source = source
         self._most = max_new_tokens
 
@@ -103,6 +104,11 @@ class _RowsOfRun:
         return len(self._source)
 
     def __getitem__(self, number: int, /) -> Example:
+        """Read a row.
+
+        Raises:
+            DataError: it is invalid, or asks for too many tokens.
+        """
         example, most = self._source[number], self._most
         if (wanted := example.max_new_tokens) is not None and wanted > most:
             reason = f"its max_new_tokens = {wanted} is above sampling.max_new_tokens = {most}; raise the setting"

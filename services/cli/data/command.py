@@ -27,7 +27,7 @@ def data(
     """Read the data of a recipe as training would: rows, columns, images, prompt lengths, dropped rows and why.
 
     Demonstrations and evaluation sets are read too. The lengths are cached, so that training need not measure them
-    again. Exits with 1 if training would refuse a row.
+    again. Exits with 1 if training would refuse a row, or all of a source as too long or wrong.
     """
     recipes, overrides = sort_arguments(recipe, context.args)
     settings = load_recipes(recipes, overrides)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from penstock.errors import DataError, PenstockError, SetupError, UnavailableErr
 from penstock.model.folder import require_model
 from services.cli import hub_models, service_settings
 from services.launch.known_names import KnownNames, require_names
+from services.launch.row_check import RowsOfRun
 from services.recipe import Recipe
 from services.trainer.data.config import DataConfig
 from services.trainer.data.contact_sheet import Entry, render_sheet
@@ -67,6 +68,9 @@ def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_exampl
     require = None if is_sft else KnownNames.of(recipe).require
     form = DEMONSTRATIONS if is_sft else PROMPTS
     prompts = list(_parts("data", recipe.data, limit, form=form, require=require))
+    if not is_sft:
+        most = recipe.sampling.max_new_tokens
+        prompts = [replace(part, rows=RowsOfRun(part.source, max_new_tokens=most)) for part in prompts]
     sets, wrong_sets = _sets(recipe, require, is_sft=is_sft)
     parts = [*prompts, *([] if is_sft else _demonstrations(recipe)), *sets]
     found = _survey(parts, max_rows)
@@ -76,8 +80,8 @@ def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_exampl
     if sheet is not None:
         _write(sheet, render_sheet(f"Data of run {recipe.run.name}", list(_entries(prompts, num_examples))))
         sys.stdout.write(f"examples in {sheet}\n")
-    refused = (each.num_unfit if part.drops_wrong else each.num_wrong for part, each in zip(parts, found, strict=True))
-    return 1 if wrong_sets or any(refused) else 0
+    is_refused = any(_is_refused(part, each) for part, each in zip(parts, found, strict=True))
+    return 1 if wrong_sets or is_refused else 0
 
 
 def _checked(recipe: Recipe, *, is_sft: bool) -> Recipe:
@@ -142,7 +146,9 @@ def _demonstrations(recipe: Recipe) -> list[_Part]:
     with named_section("demonstrations"):
         limit = None
         if recipe.model is not None:
-            limit = ConversationLimit.of_model(recipe.model.path, max_tokens=config.max_tokens)
+            limit = ConversationLimit.of_model(
+                recipe.model.path, max_tokens=config.max_tokens, setting="demonstrations.max_tokens"
+            )
         return list(_parts("demonstrations", config, limit, form=DEMONSTRATIONS))
 
 
@@ -203,6 +209,23 @@ def _survey(parts: Sequence[_Part], max_rows: int | None) -> list[Survey]:
     return found
 
 
+def _is_refused(part: _Part, found: Survey) -> bool:
+    """Return whether training would refuse one of the rows, or all together."""
+    return bool(found.num_unfit if part.drops_wrong else found.num_wrong) or bool(_refusal(part, found))
+
+
+def _refusal(part: _Part, found: Survey) -> str:
+    """Return why training would refuse all rows together; empty if it would not, or only some of them were read."""
+    if found.num_read < found.num_rows:
+        return ""
+    if found.num_wrong == found.num_rows:
+        return f"all {found.num_wrong} rows are wrong"
+    limit, budget = part.limit, part.source.budget
+    if limit is None or len(found.num_tokens) < found.num_rows or min(found.num_tokens) <= limit.room(budget):
+        return ""
+    return limit.refusal(num_rows=found.num_rows, shortest=min(found.num_tokens), budget=budget)
+
+
 def _lines(part: _Part, found: Survey) -> Iterator[str]:
     source, limit = part.source, part.limit
     if part.share:
@@ -241,13 +264,15 @@ def _lines(part: _Part, found: Survey) -> Iterator[str]:
         first = "" if num_shown == found.num_wrong else f"; the first {num_shown} of {found.num_wrong}"
         yield f"wrong      {_counted(found.num_wrong, 'row')}, {fate}{first}:"
         yield from (f"           {reason}" for reason in found.reasons)
+    if refusal := _refusal(part, found):
+        yield f"refused    {refusal}"
 
 
 def _entries(parts: Sequence[_Part], num_examples: int) -> Iterator[Entry]:
     for part in parts:
         for number in choose_rows(part.source, num_examples):
             try:
-                example = part.source[number]
+                example = part.rows[number]
             except DataError:
                 continue  # counted among the wrong rows above
             num_tokens = int(part.lengths.num_tokens[number])

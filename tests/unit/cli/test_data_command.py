@@ -100,6 +100,55 @@ def test_only_the_first_of_many_wrong_rows_are_listed(tmp_path: Path, capsys: py
     assert out.count("column 'answer' holds empty text") == 8
 
 
+def test_a_row_that_wants_more_tokens_than_the_run_allows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is wrong, as in training; a demonstration is not sampled."""
+    rows = [{**SOUND, "own": {"max_new_tokens": number}} for number in (8, 600)]
+    named = [recipe(tmp_path, rows), "--data.sampling_column=own"]
+    assert main(["data", *named]) == 1
+    out = capsys.readouterr().out
+    assert "a.parquet', row 1: its max_new_tokens = 600 is above sampling.max_new_tokens = 512; raise the sett" in out
+    assert main(["data", *named, "--data.wrong_rows=drop"]) == 0
+    assert main(["data", *named, "--sampling.max_new_tokens=600"]) == 0
+    assert main(["data", *named, "--sft"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rollout.context_length=80"], r"all 2 prompts are longer than the 72 tokens .*; raise rollout\.context"),
+        (["--data.limits.max_tokens=70"], r"all 2 prompts are longer than the 69 tokens .*; raise data\.limits\.max_"),
+        (["--sft", "--sft.max_tokens=70"], r"all 2 conversations are longer than the 70 tokens .*; raise sft\.max_tok"),
+        (
+            ["--demonstrations.path=d.parquet", "--demonstrations.max_tokens=70"],
+            r"all 2 conversations are longer than the 70 tokens .*; raise demonstrations\.max_tokens",
+        ),
+    ],
+    ids=["context", "budget", "sft", "demonstrations"],
+)
+def test_rows_that_are_all_too_long_fail(
+    tmp_path: Path,
+    tiny_model_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    """With training's reason and remedy."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"problem": "x" * number, "answer": "5"} for number in (90, 95)]
+    pq.write_table(pa.Table.from_pylist(rows), "d.parquet")
+    more = f'[model]\npath = "{tiny_model_path}"\n[sampling]\nmax_new_tokens = 8\n'
+    assert main(["data", recipe(tmp_path, rows, more=more), *arguments]) == 1
+    assert re.search(f"refused    {words}", capsys.readouterr().out)
+    assert main(["data", str(tmp_path / "r.toml"), *arguments, "--rows=1"]) == 0, "others may be shorter"
+
+
+def test_rows_that_are_all_wrong_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where wrong ones are dropped: nothing is left to train on."""
+    assert main(["data", recipe(tmp_path, [{**SOUND, "answer": ""}] * 2), "--data.wrong_rows=drop"]) == 1
+    assert "refused    all 2 rows are wrong" in capsys.readouterr().out
+
+
 def test_names_that_no_process_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a row it is a wrong one, which training does not drop; in a setting, no row is read."""
     rows = [{**SOUND, "own": "math"}, {**SOUND, "own": "mth"}]
