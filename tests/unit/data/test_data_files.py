@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
-import structlog
 
 from penstock.errors import ConfigError, DataError
 from penstock.records import TextPart
@@ -161,62 +160,6 @@ def test_a_folder_has_splits_by_its_names(
     assert "".join(answers(tmp_path, **settings)) == expected
 
 
-CARD = """---
-configs:
-- config_name: plain
-  data_files:
-  - split: train
-    path: a/*.jsonl
-  - split: held_out
-    path: [b/1.jsonl]
-- config_name: other
-  data_files: b/*
----
-A data set.
-"""
-
-
-def test_the_card_says_which_files_belong_together(tmp_path: Path) -> None:
-    """As on the Hub; with several configurations a person has to choose."""
-    write(tmp_path / "a/0.jsonl", rows(0, 1))
-    write(tmp_path / "b/1.jsonl", rows(1, 2))
-    write(tmp_path / "b/2.jsonl", rows(2, 3))
-    (tmp_path / "README.md").write_text(CARD)
-    assert answers(tmp_path, hub_config="plain") == ["0"]
-    assert answers(tmp_path, hub_config="plain", split="held_out") == ["1"]
-    assert answers(tmp_path, hub_config="other") == ["1", "2"]
-    write(tmp_path / "a/0.parquet", rows(3, 4))
-    assert answers(tmp_path, hub_config="plain") == ["0"], "of another format than the card's"
-    assert answers(tmp_path, hub_config="other") == ["1", "2"]
-    with pytest.raises(
-        DataError, match=r"has no configuration ''; it has plain, other\. Name one with --data\.hub_config"
-    ):
-        answers(tmp_path)
-    with pytest.raises(DataError, match=r"has no split 'test'; it has train, held_out\. Name one with --data\.split="):
-        answers(tmp_path, hub_config="plain", split="test")
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        ("*.jsonl", ["0"]),
-        ("**/*.jsonl", ["0", "1", "2"]),
-        ("**", ["0", "1", "2"]),
-        ("a/**/*.jsonl", ["1", "2"]),
-        ("a/*", ["1"]),
-        ("./a/b/2.jsonl", ["2"]),
-    ],
-)
-def test_patterns_of_a_card_choose_the_files_that_datasets_chooses(
-    tmp_path: Path, pattern: str, expected: list[str]
-) -> None:
-    """A star ends at a slash, and two stars are any number of folders."""
-    for number, file in enumerate(("0.jsonl", "a/1.jsonl", "a/b/2.jsonl")):
-        write(tmp_path / file, rows(number, number + 1))
-    (tmp_path / "README.md").write_text(f"---\nconfigs: [{{config_name: default, data_files: '{pattern}'}}]\n---\n")
-    assert answers(tmp_path) == expected
-
-
 @pytest.mark.parametrize(
     "hidden", [".ipynb_checkpoints/train-checkpoint.jsonl", "__MACOSX/train.jsonl", "._train.jsonl"]
 )
@@ -225,43 +168,6 @@ def test_files_that_programs_keep_for_themselves_are_no_data(tmp_path: Path, hid
     write(tmp_path / "train.jsonl", rows(0, 1))
     write(tmp_path / hidden, rows(1, 2))
     assert answers(tmp_path) == ["0"]
-
-
-@pytest.mark.parametrize(
-    "configs",
-    [
-        "plain",
-        "[plain]",
-        "3",
-        "[{data_files: true}]",
-        "[{data_files: {train: [{}]}}]",
-        "[{data_files: {train: null}}]",
-        "[{data_files: [{path: a.jsonl}]}]",
-    ],
-)
-def test_a_card_that_names_no_files_is_refused(tmp_path: Path, configs: str) -> None:
-    """Other files than its author meant would be read."""
-    write(tmp_path / "train.jsonl", rows(0, 1))
-    (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-    with pytest.raises(DataError, match=r"configs.* in the front matter of its README\.md does not say which files"):
-        answers(tmp_path)
-
-
-def test_a_card_whose_files_are_not_there_is_refused(tmp_path: Path) -> None:
-    """Others in the folder may be held out."""
-    write(tmp_path / "train.jsonl", rows(0, 1))
-    (tmp_path / "README.md").write_text("---\nconfigs: [{data_files: data/*.parquet}]\n---\n")
-    with pytest.raises(DataError, match=r"its README\.md names no file that is there and can be read"):
-        answers(tmp_path)
-
-
-def test_a_card_that_is_no_yaml_says_nothing(tmp_path: Path) -> None:
-    """The names of the files do."""
-    write(tmp_path / "train.jsonl", rows(0, 1))
-    (tmp_path / "README.md").write_text("---\na: [1\n b: }\n---\n")
-    with structlog.testing.capture_logs() as logs:
-        assert answers(tmp_path) == ["0"]
-    assert [entry["event"] for entry in logs] == ["data.card_unreadable"]
 
 
 def test_a_missing_shard_is_noticed() -> None:

@@ -1,6 +1,7 @@
 """Finds the files of a published folder that belong to a configuration and a split, as the `datasets` library does.
 
-The card's front matter names them (`configs:` with `data_files:`); without it, the files' names determine the split:
+The card's front matter names them (`configs:` with `data_files:` or `data_dir:`); where it does not, the files' names
+determine the split:
 
     data/train-00000-of-00002.parquet     train.jsonl     test/problems.parquet     geometry/val.csv
 """
@@ -40,9 +41,21 @@ class _CardConfig(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(coerce_numbers_to_str=True)
     config_name: str = "default"
     default: bool = False
+    data_dir: str | None = None
     data_files: str | list[str] | list[_SplitFiles] | dict[str, str | list[str]] | None = None
 
-    def patterns(self) -> dict[str, str | list[str]]:
+    def by_split(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """Return those of a folder's files that it has, by split; it has all of `data_dir` unless it says which."""
+        folder = PurePosixPath(self.data_dir or "")
+        paths = [path for path in map(PurePosixPath, names) if path.is_relative_to(folder)]
+        inside = [path.relative_to(folder).as_posix() for path in paths]
+        if self.data_files:
+            found = {split: _matching(inside, patterns) for split, patterns in self._patterns().items()}
+        else:
+            found = _by_names(inside)
+        return {split: [(folder / each).as_posix() for each in files] for split, files in found.items()}
+
+    def _patterns(self) -> dict[str, str | list[str]]:
         """Patterns of files by split, in any form that a card may use."""
         files = self.data_files
         if isinstance(files, dict):
@@ -76,13 +89,16 @@ def choose_files(
     found = [each for each in sorted(names) if PurePosixPath(each).name not in _NOT_DATA and not _is_hidden(each)]
     if not _of_first_format(found, suffixes):
         raise DataError(f"{name} has no file that can be read; the formats are {', '.join(suffixes)}")
-    in_card = _named_in_card(found, config, card, name)
-    by_split = {split: files for split, each in in_card.items() if (files := _of_first_format(each, suffixes))}
-    if in_card and not by_split:
+    entry = _find_in_card(card, config, name)
+    if entry is None:
+        by_split = _named_by_files(_of_first_format(found, suffixes), config, name)
+    else:
+        in_card = entry.by_split(found)
+        by_split = {split: files for split, each in in_card.items() if (files := _of_first_format(each, suffixes))}
+    if not by_split:
         raise DataError(
             f"{name}: its README.md names no file that is there and can be read; the formats are {', '.join(suffixes)}"
         )
-    by_split = by_split or _named_by_files(_of_first_format(found, suffixes), config, name)
     wanted = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in by_split or len(by_split) > 1 else next(iter(by_split)))
     if wanted not in by_split:
         raise DataError(f"{name} has no split {wanted!r}; it has {', '.join(by_split)}. Name one with --data.split=...")
@@ -96,18 +112,19 @@ def _of_first_format(names: Sequence[str], suffixes: Sequence[str]) -> list[str]
     return next(filter(None, of_formats), [])
 
 
-def _named_in_card(names: Sequence[str], config: str, card: Mapping[str, Any], name: str) -> dict[str, list[str]]:
-    """Return files by split according to the card's `configs`; empty if it has none."""
-    configs = {each.config_name: each for each in _read_card(card, name).configs or () if each.data_files}
+def _find_in_card(card: Mapping[str, Any], config: str, name: str) -> _CardConfig | None:
+    """Return the entry of a configuration; None if no entry of the card says which files are its own."""
+    entries = [each for each in _read_card(card, name).configs or () if each.data_files or each.data_dir]
+    configs = {each.config_name: each for each in entries}
     if not configs:
-        return {}
+        return None
     default = next((each for each, entry in configs.items() if entry.default), "default")
     chosen = config or (default if default in configs else next(iter(configs)) if len(configs) == 1 else "")
     if chosen not in configs:
         raise DataError(
             f"{name} has no configuration {config!r}; it has {', '.join(configs)}. Name one with --data.hub_config=..."
         )
-    return {split: _matching(names, patterns) for split, patterns in configs[chosen].patterns().items()}
+    return configs[chosen]
 
 
 def _read_card(card: Mapping[str, Any], name: str) -> _Card:
@@ -155,6 +172,10 @@ def _named_by_files(names: Sequence[str], config: str, name: str) -> dict[str, l
                 "Leave data.hub_config empty for all"
             )
         names = inside
+    return _by_names(names)
+
+
+def _by_names(names: Sequence[str]) -> dict[str, list[str]]:
     by_split: dict[str, list[str]] = {}
     for each in names:
         by_split.setdefault(_split_of(each), []).append(each)
