@@ -170,6 +170,14 @@ def test_a_cut_line_beside_the_prompts(
     assert "middle.jsonl', row 2: it is not a JSON object" in line
 
 
+def test_a_role_that_is_a_list(hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is a wrong row, as any other."""
+    row = {"conversations": [{"from": ["human"], "value": "?"}], "answer": "2"}
+    Path("listed.jsonl").write_text(json.dumps(row))
+    line = refusal("train", tiny_model_path, 'path = "listed.jsonl"', capsys)
+    assert "listed.jsonl', row 0: column 'conversations' holds a list with {'role': ['human']" in line
+
+
 def test_a_row_that_wants_more_tokens_than_the_run_allows(
     hub: HubServer, tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,10 @@ PICTURE = {"bytes": png(), "path": None}
             {"problem": "a.png", "answer": "b.png", "note": "a.png is\nnot b.png", "page": "http://x.org/png"},
             Columns(text="problem", gold="answer", images=()),
         ),
+        (
+            {"problem": "?", "answer": "1", "link": "https://[site]/a.png", "source": "http://www.x.org\uff1ax"},
+            Columns(text="problem", gold="answer", images=()),
+        ),
     ],
 )
 def test_published_names_are_found(row: dict[str, Any], found: Columns) -> None:

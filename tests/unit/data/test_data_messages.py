@@ -180,6 +180,7 @@ def test_images_first_is_asked_for() -> None:
         ([], "list; want text, or a list of messages"),
         ([{"role": "developer", "content": "a"}], "want messages of role"),
         ([{"from": "function_call", "value": "{}"}], "want messages of role"),
+        ([{"from": ["human"], "value": "a"}], "want messages of role"),
         ([{"from": "human", "value": None}], "want its content as text"),
         ([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "last message is the assistant's"),
         ([{"role": "user", "content": None}], "want its content as text"),

@@ -128,7 +128,10 @@ def names_image(text: str) -> bool:
     if len(text) >= _MAX_PATH or "\n" in text:
         return False
     if text.startswith(("http://", "https://")):
-        text = urlsplit(text).path
+        try:
+            text = urlsplit(text).path
+        except ValueError:  # a text that only begins like an address
+            return False
     return text.lower().endswith(_SUFFIXES)
 
 

@@ -190,7 +190,8 @@ def _require_content(turns: Sequence[Turn]) -> None:
 
 def _turn(message: Any) -> Turn:
     if isinstance(message, Mapping) and {"from", "value"} <= message.keys():  # ShareGPT's form
-        role = _SHAREGPT_ROLES.get(message["from"], message["from"])
+        speaker = message["from"]
+        role = _SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
         message = {"role": role, "content": message["value"]}
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise ValueError(f"a list with {_shown(message)}; want messages of role ({', '.join(_ROLES)}) and content")
