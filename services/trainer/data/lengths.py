@@ -23,8 +23,9 @@ log = structlog.get_logger()
 UNKNOWN: Final = -1
 MIN_KEPT_ROWS: Final = 500
 """Sources with fewer rows are measured again each time, which takes a second."""
-_FORMAT = 2
-"""Version of the files and of how rows are measured. From 2 on, bounds of pixels in a row's own image parts count."""
+_FORMAT = 3
+"""Version of the files and of how rows are measured. From 3 on, nulls in JSON texts of tools and calls count, and so do
+completions of prompts of several turns."""
 _UNREADABLE = (OSError, EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What numpy raises for a missing, truncated or damaged file; zipfile raises RuntimeError for a damaged header."""
 _MODEL_FILES = (

@@ -139,6 +139,21 @@ def test_an_assistant_may_call_tools(calls: Any, content: str | None) -> None:
     assert messages[0].tool_calls == messages[2].tool_calls == ()
 
 
+@pytest.mark.parametrize(
+    ("calls", "arguments"),
+    [
+        ([{"name": "zoom", "arguments": {"factor": 2, "unit": None}}], {"factor": 2}),
+        ([{"name": "zoom", "arguments": '{"factor": 2, "unit": null}'}], {"factor": 2, "unit": None}),
+        ('[{"name": "zoom", "arguments": {"factor": 2, "unit": null}}]', {"factor": 2, "unit": None}),
+    ],
+    ids=["struct", "text", "text of all calls"],
+)
+def test_a_null_argument_that_a_text_spells_stays(calls: Any, arguments: dict[str, Any]) -> None:
+    """A struct's belongs to another row, because a column has one type."""
+    [_, turn] = read_turns([{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}])
+    assert turn.tool_calls == (ToolCall(name="zoom", arguments=arguments),)
+
+
 def test_roles_of_sharegpt() -> None:
     """Its own names and the usual ones."""
     roles = ("system", "human", "gpt", "observation", "user", "assistant", "tool")

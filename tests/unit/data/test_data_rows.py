@@ -51,6 +51,13 @@ def test_a_row_may_have_tools(tmp_path: Path, cell: Any) -> None:
     assert [each.tools for each in found] == [(TOOL,), ()]
 
 
+def test_a_null_that_the_text_of_a_tool_spells_stays(tmp_path: Path) -> None:
+    """As the default of a parameter."""
+    tool = {**TOOL, "function": {"name": "zoom", "parameters": {"properties": {"unit": {"default": None}}}}}
+    [found] = examples(tmp_path, [{"tools": json.dumps([tool])}], tools_column="tools")
+    assert found.tools == (tool,)
+
+
 def test_rows_without_tools_have_those_of_their_source(tmp_path: Path) -> None:
     """A row's own replace them."""
     other = {**TOOL, "function": {"name": "crop"}}

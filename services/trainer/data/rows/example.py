@@ -186,7 +186,7 @@ def _named(row: Mapping[str, Any], column: str) -> str:
 
 
 def _tools(row: Mapping[str, Any], column: str) -> tuple[dict[str, Any], ...]:
-    """Return a row's tools. A struct's null fields belong to other tools, because a column has one type."""
+    """Return a row's tools. Null fields of structs belong to other tools, because a column has one type."""
     given = cell(row, column) if column else None
     try:
         tools = json.loads(given) if isinstance(given, str) and given else given or []
@@ -194,7 +194,8 @@ def _tools(row: Mapping[str, Any], column: str) -> tuple[dict[str, Any], ...]:
         raise ValueError(f"column {column!r} holds text that is no JSON: {error}") from None
     match tools:
         case [*found] if all(isinstance(tool, Mapping) and tool.get("function") for tool in found):
-            return tuple(without_nulls(as_json(tool)) for tool in found)
+            plain = map(as_json, found)
+            return tuple(plain if isinstance(given, str) else map(without_nulls, plain))
     raise ValueError(f"column {column!r} holds {str(given)[:80]}; want a list of tools in OpenAI's form, or its JSON")
 
 
