@@ -9,7 +9,14 @@ import pytest
 from penstock.model.images import read_sizes
 from penstock.records import ImagePart, Message, TextPart, ToolCall
 from services.trainer.data.rows.images import ImageReader
-from services.trainer.data.rows.messages import make_messages, place_images, read_turns, split_answer
+from services.trainer.data.rows.messages import (
+    make_messages,
+    place_images,
+    read_completion,
+    read_demonstration,
+    read_turns,
+    split_answer,
+)
 from tests.support.trainer.data.pictures import png
 
 
@@ -152,6 +159,39 @@ def test_a_null_argument_that_a_text_spells_stays(calls: Any, arguments: dict[st
     """A struct's belongs to another row, because a column has one type."""
     [_, turn] = read_turns([{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}])
     assert turn.tool_calls == (ToolCall(name="zoom", arguments=arguments),)
+
+
+ASKED = {"role": "user", "content": "a", "weight": 0}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            {"content": "b", "reasoning_content": "c"},
+            "message 1, .* with reasoning_content, which .*; put it into the con",
+        ),
+        ({"content": "b", "reasoning": "c"}, "message 1, .* with reasoning, .*, between <think> and </think>"),
+        ({"content": "b", "weight": 0}, "message 1, .* with weight = 0, .*; remove the message or the row"),
+        ({"content": "b", "weight": 0.0}, "message 1, .* with weight = 0"),
+    ],
+    ids=str,
+)
+def test_what_a_demonstration_would_not_learn_as_it_says_is_refused(message: dict[str, Any], words: str) -> None:
+    """Thoughts beside the content, and a message that is not to be learned."""
+    with pytest.raises(ValueError, match=words):
+        read_demonstration([ASKED, {"role": "assistant", **message}])
+    with pytest.raises(ValueError, match=words.replace("1", "0")):
+        read_completion([{"role": "assistant", **message}])
+    assert len(read_turns([ASKED, {"role": "assistant", **message}, ASKED])) == 3, "as earlier turns of a prompt"
+
+
+def test_fields_of_other_rows_say_nothing_in_a_demonstration() -> None:
+    """Columns of structs have them in every message."""
+    empty = {"reasoning_content": None, "reasoning": "", "weight": None}
+    cell = [{**ASKED, **empty}, {"role": "assistant", "content": "b", **empty, "weight": 1}]
+    assert read_demonstration(cell) == read_turns(cell)
+    assert read_demonstration("a") == read_turns("a")
 
 
 def test_roles_of_sharegpt() -> None:

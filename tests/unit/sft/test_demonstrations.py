@@ -117,6 +117,11 @@ def test_images_of_a_row_stand_at_their_marks(tmp_path: Path) -> None:
             {},
             "message 1, the assistant's, has an image; models answer with text",
         ),
+        (
+            {"messages": [USER, {**ASSISTANT, "reasoning_content": "2 + 3"}]},
+            {},
+            "column 'messages' holds message 1, the assistant's, with reasoning_content, which would not be learned",
+        ),
         ({"prompt": "a", "completion": ""}, {}, "message 1, the assistant's, is empty"),
         ({"prompt": "a", "answer": 5}, {}, "column 'answer' holds int; .* set data.answer_format"),
         ({"prompt": "a", "answer": "x or y is 3"}, {"answer_column": "none"}, "has no column 'none'"),

@@ -21,6 +21,7 @@ from services.trainer.data.rows.messages import (
     make_messages,
     place_images,
     read_completion,
+    read_demonstration,
     read_turns,
     split_answer,
 )
@@ -98,10 +99,10 @@ def make_demonstration(row: Mapping[str, Any], columns: Columns, config: SourceC
         reader: Reads the images.
 
     Raises:
-        ValueError: a value is not valid for its column, or the assistant says nothing.
+        ValueError: a value is not valid for its column, or the assistant's messages cannot be learned as they are.
         InvalidRequestError: an image cannot be decoded, or is too large.
     """
-    turns = _read(read_turns, row, columns.text)
+    turns = _read(read_demonstration, row, columns.text)
     if columns.gold and config.answer_format:
         gold = _read(read_golds, row, columns.gold)[0]
         turns += read_completion(config.answer_format.replace(ANSWER, gold))

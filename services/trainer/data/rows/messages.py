@@ -24,6 +24,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image_url", "image", "url")
+_THOUGHT_KEYS = ("reasoning_content", "reasoning")
 _BOUND_KEYS = ("min_pixels", "max_pixels")
 
 
@@ -63,6 +64,20 @@ def read_turns(cell: Any) -> tuple[Turn, ...]:
     raise ValueError(f"{_kind(cell)}; want text, or a list of messages with role and content")
 
 
+def read_demonstration(cell: Any) -> tuple[Turn, ...]:
+    """Return the messages in a cell as `read_turns` does, if the assistant's can be learned as they are.
+
+    Raises:
+        ValueError: as for `read_turns`, or an assistant's message has thoughts beside its content, or a weight of 0.
+    """
+    turns = read_turns(cell)
+    if not isinstance(cell, str):
+        for number, (turn, message) in enumerate(zip(turns, cell, strict=True)):
+            if turn.role == "assistant":
+                _require_learnable(number, message)
+    return turns
+
+
 def read_roles(cell: Any) -> tuple[str, ...]:
     """Return the roles of the messages in a cell; none if it is no list of messages."""
     messages = cell if isinstance(cell, list) else []
@@ -74,13 +89,13 @@ def read_completion(cell: Any) -> tuple[Turn, ...]:
     """Return the messages that follow a prompt: text is one message of the assistant's, and `<image>` in it is text.
 
     Raises:
-        ValueError: it is neither text nor a list of messages.
+        ValueError: it is neither text nor a list of messages, or `read_demonstration` refuses one of them.
     """
     match cell:
         case str():
             return (Turn("assistant", (cell,)),)
         case [*messages] if messages:
-            return read_turns(cell)
+            return read_demonstration(cell)
     raise ValueError(
         f"{_kind(cell)}; want what the assistant says, as text or messages; for a bare answer set data.answer_format"
     )
@@ -186,6 +201,19 @@ def _require_content(turns: Sequence[Turn]) -> None:
         is_empty = not (has_image or turn.tool_calls or "".join(cast(Sequence[str], turn.pieces)).strip())
         if is_empty and turn.role in ("user", "assistant"):
             raise ValueError(f"its message {number}, the {turn.role}'s, is empty")
+
+
+def _require_learnable(number: int, message: Mapping[str, Any]) -> None:
+    for key in _THOUGHT_KEYS:
+        if message.get(key):
+            raise ValueError(
+                f"message {number}, the assistant's, with {key}, which would not be learned; put it into the content, "
+                "between <think> and </think>"
+            )
+    if message.get("weight") == 0:
+        raise ValueError(
+            f"message {number}, the assistant's, with weight = 0, which would be learned; remove the message or the row"
+        )
 
 
 def _turn(message: Any) -> Turn:
