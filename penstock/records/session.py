@@ -100,6 +100,9 @@ class SessionCall(Envelope, frozen=True, kw_only=True):
     """Digest of the answer alone."""
     input_ids: np.ndarray
     """int32[N]: the part of the prompt after the prompt and the answer of the call that it continues."""
+    num_begun: int = 0
+    """How many of the last `input_ids` belong to the answer: the beginning of a forced tool call, which the router put
+    there for the policy."""
     images: tuple[str, ...] = ()
     """Content hashes of the images in `input_ids`."""
     output_ids: np.ndarray
@@ -116,3 +119,5 @@ class SessionCall(Envelope, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_sampled(self.input_ids, self.output_ids, self.logprobs, self.version_spans)
         check_hashes(self.images)
+        if not 0 <= self.num_begun <= len(self.input_ids):
+            raise ValueError(f"num_begun = {self.num_begun} must be from 0 to {len(self.input_ids)}, as input_ids has")

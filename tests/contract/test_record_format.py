@@ -88,6 +88,16 @@ def test_a_session_that_an_earlier_release_opened_is_read() -> None:
     assert (state.timeout_s, state.is_closed, state.exact_version, state.images) == (0.0, False, None, ())
 
 
+def test_an_answer_that_an_earlier_release_recorded_is_read() -> None:
+    """It does not say which ids began it; no record has more of them than ids."""
+    wire = msgpack.unpackb(bytes.fromhex(SESSION_CALL_WIRE))
+    assert decode(msgpack.packb({**wire, "num_begun": 1}), SessionCall).num_begun == 1
+    with pytest.raises(CorruptMessageError, match="num_begun = 2 must be from 0 to 1"):
+        decode(msgpack.packb({**wire, "num_begun": 2}), SessionCall)
+    del wire["num_begun"]
+    assert decode(msgpack.packb(wire), SessionCall).num_begun == 0
+
+
 def test_the_name_of_a_session_keeps_its_form() -> None:
     """It is in URLs and in subjects of the bus, which routers and workers of other releases read."""
     nonce = "0f" * 16

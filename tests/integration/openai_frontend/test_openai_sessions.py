@@ -50,6 +50,11 @@ def whole_of(harness: Harness, ids: list[int]) -> list[int]:
     return [*max((list(request.input_ids) for request in harness.requests), key=len), *ids]
 
 
+def count_of(part: list[int], ids: list[int]) -> int:
+    """How often these ids stand in the others."""
+    return sum(ids[start : start + len(part)] == part for start in range(len(ids)))
+
+
 async def test_two_routers_in_turn_continue_a_session_id_for_id(harness: Harness) -> None:
     """Each prompt begins with exactly the ids before it, though no tokeniser would choose them for the text."""
     async with agent_session(harness) as agent:
@@ -185,12 +190,27 @@ async def test_a_rewritten_history_forks_and_keeps_what_the_policy_said(harness:
         messages = [*HI, said(await agent.ask())]
         ids = harness.says("second")
         await agent.ask([{"role": "system", "content": "Summary: you said this."}, user("x"), messages[1], user("on")])
-        prompt = whole_of(harness, ids)
-        starts = [start for start in range(len(prompt)) if prompt[start : start + len(first_ids)] == first_ids]
-        assert len(starts) == 1
+        assert count_of(first_ids, whole_of(harness, ids)) == 1
         first, second = linearize(await agent.sessions.read(agent.opened.id))
         assert first.token_ids[first.loss_mask].tolist() == first_ids
         assert second.token_ids[second.loss_mask].tolist() == ids
+
+
+async def test_a_forced_call_keeps_its_beginning_in_a_rewritten_history(harness: Harness) -> None:
+    """The router began it in the prompt and the policy sampled the rest: together they are what the policy said, and
+    the rest alone is trained."""
+    begun = harness.renderer.render_text('<tool_call>\n{"name": "add", "arguments":')
+    async with agent_session(harness, tools=(TOOL,)) as agent:
+        rest = says_oddly(harness, ' {"a": 1}}\n</tool_call>')
+        first = said(await agent.ask(tool_choice="required"))
+        ids = harness.says("done")
+        reply = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "2"}
+        await agent.ask([{"role": "system", "content": "Be brief."}, *HI, first, reply])
+        assert [call.num_begun for call in await agent.calls()] == [len(begun), 0]
+        assert count_of([*begun, *rest], whole_of(harness, ids)) == 1
+        forced, free = linearize(await agent.sessions.read(agent.opened.id))
+        assert forced.token_ids[forced.loss_mask].tolist() == rest
+        assert free.token_ids[free.loss_mask].tolist() == ids
 
 
 async def test_parallel_calls_and_several_choices_are_forks(harness: Harness) -> None:
@@ -288,6 +308,10 @@ async def test_limits_end_a_session_in_words(harness: Harness) -> None:
         assert len(call.input_ids) + len(call.output_ids) == 40
         with pytest.raises(openai.BadRequestError, match="session's max_tokens is 40; shorten it"):
             await agent.ask([*HI, said(answer), user("more")])
+    async with agent_session(harness, limits=Limits(max_tokens=1500), tools=(TOOL,)) as agent:
+        await agent.ask(tool_choice="required")
+        [call] = await agent.calls()
+        assert len(call.input_ids) + len(call.output_ids) == 1500
 
 
 async def test_images_count_in_a_sessions_limits(harness: Harness) -> None:

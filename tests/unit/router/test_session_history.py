@@ -1,6 +1,7 @@
 """The prompt of a session's next answer: what was said before stands in it id for id."""
 
 import copy
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,29 +39,32 @@ def chat(*messages: Message, tools: Sequence[Any] = (), images: Sequence[str] = 
     return Chat(messages=messages, images=images, tools=tools, template_kwargs=template_kwargs)
 
 
-def make_call(prompt: NextPrompt, said: Message, ids: Sequence[int]) -> SessionCall:
-    """The record of what the policy said in these ids."""
+def make_call(prompt: NextPrompt, said: Message, ids: Sequence[int], begun: Sequence[int] = ()) -> SessionCall:
+    """The record of what the policy said in these ids, after those with which the router began it."""
     return SessionCall(
         request_id="q",
         choice=0,
         continues=prompt.continues,
         conversation=digest_next(prompt.conversation, said),
         answer=digest_next("", said),
-        input_ids=np.array(prompt.added_ids, "<i4"),
+        input_ids=np.array([*prompt.added_ids, *begun], "<i4"),
+        num_begun=len(begun),
         images=tuple(prompt.added_images),
         output_ids=np.array(ids, "<i4"),
         logprobs=np.zeros(len(ids), "<f4"),
         version_spans=(VersionSpan(num_tokens=len(ids), policy_version=1),),
         finish_reason="stop",
-        num_prompt_tokens=len(prompt.input_ids) + 8 * len(prompt.images),
+        num_prompt_tokens=len(prompt.input_ids) + len(begun) + 8 * len(prompt.images),
         num_cached_tokens=0,
     )
 
 
-def answer(history: SessionHistory, prompt: NextPrompt, said: Message, ids: Sequence[int]) -> int:
+def answer(
+    history: SessionHistory, prompt: NextPrompt, said: Message, ids: Sequence[int], begun: Sequence[int] = ()
+) -> int:
     """Record it; returns the call's number."""
     number = history.last_number + 3
-    history.add(number, make_call(prompt, said, ids))
+    history.add(number, make_call(prompt, said, ids, begun))
     return number
 
 
@@ -126,6 +130,45 @@ def test_other_tools_or_template_arguments_begin_anew_with_the_answers_ids(rende
         head = renderer.render_prompt(changed.messages[:1], num_images=0, tools=changed.tools)
         assert prompt.continues == 0
         assert prompt.input_ids[: len(head) + 3].tolist() == [*head, 5, 7, END_ID]
+
+
+def test_an_answer_that_was_begun_for_the_policy_stands_with_its_beginning(renderer: Renderer) -> None:
+    """A forced call: in a history that goes on and in one that was rewritten. The beginning is no answer to the
+    policy."""
+    history = SessionHistory()
+    begun = renderer.render_text('<tool_call>\n{"name": "add", "arguments":')
+    said = message("assistant", "", ToolCall(name="add", arguments={"a": 1}))
+    first = history.next_prompt(chat(HI, tools=TOOLS), renderer)
+    number = answer(history, first, said, [5, END_ID], begun)
+    second = history.next_prompt(chat(HI, said, MORE, tools=TOOLS), renderer)
+    assert second.continues == number
+    assert second.input_ids[: second.num_prefix].tolist() == [*first.input_ids, *begun, 5, END_ID]
+    answer(history, second, said, [6, END_ID], begun)
+    third = history.next_prompt(chat(HI, said, MORE, said, MORE, tools=TOOLS), renderer)
+    assert third.num_observed == len(second.added_ids)
+    rewritten = history.next_prompt(chat(MORE, said, MORE, tools=TOOLS), renderer)
+    head = renderer.render_prompt([MORE], num_images=0, tools=TOOLS)
+    whole = [*head, *begun, 6, END_ID]
+    assert rewritten.input_ids[: len(whole)].tolist() == whole
+
+
+@pytest.mark.parametrize(
+    ("num_dropped", "num_added", "expected"), [(0, 0, [5, 6, 7]), (1, 0, [6, 7]), (2, 0, [7]), (0, 1, [5, 5, 6, 7])]
+)
+def test_answers_that_say_the_same_keep_their_ids(
+    renderer: Renderer, num_dropped: int, num_added: int, expected: list[int]
+) -> None:
+    """Each its own, the last the last one's, as histories lose their beginning; one too many has the first one's."""
+    history, said = SessionHistory(), message("assistant", "one")
+    messages = [HI]
+    for number in (5, 6, 7):
+        answer(history, history.next_prompt(chat(*messages), renderer), said, [number, END_ID])
+        messages += [said, MORE]
+    rewritten = [message("system", "Be brief."), *messages[2 * num_dropped :], *([said, MORE] * num_added)]
+    prompt = history.next_prompt(chat(*rewritten), renderer)
+    assert prompt.continues == 0
+    ends = itertools.pairwise(prompt.input_ids)
+    assert [before for before, number in ends if number == END_ID and before in (5, 6, 7)] == expected
 
 
 def test_images_are_part_of_what_was_said(renderer: Renderer) -> None:

@@ -76,6 +76,14 @@ def test_a_first_prompt_is_no_answer_to_the_policy(grid: ImageGrid) -> None:
     assert room_for_answer(first, Limits(max_observation_tokens=1, max_tokens=20), IMAGES, grid) == 20 - 13
 
 
+def test_what_begins_an_answer_takes_room_of_it(grid: ImageGrid) -> None:
+    """It is a part of the conversation, and no answer to the policy."""
+    limits = Limits(max_tokens=40, max_observation_tokens=33)
+    assert room_for_answer(prompt(), limits, IMAGES, grid, num_begun=8) == 40 - 31 - 8
+    with pytest.raises(SessionLimitError, match="has 40 tokens, and the session's max_tokens is 40; shorten it"):
+        room_for_answer(prompt(), limits, IMAGES, grid, num_begun=9)
+
+
 def test_images_are_read_only_to_be_counted(grid: ImageGrid) -> None:
     """What is none is refused in words where it would count; a model without images has no tokens of them."""
     broken = {"old": PICTURE, "new": b"no picture"}

@@ -2,11 +2,12 @@
 
 Invariant: the policy's own text is never tokenised again. A prompt begins with the ids of the longest recorded
 conversation that its messages continue. After it, and in conversations that were rewritten, each answer that the policy
-gave in this session stands as the ids that it sampled.
+gave in this session stands as the ids that it sampled, after those with which the router began it.
 """
 
 import array
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,9 +70,16 @@ class _Answer:
 
     continues: int
     input_ids: np.ndarray
+    num_begun: int
     output_ids: np.ndarray
     images: tuple[str, ...]
     num_prompt_tokens: int
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole answer: the ids with which the router began it, and those that the policy sampled."""
+        begun = self.input_ids[len(self.input_ids) - self.num_begun :]
+        return [*begun.tolist(), *self.output_ids.tolist()]
 
 
 class SessionHistory:
@@ -82,7 +90,7 @@ class SessionHistory:
         self.known_since = known_since
         self._answers: dict[int, _Answer] = {}
         self._by_conversation: dict[str, int] = {}
-        self._by_answer: dict[str, int] = {}
+        self._by_answer: dict[str, list[int]] = {}
         self.last_number = 0
         """Number of the last call that was added."""
         self.size_bytes = 0
@@ -98,13 +106,14 @@ class SessionHistory:
         self._answers[number] = _Answer(
             continues=call.continues,
             input_ids=call.input_ids,
+            num_begun=call.num_begun,
             output_ids=call.output_ids,
             images=call.images,
             num_prompt_tokens=call.num_prompt_tokens,
         )
         # Of equal conversations, keep the last: an agent that asks again continues with the new answer.
         self._by_conversation[call.conversation] = number
-        self._by_answer[call.answer] = number
+        self._by_answer.setdefault(call.answer, []).append(number)
         self.last_number = number
         self.size_bytes += call.input_ids.nbytes + call.output_ids.nbytes
 
@@ -160,10 +169,27 @@ class SessionHistory:
     def _num_observed(self, number: int) -> int:
         num_tokens = 0
         while number and (before := self._answers[number].continues):
+            answer = self._answers[number]
             known = self._answers[before].num_prompt_tokens + len(self._answers[before].output_ids)
-            num_tokens += self._answers[number].num_prompt_tokens - known
+            num_tokens += answer.num_prompt_tokens - answer.num_begun - known
             number = before
         return num_tokens
+
+    def _said(self, messages: Sequence[Message], first: int) -> dict[int, int]:
+        """Return the number of the call that gave each answer among the messages from `first` on, by its index.
+
+        Of answers that say the same, the last message has the last, the one before it the one before, because histories
+        lose their beginning; messages more than there were answers have the first.
+        """
+        found, num_met = dict[int, int](), Counter[str]()
+        for index in range(len(messages) - 1, first - 1, -1):
+            if messages[index].role != "assistant":
+                continue
+            digest = digest_next("", messages[index])
+            if numbers := self._by_answer.get(digest):
+                num_met[digest] += 1
+                found[index] = numbers[max(0, len(numbers) - num_met[digest])]
+        return found
 
     def _render(
         self, chat: Chat, num_known: int, prefix_ids: Sequence[int], num_prefix_images: int, renderer: Renderer
@@ -182,13 +208,14 @@ class SessionHistory:
                 ids.extend(renderer.render_prompt(texts, tools=chat.tools, **template))
             images.extend(shown)
 
+        said = self._said(chat.messages, max(1, num_known))
         for index, message in enumerate(chat.messages[num_known:], start=num_known):
-            number = self._by_answer.get(digest_next("", message)) if message.role == "assistant" and index else None
+            number = said.get(index)
             if number is None:
                 texts.append(message)
                 continue
             render()
-            ids.extend(self._answers[number].output_ids.tolist())
+            ids.extend(self._answers[number].ids)
             texts.clear()
         render()
         return ids, images

@@ -13,7 +13,7 @@ from services.router.frontends.openai.sessions.history import NextPrompt
 
 
 def room_for_answer(
-    prompt: NextPrompt, limits: Limits, images: Mapping[str, bytes], grid: ImageGrid | None
+    prompt: NextPrompt, limits: Limits, images: Mapping[str, bytes], grid: ImageGrid | None, *, num_begun: int = 0
 ) -> int | None:
     """Return the most tokens that the answer to `prompt` may have; None: no limit.
 
@@ -22,6 +22,7 @@ def room_for_answer(
         limits: The session's limits.
         images: Files of the prompt's images by content hash; they are read only for a limit that counts them.
         grid: How the model cuts images into tokens; None for a model without images.
+        num_begun: Tokens with which the router begins the answer.
 
     Raises:
         SessionLimitError: the conversation is over a limit, or leaves no room for a token.
@@ -38,7 +39,7 @@ def room_for_answer(
     _require(num_observed, "tokens that answer the policy", limits.max_observation_tokens, "max_observation_tokens")
     if limits.max_tokens is None:
         return None
-    num_tokens = prompt.num_tokens + num_new
+    num_tokens = prompt.num_tokens + num_new + num_begun
     _require(num_tokens, "tokens", limits.max_tokens, "max_tokens", num_reserved=1)
     return limits.max_tokens - num_tokens
 

@@ -297,7 +297,8 @@ class _Call:
         )
         wanted = body.max_completion_tokens or body.max_tokens or forced.max_new_tokens
         images = dict(zip(self.hashes, self.images, strict=True))
-        room = room_for_answer(self.prompt, state.limits, images, self._grid)
+        num_begun = self._num_begun(parsed)
+        room = room_for_answer(self.prompt, state.limits, images, self._grid, num_begun=num_begun)
         bounds = (wanted, forced.max_new_tokens, room)
         parsed.sampling.max_new_tokens = min(bound for bound in bounds if bound is not None)
         return dataclasses.replace(
@@ -322,6 +323,7 @@ class _Call:
             conversation=digest_next(prompt.conversation, answer),
             answer=digest_next("", answer),
             input_ids=np.array(request.prompt_of(index).input_ids[prompt.num_prefix :], "<i4"),
+            num_begun=self._num_begun(request),
             images=tuple(prompt.added_images),
             output_ids=np.array([token.number for token in choice.tokens], "<i4"),
             logprobs=np.array([token.logprob for token in choice.tokens], "<f4"),
@@ -330,6 +332,10 @@ class _Call:
             num_prompt_tokens=choice.num_prompt_tokens,
             num_cached_tokens=choice.num_cached_tokens,
         )
+
+    def _num_begun(self, request: ParsedRequest) -> int:
+        """Return with how many tokens the router begins the answers: those after the prompt that was composed."""
+        return len(request.prompts[0].input_ids) - len(self.prompt.input_ids)
 
     def _compose(self, renderer: Renderer, chat: ReadChat) -> PromptIds:
         self.images, self.hashes = chat.images, [hash_of(image) for image in chat.images]
