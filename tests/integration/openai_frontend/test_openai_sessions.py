@@ -156,6 +156,21 @@ async def test_tools_and_their_answers_continue_what_the_policy_wrote(harness: H
         assert len(linearize(await agent.sessions.read(agent.opened.id))) == 1
 
 
+async def test_tools_of_a_row_may_hold_more_than_calls_do(harness: Harness) -> None:
+    """As transformers writes them, with what a function returns and without a type; the policy sees the rest."""
+    row = {"function": {**TOOL["function"], "return": {"type": "number"}, "examples": []}, "source": "a library"}
+    async with agent_session(harness, tools=(row,)) as agent:
+        await agent.ask()
+        await harness.chat(tools=[{"function": {**TOOL["function"], "return": {"type": "number"}}}])
+        for request in harness.requests:
+            prompt = harness.renderer._tokenizer.decode(request.input_ids)
+            assert json.dumps(TOOL) in prompt
+            assert "number" not in prompt
+    async with agent_session(harness, tools=(TOOL, {"function": {"description": "adds"}})) as agent:
+        with pytest.raises(openai.BadRequestError, match=r"tools of the row: 1\.function\.name is missing; correct"):
+            await agent.ask()
+
+
 async def test_images_of_later_turns_are_stored_once_and_named_by_their_hash(harness: Harness) -> None:
     """The engine fetches them; records hold hashes, each where its call brought the image."""
     other = PNG + b"other"

@@ -84,7 +84,7 @@ class ChatMessage(MessageModel):
 class ToolFunction(RequestModel):
     """A function that the policy may call."""
 
-    _ignored = ("strict",)
+    _ignored = ("strict", "return")
     name: Annotated[str, pydantic.Field(min_length=1)]
     """Its name."""
     description: str | None = None
@@ -97,7 +97,7 @@ class Tool(RequestModel):
     """A tool that the policy may call."""
 
     _ignored = ("strict",)
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: ToolFunction
     """The function."""
 

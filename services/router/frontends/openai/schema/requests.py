@@ -161,7 +161,8 @@ class ChatRequest(GenerationRequest):
     top_logprobs: TopCount = 0
     """With logprobs, also report this many of the most likely tokens at each position."""
     tools: Items[Tool] = pydantic.Field(default_factory=list)
-    """Tools that the policy may call, if its chat template supports tools. `strict` in them has no effect."""
+    """Tools that the policy may call, if its chat template supports tools. `strict` and `return` in them
+    have no effect."""
     tool_choice: ToolChoice = "auto"
     """none: the policy does not see the tools. required, or a named function: its answer starts with the beginning of a
     call, which is put into the prompt."""

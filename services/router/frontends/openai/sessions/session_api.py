@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from starlette.responses import Response
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.bus.sessions import OpenedSession, Sessions, state_is_gone
 from penstock.errors import PenstockError, SessionOverError, UnavailableError
+from penstock.http.app import describe
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Message, SessionCall, SessionId, TextPart
@@ -34,7 +35,7 @@ from services.router.frontends.openai.generation import Terms
 from services.router.frontends.openai.parsed_request import ParsedRequest, PromptIds
 from services.router.frontends.openai.request_parser import ReadChat, RequestParser, size_to_parse
 from services.router.frontends.openai.responses import ChatFormat
-from services.router.frontends.openai.schema.messages import Tool
+from services.router.frontends.openai.schema.messages import Tool, ToolFunction
 from services.router.frontends.openai.schema.requests import ChatRequest
 from services.router.frontends.openai.sessions.digests import digest_next
 from services.router.frontends.openai.sessions.history import Chat, NextPrompt, SessionHistory
@@ -44,6 +45,8 @@ from services.router.frontends.openai.sessions.limits import room_for_answer
 log = structlog.get_logger()
 
 FoundT = TypeVar("FoundT")
+
+_TOOLS = pydantic.TypeAdapter(list[Tool])
 
 _MAX_HISTORY_BYTES = 256 * 2**20
 """Memory for the ids of sessions that a router keeps: those of 60 million tokens."""
@@ -352,11 +355,20 @@ class _Call:
         return PromptIds(input_ids=self._prompt.input_ids, stored_images=stored)
 
 
-def _tools_of(tools: Sequence[dict[str, object]]) -> list[Tool]:
+def _tools_of(tools: Sequence[Mapping[str, object]]) -> list[Tool]:
+    """Return the tools of a row, which may hold keys that no request may.
+
+    Raises:
+        ParameterError: one of them is wrong.
+    """
     try:
-        return [Tool.model_validate(tool) for tool in tools]
+        return _TOOLS.validate_python([{"function": _known(tool.get("function"))} for tool in tools])
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise ParameterError(
-            "tools", f"tools of the row are wrong: {first['msg']}; correct the row, or send tools"
-        ) from None
+        fault = describe(error.errors()[:1])
+        raise ParameterError("tools", f"tools of the row: {fault}; correct the row, or send tools") from None
+
+
+def _known(function: object) -> object:
+    if not isinstance(function, Mapping):
+        return function
+    return {name: function[name] for name in ToolFunction.model_fields if name in function}
