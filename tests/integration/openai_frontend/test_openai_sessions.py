@@ -11,7 +11,7 @@ from PIL import Image
 
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.environments.pictures import read_picture
-from penstock.records import Limits, SessionId
+from penstock.records import Limits, Sampling, SessionId
 from penstock.testing.answers import Saying, counting
 from services.rollout.worker.agents.linearize import linearize
 from tests.support.router.agent_session import agent_session, group_id, state_of
@@ -306,6 +306,32 @@ async def test_a_session_that_never_was_is_not_found(harness: Harness) -> None:
         async with client:
             with pytest.raises(openai.NotFoundError, match="there is no such session"):
                 await client.chat.completions.create(model="x", messages=HI)
+
+
+@pytest.mark.parametrize("temperature", [0.75, 0.0])
+async def test_a_form_of_the_answer_is_refused(harness: Harness, temperature: float) -> None:
+    """Also in a greedy evaluation, where nothing is trained; any text is no form."""
+    text = {"response_format": {"type": "text"}}
+    async with agent_session(harness, sampling=Sampling(temperature=temperature, max_new_tokens=2000)) as agent:
+        for options, name in (
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({**text, "extra_body": {"structured_outputs": {"regex": "a+"}}}, "structured_outputs"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=f"{name} is not supported in a session") as error:
+                await agent.ask(**options)
+            assert error.value.param == name
+        await agent.ask(**text)
+    assert len(harness.requests) == 1
+
+
+async def test_raw_completions_have_no_sessions(harness: Harness) -> None:
+    """They would be answered outside of the sample."""
+    async with agent_session(harness) as agent:
+        by_header = harness.client.with_options(default_headers={"x-penstock-session": str(agent.opened.id)})
+        with pytest.raises(openai.BadRequestError, match="no sessions; ask /v1/chat/completions") as error:
+            await by_header.completions.create(model=harness.run, prompt="hi")
+        assert error.value.param == "x-penstock-session"
+    assert harness.requests == []
 
 
 async def test_limits_end_a_session_in_words(harness: Harness) -> None:

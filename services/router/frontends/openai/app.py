@@ -14,7 +14,7 @@ from penstock.errors import PenstockError, SessionOverError
 from penstock.http.app import describe, make_app
 from penstock.records.session import SESSION_HEADER
 from services.router.frontends.openai.chat_api import ChatApi
-from services.router.frontends.openai.errors import body_of, error_body, error_response, status_for
+from services.router.frontends.openai.errors import ParameterError, body_of, error_body, error_response, status_for
 from services.router.frontends.openai.schema.base import PARAMETER_FAULT
 from services.router.frontends.openai.schema.constraint import FORMAT_TYPES
 from services.router.frontends.openai.schema.messages import PART_TYPES, TOOL_CHOICE_TAGS
@@ -31,6 +31,9 @@ made which of its tokens, and can be recorded with ids and logprobs to be traine
 _Session = Annotated[str, Header(description="Names the session: its calls go to one replica.")]
 _AgentSession = Annotated[
     str, Header(alias=SESSION_HEADER, description="An agent's session, in place of its base URL /sessions/{id}/v1.")
+]
+_NoSession = Annotated[
+    str, Header(alias=SESSION_HEADER, description="Refused: an agent's session has no raw completions.")
 ]
 _Recorded = Annotated[str, Header(description="Names the session, and records the call under it.")]
 
@@ -58,9 +61,17 @@ def make_openai_app(api: ChatApi, sessions: SessionApi) -> FastAPI:
 
     @app.post("/v1/completions", tags=["policy"], response_class=Response)
     async def complete(
-        body: CompletionRequest, x_session_id: _Session = "", x_penstock_record: _Recorded = ""
+        body: CompletionRequest,
+        x_session_id: _Session = "",
+        x_penstock_record: _Recorded = "",
+        agent_session: _NoSession = "",
     ) -> Response:
         """Continue a text, or token ids."""
+        if agent_session:
+            raise ParameterError(
+                SESSION_HEADER,
+                f"{SESSION_HEADER}: raw completions have no sessions; ask {CHAT_PATH}, or leave the header out",
+            )
         return await api.complete(body, session=x_session_id, recorded_session=x_penstock_record)
 
     @app.get("/v1/models", tags=["policy"])

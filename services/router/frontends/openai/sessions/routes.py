@@ -19,7 +19,7 @@ PREFIX = "/sessions/"
 
 
 CHAT_PATH = "/v1/chat/completions"
-"""The one route outside of `PREFIX` that reads the header: a session's key opens nothing else."""
+"""The one route outside of `PREFIX` that a session's key opens; others do not answer for a session."""
 
 
 def session_of(request: Scope) -> str:

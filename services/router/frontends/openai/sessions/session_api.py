@@ -33,6 +33,7 @@ from services.router.frontends.openai.choice import Choice
 from services.router.frontends.openai.errors import ParameterError, SessionLimitError, UnknownSessionError
 from services.router.frontends.openai.generation import Terms
 from services.router.frontends.openai.parsed_request import ParsedRequest, PromptIds
+from services.router.frontends.openai.parsing.constraint import read_constraint
 from services.router.frontends.openai.request_parser import ReadChat, RequestParser, size_to_parse
 from services.router.frontends.openai.responses import ChatFormat
 from services.router.frontends.openai.schema.messages import Tool, ToolFunction
@@ -290,6 +291,11 @@ class _Call:
         for name in ("continue_final_message", "truncate_prompt_tokens"):
             if getattr(body, name):
                 raise ParameterError(name, f"{name} is not supported in a session, whose prompts go on; leave it out")
+        if read_constraint(body) is not None:
+            name = "response_format" if body.structured_outputs is None else "structured_outputs"
+            raise ParameterError(
+                name, f"{name} is not supported in a session, where answers are drawn freely; leave it out"
+            )
         changes: dict[str, object] = {name: getattr(forced, name) for name in given}
         changes["chat_template_kwargs"] = {**state.chat_template_kwargs, **body.chat_template_kwargs}
         parsed = parser.parse_chat(
