@@ -83,7 +83,8 @@ class AgentResult:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Other measurements by name; kept with the sample."""
     error: str = ""
-    """Why the sample has no reward; it is then not trained on, but kept with its reason."""
+    """Why the sample has no reward; it is then not trained on, but kept with its reason. An exception or None becomes
+    text, of which the first 2,000 characters are kept."""
 
     def __post_init__(self) -> None:
         if self.reward is not None:
@@ -97,6 +98,8 @@ class AgentResult:
         if wrong := [f"{name} = {shown(self.metrics[name])}" for name, value in metrics.items() if value is None]:
             raise ValueError(f"metrics {', '.join(wrong)} must be finite numbers; leave out what was not measured")
         object.__setattr__(self, "metrics", {str(name): value for name, value in metrics.items()})
+        error = (str(self.error) or repr(self.error)) if self.error else ""
+        object.__setattr__(self, "error", error[:_MAX_ERROR_CHARS])
 
     @classmethod
     def read(cls, value: object) -> Self:
@@ -120,7 +123,7 @@ class AgentResult:
         return cls(
             reward=value.get("reward"),
             metrics={str(name): number for name, number in metrics.items()},
-            error=str(value.get("error") or "")[:_MAX_ERROR_CHARS],
+            error=value.get("error") or "",
         )
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import math
 import os
 import signal
 import sys
@@ -12,11 +11,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from penstock.agents import AgentResult, AgentSession
+from penstock.agents import AgentSession
 from penstock.config import SecurityConfig
 from penstock.environments import Task
 from penstock.errors import ConfigError
@@ -27,7 +25,7 @@ from penstock.runtime.security import Security
 from services.rollout.worker.agents import agent_player, command_runner
 from services.rollout.worker.agents.command_runner import CommandRunner
 from services.rollout.worker.agents.config import AgentConfig
-from services.rollout.worker.agents.runners import FunctionRunner, RunnerError, load_runner, read_result
+from services.rollout.worker.agents.runners import FunctionRunner, RunnerError, load_runner
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episodes.clock import EpisodeClock
 from tests.support.waiting import promptly, until
@@ -91,46 +89,6 @@ def test_the_row_is_shown_in_openais_form() -> None:
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
     assert tool == {"role": "tool", "content": "2"}
     assert json.loads(json.dumps(SESSION.to_json()))["task"]["messages"] == SESSION.messages
-
-
-@pytest.mark.parametrize(
-    ("value", "reward", "metrics"),
-    [
-        (None, None, {}),
-        (1, 1, {}),
-        (np.float32(0.5), 0.5, {}),
-        ({"reward": 0.5, "metrics": {"n": 2}}, 0.5, {"n": 2}),
-        ({"reward": None, "metrics": None, "error": None}, None, {}),
-        (AgentResult(reward=2.0), 2.0, {}),
-    ],
-)
-def test_what_a_runner_may_return(value: object, reward: float | None, metrics: dict[str, float]) -> None:
-    """A number, nothing, or the fields of a result."""
-    result = read_result(value)
-    assert (result.reward, result.metrics, result.error) == (reward, metrics, "")
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (math.nan, "reward = nan must be a finite number"),
-        (True, "reward = True must be a finite number"),
-        ("1.0", "not str"),
-        ([1.0], "not list"),
-        ({"reward": "1"}, "reward = '1' must be a finite number"),
-        ({"score": 1}, r"unknown fields \['score'\]"),
-        ({"metrics": {"n": math.inf}}, "must be finite numbers; leave out"),
-        pytest.param(
-            10**400, "reward = an integer of 1329 bits must be a finite number", id="a reward that no float holds"
-        ),
-        pytest.param({"metrics": {"n": 10**400}}, "must be finite numbers; leave out", id="such a metric"),
-        ({"metrics": [1]}, "must map names to numbers"),
-    ],
-)
-def test_what_is_no_result_is_named(value: object, reason: str) -> None:
-    """With what it should be."""
-    with pytest.raises(RunnerError, match=reason):
-        read_result(value)
 
 
 async def test_a_function_that_blocks_has_a_thread_of_its_own() -> None:

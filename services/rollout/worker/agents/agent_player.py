@@ -43,7 +43,6 @@ _BUS_TIMEOUT_S = 60.0
 _ABANDON_S = 2.0
 _END_S = 10.0
 """Seconds that a cancelled runner has to end."""
-_MAX_MESSAGE_CHARS = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +186,7 @@ class AgentPlayer:
         try:
             result = await _limited(self._agents[prompt.environment].run(given), clock)
         except RunnerError as error:
-            result = AgentResult(error=f"agent {prompt.environment!r}: {error}"[:_MAX_MESSAGE_CHARS])
+            result = AgentResult(error=f"agent {prompt.environment!r}: {error}")
         except asyncio.CancelledError:
             await self._abandon(opened)
             raise
