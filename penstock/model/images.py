@@ -51,7 +51,8 @@ def image_format(data: bytes) -> str:
         InvalidRequestError: it is not such a file.
     """
     with _reported(data, "image"):
-        return str(_open(data).format).lower()
+        name = str(_open(data).format).lower()
+    return "jpeg" if name == "mpo" else name  # Pillow's name for a JPEG with further pictures in it, as phones write
 
 
 def decode_image(data: bytes, *, field: str = "image") -> Image.Image:

@@ -1,12 +1,13 @@
 """What the policy sees of an image file."""
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.model.images import decode_image
+from penstock.model.images import decode_image, image_format
 
 
 @pytest.mark.parametrize("options", [{}, {"transparency": 40_000}], ids=["plain", "transparent"])
@@ -17,3 +18,15 @@ def test_greys_of_16_bits_keep_their_order(options: dict[str, int]) -> None:
     Image.fromarray(greys).save(file, "PNG", **options)
     decoded = np.asarray(decode_image(file.getvalue()))
     assert (decoded == (greys >> 8)[..., None]).all()
+
+
+@pytest.mark.parametrize(
+    ("written_as", "options", "expected"),
+    [("PNG", {}, "png"), ("JPEG", {}, "jpeg"), ("WEBP", {}, "webp"), ("GIF", {}, "gif"),
+     ("MPO", {"save_all": True, "append_images": [Image.new("RGB", (8, 8))]}, "jpeg")],
+)  # fmt: skip
+def test_a_format_is_named_as_in_media_types(written_as: str, options: dict[str, Any], expected: str) -> None:
+    """Phones put several pictures into one JPEG, which Pillow calls MPO."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, written_as, **options)
+    assert image_format(file.getvalue()) == expected
