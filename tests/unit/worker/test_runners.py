@@ -308,6 +308,22 @@ async def test_a_service_is_called_whatever_proxies_the_environment_names(
         await server.drain(0.0)
 
 
+def test_nothing_that_a_program_wrote_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its values is decoded where it stands in one text, so that many take no longer than as many bytes."""
+    texts, decode = list[str](), json.JSONDecoder.raw_decode
+
+    def raw_decode(decoder: json.JSONDecoder, text: str, *where: int) -> tuple[Any, int]:
+        texts.append(text)
+        return decode(decoder, text, *where)
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", raw_decode)
+    output = b"\n" + b"{} \n" * 100
+    with pytest.raises(RunnerError, match="it answered 100 times"):
+        command_runner._read_one(output)
+    assert (len(texts), set(texts)) == (100, {output.decode().rstrip()})
+    assert command_runner._read_one(b' {"reward": 1}\n') == {"reward": 1}
+
+
 def test_an_agent_is_one_of_three(reaper: Reaper) -> None:
     """Names that cannot be loaded are refused at the start."""
     config = WorkerConfig.model_validate({"agents": {"a": {"function": "os:getcwd"}}})

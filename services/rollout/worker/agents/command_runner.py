@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ _END_S = 5.0
 _FILTERS_S = 2.0
 """Seconds that what a program has piped its output through may take to write the rest."""
 _LOOK_EVERY_S = 0.1
+_PRINTED = re.compile(r"\S")
 _MAX_TOLD_CHARS = 500
 """Maximum characters of a program's last output that its failure quotes."""
 
@@ -110,16 +112,17 @@ class CommandRunner:
 
 def _read_one(output: bytes) -> Mapping[str, Any]:
     """Return the one JSON object that a program wrote."""
-    decoder, text, found = json.JSONDecoder(), output.decode(errors="replace").strip(), []
-    while text:
+    decoder, text, found, end = json.JSONDecoder(), output.decode(errors="replace").rstrip(), [], 0
+    while begun := _PRINTED.search(text, end):
+        start = begun.start()
         try:
-            value, end = decoder.raw_decode(text)
+            value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
+            told = text[start : start + _MAX_TOLD_CHARS]
             raise RunnerError(
-                f"its output holds something beside the result: {text[:_MAX_TOLD_CHARS]!r}; write logs to the errors"
+                f"its output holds something beside the result: {told!r}; write logs to the errors"
             ) from None
         found.append(value)
-        text = text[end:].lstrip()
     if len(found) != 1:
         raise RunnerError(f"it answered {len(found)} times; write one JSON object to the output")
     if not isinstance(found[0], dict):
