@@ -6,6 +6,7 @@ from typing import Self
 import pydantic
 
 from penstock.config import BusConfig, Config, MetricsConfig, ModelConfig, NetworkConfig, RunConfig, SamplingConfig
+from penstock.config.http_url import is_http_url
 from services.rollout.worker.agents.config import AgentConfig
 from services.rollout.worker.environments.config import MAX_PROCESSES, EnvironmentTables
 
@@ -32,8 +33,8 @@ class WorkerConfig(Config):
     agents: dict[str, AgentConfig] = pydantic.Field(default_factory=dict)
     """Your own agents, by the name that prompts use in place of an environment."""
     router_url: str = ""
-    """http(s)://host:port of the router's OpenAI-compatible API, as agents reach it. Empty: router.http_port on this
-    machine."""
+    """http(s)://host:port of the router's OpenAI-compatible API, as agents reach it, without /v1. Empty:
+    router.http_port on this machine."""
     episode_timeout_s: float = pydantic.Field(default=900.0, gt=0)
     """Seconds for all turns of an episode and its environment, without queues and verdicts. A sample that takes longer
     ends with the tokens it has, finish reason `deadline`. `data.limits` may set less. One turn of an environment has at
@@ -43,6 +44,13 @@ class WorkerConfig(Config):
     """Whether later turns leave out the policy's earlier thoughts when an environment answers, where the model's chat
     template does; otherwise the policy continues from all that it said. Thoughts left out take no room in
     `data.limits`, and the sample is trained as one sequence for each text that the policy saw. Agents keep them."""
+
+    @pydantic.field_validator("router_url")
+    @classmethod
+    def _is_base_url(cls, url: str) -> str:
+        if url and (not is_http_url(url) or url.rstrip("/").endswith("/v1")):
+            raise ValueError("the router's URL must be http://host:port or https://host:port, without /v1")
+        return url
 
     @pydantic.model_validator(mode="after")
     def _names_are_different(self) -> Self:

@@ -204,6 +204,17 @@ def test_a_worker_with_agents_finds_the_routers_http_api(model: ModelConfig) -> 
     assert service_settings.for_worker(without.model_copy(update={"worker": WorkerConfig()})).router_url == ""
 
 
+@pytest.mark.parametrize(
+    "url", ["router:7080", "http://router:http", "http://:7080", "ftp://router:7080", "http://router:7080/v1/"]
+)
+def test_agents_get_a_url_that_they_can_call(url: str) -> None:
+    """A wrong one would fail every sample with no more than "Connection error."; a router may stand behind a path."""
+    with pytest.raises(ValueError, match=r"router_url\n.* must be http://host:port or https://host:port, without /v1"):
+        WorkerConfig(router_url=url)
+    for right in ("", "https://router", "http://router:7080/", "http://ingress/penstock"):
+        assert WorkerConfig(router_url=right).router_url == right
+
+
 @pytest.mark.parametrize("is_set", [True, False])
 def test_trainer_and_engines_agree_on_the_head(model: ModelConfig, is_set: bool) -> None:
     """One setting for both sides, under the name that SGLang knows it by."""

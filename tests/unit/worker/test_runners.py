@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,6 +26,7 @@ from penstock.runtime.security import Security
 from services.rollout.worker.agents import agent_player, command_runner
 from services.rollout.worker.agents.command_runner import CommandRunner
 from services.rollout.worker.agents.config import AgentConfig
+from services.rollout.worker.agents.http_runner import HttpRunner
 from services.rollout.worker.agents.runners import FunctionRunner, RunnerError, load_runner
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.episodes.clock import EpisodeClock
@@ -308,6 +310,15 @@ async def test_a_service_is_called_whatever_proxies_the_environment_names(
         await server.drain(0.0)
 
 
+@pytest.mark.parametrize("url", ["http://agents:port/play", "http://agents:99999/play", "http:///play", "http://[::1/"])
+async def test_a_url_that_nobody_can_call_is_refused(url: str) -> None:
+    """With the configuration; a runner that is given one all the same says so."""
+    with pytest.raises(ValueError, match=f"url = '{re.escape(url)}' must be http://host:port/path or https://"):
+        AgentConfig(url=url)
+    with pytest.raises(RunnerError, match="does not answer"):
+        await HttpRunner(url).run(SESSION)
+
+
 def test_nothing_that_a_program_wrote_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its values is decoded where it stands in one text, so that many take no longer than as many bytes."""
     texts, decode = list[str](), json.JSONDecoder.raw_decode
@@ -330,7 +341,7 @@ def test_an_agent_is_one_of_three(reaper: Reaper) -> None:
     assert config.agents["a"] == AgentConfig(function="os:getcwd")
     with pytest.raises(ValueError, match=r"exactly one of function, command and url, not \['function', 'url'\]"):
         AgentConfig(function="a:b", url="http://x")
-    with pytest.raises(ValueError, match="must begin with http"):
+    with pytest.raises(ValueError, match="must be http://host:port/path or https://"):
         AgentConfig(url="agents:9000")
     with pytest.raises(ValueError, match=r"\['a'\] are names of agents and of environments; rename one"):
         WorkerConfig.model_validate({"agents": {"a": {"function": "os:getcwd"}}, "environments": {"a": "os:getcwd"}})

@@ -5,6 +5,7 @@ from typing import Self
 import pydantic
 
 from penstock.config import Config
+from penstock.config.http_url import is_http_url
 
 
 class AgentConfig(Config):
@@ -22,6 +23,6 @@ class AgentConfig(Config):
         given = [name for name in ("function", "command", "url") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"set exactly one of function, command and url, not {given or 'none'}")
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url = {self.url!r} must begin with http:// or https://")
+        if self.url and not is_http_url(self.url):
+            raise ValueError(f"url = {self.url!r} must be http://host:port/path or https://host:port/path")
         return self

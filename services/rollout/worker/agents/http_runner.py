@@ -44,7 +44,7 @@ class HttpRunner:
                         raise RunnerError(
                             f"{self._url} answered more than {MAX_OUTPUT_BYTES} bytes; return a result only"
                         )
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RunnerError(f"{self._url} does not answer: {type(error).__name__} {error}".rstrip()) from None
         shown = text[:_MAX_SHOWN_BYTES].decode(errors="replace")
         if answer.status_code != 200:

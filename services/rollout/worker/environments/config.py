@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Final, Self, TypeAlias
-from urllib.parse import urlsplit
 
 import pydantic
 
 from penstock.config import Config, MetricsConfig, NetworkConfig, RunConfig
+from penstock.config.http_url import is_http_url
 from penstock.names import SINGLE_TURN
 
 MAX_PROCESSES = 128
@@ -66,13 +66,8 @@ def environment_names(configured: Iterable[str]) -> list[str]:
 
 
 def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number
-        is_whole = False
     # The message shows no part of the URL, which may hold a secret.
-    if not is_whole or "@" in url or parts.query or parts.fragment:
+    if not is_http_url(url) or any(mark in url for mark in "@?#"):
         raise ValueError(
             "url must be http://host:port or https://host:port, without user, password and query; a server that asks "
             "for a token is shown PENSTOCK_ENVIRONMENT_TOKEN"
