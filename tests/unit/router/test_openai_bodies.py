@@ -67,6 +67,7 @@ def form(*_: object, **__: object) -> Any:
     """A format of answers without anything in them."""
     nothing: dict[str, Any] = {}
     return SimpleNamespace(
+        take=lambda _: None,
         whole=lambda: nothing,
         opening=lambda _: None,
         delta=lambda *_: None,

@@ -165,7 +165,7 @@ def api_of(model: str) -> ChatApi:
 async def test_answers_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """One with many log-probabilities takes seconds, in which every other call would stand still; so does the text of
     many ids."""
-    form = SimpleNamespace(whole=lambda: {"thread": threading.get_ident()}, headers={"x-y": "1"})
+    form = SimpleNamespace(take=lambda _: None, whole=lambda: {"thread": threading.get_ident()}, headers={"x-y": "1"})
     monkeypatch.setattr(ChatApi, "_text_of", lambda _, ids: str(threading.get_ident()))
     head, answer = await answered(monkeypatch, form, is_streamed=False)
     assert (head[b"content-type"], head[b"x-y"]) == (b"application/json", b"1")
@@ -186,6 +186,7 @@ async def test_the_prompt_before_a_stream_is_written_beside_the_event_loop(
         return event_stream.encode_event(event)
 
     form = SimpleNamespace(
+        take=lambda _: None,
         opening=lambda _: {"thread": threading.get_ident()},
         delta=lambda *_: None,
         closing=lambda *_, **__: {},

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config import SamplingConfig
 from penstock.errors import ConfigError
 from penstock.model.chat_template import Renderer
 from penstock.model.detokenize import IncrementalDetokenizer, TokenTexts
@@ -14,7 +15,12 @@ from penstock.model.tool_calls import ToolCallReader
 from penstock.records import ToolCall
 from penstock.v1 import common_pb2, generate_pb2
 from services.router.frontends.openai.choice import Choice
+from services.router.frontends.openai.request_parser import RequestParser
+from services.router.frontends.openai.responses import ChatFormat
+from services.router.frontends.openai.schema.requests import ChatRequest
 from services.router.frontends.openai.stop import StopFinder
+from services.router.tuning import OpenAITuning
+from tests.support.router.openai_tools import ADD as ADD_TOOL
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 ADD = ToolCall(name="add", arguments={"a": 1, "b": "é"})
@@ -147,6 +153,29 @@ def test_what_was_held_back_is_told_at_the_end(renderer: Renderer, texts: TokenT
     assert choice.take(chunk(renderer.render_text("the EN"))).content == "the "
     end = choice.take(chunk(renderer.render_text("\n"), finish=generate_pb2.FINISH_REASON_LENGTH))
     assert (end.content, choice.finish_reason) == ("EN\n", "length")
+
+
+def test_a_stream_tells_of_what_it_has_sent(renderer: Renderer, texts: TokenTexts) -> None:
+    """However far the policy is ahead of a slow client: its calls are numbered in order, and its counts and versions
+    are those so far."""
+    asked = {"stream": True, "stream_options": {"continuous_usage_stats": True}, "tools": [ADD_TOOL]}
+    body = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], **asked})
+    parser = RequestParser(
+        OpenAITuning(), SamplingConfig(), renderer, longest_token_bytes=1, context_length=lambda: 999
+    )
+    choice = Choice(texts, stops=[], calls=ToolCallReader("hermes"))
+    request = parser.parse_chat(body, session_id="", is_recorded=False)
+    form = ChatFormat(request, [choice], texts, model="m")
+    ids = renderer.render_text(CALL)
+    deltas = [choice.take(chunk(ids, version=version)) for version in (3, 4)]
+    found = []
+    for delta in deltas:
+        form.take(delta)
+        event = form.delta(0, delta)
+        assert event is not None
+        [call] = event["choices"][0]["delta"]["tool_calls"]
+        found.append((call["index"], event["usage"]["completion_tokens"], event["system_fingerprint"]))
+    assert found == [(0, len(ids), "policy-3"), (1, 2 * len(ids), "policy-4")]
 
 
 def test_the_newest_version_of_a_choice(texts: TokenTexts) -> None:

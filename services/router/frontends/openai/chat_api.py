@@ -235,8 +235,8 @@ class ChatApi:
             async with generating(
                 self._forwarder, request, choices, terms, timeout_s=self._timeout_s(terms), chunk_tokens=chunk_tokens
             ) as deltas:
-                async for _ in deltas:
-                    pass
+                async for _, delta in deltas:
+                    form.take(delta)
             await keep(choices)
         except PenstockError as error:
             terms.note_failure(error)
@@ -275,6 +275,7 @@ class ChatApi:
             self._forwarder, request, choices, terms, timeout_s=self._timeout_s(terms), chunk_tokens=0
         ) as deltas:
             async for index, delta in deltas:
+                form.take(delta)
                 if index not in opened and (opening := await _open(form, index, request)):
                     await send(opening)
                 opened.add(index)

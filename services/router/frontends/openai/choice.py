@@ -52,6 +52,10 @@ class ChoiceDelta:
     content: str
     reasoning: str
     calls: Sequence[ToolCall]
+    first_call: int
+    """Number of the choice's calls before these."""
+    newest_version: int
+    """The newest policy version among the choice's tokens up to its end."""
     is_last: bool
 
 
@@ -144,6 +148,8 @@ class Choice:
             content=content,
             reasoning=self.reasoning[num_thought:],
             calls=self.calls[num_calls:],
+            first_call=num_calls,
+            newest_version=self.newest_version,
             is_last=self.ending is not None,
         )
 
@@ -170,7 +176,15 @@ class Choice:
     def _end_without_tokens(self, chunk: generate_pb2.GenerateChunk) -> ChoiceDelta:
         self.newest_version = max(span.policy_version for span in chunk.version_spans)
         self.ending, self.was_cut = "length", True
-        return ChoiceDelta(tokens=(), content="", reasoning="", calls=(), is_last=True)
+        return ChoiceDelta(
+            tokens=(),
+            content="",
+            reasoning="",
+            calls=(),
+            first_call=0,
+            newest_version=self.newest_version,
+            is_last=True,
+        )
 
     def _take_token(self, number: int, logprob: float, version: int, top: Sequence[tuple[int, float]]) -> str:
         """Add one token; return the content that it makes certain."""

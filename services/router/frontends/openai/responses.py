@@ -25,7 +25,8 @@ class ResponseFormat(abc.ABC):
     chunk_object: str
 
     def __init__(self, request: ParsedRequest, choices: Sequence[Choice], texts: TokenTexts, *, model: str) -> None:
-        """Format `choices` in their state at each method call."""
+        """Format `choices`. They may be ahead of what is sent, so counts and version are those of the deltas that
+        `take` got."""
         self._request = request
         self._choices = choices
         self._texts = texts
@@ -33,6 +34,14 @@ class ResponseFormat(abc.ABC):
         self._model = model
         self._created = int(time.time())
         self._prompt_texts: dict[int, str] = {}
+        self._num_tokens = 0
+        self._version = 0
+        """The newest policy version among the tokens so far."""
+
+    def take(self, delta: ChoiceDelta) -> None:
+        """Count a delta, before it is formatted."""
+        self._num_tokens += len(delta.tokens)
+        self._version = max(self._version, delta.newest_version)
 
     def whole(self) -> dict[str, Any]:
         """Return the answer, when all choices have ended."""
@@ -76,10 +85,6 @@ class ResponseFormat(abc.ABC):
 
     @abc.abstractmethod
     def _empty(self) -> dict[str, Any]: ...
-
-    @property
-    def _version(self) -> int:
-        return max(choice.newest_version for choice in self._choices)
 
     def _ending(self, index: int) -> dict[str, Any]:
         """Return how the choice ended: in OpenAI's words, in SGLang's, and in vLLM's, which do not count the model's
@@ -131,7 +136,7 @@ class ResponseFormat(abc.ABC):
     def _usage(self) -> dict[str, Any]:
         firsts = self._choices[:: self._request.num_choices]  # a prompt counts once, whatever its number of choices
         num_prompt = sum(choice.num_prompt_tokens for choice in firsts)
-        num_output = sum(len(choice.tokens) for choice in self._choices)
+        num_output = self._num_tokens
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
@@ -187,9 +192,8 @@ class ChatFormat(ResponseFormat):
         if delta.reasoning:
             message["reasoning_content"] = delta.reasoning
         if delta.calls:
-            first = len(self._choices[index].calls) - len(delta.calls)
             message["tool_calls"] = [
-                {"index": first + index_in_delta, **_call_json(call)} for index_in_delta, call in enumerate(delta.calls)
+                {"index": number, **_call_json(call)} for number, call in enumerate(delta.calls, delta.first_call)
             ]
         fields = {"delta": message, "logprobs": self._chat_logprobs(delta.tokens), **self._token_fields(delta.tokens)}
         return self._entry(index, fields)
