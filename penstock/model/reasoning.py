@@ -4,7 +4,8 @@ A chat template may open `<think>` itself, in the generation prompt (`Renderer.o
 only the closing mark. Otherwise an answer has thoughts if it begins with `<think>`. If the thinking is never closed,
 everything is thought.
 
-Invariants: nothing is lost except the marks and the white space around them. The time is linear in the text.
+Invariants: nothing is lost, for a `ReasoningReader` except the marks and the white space around them. The time is
+linear in the text.
 """
 
 import dataclasses
@@ -22,8 +23,8 @@ class Spoken:
     content: str = ""
 
 
-class ReasoningReader:
-    """Reads one answer."""
+class ThoughtSplitter:
+    """Splits one answer behind its thoughts: `reasoning` and `content` together are the text, marks included."""
 
     def __init__(self, *, is_open: bool) -> None:
         """Start with no text.
@@ -39,46 +40,70 @@ class ReasoningReader:
         """Text that may become a mark."""
         self._start: list[str] = []
         """White space before the first character."""
-        self._thought = SpaceHolder(is_after_mark=True)
-        self._has_closed = False
-        """Whether only white space has followed the closing mark."""
 
     def add(self, text: str) -> Spoken:
         """Add text; return the part that is final."""
         text, self._tail = self._tail + text, ""
-        if self._is_at_start and not (text := self._begin(text)):
-            return Spoken()
-        if not self._is_open:
-            return Spoken(content=self._say(text))
+        if self._is_at_start:
+            text = self._begin(text)
+        if not (self._is_open and text):
+            return Spoken(content=text)
         thought, mark, said = text.partition(CLOSE)
         if not mark:
             end = len(text) - held_back(text, CLOSE)
             self._tail = text[end:]
-            return Spoken(reasoning=self._thought.add(text[:end]))
-        self._is_open, self._has_closed = False, True
-        return Spoken(reasoning=self._thought.add(thought), content=self._say(said))
+            return Spoken(reasoning=text[:end])
+        self._is_open = False
+        return Spoken(reasoning=thought + mark, content=said)
 
     def finish(self) -> Spoken:
         """Return the held-back text; nothing follows."""
-        rest, self._tail = self._tail, ""
-        if self._is_open:
-            return Spoken(reasoning=self._thought.add(rest))
-        start, self._start = "".join(self._start), []
-        return Spoken(content=start + rest)
+        rest, self._start, self._tail = "".join([*self._start, self._tail]), [], ""
+        return Spoken(reasoning=rest) if self._is_open else Spoken(content=rest)
 
     def _begin(self, text: str) -> str:
-        """Consume white space and `<think>` at the start; return the text after them, or "" while it is uncertain."""
+        """Return the answer's text, or "" while it is uncertain whether it begins with `<think>`."""
         begun = text.lstrip()
         self._start.append(text[: len(text) - len(begun)])
         if OPEN.startswith(begun) and begun != OPEN:
             self._tail = begun
             return ""
-        self._is_at_start = False
         start, self._start = "".join(self._start), []
-        if begun.startswith(OPEN):
-            self._is_open = True
-            return begun[len(OPEN) :]
-        return begun if self._is_open else start + begun
+        self._is_at_start, self._is_open = False, self._is_open or begun.startswith(OPEN)
+        return start + begun
+
+
+class ReasoningReader:
+    """Reads one answer, without its marks."""
+
+    def __init__(self, *, is_open: bool) -> None:
+        """Start with no text; `is_open`: whether the generation prompt has opened `<think>`."""
+        self._splitter = ThoughtSplitter(is_open=is_open)
+        self._thought = SpaceHolder(is_after_mark=True)
+        self._has_thought = False
+        self._has_closed = False
+        """Whether only white space has followed the closing mark."""
+
+    def add(self, text: str) -> Spoken:
+        """Add text; return the part that is final."""
+        return self._bare(self._splitter.add(text))
+
+    def finish(self) -> Spoken:
+        """Return the held-back text; nothing follows."""
+        return self._bare(self._splitter.finish())
+
+    def _bare(self, spoken: Spoken) -> Spoken:
+        return Spoken(reasoning=self._think(spoken.reasoning), content=self._say(spoken.content))
+
+    def _think(self, text: str) -> str:
+        """Return a piece of the thoughts; marks are never cut into pieces."""
+        if not text:
+            return ""
+        if not self._has_thought:
+            self._has_thought = True
+            text = text.lstrip().removeprefix(OPEN)
+        self._has_closed = text.endswith(CLOSE)
+        return self._thought.add(text.removesuffix(CLOSE))
 
     def _say(self, text: str) -> str:
         if self._has_closed:

@@ -94,6 +94,23 @@ async def test_tools_are_told_of_and_calls_are_told_apart(harness: Harness, is_s
     assert call.id.startswith("call_")
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_calls_inside_of_thoughts_are_text(harness: Harness, is_streamed: bool) -> None:
+    """The policy considers them; what it calls stands behind its thoughts."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    thoughts = f"<think>\nI could {call}, no.\n</think>"
+    for text, num_calls in ((f"{thoughts}\n\n{call}", 1), (thoughts, 0)):
+        harness.says(text)
+        answer = await harness.chat(tools=[TOOL], stream=is_streamed, max_tokens=300)
+        if is_streamed:
+            chunks = await collect(answer)
+            content = text_of(chunks)
+            calls = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
+        else:
+            content, calls = answer.choices[0].message.content, answer.choices[0].message.tool_calls or []
+        assert (content, len(calls)) == (thoughts, num_calls)
+
+
 async def test_what_a_tool_said_goes_into_the_next_prompt(harness: Harness) -> None:
     """The client's own message objects come back as they are."""
     harness.says('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.model.assistant_turn import AssistantTurn
-from penstock.model.reasoning import ReasoningReader
+from penstock.model.reasoning import ReasoningReader, ThoughtSplitter
 from penstock.records import ToolCall
 from tests.unit.model.test_tool_calls import cut
 
@@ -61,14 +61,29 @@ def test_nothing_is_lost_but_marks_and_white_space(parts: list[str], is_open: bo
     assert len("".join(text.split())) - len("".join((reasoning + content).split())) in (0, 7, 8, 15)
 
 
+@given(SOUP, st.booleans(), st.lists(st.integers(0, 60)))
+def test_thoughts_and_what_is_said_are_the_text(parts: list[str], is_open: bool, cuts: list[int]) -> None:
+    """With all marks and white space; what is said begins behind the closing mark."""
+    text = "".join(parts)
+    splitter = ThoughtSplitter(is_open=is_open)
+    spoken = [*map(splitter.add, cut(text, cuts)), splitter.finish()]
+    reasoning, content = "".join(piece.reasoning for piece in spoken), "".join(piece.content for piece in spoken)
+    assert reasoning + content == text
+    if is_open or text.lstrip().startswith("<think>"):
+        thought, mark, said = text.partition("</think>")
+        assert (reasoning, content) == (thought + mark, said)
+    else:
+        assert reasoning == ""
+
+
 @pytest.mark.parametrize("is_open", [True, False])
 def test_of_endless_white_space_or_thought_nothing_is_read_twice(is_open: bool) -> None:
     """What is kept to be searched again is shorter than a mark."""
     for piece in (" ", "x", "<", "</think", "<think"):
-        reader = ReasoningReader(is_open=is_open)
+        splitter = ThoughtSplitter(is_open=is_open)
         for _ in range(2000):
-            reader.add(piece)
-            assert len(reader._tail) < len("</think>")
+            splitter.add(piece)
+            assert len(splitter._tail) < len("</think>")
 
 
 CALL = '<tool_call>\n{"name": "zoom", "arguments": {"factor": 2}}\n</tool_call>'

@@ -11,6 +11,7 @@ from penstock.config import SamplingConfig
 from penstock.errors import ConfigError
 from penstock.model.chat_template import Renderer
 from penstock.model.detokenize import IncrementalDetokenizer, TokenTexts
+from penstock.model.reasoning import ReasoningReader, ThoughtSplitter
 from penstock.model.tool_calls import ToolCallReader
 from penstock.records import ToolCall
 from penstock.v1 import common_pb2, generate_pb2
@@ -145,6 +146,29 @@ def test_an_answer_that_calls_ends_for_that_unless_it_was_cut_short(renderer: Re
         choice = Choice(texts, stops=[], calls=ToolCallReader("hermes"))
         choice.take(chunk(renderer.render_text(f"ok {CALL}"), finish=finish))
         assert (choice.content, choice.calls, choice.finish_reason) == ("ok", [ADD], expected)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("separates", [True, False])
+def test_a_call_inside_of_thoughts_is_no_call(
+    renderer: Renderer, texts: TokenTexts, is_open: bool, separates: bool
+) -> None:
+    """Whether the prompt or the answer opens them, and whether they are apart from the content or begin it."""
+    thought = f"I could {CALL}."
+    marked = f"{'' if is_open else '<think>'}{thought}</think>"
+    choice = Choice(
+        texts,
+        stops=[],
+        calls=ToolCallReader("hermes"),
+        thoughts=(ReasoningReader if separates else ThoughtSplitter)(is_open=is_open),
+        separates_reasoning=separates,
+    )
+    for number in renderer.render_text(f"{marked}\n\nSo: {CALL}"):
+        choice.take(chunk([number]))
+    choice.take(chunk([356], finish=generate_pb2.FINISH_REASON_STOP))
+    assert (choice.calls, choice.finish_reason) == ([ADD], "tool_calls")
+    expected = (thought, "So:") if separates else ("", f"{marked}\n\nSo:")
+    assert (choice.reasoning, choice.content) == expected
 
 
 def test_what_was_held_back_is_told_at_the_end(renderer: Renderer, texts: TokenTexts) -> None:

@@ -14,7 +14,7 @@ from penstock.config import SamplingConfig
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.model.chat_template import Renderer
 from penstock.model.detokenize import IncrementalDetokenizer
-from penstock.model.reasoning import ReasoningReader
+from penstock.model.reasoning import ReasoningReader, ThoughtSplitter
 from penstock.model.tool_calls import ToolCallReader
 from services.router.config import OpenAIConfig
 from services.router.forwarder import RequestForwarder
@@ -248,6 +248,7 @@ class ChatApi:
         return max(self._tuning.timeout_s, terms.wait_s)
 
     def _make_choice(self, request: ParsedRequest) -> Choice:
+        reader = ReasoningReader if request.separates_reasoning else ThoughtSplitter if request.reads_tools else None
         return Choice(
             self._texts,
             stops=request.stops,
@@ -255,7 +256,8 @@ class ChatApi:
             calls=ToolCallReader(request.call_format, request.tools) if request.reads_tools else None,
             has_one_call=request.has_one_call,
             begun_call=request.begun_call,
-            thoughts=None if request.thinks is None else ReasoningReader(is_open=request.thinks),
+            thoughts=None if reader is None else reader(is_open=request.thinks),
+            separates_reasoning=request.separates_reasoning,
             has_tokens=request.has_tokens,
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from penstock.model.detokenize import IncrementalDetokenizer, TokenTexts
-from penstock.model.reasoning import ReasoningReader, Spoken
+from penstock.model.reasoning import ReasoningReader, Spoken, ThoughtSplitter
 from penstock.model.tool_calls import Found, MalformedCall, ToolCallReader
 from penstock.records import ToolCall, VersionSpan
 from penstock.v1 import generate_pb2
@@ -71,7 +71,8 @@ class Choice:
         has_one_call: bool = False,
         includes_stop: bool = False,
         begun_call: str = "",
-        thoughts: ReasoningReader | None = None,
+        thoughts: ReasoningReader | ThoughtSplitter | None = None,
+        separates_reasoning: bool = False,
         has_tokens: bool = True,
     ) -> None:
         """Start empty.
@@ -83,7 +84,8 @@ class Choice:
             has_one_call: Whether the first tool call ends the choice.
             includes_stop: Whether the text ends with the stop that was found.
             begun_call: The beginning of a tool call that the choice continues.
-            thoughts: Separates reasoning from content; None to leave it in it.
+            thoughts: Tells reasoning, which holds no calls, from content; None if all is content.
+            separates_reasoning: Whether reasoning is apart from content; otherwise it is the beginning of it.
             has_tokens: Whether to keep any of its tokens; the engine always generates one.
         """
         self.tokens: list[Token] = []
@@ -104,6 +106,7 @@ class Choice:
         self._stream = IncrementalDetokenizer(texts)
         self._stops = StopFinder(stops, includes_stop=includes_stop)
         self._thoughts = thoughts
+        self._separates_reasoning = separates_reasoning
         self._calls = calls
         self._has_one_call = has_one_call
         self._has_tokens = has_tokens
@@ -201,16 +204,19 @@ class Choice:
         return content
 
     def _sort(self, text: str) -> str:
-        """Separate reasoning, text and tool calls: keep the reasoning and the calls, return the text."""
+        """Separate reasoning, text and tool calls: keep the calls and separate reasoning, return the text."""
         if not text:
             return ""
         return self._sort_spoken(Spoken(content=text) if self._thoughts is None else self._thoughts.add(text))
 
     def _sort_spoken(self, spoken: Spoken) -> str:
+        content = spoken.content
+        if self._calls is not None and content:
+            content = self._collect(self._calls.add(content))
+        if not self._separates_reasoning:
+            return spoken.reasoning + content
         self.reasoning += spoken.reasoning
-        if self._calls is None or not spoken.content:
-            return spoken.content
-        return self._collect(self._calls.add(spoken.content))
+        return content
 
     def _collect(self, found: Iterable[Found]) -> str:
         content = ""

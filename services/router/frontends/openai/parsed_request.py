@@ -51,8 +51,10 @@ class ParsedRequest:
     """Whether to return anything but the prompt."""
     begun_call: str
     """The beginning of a tool call that is part of the prompt and belongs to the answer; empty: none."""
-    thinks: bool | None
-    """Whether the prompt has opened reasoning; None: reasoning is not separated from content."""
+    thinks: bool
+    """Whether the prompt has opened reasoning."""
+    separates_reasoning: bool
+    """Whether reasoning is apart from content."""
     reads_tools: bool
     """Whether to separate tool calls from text."""
     call_format: CallFormat
