@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import structlog
 import tqdm
@@ -32,6 +33,10 @@ for _variable in VARIABLES:  # of whoever runs the tests: servers under test ask
 
 # The first progress bar of a process would start a thread that no one ends.
 tqdm.tqdm.monitor_interval = 0
+
+# A slow or busy machine is no fault: no example of a property has a time limit of its own.
+hypothesis.settings.register_profile("untimed", parent=hypothesis.settings.default, deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # structlog's own tracebacks take seconds, within which a test's deadlines pass.
 _plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)

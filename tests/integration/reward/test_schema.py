@@ -15,7 +15,6 @@ _SETTINGS = settings(
     max_examples=30,
     derandomize=True,
     database=None,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

@@ -110,7 +110,7 @@ def could_be_complete(ledger: GroupLedger[int, int], in_hand: dict[int, int], ve
     return selection.is_complete
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     max_staleness=st.integers(0, 4),
     groups_per_step=st.integers(1, 4),
@@ -171,7 +171,7 @@ def test_no_group_ever_goes_stale_by_waiting(
     assert len(set(trained)) == len(trained) == 12 * groups_per_step
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 2**32), jump=st.integers(1, 6))
 def test_a_jump_of_the_version_delays_groups_but_loses_none(seed: int, jump: int) -> None:
     """As after a crash: stale groups are rejected and played again, and every index is trained once."""

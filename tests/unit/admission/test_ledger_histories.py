@@ -232,5 +232,5 @@ class Histories(RuleBasedStateMachine):
             assert any(index == admission.index and attempt >= admission.attempt for index, attempt in coming)
 
 
-Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
 TestHistories = Histories.TestCase

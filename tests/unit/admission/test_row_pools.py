@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -101,7 +101,6 @@ class Run:
             self.finish(position)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0.1, 0.5, 1.0]), st.sampled_from([0.1, 0.5, 1.0]))
 def test_draws_do_not_depend_on_arrivals_or_deaths(seed: int, easy_chance: float, hard_chance: float) -> None:
     """A run plays the positions that it would play one group after the other, whenever it was killed."""

@@ -79,7 +79,7 @@ def block_queries(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("block_queries")
 @given(st.lists(blocks, min_size=1, max_size=3))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_equals_a_full_mask(row: list[tuple[int, list[int]]]) -> None:
     """Prefix in full, self causally, nothing else; gradients of all responses add up in the prompt's keys."""
     segments = segments_of(row)
@@ -98,7 +98,7 @@ def test_equals_a_full_mask(row: list[tuple[int, list[int]]]) -> None:
 
 
 @given(st.lists(blocks, min_size=1, max_size=3))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_a_gpu_computes_the_same(row: list[tuple[int, list[int]]]) -> None:
     """In one call, whose documented meaning is spelled out; forwards, and backwards through the gathered keys."""
     segments = segments_of(row)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.model.tokens import image_token_id
@@ -40,7 +40,6 @@ def flat(batch: Sequence[tuple[int, Sequence[int]]]) -> tuple[list[int], list[in
 
 
 @given(batches, st.integers(1, 300), st.booleans())
-@settings(deadline=None)
 def test_every_sample_is_in_one_row_within_the_budget(
     batch: list[tuple[int, list[int]]], max_tokens: int, fill: bool
 ) -> None:
@@ -58,7 +57,6 @@ def test_every_sample_is_in_one_row_within_the_budget(
 
 
 @given(batches, st.integers(1, 300))
-@settings(deadline=None)
 def test_a_group_that_fits_into_a_row_is_never_cut(batch: list[tuple[int, list[int]]], max_tokens: int) -> None:
     """Its prompt is then computed once; a larger group's as often as it has rows."""
     lengths, groups, prefixes = flat(batch)

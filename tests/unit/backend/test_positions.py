@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
@@ -42,7 +42,6 @@ def arranged(sample: tuple[int, list[Any]]) -> tuple[np.ndarray, list[tuple[int,
 
 @pytest.mark.parametrize("family", MODELS)
 @given(samples)
-@settings(deadline=None)
 def test_equal_those_of_transformers(family: str, sample: tuple[int, list[Any]]) -> None:
     """Over random grids, with and without text between; images of any shape, none at all too."""
     mask_X, shown, placeholders = arranged(sample)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from models.pretrain import MAX_NEW_TOKENS, BatchBuilder, answer_logprobs, format_answer, patchify
@@ -44,7 +44,6 @@ def to_message(problem: GeometryProblem) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_any_text_round_trips_up_to_nfc(text: str) -> None:
     """Decoding gives the text back in the normal form that Qwen2's tokenizer applies."""

@@ -1,7 +1,7 @@
 """The profile `mcq`: which letter a response chooses, and what chooses none."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.verdict_status import Status
@@ -278,7 +278,6 @@ _PIECES = [
 ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(_PIECES), max_size=40).map("".join), st.sampled_from(["A", "B", "A. 90"]))
 def test_no_response_is_right_for_two_letters(response: str, gold: str) -> None:
     """Whatever is written, it is right for one choice at most, and there is always a verdict."""

@@ -4,7 +4,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.verdict_status import Status
@@ -161,7 +161,6 @@ _RATIONALS = st.fractions(max_denominator=999).map(lambda value: value.limit_den
 _SURDS = st.tuples(st.integers(1, 40), st.sampled_from([2, 3, 5, 6, 7, 10, 13, 41]), st.integers(1, 12))
 
 
-@settings(deadline=None)
 @given(_RATIONALS, st.integers(1, 9))
 def test_rewritten_rationals_are_equal(value: Fraction, factor: int) -> None:
     """A fraction equals itself expanded, named, spaced and signed otherwise, in both directions; its neighbour not."""
@@ -176,7 +175,6 @@ def test_rewritten_rationals_are_equal(value: Fraction, factor: int) -> None:
         assert not is_right(f"{p + 1}/{q}", one, "strict")
 
 
-@settings(deadline=None)
 @given(_SURDS)
 def test_rewritten_roots_are_equal(parts: tuple[int, int, int]) -> None:
     """a sqrt(r) / q in every way that people write it."""
@@ -195,7 +193,6 @@ def test_rewritten_roots_are_equal(parts: tuple[int, int, int]) -> None:
         assert not is_right(one, rf"-\frac{{{a}\sqrt{{{r}}}}}{{{q}}}", "strict")
 
 
-@settings(deadline=None)
 @given(_SURDS, st.integers(4, 8))
 def test_the_rounded_decimal_of_a_root_is_right_and_its_neighbours_wrong(
     parts: tuple[int, int, int], figures: int
@@ -211,7 +208,6 @@ def test_the_rounded_decimal_of_a_root_is_right_and_its_neighbours_wrong(
     assert not is_right(gold, f"{rounded - step:f}")
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10**9), st.sampled_from(["cm", "mm", "km", "in", "ft"]))
 def test_units_are_converted_exactly(length: int, unit: str) -> None:
     """Metres in another unit are the same length, both ways; another dimension is not."""
@@ -233,7 +229,6 @@ _ANSWERS = [
 ]  # fmt: skip
 
 
-@settings(deadline=None)
 @given(st.sampled_from(_ANSWERS), st.sampled_from(_ANSWERS))
 def test_equality_is_reflexive_and_symmetric(one: str, other: str) -> None:
     """Every answer equals itself, and the roles of gold and answer may be exchanged."""
@@ -252,7 +247,6 @@ _PIECES = [
 _TEXTS = st.lists(st.sampled_from(_PIECES), max_size=80).map("".join)
 
 
-@settings(deadline=None)
 @given(
     gold=st.text(max_size=40) | _TEXTS,
     response=st.text(max_size=200) | _TEXTS,

@@ -1,6 +1,6 @@
 """When a replica that fails is given calls again."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.breaker import Breaker, BreakerState
@@ -94,7 +94,6 @@ def test_calls_that_began_before_it_opened_change_nothing() -> None:
     assert breaker.state is BreakerState.OPEN
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.sampled_from(["succeed", "fail", "abandon", "tick"]), max_size=60))
 def test_whatever_happens_there_is_one_probe_at_a_time_and_always_a_way_back(events: list[str]) -> None:
     """Calls run one at a time, or two where the breaker lets them; a second probe only where the first says nothing."""

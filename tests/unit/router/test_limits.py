@@ -1,6 +1,6 @@
 """How many calls a replica is given at once."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.limits import Limit
@@ -78,7 +78,6 @@ def test_follows_a_replica_that_says_it_runs_more() -> None:
     assert limit.max_in_flight == 32
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(
     st.lists(st.tuples(st.integers(0, 64), st.integers(0, 64), st.floats(0, 1), st.integers(0, 100)), max_size=40),
     st.integers(0, 64),

@@ -230,7 +230,7 @@ def test_a_template_that_cannot_continue_says_so(renderer: Renderer) -> None:
 texts = st.sampled_from(["a", "b", "a b"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_answer_stands_in_later_prompts_as_it_was_sampled(renderer: Renderer, data: st.DataObject) -> None:
     """Conversations that go on from any point of any earlier one: each prompt begins with all ids of that one."""

@@ -1,7 +1,7 @@
 """Where the answer is found in a response."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.exact.extraction import Forms, extract_answer
@@ -120,7 +120,6 @@ def test_only_the_end_of_a_long_response_is_searched() -> None:
 _PIECES = ["\\", r"\boxed", "{", "}", " ", "5", "$", "or", "<think>", "</think>", "\n", "answer:", "<answer>"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(_PIECES)).map("".join))
 def test_any_text_is_taken(response: str) -> None:
     """Whatever the text, extraction returns a stripped part or None."""
@@ -128,7 +127,6 @@ def test_any_text_is_taken(response: str) -> None:
     assert answer is None or (answer and answer == answer.strip())
 
 
-@settings(deadline=None)
 @given(prefix=st.text(), answer=st.text(alphabet="0123456789abc+-^_ ", min_size=1).filter(str.strip))
 def test_a_box_at_the_end_is_found_after_any_text(prefix: str, answer: str) -> None:
     """What stands before the last box does not hide it."""

@@ -1,7 +1,7 @@
 """One spelling for answers that mean the same."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.exact.normalisation import normalise
@@ -37,7 +37,6 @@ def test_commas_can_be_kept_apart() -> None:
     assert normalise("100,200", join_thousands=False) == "100,200"
 
 
-@settings(deadline=None)
 @given(st.text(max_size=512))
 def test_any_text_becomes_text_that_can_travel(text: str) -> None:
     """Whatever is in the text, surrogates and controls do not come out."""
@@ -46,7 +45,6 @@ def test_any_text_becomes_text_that_can_travel(text: str) -> None:
     assert "\x00" not in plain
 
 
-@settings(deadline=None)
 @given(st.integers(-(10**12), 10**12))
 def test_thousands_separators_do_not_change_a_number(number: int) -> None:
     """1,234,567 is 1234567."""

@@ -7,7 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.exact.numbers.algebra import NoValueError, TooLargeError, add, are_equal, constant, to_decimal
@@ -87,7 +87,6 @@ def test_how_a_number_is_written() -> None:
     assert form("2+3") == form("((2-3))") == form(r"\frac{1}{2}+1+\sqrt{4}") == form(r"\sqrt{9+16}") == (None, 0, True)
 
 
-@settings(deadline=None)
 @given(st.fractions())
 def test_every_way_to_write_a_fraction_has_its_value(value: Fraction) -> None:
     """a/b, frac and frac with spaces are the same number."""
@@ -96,7 +95,6 @@ def test_every_way_to_write_a_fraction_has_its_value(value: Fraction) -> None:
     assert parse_rational(rf"\frac {{ {p} }} {{ {q} }}") == value
 
 
-@settings(deadline=None)
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=6, min_value=-(10**20), max_value=10**20))
 def test_decimals_are_exact(value: object) -> None:
     """No digit is lost to floats."""
@@ -134,7 +132,6 @@ def test_exact_forms(one: str, other: str) -> None:
 _TERMS = st.lists(st.tuples(st.fractions(-1000, 1000, max_denominator=50), st.integers(1, 300)), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
 @given(_TERMS)
 def test_sums_of_roots_have_the_value_that_decimals_give(terms: list[tuple[Fraction, int]]) -> None:
     """The exact form agrees with 60-digit arithmetic that knows nothing of it."""
@@ -146,7 +143,6 @@ def test_sums_of_roots_have_the_value_that_decimals_give(terms: list[tuple[Fract
         assert abs(to_decimal(number.value) - total) < Decimal("1e-40")
 
 
-@settings(deadline=None)
 @given(st.integers(-720, 720))
 def test_sines_agree_with_floats(degrees: int) -> None:
     """Exact or computed, the functions of angles are right."""
@@ -171,7 +167,6 @@ _PIECES = [
 ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(_PIECES), max_size=100).map("".join))
 def test_any_text_is_read_or_refused(text: str) -> None:
     """Every text gives a value, None or TooLargeError."""

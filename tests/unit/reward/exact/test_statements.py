@@ -1,7 +1,7 @@
 """Answers that a response says in words: where they are found, which of several counts, and what states none."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.verdict_status import Status
@@ -300,7 +300,6 @@ _PIECES = [
 ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(_PIECES), max_size=60).map("".join))
 def test_any_text_is_taken(response: str) -> None:
     """Whatever the text, the answer is a stripped part of it, or several parts joined."""

@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.reward.value_profiles import is_right
@@ -99,7 +99,6 @@ def test_members_follow_the_rules_of_numbers(gold: str, answer: str, correct: bo
 _ITEMS = st.lists(st.integers(-99, 99), min_size=2, max_size=5, unique=True)
 
 
-@settings(deadline=None)
 @given(_ITEMS, st.randoms())
 def test_sets_are_unordered_and_points_ordered(items: list[int], random: Random) -> None:
     """Any order of a set is right; a point is right in its own order only."""
@@ -110,7 +109,6 @@ def test_sets_are_unordered_and_points_ordered(items: list[int], random: Random)
     assert is_right(f"({one})", rf"\left({other}\right)") is (items == shuffled)
 
 
-@settings(deadline=None)
 @given(low=st.integers(-50, 50), width=st.integers(1, 50), closed=st.tuples(st.booleans(), st.booleans()))
 def test_an_inequality_is_its_interval(low: int, width: int, closed: tuple[bool, bool]) -> None:
     """Both directions; the other kind of end is wrong."""

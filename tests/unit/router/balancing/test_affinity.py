@@ -1,6 +1,6 @@
 """Affinity: a session stays with the replica that has its prefix, and new ones go where the load is least."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.balancing import Query
@@ -9,7 +9,6 @@ from tests.support.router.random_fleets import fleets
 from tests.support.router.replica_statuses import UPDATING, Fleet, chosen, described
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(fleets)
 def test_affinity_prefers_ready_and_then_the_least_loaded(fleet: Fleet) -> None:
     """Without a session, no fit replica is better than the chosen one: ready before updating, then by load."""
@@ -20,7 +19,6 @@ def test_affinity_prefers_ready_and_then_the_least_loaded(fleet: Fleet) -> None:
         assert rank[picked.replica_id] == min(rank.values())
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.integers(1, 8), st.integers(0, 60))
 def test_simultaneous_calls_spread_evenly(num_replicas: int, num_calls: int) -> None:
     """Calls of different sessions that run at once differ by at most one between equal replicas."""
@@ -122,7 +120,6 @@ def test_a_call_whose_group_has_moved_on_waits_for_its_own_replica() -> None:
     assert chosen(balancer, pool, Query(session_id="g/4", group_id="g", home="home")) == "other"
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abc")), max_size=60), st.integers(1, 6))
 def test_sessions_used_last_are_kept(uses: list[tuple[int, str]], max_sessions: int) -> None:
     """Exactly the last `max_sessions` different sessions are remembered, and counted by replica."""

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.balancing import NoReplica, Query, UnroutableReason, make_balancer
@@ -35,7 +35,6 @@ queries = st.builds(
 
 
 @pytest.mark.parametrize("name", Balancing)
-@settings(deadline=None)  # the machine may be busy
 @given(fleets, queries, st.none() | st.sampled_from("abcdefgh"))
 def test_never_chooses_what_may_not_be_chosen_and_always_chooses_what_may(
     name: Balancing, fleet: Fleet, query: Query, own: str | None
@@ -92,7 +91,6 @@ def test_never_chooses_what_may_not_be_chosen_and_always_chooses_what_may(
             assert picked.replica_id == own
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(fleets)
 def test_balancing_only_reads_immutable_views(fleet: Fleet) -> None:
     """A status cannot be changed, and choosing and recording leave every one as it was."""
