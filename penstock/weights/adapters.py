@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): their names in a push, and the weights that contain them.
+"""Low-rank adapters (LoRA): their tensors in a push, and the weights that contain them.
 
 An adapter changes a matrix `<layer>.weight`, [O, I], by B A of a low rank R. A push of adapters carries two tensors for
 each changed matrix, both in float32: `<layer>.lora_A.weight`, [R, I], and `<layer>.lora_B.weight`, [O, R], which is
@@ -16,10 +16,9 @@ from typing import Final
 import torch
 
 from penstock.errors import InvalidRequestError
+from penstock.weights.adapter_names import LORA_A, LORA_B, is_adapter
 from penstock.weights.manifest import Manifest, TensorSpec
 
-LORA_A: Final = ".lora_A.weight"
-LORA_B: Final = ".lora_B.weight"
 ADAPTER_DTYPE: Final = "float32"
 """Precision of adapters in a push: their product is added to the base before it is rounded."""
 
@@ -35,11 +34,6 @@ class AdapterSpecs:
     def changed_shape(self) -> tuple[int, int]:
         """Shape of the matrix."""
         return self.b.shape[0], self.a.shape[1]
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a tensor of this name belongs to an adapter."""
-    return name.endswith((LORA_A, LORA_B))
 
 
 def adapted_weights(manifest: Manifest) -> dict[str, AdapterSpecs]:

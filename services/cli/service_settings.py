@@ -12,12 +12,13 @@ from penstock import config as configuration
 from penstock.config import ModelConfig, RunConfig
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.families.experts import num_experts
-from penstock.model.folder import attention_heads, read_json, require_model
+from penstock.model.folder import require_model
 from penstock.model.template_variables import require_free
 from penstock.model.tokens import require_same_tokens
 from services.cli.extras import import_with_extra
 from services.cli.hub_models import with_model, with_models
 from services.launch.known_names import require_names
+from services.launch.model_fit import require_fits_model
 from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
 from services.reward.config import RewardSettings
@@ -27,10 +28,8 @@ from services.rollout.engine.sglang import recipe_settings
 from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.config import EnvironmentServerSettings
 from services.router.config import RouterSettings
-from services.trainer.checks.expert_parallel import require_divisible
 from services.trainer.checks.router_replay import require_mixture
-from services.trainer.checks.sequence_parallel import require_shareable
-from services.trainer.config import TRAINED_MODEL_TYPES, TrainerSettings
+from services.trainer.config import TrainerSettings
 from services.trainer.data.config import DataConfig
 from services.trainer.data.named_section import named_section
 from services.trainer.data.sources.files import pin, require_files
@@ -192,8 +191,8 @@ def for_sft(recipe: Recipe) -> SftSettings:
     """Return the settings of `penstock sft`.
 
     Raises:
-        ConfigError: there is no model or no data, a setting does not apply, the chat template does not read a
-            variable, or a tracker is not installed.
+        ConfigError: there is no model or no data, a setting does not apply or does not fit the model, the chat
+            template does not read a variable, or a tracker is not installed.
         UnavailableError: the model is on the Hub, which cannot be reached.
     """
     with_sets = recipe.sft.validate_every > 0
@@ -201,7 +200,6 @@ def for_sft(recipe: Recipe) -> SftSettings:
     require_packages(recipe.trackers)
     recipe = with_model(recipe)
     require_template_variables(recipe, _model(recipe).path, with_sets=with_sets)
-    _require_trained_type(_model(recipe).path)
     settings = SftSettings(
         sft=recipe.sft,
         trainer=recipe.trainer,
@@ -212,6 +210,7 @@ def for_sft(recipe: Recipe) -> SftSettings:
         evaluation=recipe.evaluation,
     )
     settings.require_meant()
+    require_fits_model(recipe, settings.model.path, is_sft=True)
     return settings
 
 
@@ -230,20 +229,15 @@ def require_inputs(recipe: Recipe) -> None:
     """Check a whole run's inputs before it starts.
 
     Raises:
-        ConfigError: there is no model or no data, a setting does not fit them (see `for_trainer`), or it names an
-            unknown profile or environment.
+        ConfigError: there is no model or no data, a setting does not fit them (see `for_trainer` and
+            `require_fits_model`), or it names an unknown profile or environment.
         UnavailableError: a model is on the Hub, which cannot be reached.
     """
     recipe = with_models(recipe)
     for_engine(recipe)
     for_trainer(recipe)
     require_names(recipe, sets=recipe.evaluation.is_in_training)
-    trainer = recipe.trainer
-    path = _model(recipe).path
-    _require_trained_type(path)
-    require_divisible(trainer.expert_parallel, num_ranks=trainer.ranks, num_experts=num_experts(path))
-    heads, kv_heads = attention_heads(path)
-    require_shareable(trainer.sequence_parallel, num_ranks=trainer.ranks, num_heads=heads, num_kv_heads=kv_heads)
+    require_fits_model(recipe, _model(recipe).path)
 
 
 def require_at_launcher(recipe: Recipe) -> None:
@@ -256,16 +250,6 @@ def require_at_launcher(recipe: Recipe) -> None:
     recipe.sampling.require_trainable()
     require_names(recipe, sets=recipe.evaluation.is_in_training)
     for_router(recipe)
-
-
-def _require_trained_type(path: Path) -> None:
-    """Refuse a model that the trainer would refuse, before engines have loaded it."""
-    model_type = read_json(path / "config.json").get("model_type")
-    if model_type is not None and model_type not in TRAINED_MODEL_TYPES:
-        raise ConfigError(
-            f"model.path = {str(path)!r}: models of type {model_type} cannot be trained; choose one of type "
-            f"{', '.join(TRAINED_MODEL_TYPES)}"
-        )
 
 
 def pin_inputs(recipe: Recipe, *, with_sets: bool, with_demonstrations: bool = False) -> Recipe:

@@ -6,16 +6,15 @@ from pathlib import Path
 from penstock.errors import ConfigError, UnavailableError, UserError
 from penstock.model import hub
 from penstock.model.families.experts import has_experts
-from penstock.model.families.qwen_vl import loaded_name, part_of
 from penstock.model.folder import read_json, require_model
+from penstock.model.parameters import own_parameter_sizes
 from penstock.runtime.security import Security
 from services.doctor.finding import Finding, blamed, fault, ok, warning
 from services.doctor.memory import ModelSize
 from services.launch.known_names import require_names
 from services.recipe import Recipe
 from services.rollout.engine.sglang import recipe_settings
-from services.rollout.engine.sglang.settings import parameter_sizes
-from services.trainer.backend.optimizer.learning_rates import matches, rates_of
+from services.trainer.checks.parameter_patterns import linear_layers, matches, rates_of
 from services.trainer.config import TRAINED_MODEL_TYPES
 from services.trainer.data.sources.files import require_files
 from services.trainer.demonstrations.files import require_demonstrations
@@ -37,17 +36,16 @@ def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
     try:
         require_model(path)
         model_type = read_json(path / "config.json").get("model_type", "")
-        sizes = parameter_sizes(path)
+        sizes = own_parameter_sizes(path)
     except UserError as error:
         return blamed("model", error), None
     count = sum(sizes.values())
     if not count:
         return fault("model", f"{path} has no .safetensors file", "download the model again, with its weights"), None
-    own_sizes = {loaded_name(name, model_type): size for name, size in sizes.items()}
     size = ModelSize(
         num_parameters=count,
-        num_trained=_num_trained(own_sizes, recipe),
-        num_adapted=_num_adapted(own_sizes, recipe),
+        num_trained=_num_trained(sizes, recipe),
+        num_adapted=_num_adapted(sizes, recipe),
         checkpoint_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
     )
     if missing := [name for name in _TEXT_FILES if not (path / name).is_file()]:
@@ -74,19 +72,11 @@ def _num_adapted(sizes: Mapping[str, int], recipe: Recipe) -> int:
     lora = recipe.trainer.lora
     if not lora.rank:
         return 0
-    layers = {name.removesuffix(".weight"): size for name, size in sizes.items() if name.endswith(".weight")}
     return sum(
-        size
-        for name, size in layers.items()
-        if _takes_an_adapter(name) and any(matches(name, target) for target in lora.targets)
+        sizes[f"{layer}.weight"]
+        for layer in linear_layers(sizes)
+        if any(matches(layer, target) for target in lora.targets)
     )
-
-
-def _takes_an_adapter(layer: str) -> bool:
-    """Return whether a layer is none of embeddings, norms, head, experts and their routers."""
-    is_of_mixture = ".mlp.experts." in layer or layer.endswith(".mlp.gate")
-    is_linear = not any(kind in layer for kind in ("embed", "norm", "merger.ln_q"))
-    return is_linear and not is_of_mixture and part_of(f"{layer}.") != "head"
 
 
 def _check_on_the_hub(path: Path, recipe: Recipe) -> tuple[Finding, ModelSize | None]:

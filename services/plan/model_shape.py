@@ -14,7 +14,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.model.families.qwen_vl import part_of
 from penstock.model.folder import require_model
-from services.trainer.backend.optimizer.learning_rates import rates_of
+from services.trainer.checks.parameter_patterns import rates_of
 from services.trainer.config import TRAINED_MODEL_TYPES
 
 NUM_BLOCKS = 4

@@ -11,6 +11,7 @@ Sources: transformers 5.19 (conversion_mapping.py) and sglang 0.5.23 (models/qwe
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,9 @@ _SGLANG_TO_OWN: Final = {".mlp.experts.w13_weight": _GATE_UP, ".mlp.experts.w2_w
 _TRANSPOSED: Final = frozenset({"qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"})
 _APART: Final = frozenset({"qwen3_moe", "Qwen3MoeForCausalLM"})
 """Model types and architectures whose checkpoints have a matrix for each expert and projection."""
+_MATRIX_OF_EXPERT: Final = re.compile(
+    r"(?P<layer>.+)\.mlp\.experts\.\d+\.(?P<projection>gate_proj|up_proj|down_proj)\.weight"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,20 @@ def own_expert_name(name: str) -> str:
     for suffix, own in _SGLANG_TO_OWN.items():
         if name.endswith(suffix):
             return name.removesuffix(suffix) + own
+    return name
+
+
+def loaded_expert_name(name: str, model: str) -> str:
+    """Return the own name of the parameter that a checkpoint's tensor `name` is, or is a part of.
+
+    Names that are not of experts stay unchanged.
+
+    Args:
+        name: The published name.
+        model: The model's type, or its architecture.
+    """
+    if model in _APART and (apart := _MATRIX_OF_EXPERT.fullmatch(name)):
+        return apart["layer"] + (_DOWN if apart["projection"] == "down_proj" else _GATE_UP)
     return name
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import InvalidRequestError
-from penstock.model.families.experts import own_expert_name
+from penstock.model.families.experts import loaded_expert_name, own_expert_name
 from penstock.model.folder import read_json
 
 VISION_TOKENS: Final = (
@@ -65,13 +65,13 @@ def published_name(name: str, model: str) -> str:
 
 
 def loaded_name(name: str, model_type: str) -> str:
-    """Return what transformers calls the parameter with this name in a checkpoint: the inverse of `published_name`."""
+    """Return what transformers calls the parameter that a checkpoint's tensor `name` is, or is a part of."""
     is_own = any(name.startswith(own) for own, _ in _OWN_TO_PUBLISHED)
     if model_type in _WITH_PUBLISHED_NAMES and not is_own:
         for own, published in _OWN_TO_PUBLISHED:
             if name.startswith(published):
                 return own + name.removeprefix(published)
-    return name
+    return loaded_expert_name(name, model_type)
 
 
 def part_of(name: str) -> str:

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from penstock.errors import ConfigError, SetupError
 from penstock.model.tokens import forbidden_token_ids
-from penstock.weights.adapters import change_of, is_adapter, merged
+from penstock.weights.adapter_names import is_adapter
+from penstock.weights.adapters import change_of, merged
 from penstock.weights.digest import XXH3, tensor_digest
 from services.cli import main
 from services.cli.model_folder import find_model

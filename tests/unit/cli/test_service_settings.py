@@ -20,6 +20,7 @@ from services.rollout.worker.config import WorkerConfig
 from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from services.trainer.data.config import DataConfig
+from tests.support.trainer.families import MIXTURES, write_model
 
 
 @pytest.fixture
@@ -143,6 +144,63 @@ def test_rows_that_ranks_cannot_share_are_refused_before_anything_starts(tiny_mo
     settings = {"model": {"path": tiny_model_path}, "data": OWN, "trainer": {"ranks": 8, "sequence_parallel": 8}}
     with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 8 cannot share the model's 4 attention heads"):
         service_settings.require_inputs(Recipe.model_validate(settings))
+
+
+ADAPTERS = {"rank": 4, "targets": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "refusal"),
+    [
+        ({"optimizer": {"learning_rates": {"towr": 0.0}}}, r"optimizer\.learning_rates: no parameter fits 'towr'"),
+        ({"optimizer": {"learning_rates": {"head": 0.0}}}, "the head of this model is its embedding"),
+        ({"optimizer": {"learning_rates": {"*": 0.0}}}, "every parameter has rate 0, so nothing is trained"),
+        ({"lora": {**ADAPTERS, "targets": ["q_prj"]}}, r"lora\.targets: no linear layer fits 'q_prj'.* q_proj"),
+        ({"lora": ADAPTERS, "optimizer": {"learning_rates": {"tower": 0.0}}}, "no parameter fits 'tower'"),
+    ],
+)
+def test_patterns_that_fit_no_parameter_are_refused_before_anything_starts(
+    tiny_model_path: Path, trainer: dict[str, Any], refusal: str
+) -> None:
+    """By the names in the model's files; with adapters, rates are those of their matrices."""
+    settings = {"model": {"path": tiny_model_path}, "data": OWN, "trainer": trainer}
+    with pytest.raises(ConfigError, match=refusal):
+        service_settings.require_inputs(Recipe.model_validate(settings))
+    if "lora" not in trainer:
+        with pytest.raises(ConfigError, match=refusal):
+            service_settings.for_sft(Recipe.model_validate(settings))
+
+
+def test_patterns_that_fit_are_accepted(tiny_model_path: Path) -> None:
+    """Also a rate of one of an adapter's two matrices."""
+    for trainer in (
+        {"optimizer": {"learning_rates": {"tower": 0.0, "merger.*": 1e-6}}},
+        {"lora": ADAPTERS, "optimizer": {"learning_rates": {"lora_B.weight": 1e-4}}},
+    ):
+        settings = {"model": {"path": tiny_model_path}, "data": OWN, "trainer": trainer}
+        service_settings.require_inputs(Recipe.model_validate(settings))
+
+
+@pytest.mark.parametrize("kind", list(MIXTURES))
+def test_patterns_of_experts_are_those_of_the_loaded_model(kind: str, tmp_path: Path) -> None:
+    """Whether its files have a matrix for each expert, or two tensors for all."""
+    path = write_model(MIXTURES[kind](), tmp_path / kind)
+    for pattern in ("*.experts.gate_up_proj", "*.experts.down_proj"):
+        optimizer = {"learning_rates": {pattern: 0.0}}
+        settings = {"model": {"path": path}, "data": OWN, "trainer": {"optimizer": optimizer}}
+        service_settings.require_inputs(Recipe.model_validate(settings))
+    settings["trainer"] = {"optimizer": {"learning_rates": {"experts.0.gate_proj.weight": 0.0}}}
+    with pytest.raises(ConfigError, match=r"no parameter fits 'experts\.0\.gate_proj\.weight'"):
+        service_settings.require_inputs(Recipe.model_validate(settings))
+
+
+@pytest.mark.parametrize("check", [service_settings.require_inputs, service_settings.for_sft])
+def test_a_mixture_is_not_compiled(check: Any, model: ModelConfig) -> None:
+    """It is refused before it is loaded."""
+    (model.path / "config.json").write_text(json.dumps(MIXTURE))
+    recipe = Recipe(model=model, trainer=TrainerConfig(compile=True))
+    with pytest.raises(ConfigError, match=r"trainer\.compile = true does not go with mixtures .*; leave it out"):
+        check(recipe)
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}])

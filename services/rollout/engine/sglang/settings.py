@@ -5,11 +5,8 @@
 
 import ctypes
 import itertools
-import json
-import math
 import os
 import random
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.model import tokens
 from penstock.model.families.experts import has_experts
 from penstock.model.folder import read_json
+from penstock.model.parameters import parameter_sizes
 from penstock.weights import nccl
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
@@ -218,21 +216,3 @@ def num_parameters(model_path: Path) -> int:
         ConfigError: as `parameter_sizes`.
     """
     return sum(parameter_sizes(model_path).values())
-
-
-def parameter_sizes(model_path: Path) -> dict[str, int]:
-    """Return the number of elements of each parameter in the checkpoint, from the headers of its safetensors files.
-
-    Raises:
-        ConfigError: a file is truncated, or not a safetensors file.
-    """
-    sizes: dict[str, int] = {}
-    for path in model_path.glob("*.safetensors"):
-        try:
-            with path.open("rb") as file:
-                (size,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(size))
-        except (OSError, struct.error, ValueError, OverflowError, MemoryError) as error:
-            raise ConfigError(f"model.path: {path} is truncated or not a safetensors file ({error})") from None
-        sizes |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return sizes

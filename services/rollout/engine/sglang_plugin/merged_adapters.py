@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from penstock.weights.adapters import LORA_A, LORA_B, adapted_weights, change_of, merged
+from penstock.weights.adapter_names import LORA_A, LORA_B
+from penstock.weights.adapters import adapted_weights, change_of, merged
 from penstock.weights.digest import tensor_digests
 from penstock.weights.manifest import Manifest, TensorSpec, dtype_of
 from services.rollout.engine.sglang_plugin.digests import digests_of

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from penstock.errors import ConfigError
 from penstock.model.families.qwen_vl import published_name
-from penstock.weights.adapters import LORA_A, LORA_B, change_of, merged
+from penstock.weights.adapter_names import LORA_A, LORA_B
+from penstock.weights.adapters import change_of, merged
 from services.trainer.backend.files.adapter_folder import PREFIX, STEM, read_adapter_config
 from services.trainer.backend.files.cast_model import cast_model
 

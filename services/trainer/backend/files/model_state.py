@@ -14,7 +14,8 @@ import torch
 from penstock.config.base import leaves
 from penstock.errors import ConfigError, SetupError
 from penstock.v1 import rollout_pb2
-from penstock.weights.adapters import ADAPTER_DTYPE, is_adapter
+from penstock.weights.adapter_names import is_adapter
+from penstock.weights.adapters import ADAPTER_DTYPE
 from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.backend.base import StateDigests
 from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
@@ -26,7 +27,6 @@ from services.trainer.backend.files.published_weights import PublishedWeights
 from services.trainer.backend.files.random_state import capture_random_state, random_state_digest, restore_random_state
 from services.trainer.backend.files.tensor_files import StoredTensors
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
-from services.trainer.backend.optimizer.learning_rates import rates_of
 from services.trainer.backend.optimizer.master_weights import CopiedMasterWeights, MasterWeights, ShardedMasterWeights
 from services.trainer.backend.policy.adapters import adapter_parameters, base_weights, pushed_adapters
 from services.trainer.backend.policy.load_model import load_policy
@@ -40,6 +40,7 @@ from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.sharding import forget_gathered, full_shape, give_weights, shard
 from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow
+from services.trainer.checks.parameter_patterns import rates_of
 from services.trainer.config import BackendConfig
 
 log = structlog.get_logger()

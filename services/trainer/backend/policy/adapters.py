@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 
-from penstock.errors import ConfigError
-from penstock.weights.adapters import ADAPTER_DTYPE, LORA_A, LORA_B, change_of, is_adapter, merged
+from penstock.weights.adapter_names import LORA_A, LORA_B, is_adapter
+from penstock.weights.adapters import ADAPTER_DTYPE, change_of, merged
 from penstock.weights.manifest import TensorSpec
-from services.trainer.backend.optimizer.learning_rates import matches
+from services.trainer.checks.parameter_patterns import adapted_layers
 from services.trainer.config import LoraConfig
-
-_SETTING = "trainer.lora.targets"
 
 
 class AdaptedLinear(torch.nn.Linear):  # type: ignore[misc]  # torch is untyped here
@@ -98,15 +96,8 @@ def add_adapters(model: Any, config: LoraConfig) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     }
-    for pattern in config.targets:
-        if not any(matches(name, pattern) for name in layers):
-            kinds = sorted({name.rpartition(".")[2] for name in layers})
-            raise ConfigError(
-                f"{_SETTING}: no linear layer fits {pattern!r}; this model's are {', '.join(kinds)}, in parts such as "
-                "text and tower. Output head, experts and their routers take no adapter"
-            )
+    adapted = adapted_layers(list(layers), config.targets)
     model.requires_grad_(False)
-    adapted = [name for name in layers if any(matches(name, pattern) for pattern in config.targets)]
     for name in adapted:
         _adapt(layers[name], config)
     return adapted

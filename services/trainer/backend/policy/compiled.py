@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from penstock.errors import ConfigError
 from services.trainer.backend.policy.mixture import experts_of
+from services.trainer.checks.compiled import require_compilable
 
 BACKEND = "inductor"
 """torch's own compiler."""
@@ -32,11 +32,8 @@ def compile_layers(model: Any, layers: Iterable[torch.nn.Module]) -> None:
     """Make layers of a transformers model compute compiled from now on.
 
     Raises:
-        ConfigError: it is a mixture of experts, whose products depend on what the routers choose.
+        ConfigError: it is a mixture of experts.
     """
-    if any(True for _ in experts_of(model)):
-        raise ConfigError(
-            "trainer.compile = true does not go with mixtures of experts yet; leave it out, or train a dense model"
-        )
+    require_compilable(True, is_mixture=any(True for _ in experts_of(model)))
     for layer in layers:
         layer.compile(dynamic=True, backend=BACKEND)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.errors import SetupError
-from penstock.weights.adapters import is_adapter
+from penstock.weights.adapter_names import is_adapter
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from tests.support.trainer.checkpoints import averages_of, tensors_of
 from tests.support.trainer.families import FAMILIES, MIXTURES, heard, write_model

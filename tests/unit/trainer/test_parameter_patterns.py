@@ -1,10 +1,13 @@
-"""Learning rates of parts: which parameter has which, and patterns that were not meant."""
+"""Patterns of parameters: which rate each has, which layers take adapters, and patterns that were not meant."""
 
 import pytest
 
 from penstock.errors import ConfigError
 from penstock.model.families.qwen_vl import part_of
-from services.trainer.backend.optimizer.learning_rates import rates_of
+from services.trainer.backend.policy.adapters import add_adapters
+from services.trainer.checks.parameter_patterns import linear_layers, rates_of
+from services.trainer.config import LoraConfig
+from tests.support.trainer.families import FAMILIES
 
 NAMES = [
     "model.visual.patch_embed.proj.weight",
@@ -69,3 +72,11 @@ def test_a_tied_head_is_explained() -> None:
     """Its weight is the embedding's."""
     with pytest.raises(ConfigError, match="no parameter fits 'head'; the head of this model is its embedding"):
         rates_of(NAMES[:-1], {"head": 0.0}, default=1.0)
+
+
+@pytest.mark.parametrize("kind", list(FAMILIES))
+def test_layers_that_take_adapters_are_told_by_name(kind: str) -> None:
+    """They are those to which the trainer gives one, of every family."""
+    model = FAMILIES[kind]()
+    told = linear_layers([name for name, _ in model.named_parameters()])
+    assert sorted(told) == sorted(add_adapters(model, LoraConfig(rank=1, targets=("*",))))

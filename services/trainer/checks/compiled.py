@@ -1,0 +1,19 @@
+"""Whether the layers of a model can be compiled. Pure, so that it is checked before anything heavy is loaded."""
+
+from penstock.errors import ConfigError
+
+
+def require_compilable(is_compiled: bool, *, is_mixture: bool) -> None:
+    """Check that a model can be compiled: the products of a mixture depend on what its routers choose.
+
+    Args:
+        is_compiled: `trainer.compile`; False needs nothing.
+        is_mixture: Whether the model is a mixture of experts.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if is_compiled and is_mixture:
+        raise ConfigError(
+            "trainer.compile = true does not go with mixtures of experts yet; leave it out, or train a dense model"
+        )
