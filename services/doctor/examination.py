@@ -58,7 +58,7 @@ def checks_of(recipe: Recipe | None, *, is_sft: bool = False) -> list[Check]:
     }
     if recipe is not None:
         looks |= {
-            "model": lambda: [check_model(recipe)[0]],
+            "model": lambda: [check_model(recipe, is_sft=is_sft)[0]],
             "data": lambda: [check_data(recipe, is_sft=is_sft)],
             "settings": lambda: [check_settings(recipe, is_sft=is_sft)],
             "Hub": lambda: [check_hub(recipe)],

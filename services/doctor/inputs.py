@@ -12,6 +12,7 @@ from penstock.runtime.security import Security
 from services.doctor.finding import Finding, blamed, fault, ok, warning
 from services.doctor.memory import ModelSize
 from services.launch.known_names import require_names
+from services.launch.model_fit import require_fits_model
 from services.recipe import Recipe
 from services.rollout.engine.sglang import recipe_settings
 from services.trainer.checks.parameter_patterns import linear_layers, matches, rates_of
@@ -26,8 +27,11 @@ HUB_TIMEOUT_S = 5.0
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
-    """Check the model's folder, or ask the Hub for the model; also return the model's size."""
+def check_model(recipe: Recipe, *, is_sft: bool = False) -> tuple[Finding, ModelSize | None]:
+    """Check the model's folder and the settings that depend on it, or ask the Hub for the model.
+
+    Also return the model's size.
+    """
     if recipe.model is None:
         return fault("model", "section [model] is missing", "give --model.path=, or add it to the recipe"), None
     path = hub.find_cached(recipe.model.path)
@@ -53,11 +57,15 @@ def check_model(recipe: Recipe) -> tuple[Finding, ModelSize | None]:
     seen = f"{path}: {model_type}, {count / 1e6:,.1f} million parameters"
     if model_type not in TRAINED_MODEL_TYPES:
         return fault("model", seen, f"the trainer takes {', '.join(TRAINED_MODEL_TYPES)}; choose one of these"), size
+    try:
+        require_fits_model(recipe, path, is_sft=is_sft)
+    except UserError as error:
+        return blamed("model", error), size
     return ok("model", seen), size
 
 
 def _num_trained(sizes: Mapping[str, int], recipe: Recipe) -> int:
-    """Count the parameters with a learning rate; all of them if the files have other names than the model."""
+    """Count the parameters with a learning rate; all of them if patterns do not fit, which is a fault of its own."""
     if recipe.trainer.lora.rank:
         return 0
     try:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.errors import ConfigError
+from services.cli.service_settings import require_inputs
 from services.doctor.finding import Status
 from services.doctor.inputs import check_data, check_model, check_settings
 from services.trainer.backend.policy.adapters import add_adapters
@@ -54,6 +56,31 @@ def test_matrices_with_adapters_are_counted_by_name(kind: str, targets: tuple[st
     assert size is not None
     expected = sum(model.get_submodule(name).weight.numel() for name in layers)
     assert size.num_adapted == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_of_sft"),
+    [
+        (("--rollout.tensor_parallel=2", "--rollout.expert_parallel=2"), False),
+        (("--trainer.router_replay=true",), False),
+        (("--trainer.ranks=2", "--trainer.expert_parallel=2"), True),
+        (("--trainer.ranks=8", "--trainer.sequence_parallel=8"), True),
+        (("--trainer.optimizer.learning_rates={towr = 0.0}",), True),
+        (("--trainer.optimizer.learning_rates={'*' = 0.0}",), True),
+        (("--trainer.lora.rank=8", "--trainer.lora.targets=['q_prj']"), True),
+    ],
+    ids=str,
+)
+def test_settings_that_a_run_refuses_for_its_model_are_faults(settings: tuple[str, ...], is_of_sft: bool) -> None:
+    """In the run's own words; with --sft, those of the trainer alone. Memory is estimated all the same."""
+    given = recipe("--model.path=builtin:tiny-qwen3-vl", *settings)
+    with pytest.raises(ConfigError) as refused:
+        require_inputs(given)
+    finding, size = check_model(given)
+    assert_found(finding, Status.FAULT, str(refused.value))
+    assert size is not None
+    supervised, _ = check_model(given, is_sft=True)
+    assert supervised.status is (Status.FAULT if is_of_sft else Status.OK)
 
 
 def test_data_and_settings() -> None:
