@@ -190,7 +190,8 @@ class TrainingLoop:
                 await settlements.free()
                 clock.lap("checkpoint_wait_s")
                 self._is_copied.clear()
-                moment = self.checkpoints.moment(self.position, row | clock.seconds())
+                timed = row | clock.seconds()
+                moment = self.checkpoints.moment(self.position, timed | field_names(timed))
                 writes.start(self._write_checkpoint(moment, settlements))
             clock.stop()
         await pushes.free()
@@ -366,7 +367,8 @@ class TrainingLoop:
     async def _push(self, weights: WeightSnapshot, metrics: dict[str, Any], clock: StepClock) -> None:
         """Publish the weights after a step, then write the step's metrics.
 
-        A checkpoint holds them too, without those of the push: a trainer that dies in between has them after all.
+        A checkpoint holds them too, without those of the push: if the trainer dies in between, the next one writes
+        them.
         """
         began = time.monotonic()
         report = await self.publication.publish(weights.version, weights)

@@ -52,8 +52,11 @@ async def open_run_logs(
         stack.push_async_callback(asyncio.to_thread, episodes.close)
     trackers = await asyncio.to_thread(_open_trackers, settings, start)
     stack.push_async_callback(asyncio.to_thread, trackers.close)
+    metrics = await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step, last_row=start.metrics)
+    if metrics.restored is not None:  # the trainer died before it sent them the row, too
+        trackers.log(metrics.restored)
     return RunLogs(
-        metrics=await asyncio.to_thread(MetricsLog, start.folder, last_step=start.step, last_row=start.metrics),
+        metrics=metrics,
         trace=await asyncio.to_thread(TrainerTrace, start.folder, last_step=start.step),
         trackers=trackers,
         episodes=episodes,

@@ -25,6 +25,9 @@ EXACT = frozenset({"loss", "grad_norm"})
 class MetricsLog:
     """Appends to `metrics.jsonl` in the run folder, or to a file of another name."""
 
+    restored: Mapping[str, Any] | None
+    """The checkpoint's row, if the trainer died before it wrote that of its step; None if the file had one."""
+
     def __init__(
         self, folder: Path, *, last_step: int, last_row: Mapping[str, Any] | None = None, name: str = "metrics"
     ) -> None:
@@ -47,8 +50,9 @@ class MetricsLog:
         keep_steps(self._path, last_step=last_step)
         kept = [row for row in found if _step_of(row) <= last_step]
         self._started = time.monotonic() - max((row.get("elapsed_s", 0.0) for row in kept), default=0.0)
-        if last_row and last_step not in map(_step_of, kept):
-            self.write(dict(last_row))
+        self.restored = last_row if last_row and last_step not in map(_step_of, kept) else None
+        if self.restored is not None:
+            self.write(dict(self.restored))
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one step."""

@@ -18,7 +18,7 @@ from services.cli.service_settings import for_trainer
 from services.recipe import Recipe
 from services.trainer.config import TrackersConfig
 from services.trainer.telemetry.trackers import Feed, TrackerKind, Trackers, described, require_packages
-from tests.support.trainer.runs.tracked_runs import ROWS, RUN_ID, log_rows, python, run_in
+from tests.support.trainer.runs.tracked_runs import ROWS, RUN_ID, log_a_run, log_rows, python, run_in
 
 READ_WANDB = """
 import json, sys
@@ -58,6 +58,18 @@ def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> N
         (3, 0.75),
     ]
     assert set(events.Tags()["scalars"]) == {"step", "reward_mean"}
+
+
+def test_a_step_whose_push_was_interrupted_reaches_trackers_after_the_resume(tmp_path: Path) -> None:
+    """The trainer died between the checkpoint of step 2 and the end of its push, and dies once more: still one row."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_a_run("tensorboard", tmp_path, [(None, ROWS[:1]), (ROWS[1], []), (ROWS[1], ROWS[2:])])
+    events = EventAccumulator(str(tmp_path / "trackers" / "tensorboard" / RUN_ID))
+    events.Reload()
+    assert [each.step for each in events.Scalars("reward_mean")] == [1, 2, 3, 4]
+    written = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

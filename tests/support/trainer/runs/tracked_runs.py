@@ -30,6 +30,37 @@ with structlog.testing.capture_logs() as logs:
 assert logs == [], logs
 """
 
+LOG_A_RUN = """
+import asyncio, json, sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+import structlog
+from penstock.config import load
+from services.cli.service_settings import for_trainer
+from services.recipe import Recipe
+from services.trainer.run_logs import open_run_logs
+from services.trainer.starting_point import StartingPoint
+
+given = json.loads(sys.argv[1])
+overrides = ["--model.path=builtin:tiny-qwen3-vl", f"--trackers.use=['{given['use']}']", "--episodes.keep=off"]
+settings = for_trainer(load(Recipe, [], overrides))
+
+async def train(checkpoint, rows):
+    begin = {"run_id": given["run_id"], "folder": Path(given["folder"]), "checkpoints": None, "versions": None}
+    async with AsyncExitStack() as stack:
+        point = StartingPoint(checkpoint=checkpoint and SimpleNamespace(**checkpoint), **begin)
+        logs = await open_run_logs(settings, point, None, None, None, stack)
+        for row in rows:
+            logs.metrics.write(row)
+            logs.trackers.log(row)
+
+with structlog.testing.capture_logs() as logs:
+    for start in given["starts"]:
+        asyncio.run(train(start["checkpoint"], start["rows"]))
+assert logs == [], logs
+"""
+
 
 def python(program: str, *arguments: str, **environment: str) -> str:
     """Run it as a process of its own, as a trainer is: trackers leave threads, files and children to the exit."""
@@ -75,3 +106,19 @@ def log_rows(
     if of_another_run is not None:
         parts.append(part("tiny-20260102-000000", 0, of_another_run))
     python(LOG_ROWS, json.dumps({"use": use, "parts": parts}), **environment)
+
+
+def log_a_run(use: str, folder: Path, starts: list[tuple[dict[str, Any] | None, list[dict[str, Any]]]]) -> None:
+    """Open a run's logs once for each start of its trainer, and write rows. Nothing may have failed.
+
+    Args:
+        use: The tracker.
+        folder: The run's folder.
+        starts: For each, the metrics in the checkpoint that it continues from, None in a new run, and the rows that it
+            then writes.
+    """
+    given = [
+        {"checkpoint": kept and {"step": kept["step"], "state": {"metrics": kept}}, "rows": rows}
+        for kept, rows in starts
+    ]
+    python(LOG_A_RUN, json.dumps({"use": use, "folder": str(folder), "run_id": RUN_ID, "starts": given}))

@@ -69,6 +69,21 @@ async def test_the_times_of_a_step_include_its_wait_for_the_checkpoint_before(tm
         assert rows.written[1]["checkpoint_wait_s"] == checkpoints.metrics[3]["checkpoint_wait_s"]
 
 
+async def test_a_checkpoint_has_its_steps_numbers_under_other_frameworks_names_too(tmp_path: Path) -> None:
+    """The row of a step whose push was interrupted is the checkpoint's."""
+    async with running(tmp_path, checkpoint_every=1) as run:
+        run.backend.go_on(100)
+        run.finish(0, 1, 2, 3)
+        while 2 not in run.checkpoints.metrics:
+            await asyncio.sleep(0)
+        row = run.checkpoints.metrics[2]
+        assert row["actor/grad_norm"] == row["grad_norm"] == 1.0
+        assert row["timing_s/step"] == row["step_s"]
+        run.checkpoints.on_disk.set()
+        run.stop.set()
+        await promptly(run.task)
+
+
 async def test_a_run_that_is_stopped_in_a_batch_keeps_its_groups(tmp_path: Path) -> None:
     """The step is aborted; the last checkpoint is of the weights before it and has the groups still to be trained."""
     async with running(tmp_path) as run:

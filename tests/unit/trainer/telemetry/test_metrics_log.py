@@ -57,12 +57,15 @@ def test_a_long_run_is_resumed_in_one_pass(tmp_path: Path) -> None:
 
 
 def test_a_row_that_was_not_written_comes_from_the_checkpoint(tmp_path: Path) -> None:
-    """The trainer died after the checkpoint of step 2 and before its push was over; a row that is there stays."""
+    """The trainer died after the checkpoint of step 2 and before its push was over; a row that is there stays.
+
+    The log says whether it took the row, for those who have not seen it either.
+    """
     log = MetricsLog(tmp_path, last_step=0)
     log.write({"step": 1, "push_s": 0.5})
-    for _ in range(2):
-        MetricsLog(tmp_path, last_step=2, last_row={"step": 2, "loss": 1 / 3})
-    MetricsLog(tmp_path, last_step=1, last_row={"step": 1})
+    lost = {"step": 2, "loss": 1 / 3}
+    assert [MetricsLog(tmp_path, last_step=2, last_row=lost).restored for _ in range(2)] == [lost, None]
+    assert MetricsLog(tmp_path, last_step=1, last_row={"step": 1}).restored is None
     assert content(log.rows()) == [{"step": 1, "push_s": 0.5}]
     assert [row["step"] for row in MetricsLog(tmp_path, last_step=2, last_row={"step": 2}).rows()] == [1, 2]
 
