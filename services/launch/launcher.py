@@ -10,11 +10,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
 from penstock import config as configuration
-from penstock.bus.connection import connect
-from penstock.config import NetworkConfig
-from penstock.errors import PenstockError, SetupError
+from penstock.errors import PenstockError
 from penstock.runtime.ports import held_port, held_ports
-from penstock.runtime.security import Security, is_loopback
+from penstock.runtime.security import Security
 from services.launch.background import background, repeated
 from services.launch.bounded_log import BoundedLog
 from services.launch.gpu_plan import extend_plan, find_gpus, require_own_gpus, without
@@ -24,6 +22,7 @@ from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.process.specs import process_specs
 from services.launch.process_trace import ProcessTrace
 from services.launch.readiness import serves_nats
+from services.launch.run_bus import bus_host, require_bus
 from services.launch.run_folder import RunFolder
 from services.launch.run_follower import RunFollower
 from services.launch.run_plan import LOCAL, PORTS, SERVING, PlannedProcess, RunPlan, make_plan
@@ -59,11 +58,12 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
     The folder keeps the recipe from when nothing but a process can refuse it.
 
     Raises:
-        UserError: the recipe's NATS does not answer, or a process found a fault that a person must fix.
+        UserError: the recipe's NATS does not answer, a nats-server serves the run's store, or a process found a fault
+            that a person must fix.
         ProcessFailedError: a process died too often.
     """
     folder.forget_targets()
-    await require_bus(recipe, security)
+    await require_bus(recipe, folder, security)
     host = LOCAL if recipe.bus.url else bus_host(recipe.network)
     with lasting_output(), addressed(recipe, folder, host=host) as live:
         folder.live_file.write_text(configuration.dump(live))
@@ -74,20 +74,6 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
         fleet = local_fleet(plan, folder, security)
         folder.write_config(recipe)
         await run_processes(specs, folder, stop, security, grace_s=recipe.run.grace_s, trace=trace, fleet=fleet)
-
-
-async def require_bus(recipe: Recipe, security: Security) -> None:
-    """Return once the NATS that the recipe names has answered; without one in it, at once.
-
-    Every process would find out by itself, after it has imported its libraries.
-
-    Raises:
-        AccessError: it refuses the token.
-        SetupError: it does not answer, or has no JetStream.
-    """
-    if recipe.bus.url:
-        async with connect(recipe.bus, run=recipe.run.name, security=security):
-            pass
 
 
 def local_fleet(plan: RunPlan, folder: RunFolder, security: Security) -> Fleet:
@@ -211,25 +197,6 @@ def addressed(
             if section in on_this_machine:
                 tree[section]["port"] = tree[section]["port"] or next(ports)
         yield Recipe.model_validate(tree)
-
-
-def bus_host(network: NetworkConfig) -> str:
-    """Return where the run's own NATS listens: where other hosts reach it, if they reach this run's services at all.
-
-    Raises:
-        SetupError: the name under which others reach them is not this machine's.
-    """
-    if is_loopback(network.host):
-        return LOCAL
-    host = network.advertised
-    try:
-        with held_port(host, 0, key="network.advertise_host"):
-            return host
-    except SetupError:
-        raise SetupError(
-            f"the run's NATS cannot listen on {host}; give --network.advertise_host=, a name or address of this "
-            "machine under which others reach it"
-        ) from None
 
 
 async def start_processes(

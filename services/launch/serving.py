@@ -16,11 +16,11 @@ from services.launch.launcher import (
     REFRESH_S,
     addressed,
     look_after,
-    require_bus,
     start_processes,
 )
 from services.launch.process.specs import process_specs
 from services.launch.process_trace import ProcessTrace
+from services.launch.run_bus import require_bus
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import RunPlan, make_plan
 from services.launch.supervisor import Supervisor, supervised
@@ -48,9 +48,10 @@ async def serving(
 
     Raises:
         AccessError: the recipe's NATS refuses the token.
-        SetupError: a process listens on a port that the recipe gives, or its NATS does not answer.
+        SetupError: a process listens on a port that the recipe gives, its NATS does not answer, or a nats-server
+            serves the folder's store.
     """
-    await require_bus(recipe, security)
+    await require_bus(recipe, folder, security)
     with addressed(recipe, folder) as live:
         folder.live_file.write_text(configuration.dump(live))
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url, trains=False)

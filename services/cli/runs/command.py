@@ -143,6 +143,8 @@ def _security_of(url: str, overrides: list[str]) -> SecurityConfig | None:
 
 
 def _delete(found: FolderOfRun, *, keep_bus: bool, yes: bool) -> None:
+    from services.launch.run_bus import require_unserved_store  # imports NATS, so only after the arguments are checked
+
     newer = newer_folders(found) if found.bus.url else []
     has_stored = bool(found.bus.url and found.run) and not keep_bus and not newer
     path, row = found.folder.path, _row_of(found)
@@ -153,8 +155,7 @@ def _delete(found: FolderOfRun, *, keep_bus: bool, yes: bool) -> None:
         sys.stdout.write(f"NATS keeps what it stores of run {found.run!r}: {newer[0]} is a later run of that name\n")
     _confirm(what, yes=yes)
     with deleting(found.folder):
-        if own := found.find_own_server():
-            raise SetupError(f"a nats-server at {own} serves the store of {path}; stop it first")
+        asyncio.run(require_unserved_store(found.folder))
         if has_stored:
             _on_bus(lambda bus: _remove_stored(bus, found.run), found.bus, found.security)
     sys.stdout.write(f"deleted {what}\n")

@@ -1,22 +1,18 @@
 """The folders of runs, with what they say of their runs, whatever version of Penstock wrote them."""
 
 import os
-import socket
 import stat
 import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pydantic
 
 from penstock.config import BusConfig, SecurityConfig
 from penstock.errors import ConfigError
 from services.launch.run_folder import RunFolder
-
-_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +41,6 @@ class FolderOfRun:
     def started_at(self) -> float:
         """When the recipe was written, in seconds since 1970."""
         return self.folder.config_file.stat().st_mtime
-
-    def find_own_server(self) -> str:
-        """Return the URL of the nats-server that serves the store in the folder; empty if none does."""
-        url = "" if self.bus.url else str(_section(_read(self.folder.live_file), "bus").get("url", ""))
-        address = urlsplit(url)
-        try:
-            if url and address.hostname and address.port:
-                socket.create_connection((address.hostname, address.port), _TIMEOUT_S).close()
-                return url
-        except OSError:
-            pass
-        return ""
 
 
 def read_folder(path: Path) -> FolderOfRun:

@@ -9,7 +9,7 @@ from penstock import config as configuration
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
 from services.launch.background import background
-from services.launch.launcher import addressed, require_bus, run_processes
+from services.launch.launcher import addressed, run_processes
 from services.launch.on_ray.addresses import listening, with_peers
 from services.launch.on_ray.backend import RayBackend
 from services.launch.on_ray.cluster import Cluster
@@ -22,6 +22,7 @@ from services.launch.on_ray.placement import (
 from services.launch.process.spec import ProcessSpec
 from services.launch.process.specs import specs_of
 from services.launch.process_trace import ProcessTrace
+from services.launch.run_bus import require_bus
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import PlannedProcess, plan_processes
 from services.launch.scaling.fleet import Fleet
@@ -61,12 +62,12 @@ async def launch(
     The folder keeps the recipe from when nothing but a process can refuse it.
 
     Raises:
-        UserError: the recipe's NATS does not answer, other jobs use the GPUs, or a process found a fault that a person
-            must fix.
+        UserError: the recipe's NATS does not answer, a nats-server serves the run's store, other jobs use the GPUs, or
+            a process found a fault that a person must fix.
         ProcessFailedError: a process died too often.
     """
     folder.forget_targets()
-    await require_bus(recipe, security)
+    await require_bus(recipe, folder, security)
     own = cluster.own_address
     here = listening(recipe, own)
     with lasting_output(), addressed(here, folder, host=own, on_this_machine=AT_THE_LAUNCHER) as ported:

@@ -15,10 +15,11 @@ from penstock.runtime.reaper_process import groups_left
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2
 from services.launch.bounded_log import BoundedLog
-from services.launch.launcher import addressed, bus_host
+from services.launch.launcher import addressed
 from services.launch.metrics import MetricsFollower, describe_run, describe_step, describe_waits, sparkline
 from services.launch.process.spec import StopPhase
 from services.launch.process.specs import child_environment, process_specs
+from services.launch.run_bus import bus_host
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import make_plan
 from services.launch.run_status import describe_phase

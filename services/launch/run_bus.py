@@ -1,0 +1,58 @@
+"""The NATS of a run: whether the run can have it, and where the run's own one listens."""
+
+from penstock.bus.connection import connect
+from penstock.bus.local_server import address_of_last
+from penstock.config import NetworkConfig
+from penstock.errors import SetupError
+from penstock.runtime.ports import held_port
+from penstock.runtime.security import Security, is_loopback
+from services.launch.readiness import serves_nats
+from services.launch.run_folder import RunFolder
+from services.launch.run_plan import LOCAL
+from services.recipe import Recipe
+
+
+async def require_bus(recipe: Recipe, folder: RunFolder, security: Security) -> None:
+    """Return once the NATS that the recipe names has answered; without one in it, once the run can start its own.
+
+    Every process would find out by itself, after it has imported its libraries.
+
+    Raises:
+        AccessError: it refuses the token.
+        SetupError: it does not answer, or has no JetStream; another server serves the store of the run's own.
+    """
+    if recipe.bus.url:
+        async with connect(recipe.bus, run=recipe.run.name, security=security):
+            pass
+    else:
+        await require_unserved_store(folder)
+
+
+async def require_unserved_store(folder: RunFolder) -> None:
+    """Check that no nats-server that this machine reaches serves the store in `folder`: two would destroy it.
+
+    Raises:
+        SetupError: one does, such as that of `penstock serve nats --config RUN/live.toml`.
+    """
+    address = address_of_last(folder.nats)
+    if address and await serves_nats(address):
+        raise SetupError(f"a nats-server at {address} serves the store of {folder.path}; stop it first")
+
+
+def bus_host(network: NetworkConfig) -> str:
+    """Return where the run's own NATS listens: where other hosts reach it, if they reach this run's services at all.
+
+    Raises:
+        SetupError: the name under which others reach them is not this machine's.
+    """
+    if is_loopback(network.host):
+        return LOCAL
+    host = network.advertised
+    try:
+        with held_port(host, 0, key="network.advertise_host"):
+            return host
+    except SetupError:
+        raise SetupError(
+            f"the run's NATS cannot listen on {host}; give --network.advertise_host=, a name or address of this "
+            "machine under which others reach it"
+        ) from None

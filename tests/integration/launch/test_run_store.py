@@ -1,0 +1,77 @@
+"""`penstock serve nats` on the store of a run that has ended: nobody else touches the store meanwhile."""
+
+import asyncio
+import importlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.bus.local_server import local_server
+from penstock.config import load
+from penstock.errors import SetupError
+from penstock.runtime.ports import free_ports
+from penstock.runtime.security import Security
+from services.cli.app import main
+from services.launch.launcher import launch
+from services.launch.run_folder import RunFolder
+from services.launch.serving import serving
+from services.recipe import Recipe
+from tests.support.launch.fake_ray import faking_ray
+
+
+async def train(recipe: Recipe, folder: RunFolder) -> None:
+    await launch(recipe, folder, asyncio.Event(), Security())
+
+
+async def train_on_ray(recipe: Recipe, folder: RunFolder) -> None:
+    cluster: Any = SimpleNamespace(own_address="127.0.0.1", hosts=[], has_gpus=False)
+    with pytest.MonkeyPatch.context() as monkeypatch, faking_ray(monkeypatch):
+        on_ray: Any = importlib.import_module("services.launch.on_ray.launch")
+        await on_ray.launch(recipe, folder, asyncio.Event(), security=Security(), cluster=cluster)
+
+
+async def serve(recipe: Recipe, folder: RunFolder) -> None:
+    async with serving(recipe, folder, asyncio.Event(), Security(), print):
+        pass
+
+
+@pytest.mark.parametrize("use", [train, train_on_ray, serve])
+async def test_a_run_whose_store_is_served_is_not_started(
+    tmp_path: Path, use: Callable[[Recipe, RunFolder], Awaitable[None]]
+) -> None:
+    """Two servers would write to the same files. The addresses by which others use the server stay."""
+    folder = RunFolder(tmp_path)
+    recipe = load(Recipe, [])
+    folder.write_config(recipe)
+    folder.live_file.write_text("as it was")
+    (port,) = free_ports(1)
+    refused = pytest.raises(SetupError, match=rf"127\.0\.0\.1:{port} serves the store of {tmp_path}; stop it first")
+    async with local_server(folder.nats, port=port):
+        with refused:
+            await use(recipe, folder)
+    assert folder.live_file.read_text() == "as it was"
+
+
+async def test_a_run_whose_store_is_served_is_not_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once the server has ended it is, although another program listens on the server's port."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.write_config(load(Recipe, []))
+    (port,) = free_ports(1)
+    delete = ["runs", "delete", str(folder.path), "--yes"]
+    async with local_server(folder.nats, port=port):
+        assert await asyncio.to_thread(main, delete) == 2
+    assert (
+        f"a nats-server at 127.0.0.1:{port} serves the store of {folder.path}; stop it first" in capsys.readouterr().err
+    )
+
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 smtp.example.org\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", port):
+        assert await asyncio.to_thread(main, delete) == 0
+    assert not folder.path.exists()
