@@ -22,7 +22,7 @@ from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.process.specs import process_specs
 from services.launch.process_trace import ProcessTrace
 from services.launch.readiness import serves_nats
-from services.launch.run_bus import bus_host, require_bus
+from services.launch.run_bus import bus_host, reach_of, require_bus
 from services.launch.run_folder import RunFolder
 from services.launch.run_follower import RunFollower
 from services.launch.run_plan import LOCAL, PORTS, SERVING, PlannedProcess, RunPlan, make_plan
@@ -68,7 +68,7 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
     with lasting_output(), addressed(recipe, folder, host=host) as live:
         folder.live_file.write_text(configuration.dump(live))
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
-        sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), ""]))
+        sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), *reach_of(host), ""]))
         specs = process_specs(plan, folder, security)
         trace = ProcessTrace(folder.path) if recipe.trace.max_gib else None
         fleet = local_fleet(plan, folder, security)

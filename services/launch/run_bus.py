@@ -1,5 +1,8 @@
 """The NATS of a run: whether the run can have it, and where the run's own one listens."""
 
+import socket
+from collections.abc import Callable
+
 from penstock.bus.connection import connect
 from penstock.bus.local_server import address_of_last
 from penstock.config import NetworkConfig
@@ -56,3 +59,24 @@ def bus_host(network: NetworkConfig) -> str:
             f"the run's NATS cannot listen on {host}; give --network.advertise_host=, a name or address of this "
             "machine under which others reach it"
         ) from None
+
+
+def reach_of(host: str, *, resolve: Callable[[str], str] = socket.gethostbyname) -> list[str]:
+    """Return a line for a person if the run's own NATS listens under a name that leads this machine alone to it.
+
+    Debian writes the machine's name into /etc/hosts in this way, and a run on one machine does well with it.
+
+    Args:
+        host: From `bus_host`.
+        resolve: Returns the IPv4 address of a host. Raises OSError if it has none.
+    """
+    try:
+        address = resolve(host)
+    except OSError:
+        return []
+    if is_loopback(host) or not is_loopback(address):
+        return []
+    return [
+        f"no other host reaches the run's NATS: here, {host} leads to {address}; if one must, correct /etc/hosts, or "
+        "give --network.advertise_host=, an address of this machine"
+    ]

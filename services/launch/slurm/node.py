@@ -30,6 +30,8 @@ from services.recipe import Recipe
 
 log = structlog.get_logger()
 
+_SILENT_S = 30.0
+"""Seconds without an answer of NATS after which a node that waits for it says so."""
 _ABSENT_S = 10.0
 """Seconds without an answer after which the trainer is taken to have ended."""
 
@@ -56,7 +58,7 @@ async def serve_node(
         UserError: a process found a fault that a person must fix.
         ProcessFailedError: a process died too often.
     """
-    live = await _find_run(folder, stop)
+    live = await find_run(folder, stop, write)
     if live is None:
         return
     node = configuration.load(Recipe, [folder.live_file], overrides)
@@ -166,16 +168,33 @@ async def _until_the_trainer_ends(folder: RunFolder, trainer: str, security: Sec
         await asyncio.sleep(REFRESH_S)
 
 
-async def _find_run(folder: RunFolder, stop: asyncio.Event) -> Recipe | None:
+async def find_run(
+    folder: RunFolder,
+    stop: asyncio.Event,
+    write: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Recipe | None:
     """Wait for the addresses of this start of the run, until its NATS answers; None if `stop` comes first.
 
-    A file of an earlier start may still be seen for a while, where folders are shared by NFS.
+    A file of an earlier start may still be seen for a while, where folders are shared by NFS. `write` gets a line if
+    there are addresses, and their NATS stays silent.
     """
     log.info("run.awaited", file=str(folder.live_file))
+    silent_since: float | None = None
+    is_told = False
     while not stop.is_set():
         with suppress(ConfigError):
             live = configuration.load(Recipe, [folder.live_file])
             if any([await serves_nats(f"{host}:{port}") for host, port in live.bus.addresses]):
                 return live
+            now = clock()
+            silent_since = now if silent_since is None else silent_since
+            if not is_told and now - silent_since >= _SILENT_S:
+                is_told = True
+                write(
+                    f"{folder.live_file} names NATS at {live.bus.url}, which has not answered for {_SILENT_S:g} s; see "
+                    "whether this host reaches it: its name in /etc/hosts or DNS, firewalls, the log of the first node"
+                )
         await asyncio.sleep(REFRESH_S)
     return None

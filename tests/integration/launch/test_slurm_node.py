@@ -24,7 +24,7 @@ from services.launch.process.spec import ProcessSpec
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import RunPlan
 from services.launch.slurm import node as slurm_node
-from services.launch.slurm.node import serve_node
+from services.launch.slurm.node import find_run, serve_node
 from services.launch.slurm.placement import NodeShare
 from services.launch.supervisor import ProcessFailedError, supervised
 from services.recipe import Recipe
@@ -92,6 +92,27 @@ async def test_a_node_that_waits_ends_at_a_signal(tmp_path: Path) -> None:
     stop.set()
     await promptly(waiting)
     assert lines == []
+
+
+async def test_a_node_says_that_the_bus_is_silent(tmp_path: Path) -> None:
+    """Once: no signal tells it that the first node's name leads elsewhere, or that a firewall is in between."""
+    lines: list[str] = []
+    stop = asyncio.Event()
+    url = f"nats://127.0.0.1:{free_ports(1)[0]}"
+    times = iter([0.0, 29.0, 31.0, 90.0])
+
+    def clock() -> float:
+        now = next(times, None)
+        if now is None:
+            stop.set()
+            return 99.0
+        assert bool(lines) == (now > 31.0)
+        return now
+
+    write_addresses(tmp_path, url)
+    assert await promptly(find_run(RunFolder(tmp_path), stop, lines.append, clock=clock)) is None
+    (line,) = lines
+    assert f"NATS at {url}, which has not answered for 30 s" in line
 
 
 class Health(health_pb2_grpc.HealthServicer):

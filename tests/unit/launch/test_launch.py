@@ -19,7 +19,7 @@ from services.launch.launcher import addressed
 from services.launch.metrics import MetricsFollower, describe_run, describe_step, describe_waits, sparkline
 from services.launch.process.spec import StopPhase
 from services.launch.process.specs import child_environment, process_specs
-from services.launch.run_bus import bus_host
+from services.launch.run_bus import bus_host, reach_of
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import make_plan
 from services.launch.run_status import describe_phase
@@ -63,6 +63,16 @@ def test_the_bus_listens_where_the_services_do(recipe: Recipe) -> None:
     for elsewhere in ("192.0.2.200", "no-such-host.invalid"):
         with pytest.raises(SetupError, match=f"NATS cannot listen on {re.escape(elsewhere)}; give --network.adv"):
             bus_host(opened.model_copy(update={"advertise_host": elsewhere}))
+
+
+def test_a_name_that_leads_to_loopback_is_told() -> None:
+    """As Debian's /etc/hosts has it, nobody else could reach it; addresses and localhost are given on purpose."""
+    [line] = reach_of("node1", resolve={"node1": "127.0.1.1"}.__getitem__)
+    assert "node1 leads to 127.0.1.1" in line
+    assert "/etc/hosts, or give --network.advertise_host=" in line
+    for host in ("localhost", "127.0.0.1", "no-such-host.invalid"):
+        assert reach_of(host) == []
+    assert reach_of("node1", resolve={"node1": "10.0.0.5"}.__getitem__) == []
 
 
 def test_addresses_are_kept_until_the_run_ends(recipe: Recipe) -> None:
