@@ -44,6 +44,8 @@ class Child:
         self.address = spec.address
         self.stop_requested = asyncio.Event()
         """Set when the process has been asked to end."""
+        self.has_been_up = False
+        """Whether one of its starts became ready."""
         self.was_killed = False
         """Whether the launcher killed the process since its last start."""
         self._clock = clock
@@ -119,6 +121,7 @@ class Child:
         if not is_ready or self._process is not process:  # the answer is void if the process has died since
             return False
         self.state = State.UP
+        self.has_been_up = True
         self._record("process.starting")
         return True
 

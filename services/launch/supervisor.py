@@ -2,14 +2,15 @@
 
 A process that dies is restarted after a pause. One that exits with 2 found a fault that a person must fix: no restart
 would help, so the run ends with its error. The exception is a restart that misses something that was there before, such
-as a frozen NATS server. If the process that ends the run fails while it stops, a person is told. However the run ends,
+as a frozen NATS server. A process that joins a run that goes on must not end it: one that fails before it has been
+ready leaves again. If the process that ends the run fails while it stops, a person is told. However the run ends,
 none of its processes is left.
 """
 
 import asyncio
 import functools
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -93,17 +94,26 @@ class Supervisor:
     def start(self, name: str) -> Child:
         """Start the process `name`, and restart it whenever it dies."""
         child = next(child for child in self.children if child.spec.name == name)
-        task = self._tasks[name] = asyncio.create_task(self._keep(child))
-        task.add_done_callback(functools.partial(self._note_end, child))
+        self._keep_in_task(child, self._keep(child))
         return child
 
-    def add(self, spec: ProcessSpec) -> Child:
-        """Start a process that the run did not have, and restart it whenever it dies."""
-        self.children.append(self._make_child(spec))
-        return self.start(spec.name)
+    def add(self, spec: ProcessSpec, left: Callable[[], None]) -> None:
+        """Start a process that the run did not have, and restart it whenever it dies.
+
+        If what would end the run happens before the process has been ready, the process leaves the run instead, and
+        `left` is called.
+        """
+        child = self._make_child(spec)
+        self.children.append(child)
+        self._keep_in_task(child, self._keep_added(child, left))
 
     def retire(self, name: str, ended: Callable[[], None]) -> None:
-        """Have the process `name` end in order while the run goes on, and forget it; then call `ended`."""
+        """Have the process `name` end in order while the run goes on, and forget it; then call `ended`.
+
+        A process that is leaving already is left to that.
+        """
+        if name in self._retiring:
+            return
         child = next(child for child in self.children if child.spec.name == name)
         child.terminate()
 
@@ -180,6 +190,20 @@ class Supervisor:
             self._ended.exception()  # whoever stopped the run knows it, or did not ask
         for child in self.children:
             await child.forget()
+
+    def _keep_in_task(self, child: Child, keeping: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[child.spec.name] = asyncio.create_task(keeping)
+        task.add_done_callback(functools.partial(self._note_end, child))
+
+    async def _keep_added(self, child: Child, left: Callable[[], None]) -> None:
+        """Run a process that joined; see `add`."""
+        try:
+            await self._keep(child)
+        except (PenstockError, OSError) as failure:
+            if child.has_been_up:
+                raise
+            self._report(f"{child.spec.name} cannot join the run, which goes on without it: {failure}")
+            self.retire(child.spec.name, left)
 
     def _note_end(self, child: Child, task: "asyncio.Task[None]") -> None:
         """Note that `child` is no longer kept: the run has ended, unless it only leaves."""

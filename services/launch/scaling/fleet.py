@@ -98,11 +98,12 @@ class Fleet:
             self._leaving.add(name)
             supervisor.retire(name, functools.partial(self._has_left, name))
         for spec in specs:
-            supervisor.add(spec)
+            supervisor.add(spec, functools.partial(self._has_left, spec.name))
         lines = [f"starting {', '.join(spec.name for spec in specs)}"] if specs else []
         lines += [f"ending {', '.join(removed)}"] if removed else []
         return lines or ["the run has these numbers already"]
 
     def _has_left(self, name: str) -> None:
+        self._names = [each for each in self._names if each != name]  # it may have left by itself
         self._leaving.discard(name)
         self._forget(name)

@@ -55,8 +55,11 @@ def spec_of(process: PlannedProcess, folder: Path, program: str) -> ProcessSpec:
 
 
 @asynccontextmanager
-async def running(folder: RunFolder, program: str) -> AsyncIterator[asyncio.Event]:
-    """A run with one engine and one worker; yields the event that stops it."""
+async def running(folder: RunFolder, program: str, *, joining: str = "") -> AsyncIterator[asyncio.Event]:
+    """A run with one engine and one worker; yields the event that stops it.
+
+    All processes run `program`; those that join later `joining`, if that is given.
+    """
     recipe = load(Recipe, [])
     folder.write_config(recipe)
     folder.live_file.write_text(dump(recipe))
@@ -65,7 +68,7 @@ async def running(folder: RunFolder, program: str) -> AsyncIterator[asyncio.Even
     def make_specs(wanted: Recipe, added: Sequence[PlannedProcess]) -> list[ProcessSpec]:
         if wanted.rollout.replicas > 3:
             raise ConfigError("no room")
-        return [spec_of(process, folder.path, program) for process in added]
+        return [spec_of(process, folder.path, joining or program) for process in added]
 
     fleet = Fleet(folder.live_file, processes, make_specs=make_specs)
     specs = [spec_of(process, folder.path, program) for process in processes]
@@ -112,6 +115,34 @@ async def test_processes_join_and_leave_while_the_run_goes_on(
     assert num_noted(folder, "stopped-rollout-0") == 1
     assert num_noted(folder, "stopped-rollout-1") == 2
     assert list((tmp_path / "scale").iterdir()) == []
+
+
+async def test_a_process_that_cannot_join_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher says why, and the next request may try again."""
+    folder = RunFolder(tmp_path)
+    shown = ""
+
+    async def until_it_has_left() -> None:
+        nonlocal shown
+        shown = ""
+
+        def has_left() -> bool:
+            nonlocal shown
+            shown += capsys.readouterr().out
+            return "rollout-1 has left the run" in shown
+
+        await until(has_left)
+
+    async with running(folder, SERVE, joining="raise SystemExit(2)") as stop:
+        for _ in range(2):
+            assert await asked(folder, rollout=2) == ["starting rollout-1"]
+            await until_it_has_left()
+            assert "rollout-1 cannot join the run, which goes on without it: rollout-1 cannot start; see" in shown
+        assert await asked(folder, rollout=1) == ["the run has these numbers already"]
+        assert num_noted(folder, "stopped-rollout-0") == 0
+        assert not stop.is_set()
 
 
 async def test_an_answer_that_cannot_be_written_is_not_the_last(

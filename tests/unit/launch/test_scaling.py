@@ -1,5 +1,6 @@
-"""How many processes a run shall have, and which GPUs further ones get."""
+"""How many processes a run shall have, which GPUs further ones get, and what becomes of those that fail."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,16 +9,17 @@ from pathlib import Path
 import pytest
 
 from penstock.config import dump, load
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UserError
 from penstock.runtime.security import Security
 from services.launch.gpu_plan import GpuPlan, extend_plan, plan_gpus, without
 from services.launch.launcher import local_fleet
-from services.launch.process.spec import ProcessSpec
+from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import make_plan
 from services.launch.scaling.fleet import Fleet, parse_counts
 from services.launch.supervisor import Supervisor, supervised
 from services.recipe import Recipe
+from tests.support.waiting import promptly, until
 
 
 def test_counts_are_read_by_kind() -> None:
@@ -89,3 +91,50 @@ async def test_workers_beside_engines_that_share_a_gpu_may_leave(tmp_path: Path)
         assert fleet.scale({"worker": 1}, supervisor) == ["ending worker-1"]
     async with launched(tmp_path, 4) as (fleet, supervisor):
         assert fleet.scale({"rollout": 1}, supervisor) == ["ending rollout-1"]
+
+
+def spec(name: str, *command: str) -> ProcessSpec:
+    """A process of a run."""
+    return ProcessSpec(name=name, command=command, environment=dict(os.environ), phase=StopPhase.SERVE)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (("sh", "-c", "exit 2"), "new cannot start; see"),
+        (("false",), "new exited with 1, death 1 in a row"),
+        (("no-such-program",), "No such file or directory"),
+    ],
+)
+async def test_a_process_that_fails_before_it_was_ready_leaves(
+    tmp_path: Path, command: tuple[str, ...], why: str
+) -> None:
+    """The run, which may be hours old, goes on; what would end it otherwise is reported."""
+    lines: list[str] = []
+    left = asyncio.Event()
+    old = spec("old", "sleep", "60")
+    async with supervised([old], logs=tmp_path, report=lines.append, kill_after_s=5.0, max_restarts=0) as supervisor:
+        supervisor.start("old")
+        supervisor.add(spec("new", *command), left.set)
+        await promptly(left.wait())
+        assert [child.spec.name for child in supervisor.children] == ["old"]
+        assert "new cannot join the run, which goes on without it: " in lines[0]
+        assert why in lines[0]
+        waiting = asyncio.create_task(supervisor.wait(asyncio.Event()))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        waiting.cancel()
+
+
+async def test_a_process_that_has_joined_may_end_the_run(tmp_path: Path) -> None:
+    """As any other, once it was ready."""
+    async with supervised([], logs=tmp_path, report=lambda line: None, kill_after_s=5.0, max_restarts=0) as supervisor:
+        supervisor.add(
+            spec("new", "sh", "-c", f"until [ -e {tmp_path}/fail ]; do sleep 0.02; done; exit 2"), lambda: None
+        )
+        (child,) = supervisor.children
+        await until(lambda: child.is_running)
+        assert await child.check_ready()
+        (tmp_path / "fail").touch()
+        with pytest.raises(UserError, match="new cannot start"):
+            await promptly(supervisor.wait(asyncio.Event()))
