@@ -22,7 +22,7 @@ class RunConfig(Config):
     """Parent of the run's own folder."""
     folder: Path | None = None
     """The run's own folder. Unset: `penstock train` makes <dir>/<name>-<start>; `penstock serve` uses <dir>/<name>."""
-    seed: int = 0
+    seed: int = pydantic.Field(default=0, ge=0, le=2**63 - 1)
     """Seed of all random choices outside the engines."""
     grace_s: float = pydantic.Field(default=5.0, ge=0)
     """Seconds that running work (calls, turns, groups) may still take when a process stops. The rest is handed to other

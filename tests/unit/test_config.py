@@ -117,6 +117,8 @@ def test_an_override_can_begin_a_section_that_the_file_has_not(recipe: Path) -> 
         ("--run.seed.x=1", r"argument '--run.seed.x=1': seed is a value, not a section"),
         ("--run.seed=soon", r"run.seed = 'soon': Input should be a valid integer"),
         ("--outer.count=0", r"outer.count = '0': Input should be greater than or equal to 1"),
+        ("--run.seed=-1", r"run.seed = '-1': Input should be greater than or equal to 0"),
+        (f"--run.seed={2**63}", rf"run.seed = '{2**63}': Input should be less than or equal to {2**63 - 1}"),
         ("--run.name=a b", r"run.name = 'a b': "),
         ("--sampling.temperature=0", r"sampling.temperature = '0': Input should be greater than 0"),
         ("--outer.inner=3", r"outer.inner = '3'"),
