@@ -58,7 +58,9 @@ def view(
             show_default=False,
         ),
     ] = None,
-    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes any free one.", min=0)] = 7090,
+    port: Annotated[
+        int, typer.Option("--port", help="Port to listen on; 0 takes any free one.", min=0, max=65535)
+    ] = 7090,
 ) -> int:
     """Show runs in a browser: curves, samples token by token, timeline, staleness, fleet, evaluation, settings, alarms.
 

@@ -50,6 +50,12 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_port_that_no_server_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its range, in one line."""
+    assert main(["view", str(make_run(tmp_path / "run", num_steps=1)), "--port=70000"]) == 2
+    assert "'--port': Input should be less than or equal to 65535" in capsys.readouterr().err
+
+
 def test_the_newest_run_of_a_folder_comes_first(tmp_path: Path) -> None:
     """It is the one that people look for."""
     folders = [make_run(tmp_path / name, num_steps=1) for name in ("b", "c", "a")]
