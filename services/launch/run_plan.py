@@ -115,7 +115,7 @@ def _require_own_ports(recipe: Recipe) -> None:
     ):
         if port and count > 1:
             raise ConfigError(
-                f"{key} = {port} cannot be had by the {count} {kind} of this machine; set it to 0, and each takes a "
+                f"{key} = {port} cannot be had by the {count} {kind} of one machine; set it to 0, and each takes a "
                 "free one"
             )
 

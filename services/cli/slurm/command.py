@@ -46,7 +46,9 @@ def slurm(
     if not settings.slurm.container_image:  # else model and data may be in the container only
         settings = _checked(settings)
     shares = place(settings, num_nodes=nodes)
-    plan = make_plan(_of_first(settings, shares[0]), _gpus(settings), own_bus=not settings.bus.url)
+    plan = make_plan(_of_node(settings, shares[0]), _gpus(settings), own_bus=not settings.bus.url)
+    for share in shares[1:]:
+        make_plan(_of_node(settings, share), _gpus(settings), own_bus=False, trains=False)
     folder = RunFolder.create(settings.run)
     absolute = folder.path.absolute()
     script = absolute / "job.sh"
@@ -76,8 +78,8 @@ def _checked(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _of_first(recipe: Recipe, share: NodeShare) -> Recipe:
-    """Return the recipe of the first node."""
+def _of_node(recipe: Recipe, share: NodeShare) -> Recipe:
+    """Return the recipe with the engines and workers of one node only."""
     rollout = {"replicas": share.unified, "prefill": share.prefill, "decode": share.decode}
     return recipe.model_copy(
         update={

@@ -20,7 +20,7 @@ class SlurmConfig(Config):
     account: str = ""
     """Account that is charged; empty: your default."""
     time: str = pydantic.Field(default="", pattern=_TIME)
-    """Time limit in Slurm's form, such as "24:00:00" or "2-00:00:00"; empty: the partition's."""
+    """Time limit in Slurm's form, such as "24:00:00" or "2-00:00:00"; "0": none; empty: the partition's."""
     gpus_per_node: int = pydantic.Field(default=0, ge=0)
     """GPUs of each node; 0: everything is computed on CPUs."""
     cpus_per_node: int = pydantic.Field(default=0, ge=0)
@@ -58,7 +58,7 @@ class SlurmConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _has_time_to_train(self) -> Self:
-        if self.time and _seconds(self.time) <= self.signal_s:
+        if self.time and 0 < _seconds(self.time) <= self.signal_s:
             raise ValueError(
                 f"time = {self.time!r} is over before signal_s = {self.signal_s}: the run would be asked to end as "
                 "soon as it starts; raise time, or lower signal_s"

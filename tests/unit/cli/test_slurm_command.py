@@ -145,6 +145,12 @@ def test_settings_become_options_of_sbatch(tmp_path: Path) -> None:
     assert "@{" not in script
 
 
+@pytest.mark.parametrize("time", ["0", "0:00", "0-00:00:00"])
+def test_a_time_limit_of_zero_is_none(time: str) -> None:
+    """By Slurm's manual; so it is not over before the run could end in order."""
+    assert recipe(f"--slurm.time={time}").slurm.time == time
+
+
 def test_without_settings_the_nodes_are_whole_and_the_job_is_requeued(tmp_path: Path) -> None:
     """`slurm.requeue = false` says how to continue instead."""
     script = job_script(recipe(), tmp_path, [NodeShare(unified=1, workers=1)], working_directory=tmp_path)
@@ -181,6 +187,8 @@ def test_a_dry_run_writes_what_would_be_submitted(tmp_path: Path) -> None:
         (('--slurm.options=["--signal=USR1"]',), ("is set by `penstock slurm` itself",)),
         (("--slurm.time=5",), ("time = '5' is over before signal_s = 300", "lower signal_s")),
         (("--slurm.time=0-0:4",), ("is over before signal_s",)),
+        (("--rollout.port=7010", "--rollout.replicas=3"), ("rollout.port = 7010 cannot be had by the 2 engines",)),
+        (("--rollout.replicas=1", "--rollout.tensor_parallel=2"), ("rollout.tensor_parallel = 2: no GPU can be used",)),
         (('--slurm.container_mounts=["/a"]',), ("no effect without container_image",)),
         (("--trainer.device=cuda",), ("trainer.device = 'cuda', and slurm.gpus_per_node = 0",)),
         (("--rollout.replicas=20", "--slurm.gpus_per_node=8"), ("20 engines", "room for 15")),
