@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from penstock import config as configuration
-from penstock.config import Config, RunConfig
+from penstock.config import RunConfig
 from penstock.errors import SetupError
 from penstock.runtime.files import write_atomically
 from penstock.telemetry.serving import targets_folder
+from services.recipe import Recipe
 
 _CONTENTS = (
     ("config.toml", "the resolved recipe; `penstock train <folder>/config.toml` starts a run like it"),
@@ -134,9 +135,9 @@ class RunFolder:
         with suppress(OSError):  # it is another run's too
             folder.rmdir()
 
-    def write_config(self, recipe: Config) -> None:
+    def write_config(self, recipe: Recipe) -> None:
         """Store the recipe, so that the run can be continued and repeated; the file is complete at any moment."""
-        self._write_config(configuration.dump(recipe).encode())
+        self._write_config(dump_repeatable(recipe).encode())
 
     def renew_config(self) -> None:
         """Store the recipe that is there: viewers take the file's time for that of the last start."""
@@ -228,6 +229,12 @@ class RunFolder:
             return os.path.samestat(os.fstat(file.fileno()), self._lock_file.stat())
         except FileNotFoundError:
             return False
+
+
+def dump_repeatable(recipe: Recipe) -> str:
+    """Return the recipe as TOML without `run.folder`: a run that is started from it needs a folder of its own."""
+    run = recipe.run.model_copy(update={"folder": None})
+    return configuration.dump(recipe.model_copy(update={"run": run}))
 
 
 def _made(path: Path) -> bool:

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from penstock import config as configuration
-from penstock.errors import ConfigError
+from penstock.config import RunConfig
+from penstock.errors import ConfigError, SetupError
 from penstock.runtime.files import write_atomically
 from services.cli import hub_models, service_settings
 from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
 from services.launch.known_names import require_names
-from services.launch.run_folder import RunFolder
+from services.launch.run_folder import RunFolder, dump_repeatable
 from services.launch.run_plan import make_plan
 from services.launch.slurm import submission
 from services.launch.slurm.placement import NodeShare, place
@@ -49,10 +49,11 @@ def slurm(
     plan = make_plan(_of_node(settings, shares[0]), _gpus(settings), own_bus=not settings.bus.url)
     for share in shares[1:]:
         make_plan(_of_node(settings, share), _gpus(settings), own_bus=False, trains=False)
+    _require_not_begun(settings.run)
     folder = RunFolder.create(settings.run)
     absolute = folder.path.absolute()
     script = absolute / "job.sh"
-    write_atomically(absolute / "recipe.toml", configuration.dump(settings))
+    write_atomically(absolute / "recipe.toml", dump_repeatable(settings))
     write_atomically(script, job_script(settings, absolute, shares, working_directory=Path.cwd()))
     lines = [f"run folder {absolute}", *plan.describe(), *_others(shares)]
     if dry_run:
@@ -76,6 +77,19 @@ def _checked(recipe: Recipe) -> Recipe:
     else:
         service_settings.require_inputs(recipe)
     return recipe
+
+
+def _require_not_begun(run: RunConfig) -> None:
+    """Check that no run has begun in the folder that the recipe gives.
+
+    Raises:
+        SetupError: one has; the job that continues it is there already.
+    """
+    if run.folder is not None and RunFolder(run.folder).config_file.exists():
+        raise SetupError(
+            f"run.folder = {str(run.folder)!r} holds a run already; `sbatch {run.folder}/job.sh` continues it, also "
+            "on other nodes, once shares=() and --nodes in that file are changed"
+        )
 
 
 def _of_node(recipe: Recipe, share: NodeShare) -> Recipe:

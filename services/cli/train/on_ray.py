@@ -26,7 +26,7 @@ def train(settings: Recipe, folder: RunFolder | None, *, dry_run: bool, view: bo
     """
     from services.cli.train.command import run_in_folder
 
-    require_launchable(settings, Path.cwd())
+    require_launchable(settings, Path.cwd(), resumed=None if folder is None else folder.path)
     security = Security.load(settings.security)
     with connected(settings.launch):  # before signals are handled: Ray has handlers of its own
         settings = hub_models.with_models(settings, _without_weights)

@@ -11,13 +11,19 @@ _JOB_FOLDERS: Final = "working_dir_files"
 """Part of the path at which Ray unpacks the files of a submitted job, which it removes after the job."""
 
 
-def require_launchable(recipe: Recipe, folder: Path) -> None:
-    """Check settings that have another meaning on several hosts; `folder` is the working directory.
+def require_launchable(recipe: Recipe, folder: Path, *, resumed: Path | None = None) -> None:
+    """Check settings that have another meaning on several hosts.
+
+    Args:
+        recipe: The recipe.
+        folder: The working directory.
+        resumed: Folder of the run to continue.
 
     Raises:
         ConfigError: the run folder would be lost, or all processes would tell the same address.
     """
-    where, key = (recipe.run.dir, "run.dir") if recipe.run.folder is None else (recipe.run.folder, "run.folder")
+    places = {"--resume": resumed, "run.folder": recipe.run.folder, "run.dir": recipe.run.dir}
+    key, where = next((key, path) for key, path in places.items() if path is not None)
     if _JOB_FOLDERS in folder.parts and not where.is_absolute():
         raise ConfigError(
             f"{key} = {str(where)!r} is inside the folder of a submitted job, which Ray removes afterwards; give an "

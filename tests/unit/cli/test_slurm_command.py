@@ -177,6 +177,22 @@ def test_a_dry_run_writes_what_would_be_submitted(tmp_path: Path) -> None:
     assert f"\nrun={folder}\n" in script.read_text()
 
 
+def test_a_run_in_a_given_folder_is_repeated_in_another(tmp_path: Path) -> None:
+    """From its recipe.toml; the folder of a run that has begun is refused, with what continues that run."""
+    mine = tmp_path / "mine"
+    command = ("slurm", "--nodes=2", "--dry-run", f"--run.dir={tmp_path}/runs")
+    assert penstock(*command, "tiny-cpu", f"--run.folder={mine}").returncode == 0
+    assert f"\nrun={mine}\n" in (mine / "job.sh").read_text()
+    assert penstock(*command, mine / "recipe.toml").returncode == 0
+    assert len([*(tmp_path / "runs").iterdir()]) == 1
+    (mine / "config.toml").write_text("")
+    assert_mistake(
+        penstock(*command, "tiny-cpu", f"--run.folder={mine}"),
+        f"run.folder = '{mine}' holds a run already; `sbatch {mine}/job.sh` continues it",
+        "shares=()",
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

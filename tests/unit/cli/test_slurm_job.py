@@ -238,4 +238,5 @@ def test_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "the job has 2 nodes, and this file is for 1" in done.stderr
+    remedy = f"give sbatch --nodes=1, or change --nodes and shares=() in {tmp_path}/job.sh, which has a line for each"
+    assert f"the job has 2 nodes, and this file is for 1; {remedy}" in done.stderr

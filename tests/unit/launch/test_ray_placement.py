@@ -203,6 +203,9 @@ def test_settings_that_cannot_hold_on_several_hosts_are_refused() -> None:
     require_launchable(recipe("--run.dir=/shared/runs"), job)
     with pytest.raises(ConfigError, match=r"run\.dir = 'runs' is inside the folder of a submitted job"):
         require_launchable(recipe(), job)
+    require_launchable(recipe(), job, resumed=Path("/shared/runs/mine"))
+    with pytest.raises(ConfigError, match=r"--resume = 'runs/mine' is inside the folder of a submitted job"):
+        require_launchable(recipe(), job, resumed=Path("runs/mine"))
     with pytest.raises(ConfigError, match=r"network\.advertise_host = 'n1' would be told by the processes of all"):
         require_launchable(recipe("--network.advertise_host=n1"), Path("/home/me"))
 

@@ -29,6 +29,16 @@ def test_written_config_is_the_recipe(recipe: Recipe) -> None:
     assert RunFolder.open(folder.path) == folder
 
 
+def test_a_run_is_started_like_one_in_a_given_folder(recipe: Recipe, tmp_path: Path) -> None:
+    """The written recipe does not name the folder, which holds a run already."""
+    given = recipe.model_copy(update={"run": recipe.run.model_copy(update={"folder": tmp_path / "mine"})})
+    folder = RunFolder.create(given.run)
+    folder.write_config(given)
+    again = load(Recipe, [folder.config_file])
+    assert again == recipe
+    assert RunFolder.create(again.run).path.parent == recipe.run.dir
+
+
 def test_given_folder_is_used_once(recipe: Recipe, tmp_path: Path) -> None:
     """run.folder is taken as it is, and refused when it holds a run."""
     run = recipe.run.model_copy(update={"folder": tmp_path / "mine"})
