@@ -60,7 +60,7 @@ def dump(config: Config) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}; give the path of a .toml file") from None
     except UnicodeDecodeError:

@@ -47,14 +47,20 @@ def init(
 def _command(recipe: Path) -> str | None:
     """Return the command that the comments show with the recipe alone or first; None for an overlay, which has none."""
     found = re.search(
-        rf"^#\s+penstock (train|sft)\s+recipes/{re.escape(recipe.name)}", recipe.read_text(), re.MULTILINE
+        rf"^#\s+penstock (train|sft)\s+recipes/{re.escape(recipe.name)}",
+        recipe.read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     return found[1] if found else None
 
 
 def _summary(recipe: Path) -> str:
     """Return the first paragraph of the file's opening comment, on one line."""
-    lines = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if not line.startswith("#:")]
+    lines = [
+        line.removeprefix("#").strip()
+        for line in recipe.read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#:")
+    ]
     return f"{' '.join(lines[: lines.index('')]).rstrip('.:')}."
 
 

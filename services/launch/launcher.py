@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
-from penstock import config as configuration
 from penstock.errors import PenstockError
 from penstock.runtime.ports import held_port, held_ports
 from penstock.runtime.security import Security
@@ -66,7 +65,7 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
     await require_bus(recipe, folder, security)
     host = LOCAL if recipe.bus.url else bus_host(recipe.network)
     with lasting_output(), addressed(recipe, folder, host=host) as live:
-        folder.live_file.write_text(configuration.dump(live))
+        folder.write_live(live)
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
         sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), *reach_of(host), ""]))
         specs = process_specs(plan, folder, security)

@@ -139,6 +139,10 @@ class RunFolder:
         """Store the recipe, so that the run can be continued and repeated; the file is complete at any moment."""
         self._write_config(dump_repeatable(recipe).encode())
 
+    def write_live(self, recipe: Recipe) -> None:
+        """Store the recipe with the addresses of this launch; the file is complete at any moment."""
+        write_atomically(self.live_file, configuration.dump(recipe))
+
     def renew_config(self) -> None:
         """Store the recipe that is there: viewers take the file's time for that of the last start."""
         self._write_config(self.config_file.read_bytes())

@@ -5,7 +5,6 @@ import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from penstock import config as configuration
 from penstock.runtime.security import Security
 from services.launch.background import background, repeated
 from services.launch.bounded_log import BoundedLog
@@ -53,7 +52,7 @@ async def serving(
     """
     await require_bus(recipe, folder, security)
     with addressed(recipe, folder) as live:
-        folder.live_file.write_text(configuration.dump(live))
+        folder.write_live(live)
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url, trains=False)
         specs = process_specs(plan, folder, security)
         async with supervised(

@@ -175,7 +175,7 @@ class RunReader:
     def settings(self) -> dict[str, Any]:
         """Return the run's settings by dotted name; empty if there is no recipe."""
         try:
-            recipe = tomllib.loads((self.folder / "config.toml").read_text())
+            recipe = tomllib.loads((self.folder / "config.toml").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return dict(_leaves("", recipe))

@@ -70,7 +70,7 @@ def without_bus(path: Path) -> FolderOfRun:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 

@@ -97,7 +97,7 @@ class ProcessActor:
         gpus = context.get_accelerator_ids().get("GPU", [])
         host, node_id = ray.util.get_node_ip_address(), context.get_node_id()
         recipe_file = self._scratch / "live.toml"
-        recipe_file.write_text(order.recipe_text)
+        recipe_file.write_text(order.recipe_text, encoding="utf-8")
         own = {"python": sys.executable, "recipe": str(recipe_file), "error": str(self._error_file)}
         command = [
             own[order.replaced[argument]] if argument in order.replaced else argument for argument in order.command

@@ -277,7 +277,7 @@ class RayBackend:
             port_key=spec.port_key,
             takes_host=is_service,
             advertises_only=self._recipe.network.local != self._recipe.network.host,
-            recipe_text="" if spec.recipe_file is None else spec.recipe_file.read_text(),
+            recipe_text="" if spec.recipe_file is None else spec.recipe_file.read_text(encoding="utf-8"),
             folder=os.getcwd(),
         )
 

@@ -33,7 +33,7 @@ def check(recipe_text: str, services: Sequence[str], folder: str) -> tuple[dict[
     lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch, contextlib.chdir(working_folder(folder)):
         file = Path(scratch) / "recipe.toml"
-        file.write_text(recipe_text)
+        file.write_text(recipe_text, encoding="utf-8")
         for service in services:
             try:
                 _require_packages(service)

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from penstock import config as configuration
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
 from services.launch.background import background
@@ -72,7 +71,7 @@ async def launch(
     here = listening(recipe, own)
     with lasting_output(), addressed(here, folder, host=own, on_this_machine=AT_THE_LAUNCHER) as ported:
         live = with_peers(ported, own)
-        folder.live_file.write_text(configuration.dump(live))
+        folder.write_live(live)
         own_bus = not recipe.bus.url
         processes = plan_processes(live, own_bus=own_bus)
 

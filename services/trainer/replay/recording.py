@@ -102,7 +102,7 @@ def write_recording(
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    (partial / "settings.toml").write_text(configuration.dump(settings))
+    (partial / "settings.toml").write_text(configuration.dump(settings), encoding="utf-8")
     _write_groups(partial, inputs, groups, images)
     remove_recording(folder, inputs.step)
     partial.rename(final)

@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -37,6 +39,37 @@ def test_a_run_is_started_like_one_in_a_given_folder(recipe: Recipe, tmp_path: P
     again = load(Recipe, [folder.config_file])
     assert again == recipe
     assert RunFolder.create(again.run).path.parent == recipe.run.dir
+
+
+IN_ASCII = """
+import locale, sys
+from pathlib import Path
+from penstock.config import load
+from services.cli.runs.folders import read_folder
+from services.launch.run_folder import RunFolder
+from services.recipe import Recipe
+from services.view.run_reader import RunReader
+
+assert "utf" not in locale.getencoding().lower()
+given = load(Recipe, [Path(sys.argv[1])])
+assert given.run.dir == Path("l\\u00e4ufe")
+folder = RunFolder(Path(sys.argv[2]))
+folder.write_config(given)
+folder.write_live(given)
+assert load(Recipe, [folder.config_file]) == load(Recipe, [folder.live_file]) == given
+assert read_folder(folder.path).run == RunReader(folder.path).settings()["run.name"] == "here"
+"""
+
+
+def test_recipes_are_utf_8_in_every_locale(tmp_path: Path) -> None:
+    """As TOML is: a run can be continued, listed and viewed in another locale than the one it began in."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_bytes('[run]\nname = "here"\ndir = "läufe"\n'.encode())
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ASCII, recipe, tmp_path], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_given_folder_is_used_once(recipe: Recipe, tmp_path: Path) -> None:
