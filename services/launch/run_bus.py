@@ -1,5 +1,6 @@
 """The NATS of a run: whether the run can have it, and where the run's own one listens."""
 
+import asyncio
 import socket
 from collections.abc import Callable
 
@@ -13,6 +14,10 @@ from services.launch.readiness import serves_nats
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import LOCAL
 from services.recipe import Recipe
+
+_NUM_LOOKS = 20
+_LOOK_EVERY_S = 0.1
+"""What a launcher that was killed has left takes a moment to end."""
 
 
 async def require_bus(recipe: Recipe, folder: RunFolder, security: Security) -> None:
@@ -38,8 +43,11 @@ async def require_unserved_store(folder: RunFolder) -> None:
         SetupError: one does, such as that of `penstock serve nats --config RUN/live.toml`.
     """
     address = address_of_last(folder.nats)
-    if address and await serves_nats(address):
-        raise SetupError(f"a nats-server at {address} serves the store of {folder.path}; stop it first")
+    for _ in range(_NUM_LOOKS):
+        if not address or not await serves_nats(address):
+            return
+        await asyncio.sleep(_LOOK_EVERY_S)
+    raise SetupError(f"a nats-server at {address} serves the store of {folder.path}; stop it first")
 
 
 def bus_host(network: NetworkConfig) -> str:
