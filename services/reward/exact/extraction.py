@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from services.reward.exact.emphasis import drop_emphasis, read_plain
+from services.reward.exact.end_of_text import drop_end_of_text
 from services.reward.exact.statements import Span, find_statements
 
 _BOX = re.compile(
@@ -73,12 +74,13 @@ def extract_answer(
     """Return the answer as the response has it, stripped, or None if there is none.
 
     Args:
-        response: The policy's own text.
+        response: The policy's own text. End-of-text tokens and white space at its end are no part of it.
         max_chars: Only the last `max_chars` characters are searched for the answer.
         forms: The forms in which an answer counts.
         stated: Finds answers that are stated in a sentence.
         contradicts: Whether the second answer, which comes later in a less formal form, takes back the first.
     """
+    response = drop_end_of_text(response)
     closed = response.rfind("</think>")
     if response.find("<think>", closed + 1) >= 0:
         return None

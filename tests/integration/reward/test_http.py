@@ -172,6 +172,15 @@ async def test_slime_gets_a_bare_number(http: httpx.AsyncClient, path: str, labe
     assert response.headers["x-penstock-status"] == ("OK" if label else "GOLD_INVALID")
 
 
+async def test_slime_may_send_the_end_of_text_token(http: httpx.AsyncClient) -> None:
+    """It does by default: `rollout_skip_special_tokens` is off."""
+    answers = [
+        (await post(http, "/", {"response": response, "label": "5"})).json()
+        for response in ("The answer is $5$.<|im_end|>", r"\boxed{5}. No, the answer is 6.<|im_end|>")
+    ]
+    assert answers == [1.0, 0.0]
+
+
 async def test_slime_names_its_profile_in_the_url(http: httpx.AsyncClient) -> None:
     """A number is the gold answer as it is written: 8.5 is a rounded label of geo3k, and 8.46 is near enough."""
     body = b'{"prompt": [{"role": "user", "content": "?"}], "response": "\\\\boxed{8.46}", "label": 8.5}'

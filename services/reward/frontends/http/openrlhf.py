@@ -6,7 +6,6 @@ for each query (openrlhf/utils/agent.py, examples/python/reward_func.py; before 
 which reads only "rewards"). A query is prompt, response and end-of-text token, decoded with special tokens.
 """
 
-import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,6 +16,7 @@ from penstock.http.app import ErrorBody
 from penstock.http.json_body import parse_json
 from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
+from services.reward.exact.end_of_text import drop_end_of_text
 from services.reward.frontends.http.label import golds_of, text_of
 from services.reward.item import Item
 from services.reward.profiles.registry import find_profile
@@ -25,10 +25,6 @@ from services.reward.verifier import Verifier
 _TAIL_CHARS = 64
 """Characters of a prompt that identify it."""
 _MAX_CUTS = 64
-_EOS_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>", "<eos>")
-"""The end-of-text tokens of Qwen, GPT-2, Llama and Gemma."""
-_ENDS_OF_TEXT = re.compile("|".join([r"(?:\s", *(re.escape(token[::-1]) for token in _EOS_TOKENS)]) + ")*+")
-"""White space and these tokens spelt backwards, to strip the end of a text in linear time."""
 _JUDGED = frozenset({Status.OK, Status.NO_ANSWER, Status.UNPARSEABLE, Status.TOO_LARGE})
 
 _OPENAPI = {
@@ -155,9 +151,7 @@ def response_in(query: str, prompt: str) -> str:
     Decoding may add a token before the prompt, and truncation may remove the beginning of a long prompt; then the end
     of the prompt is searched. A query without the prompt is all response.
     """
-    response = query[_end_of_prompt(query, prompt) :]
-    ends = _ENDS_OF_TEXT.match(response[::-1])
-    return response[: len(response) - ends.end()] if ends else response
+    return drop_end_of_text(query[_end_of_prompt(query, prompt) :])
 
 
 def _end_of_prompt(query: str, prompt: str) -> int:

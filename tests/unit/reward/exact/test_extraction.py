@@ -79,6 +79,10 @@ def _extract(response: str) -> str | None:
         ("<answer>5</answer> or <answer>6</answer>", "5 or 6"),
         ("<answer>5</answer> But I forgot a side. <answer>6</answer>", "6"),
         (r"\boxed{\boxed{4}", "4"),
+        ("Answer: 5<|im_end|>", "5"),
+        ("Answer: 5 cm</s>\n<|endoftext|><|endoftext|>", "5 cm"),
+        ("<answer>5</answer><eos>", "5"),
+        ("Answer: 5 </s> 6", "5 </s> 6"),
     ],
 )
 def test_the_answer_is_found(response: str, answer: str) -> None:
@@ -105,6 +109,20 @@ def test_there_is_no_answer(response: str) -> None:
     assert _extract(response) is None
 
 
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("The answer is $12$.<|im_end|>", "$12$"),
+        (r"\boxed{12}. No, the answer is 5.<|im_end|>" + "\n", "5"),
+        ("Therefore, AB is 12 cm.<|eot_id|>", "12 cm"),
+        ("#### 12<|end_of_text|>", "12"),
+    ],
+)
+def test_end_of_text_tokens_belong_to_no_sentence(response: str, answer: str) -> None:
+    """Trainers that keep special tokens send the end-of-text token with the response."""
+    assert extract_answer(response, max_chars=100, forms=Forms.WORDS) == answer
+
+
 def test_a_box_may_be_all_that_counts() -> None:
     """Then neither an <answer> nor an Answer: line does, and none of them takes a box back."""
     assert extract_answer("<answer>5</answer>\nAnswer: 5", max_chars=100, forms=Forms.BOX) is None
@@ -112,8 +130,9 @@ def test_a_box_may_be_all_that_counts() -> None:
 
 
 def test_only_the_end_of_a_long_response_is_searched() -> None:
-    """What is further from the end than the limit is not seen."""
-    assert extract_answer(r"\boxed{5}" + " " * 100, max_chars=100) is None
+    """What is further from the end than the limit is not seen; end-of-text tokens and white space are no part of it."""
+    assert extract_answer(r"\boxed{5}" + "." * 100, max_chars=100) is None
+    assert extract_answer(r"\boxed{5}" + "<|endoftext|>\n" * 100, max_chars=100) == "5"
     assert extract_answer(" " * 10_000 + r"\boxed{5}", max_chars=100) == "5"
 
 
@@ -156,6 +175,8 @@ def test_a_box_at_the_end_is_found_after_any_text(prefix: str, answer: str) -> N
         " **",
         "`",
         "Answer: **",
+        "</s>\n",
+        "a</s>",
     ],
 )
 def test_extraction_takes_linear_time(unit: str) -> None:
