@@ -73,9 +73,12 @@ _ASCII_RELATIONS = (
 _REASON = re.compile(
     r"(?:,|(?<=[\d}) ])\() *(?:since|because|rounded|to the nearest)\b(?:(?! (?:or|wrong|incorrect)\b)[^;])*$"
 )
-_ABOUT = re.compile(r"(?<=[\d})]),? *(?:\bor +)?\b(?:approximately|roughly|about)(?= *[-\d\\.])")
+_ABOUT = re.compile(
+    r"(?:(?<=[\d})])|(?<=\\pi)),?(?P<bracket> *\()? *(?:\bor +)?"
+    r"\b(?:approximately|approx\.?|roughly|about)(?= *[-\d\\.])"
+)
 _BRACKETED_ABOUT = re.compile(r" *\( *(?:or +)?\\approx *([^()]*)\)$")
-_LEAD = re.compile(r"(?:[=:;,]|\\approx|\\to|\\sim(?= *\d)|~) *")
+_LEAD = re.compile(r"(?:[=:;,]|\\approx|\\to|\\sim(?= *\d)|~|[Aa]pprox(?:imately|\.)? +(?=[-\d\\.])) *")
 
 
 def normalise(text: str, *, join_thousands: bool = True) -> str:
@@ -103,8 +106,8 @@ def normalise(text: str, *, join_thousands: bool = True) -> str:
     text = " ".join(text.split())
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "")
-    if "a" in text and "o" in text:
-        text = _BRACKETED_ABOUT.sub(r" \\approx \1", _ABOUT.sub(r" \\approx ", text))
+    if "o" in text:
+        text = _BRACKETED_ABOUT.sub(r" \\approx \1", _ABOUT.sub(r"\g<bracket> \\approx ", text))
     if " " in text and (reason := _REASON.search(text)) is not None and _DIGIT.search(text, 0, reason.start()):
         text = text[: reason.start()].rstrip()
     if text.endswith(".") and not text.endswith(".."):

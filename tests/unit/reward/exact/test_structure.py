@@ -43,6 +43,10 @@ from tests.support.reward.value_profiles import is_right
         ("65", "x = 180 - 115 = 65"), ("65", r"m\angle A = 180^\circ - 115^\circ = 65^\circ"), ("65", "x=65=180-115"),
         ("65", r"x = \frac{180-50}{2} = 65"), ("5", r"AB = \sqrt{9+16} = \sqrt{25} = 5"), ("60", "x = 2(25)+10 = 60"),
         ("5", r"x=\sqrt{3^2+4^2}=5\approx5.0"), ("120", r"P = 30+40+50 = 120\text{ cm}"), ("8.5", "x=3+5.5=8.5"),
+        (r"3\sqrt2", r"3\sqrt{2}\text{ (approximately 4.24)}"), (r"3\sqrt2", r"3\sqrt2 (or about 4.24)"),
+        (r"3\sqrt2", r"3\sqrt{2} \text{ (approx. }4.24)"), (r"8\pi", r"8\pi \text{ (roughly } 25.1)"),
+        (r"\sqrt{7}", r"\sqrt{7} roughly 2.65"), (r"8\pi", r"8\pi, or approximately 25.1"),
+        ("14.1", r"\text{approximately }14.1"), ("14.1", "Approx. 14.1"), (r"10\sqrt{2}", "approximately 14.14"),
     ],
 )  # fmt: skip
 def test_right_structures(gold: str, answer: str) -> None:
@@ -75,6 +79,9 @@ def test_right_structures(gold: str, answer: str) -> None:
         (r"\{1,2\}", "x=1, y=2"), (r"y=\frac{2}{x}", "xy=3"), (r"y=\frac{2}{x}", "x^2y=2x"), ("5", r"x + 1 = \log 5"),
         ("-2<x<5", "x>-2 and x<4"), (r"(-\infty,3)\cup(3,\infty)", r"\mathbb{R}\setminus\{3,4\}"),
         (r"5\text{ cm}", "5m"), ("5", "2+3=1+4"), ("5", "2+3=5=6"), ("5", "2+3=5 or 2+4=6"),
+        (r"3\sqrt2", r"3\sqrt2 \text{ (approximately 5)}"), ("4.24", r"4\sqrt2 \text{ (approximately 4.24)}"),
+        ("5", r"4.6 \text{ (about 5)}"), ("7", r"\text{(approximately 7)}"), (r"10\sqrt{2}", "approximately 14.1"),
+        ("normal", "approximately normal"), ("0.5", "approx.5"), ("5", "approximately 5 or 6"),
     ],
 )  # fmt: skip
 def test_wrong_structures(gold: str, answer: str) -> None:
