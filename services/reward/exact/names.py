@@ -31,6 +31,9 @@ _NAME = re.compile(
     rf"|{_PHRASE}",
     re.IGNORECASE,
 )
+_NAMED_FIGURE = re.compile(
+    r"(?:m *)?\\(?:angle|overline|widehat|arc|overarc) *(?:\{ *[A-Z\d]{1,3} *\}|[A-Z\d]{1,3})", re.ASCII
+)
 _QUANTITY_PHRASE = re.compile(_PHRASE, re.IGNORECASE)
 
 
@@ -47,3 +50,8 @@ def is_name(text: str) -> bool:
 def canonical_name(text: str) -> str:
     """Return the name in one spelling: without `m` and marks."""
     return re.sub(r"[ {}()]", "", re.sub(r"^m *\(? *(?=\\angle)|\\(?:overline|vec|bar|hat)(?![A-Za-z])", "", text))
+
+
+def figures_as_variables(text: str) -> str:
+    r"""Return `text` with each figure, such as `m\angle ABC` or `\overline{AB}`, as the variable x."""
+    return _NAMED_FIGURE.sub("x", text)

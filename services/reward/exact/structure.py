@@ -15,7 +15,7 @@ from services.reward.exact.intervals import (
     read_set_builder,
     unite,
 )
-from services.reward.exact.names import SYMBOL, canonical_name, is_name, is_quantity
+from services.reward.exact.names import SYMBOL, canonical_name, figures_as_variables, is_name, is_quantity
 from services.reward.exact.nodes import (
     Chain,
     Choice,
@@ -308,10 +308,26 @@ def _equality(parts: list[tuple[str, str]], squeezed: str, level: int) -> Node:
         nodes = tuple(read(part, level + 1) for part in texts)
         return Chain(text=squeezed, parts=nodes, is_approximate=approximate)
     nodes = tuple(read(part, level + 1) for part in texts[1:])
-    body = nodes[0]
-    if len(nodes) > 1:
-        body = Chain(text=squeezed, parts=nodes, is_approximate=approximate[1:], is_named=True)
+    first = _num_formulas(nodes)
+    body = nodes[first]
+    if len(nodes) > first + 1:
+        approximate = approximate[first + 1 :]
+        body = Chain(text=squeezed, parts=nodes[first:], is_approximate=approximate, is_named=True)
     return Named(text=squeezed, name=canonical_name(texts[0]), body=body)
+
+
+def _num_formulas(nodes: tuple[Node, ...]) -> int:
+    r"""Return how many of `nodes` precede the values, if they end in one: 2 of `A = bh = S = 6(4) = 24`."""
+    last = nodes[-1]
+    if not isinstance(last, Scalar) or has_variables(last.number.value):
+        return 0
+    return next(number for number, node in enumerate(nodes) if not _is_formula(node))
+
+
+def _is_formula(node: Node) -> bool:
+    """Return whether it is an expression with variables or figures, or the name of a quantity."""
+    number = node.number if isinstance(node, Scalar) else read_number(figures_as_variables(node.text))
+    return is_name(node.text) if number is None else has_variables(number.value)
 
 
 def read_number_safely(text: str) -> Number | None:
