@@ -68,6 +68,10 @@ def match(gold: Node, answer: Node, rules: Rules) -> Outcome:
         return match(gold.body, answer, rules)
     if isinstance(answer, Named):
         return match(gold, answer.body, rules)
+    if isinstance(gold, Equation) and gold.value is not None:
+        return match(gold.value, answer, rules)
+    if isinstance(answer, Equation) and answer.value is not None:
+        return match(gold, answer.value, rules)
     if isinstance(answer, Set) and not isinstance(gold, Set) and len(items := _distinct(answer.items, rules)) == 1:
         return match(gold, items[0], rules)
     if isinstance(answer, Chain) and not isinstance(gold, Chain):

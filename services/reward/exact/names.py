@@ -23,13 +23,16 @@ _PHRASE = (
     rf"|rhombus))*(?: *{_FIGURE})? *(?:\{{ *)?[A-Za-z0-9]{{0,5}}(?: *\}})?"
 )
 _NAME = re.compile(
-    rf"(?:m *)?(?:{_FIGURE} *)?(?:\{{ *{SYMBOL} *\}}|{SYMBOL})|(?:m *)?\\angle *(?:\d|\{{ *\d *\}})"
+    rf"(?:m *)?(?:{_FIGURE} *)?(?:\{{ *{SYMBOL} *\}}|{SYMBOL})(?: *\^ *\\circ)?|(?:m *)?\\angle *(?:\d|\{{ *\d *\}})"
     rf"|m *\( *\\angle *[A-Z]{{1,3}} *\)"
     rf"|\\(?:sin|cos|tan) *\(? *(?:\\angle *)?[A-Z]{{1,3}} *\)?"
     rf"|(?-i:{_LENGTH}|{_CALL})"
     rf"|\( *[a-z] *, *[a-z] *(?:, *[a-z] *)?\)"
     rf"|{_PHRASE}",
     re.IGNORECASE,
+)
+_COMPARED = re.compile(
+    rf"\\(?:sin|cos|tan) *\(? *\\(?:{_GREEK}) *\)?|\\frac *\{{ *[A-Z]{{2}} *\}} *\{{ *[A-Z]{{2}} *\}}"
 )
 _NAMED_FIGURE = re.compile(
     r"(?:m *)?\\(?:angle|overline|widehat|arc|overarc) *(?:\{ *[A-Z\d]{1,3} *\}|[A-Z\d]{1,3})", re.ASCII
@@ -47,9 +50,18 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+def is_comparison(text: str) -> bool:
+    r"""Return whether `text` compares lengths, as `\cos\theta` and `\frac{AB}{DE}` do.
+
+    It is no name, because an equation with it can be written otherwise: `\frac{AB}{DE} = 2` is `AB = 2DE`.
+    """
+    return _COMPARED.fullmatch(text) is not None
+
+
 def canonical_name(text: str) -> str:
-    """Return the name in one spelling: without `m` and marks."""
-    return re.sub(r"[ {}()]", "", re.sub(r"^m *\(? *(?=\\angle)|\\(?:overline|vec|bar|hat)(?![A-Za-z])", "", text))
+    """Return the name in one spelling: without `m`, marks and a degree sign."""
+    bare = re.sub(r"^m *\(? *(?=\\angle)|\\(?:overline|vec|bar|hat)(?![A-Za-z])|\^ *\\circ *$", "", text)
+    return re.sub(r"[ {}()]", "", bare)
 
 
 def figures_as_variables(text: str) -> str:

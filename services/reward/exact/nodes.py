@@ -104,6 +104,8 @@ class Equation(Node):
 
     difference: Value | None
     """left - right, if both are in the grammar."""
+    value: Node | None = None
+    """The number on the right, if the left side compares lengths: `\\cos\\theta`, `\\frac{AB}{DE}`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,14 @@ from services.reward.exact.intervals import (
     read_set_builder,
     unite,
 )
-from services.reward.exact.names import SYMBOL, canonical_name, figures_as_variables, is_name, is_quantity
+from services.reward.exact.names import (
+    SYMBOL,
+    canonical_name,
+    figures_as_variables,
+    is_comparison,
+    is_name,
+    is_quantity,
+)
 from services.reward.exact.nodes import (
     Chain,
     Choice,
@@ -297,14 +304,16 @@ def _equality(parts: list[tuple[str, str]], squeezed: str, level: int) -> Node:
     if not named:
         if len(texts) == 2 and not approximate[0]:
             left, right = read_number(texts[0]), read_number(texts[1])
+            is_solved = is_comparison(texts[0]) and read_number_safely(texts[1])
+            value = read(texts[1], level + 1) if is_solved else None
             if left is None or right is None:
-                return Equation(text=squeezed, difference=None)
+                return Equation(text=squeezed, difference=None, value=value)
             try:
                 difference = add(left.value, negate(right.value))
             except NoValueError:
                 return Equation(text=squeezed, difference=None)
             if has_variables(difference):
-                return Equation(text=squeezed, difference=difference)
+                return Equation(text=squeezed, difference=difference, value=value)
         nodes = tuple(read(part, level + 1) for part in texts)
         return Chain(text=squeezed, parts=nodes, is_approximate=approximate)
     nodes = tuple(read(part, level + 1) for part in texts[1:])

@@ -43,6 +43,12 @@ from tests.support.reward.value_profiles import PROFILES, is_right, verify
         ("19", r"\text{The answer is } 19"),
         ("19", r"19 \text{ (since } x > 0)"), ("19", r"19 \frac{\text{m}}{\text{s}}"), ("19", r"\text{length: } 19"),
         (r"\frac{3\sqrt{2}}{2}", r"\frac{6 \sqrt{8}}{8}"), (r"\frac{0\sqrt{2}}{2}", "0"), ("f(2)=5", "5"),
+        (r"\frac{3}{4}", r"\cos\theta = \frac34"), (r"\frac{3}{4}", r"\sin(\alpha) = \frac34"),
+        ("12", r"x^\circ = 12^\circ"),
+        (r"\frac{2}{3}", r"\frac{AB}{DE} = \frac{2}{3}"), (r"\frac{AB}{DE} = \frac{2}{3}", r"\frac46"),
+        (r"\frac{AB}{DE} = \frac{2}{3}", r"\frac{DE}{AB} = \frac{3}{2}"), ("2:3", r"\frac{AB}{DE} = \frac{2}{3}"),
+        (r"\cos\theta = \frac{3}{4}", "0.75"), ("x = 12", r"x^{\circ} = 12^{\circ}"), ("y = 2x", r"y^\circ = 2x^\circ"),
+        (r"-\frac{1}{2}", r"\cos\frac{2\pi}{3} = -\frac12"),
     ],
 )  # fmt: skip
 def test_right_numbers(gold: str, answer: str) -> None:
@@ -60,7 +66,11 @@ def test_right_numbers(gold: str, answer: str) -> None:
         ("1.2 m", "1.2 cm"), ("3", "3i"), ("45", "x + 45"), ("x^2", "x^3"), (r"\frac{1}{2}", "0.5001"),
         (r"60^\circ", "60 cm"), ("0.3333", r"\frac13"), ("3", "-3"), ("5 apples", "5 oranges"),
         ("1414", r"1000\sqrt{2}"), (r"1000\sqrt{2}", "1414"), (r"8\pi", "25.1"), (r"8\pi", "25.132"), ("0.5", r"5\%"),
-        ("12", "12 + 0"), ("14.42", r"4\sqrt{13}"),
+        ("12", "12 + 0"), ("14.42", r"4\sqrt{13}"), ("5", r"x^2 = 5^\circ"),
+        (r"\frac{2}{3}", r"\frac{AB}{DE} = \frac{3}{2}"),
+        (r"\frac{AB}{DE} = \frac{2}{3}", r"\frac{DE}{AB} = \frac{2}{3}"), ("6", r"\frac{AB}{2} = 6"),
+        (r"\frac{2}{3}", r"\cos\theta = \frac{2}{3}x"),
+        ("12", r"2x^\circ = 12^\circ"), ("x = 12", r"y^\circ = 12^\circ"), ("0", r"\cos\pi = 0"),
     ],
 )  # fmt: skip
 def test_wrong_numbers(gold: str, answer: str) -> None:
