@@ -6,10 +6,10 @@ dearly and cannot be right (sums, integrals, limits that the gold answer does no
 here.
 """
 
-import functools
 import re
 from dataclasses import dataclass
 
+from services.reward.exact.answer_size import is_small
 from services.reward.exact.brackets import squeeze
 from services.reward.exact.large_powers import read_large
 from services.reward.exact.matching import Outcome, match
@@ -51,20 +51,24 @@ class Side:
 
     @classmethod
     def of(cls, text: str) -> "Side":
-        """Read `text`. Recent results are cached."""
-        return _read(text) if len(text) <= _MAX_REMEMBERED else _read.__wrapped__(text)
+        """Read `text`, or return what was read of it before."""
+        side = _remembered.get(text)
+        if side is None:
+            side = _read_text(normalise(text), text)
+            if is_small(text, side.node):
+                if len(_remembered) == _MAX_REMEMBERED:
+                    del _remembered[next(iter(_remembered))]
+                _remembered[text] = side
+        return side
 
     def separated(self) -> "Side":
         """Return the same answer, with every comma between digits as a separator, not part of a number."""
         return _read_text(normalise(self.raw, join_thousands=False), self.raw)
 
 
-_MAX_REMEMBERED = 128
-
-
-@functools.lru_cache(maxsize=4096)
-def _read(text: str) -> Side:
-    return _read_text(normalise(text), text)
+_MAX_REMEMBERED = 4096
+_remembered: dict[str, Side] = {}
+"""Small answers that were read, by text, oldest first: a gold answer comes with each response of its group."""
 
 
 def _read_text(text: str, raw: str) -> Side:
