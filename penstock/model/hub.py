@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import ConfigError, SetupError, UnavailableError
+from penstock.model.parameters import has_all_files
 from penstock.runtime.hub import endpoint, explained, is_offline
 
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
@@ -133,6 +134,7 @@ def name_snapshot(folder: Path) -> str | None:
 
 def _snapshot(model: ModelId, *, with_weights: bool, only_cached: bool) -> Path:
     import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     folder = huggingface_hub.snapshot_download(
         model.repo,
@@ -142,6 +144,8 @@ def _snapshot(model: ModelId, *, with_weights: bool, only_cached: bool) -> Path:
         ignore_patterns=_IN_FOLDERS,
         local_files_only=only_cached,
     )
+    if with_weights and not has_all_files(Path(folder)):  # of a download that ended early, when the Hub is not asked
+        raise LocalEntryNotFoundError(f"{folder} lacks files of its index")
     return Path(folder)
 
 

@@ -13,6 +13,7 @@ from penstock.model.families.qwen_vl import loaded_name
 from penstock.model.folder import read_json
 
 _HEAD = "lm_head.weight"
+_INDEX = "model.safetensors.index.json"
 
 
 def parameter_sizes(folder: Path) -> dict[str, int]:
@@ -31,6 +32,15 @@ def parameter_sizes(folder: Path) -> dict[str, int]:
             raise ConfigError(f"model.path: {path} is truncated or not a safetensors file ({error})") from None
         sizes |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return sizes
+
+
+def has_all_files(folder: Path) -> bool:
+    """Return whether each safetensors file is there that the folder's index names; a download may have ended early.
+
+    Raises:
+        ConfigError: the index is not JSON.
+    """
+    return all((folder / name).is_file() for name in set(read_json(folder / _INDEX).get("weight_map", {}).values()))
 
 
 def own_parameter_sizes(folder: Path) -> dict[str, int]:

@@ -166,6 +166,19 @@ def test_a_model_without_its_weights_is_no_complete_copy(hub: HubServer, monkeyp
         assert model_hub.fetch(Path("owner/tiny"), with_weights=False).name == COMMIT
 
 
+def test_a_download_that_ended_early_is_no_complete_copy(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its names of parameters are not all of the model's, so that nothing is checked against them."""
+    folder = model_hub.fetch(Path("owner/tiny"))
+    files = {"a.weight": "model.safetensors", "b.weight": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert model_hub.find_cached(Path("owner/tiny")) is None
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SetupError, match="HF_HUB_OFFLINE is set, and the cache has no complete copy"):
+        model_hub.fetch(Path("owner/tiny"))
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"")
+    assert model_hub.find_cached(Path("owner/tiny")) == folder
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
