@@ -67,7 +67,8 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
     with lasting_output(), addressed(recipe, folder, host=host) as live:
         folder.write_live(live)
         plan = make_plan(live, find_gpus(), own_bus=not recipe.bus.url)
-        sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), *reach_of(host), ""]))
+        reach = await asyncio.to_thread(reach_of, host)
+        sys.stdout.write("\n".join([f"run folder {folder.path}", *plan.describe(), *reach, ""]))
         specs = process_specs(plan, folder, security)
         trace = ProcessTrace(folder.path) if recipe.trace.max_gib else None
         fleet = local_fleet(plan, folder, security)

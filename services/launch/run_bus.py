@@ -16,8 +16,8 @@ from services.launch.run_plan import LOCAL
 from services.recipe import Recipe
 
 _NUM_LOOKS = 20
+"""For two seconds: what a launcher that was killed has left takes a moment to end."""
 _LOOK_EVERY_S = 0.1
-"""What a launcher that was killed has left takes a moment to end."""
 
 
 async def require_bus(recipe: Recipe, folder: RunFolder, security: Security) -> None:
@@ -37,17 +37,20 @@ async def require_bus(recipe: Recipe, folder: RunFolder, security: Security) -> 
 
 
 async def require_unserved_store(folder: RunFolder) -> None:
-    """Check that no nats-server that this machine reaches serves the store in `folder`: two would destroy it.
+    """Check that no nats-server serves the store in `folder`, as far as this machine reaches the last one's address.
 
     Raises:
-        SetupError: one does, such as that of `penstock serve nats --config RUN/live.toml`.
+        SetupError: one answers there, such as that of `penstock serve nats --config RUN/live.toml`.
     """
     address = address_of_last(folder.nats)
     for _ in range(_NUM_LOOKS):
         if not address or not await serves_nats(address):
             return
         await asyncio.sleep(_LOOK_EVERY_S)
-    raise SetupError(f"a nats-server at {address} serves the store of {folder.path}; stop it first")
+    raise SetupError(
+        f"a nats-server answers at {address}, where the last one of {folder.path} listened, and two would destroy its "
+        "store; stop it first"
+    )
 
 
 def bus_host(network: NetworkConfig) -> str:

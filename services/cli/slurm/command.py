@@ -80,12 +80,12 @@ def _checked(recipe: Recipe) -> Recipe:
 
 
 def _require_not_begun(run: RunConfig) -> None:
-    """Check that no run has begun in the folder that the recipe gives.
+    """Check that no job's run has begun in the folder that the recipe gives.
 
     Raises:
         SetupError: one has; the job that continues it is there already.
     """
-    if run.folder is not None and RunFolder(run.folder).config_file.exists():
+    if run.folder is not None and RunFolder(run.folder).config_file.exists() and (run.folder / "job.sh").exists():
         raise SetupError(
             f"run.folder = {str(run.folder)!r} holds a run already; `sbatch {run.folder}/job.sh` continues it, also "
             "on other nodes, once shares=() and --nodes in that file are changed"

@@ -15,6 +15,7 @@ from penstock.errors import SetupError
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from services.cli.app import main
+from services.launch import run_bus
 from services.launch.launcher import launch
 from services.launch.run_folder import RunFolder
 from services.launch.serving import serving
@@ -48,7 +49,7 @@ async def test_a_run_whose_store_is_served_is_not_started(
     folder.write_config(recipe)
     folder.live_file.write_text("as it was")
     (port,) = free_ports(1)
-    refused = pytest.raises(SetupError, match=rf"127\.0\.0\.1:{port} serves the store of {tmp_path}; stop it first")
+    refused = pytest.raises(SetupError, match=rf"127\.0\.0\.1:{port}, where the last one of {tmp_path} listened")
     async with local_server(folder.nats, port=port):
         with refused:
             await use(recipe, folder)
@@ -64,9 +65,7 @@ async def test_a_run_whose_store_is_served_is_not_deleted(tmp_path: Path, capsys
     delete = ["runs", "delete", str(folder.path), "--yes"]
     async with local_server(folder.nats, port=port):
         assert await asyncio.to_thread(main, delete) == 2
-    assert (
-        f"a nats-server at 127.0.0.1:{port} serves the store of {folder.path}; stop it first" in capsys.readouterr().err
-    )
+    assert f"127.0.0.1:{port}, where the last one of {folder.path} listened" in capsys.readouterr().err
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 smtp.example.org\r\n")
@@ -75,3 +74,18 @@ async def test_a_run_whose_store_is_served_is_not_deleted(tmp_path: Path, capsys
     async with await asyncio.start_server(greet, "127.0.0.1", port):
         assert await asyncio.to_thread(main, delete) == 0
     assert not folder.path.exists()
+
+
+async def test_a_server_that_is_ending_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a launcher that was just killed; the run may go on at once."""
+    answers = [True, True, False]
+
+    async def serves_nats(_: str) -> bool:
+        return answers.pop(0)
+
+    folder = RunFolder(tmp_path)
+    folder.nats.mkdir()
+    (folder.nats / "nats.conf").write_text('listen: "127.0.0.1:1"\n')
+    monkeypatch.setattr(run_bus, "serves_nats", serves_nats)
+    await run_bus.require_unserved_store(folder)
+    assert answers == []

@@ -1,6 +1,7 @@
 """`penstock scale` on a run of small programs: processes join and leave while it goes on."""
 
 import asyncio
+import dataclasses
 import errno
 import os
 import sys
@@ -42,6 +43,11 @@ while True:
 )
 
 
+async def is_never_ready() -> bool:
+    """Of a process that ends before it has begun."""
+    return False
+
+
 def spec_of(process: PlannedProcess, folder: Path, program: str) -> ProcessSpec:
     """A small program in place of a process."""
     head = f"import os; os.chdir({str(folder)!r}); NAME = {process.name!r}\n"
@@ -68,7 +74,8 @@ async def running(folder: RunFolder, program: str, *, joining: str = "") -> Asyn
     def make_specs(wanted: Recipe, added: Sequence[PlannedProcess]) -> list[ProcessSpec]:
         if wanted.rollout.replicas > 3:
             raise ConfigError("no room")
-        return [spec_of(process, folder.path, joining or program) for process in added]
+        joins = [spec_of(process, folder.path, joining or program) for process in added]
+        return [dataclasses.replace(spec, is_ready=is_never_ready) for spec in joins] if joining else joins
 
     fleet = Fleet(folder.live_file, processes, make_specs=make_specs)
     specs = [spec_of(process, folder.path, program) for process in processes]
