@@ -153,3 +153,14 @@ def test_a_card_that_is_no_yaml_says_nothing(tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         assert answers(tmp_path) == ["0"]
     assert [entry["event"] for entry in logs] == ["data.card_unreadable"]
+
+
+def test_an_entry_that_names_nothing_has_the_folder_where_others_name_theirs(tmp_path: Path) -> None:
+    """It can be chosen, and nothing is chosen silently in its place."""
+    write(tmp_path / "a/0.jsonl", 0)
+    write(tmp_path / "b/1.jsonl", 1)
+    (tmp_path / "README.md").write_text("---\nconfigs: [{config_name: a, data_dir: a}, {config_name: all}]\n---\n")
+    assert answers(tmp_path, hub_config="a") == ["0"]
+    assert answers(tmp_path, hub_config="all") == ["0", "1"]
+    with pytest.raises(DataError, match="it has a, all"):
+        answers(tmp_path)

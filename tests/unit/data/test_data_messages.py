@@ -194,6 +194,12 @@ def test_fields_of_other_rows_say_nothing_in_a_demonstration() -> None:
     assert read_demonstration("a") == read_turns("a")
 
 
+def test_thoughts_that_the_content_has_too_are_learned() -> None:
+    """Some data sets publish them in both places."""
+    cell = [ASKED, {"role": "assistant", "content": "<think>\nc\n</think>\n\nb", "reasoning_content": "c"}]
+    assert read_demonstration(cell) == read_turns(cell)
+
+
 def test_roles_of_sharegpt() -> None:
     """Its own names and the usual ones."""
     roles = ("system", "human", "gpt", "observation", "user", "assistant", "tool")

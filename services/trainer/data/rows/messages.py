@@ -74,7 +74,7 @@ def read_demonstration(cell: Any) -> tuple[Turn, ...]:
     if not isinstance(cell, str):
         for number, (turn, message) in enumerate(zip(turns, cell, strict=True)):
             if turn.role == "assistant":
-                _require_learnable(number, message)
+                _require_learnable(number, message, turn)
     return turns
 
 
@@ -203,9 +203,10 @@ def _require_content(turns: Sequence[Turn]) -> None:
             raise ValueError(f"its message {number}, the {turn.role}'s, is empty")
 
 
-def _require_learnable(number: int, message: Mapping[str, Any]) -> None:
+def _require_learnable(number: int, message: Mapping[str, Any], turn: Turn) -> None:
+    text = "".join(piece for piece in turn.pieces if isinstance(piece, str))
     for key in _THOUGHT_KEYS:
-        if message.get(key):
+        if (thought := message.get(key)) and str(thought).strip() not in text:
             raise ValueError(
                 f"message {number}, the assistant's, with {key}, which would not be learned; put it into the content, "
                 "between <think> and </think>"

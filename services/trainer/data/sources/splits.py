@@ -45,7 +45,8 @@ class _CardConfig(pydantic.BaseModel):
     data_files: str | list[str] | list[_SplitFiles] | dict[str, str | list[str]] | None = None
 
     def by_split(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Return those of a folder's files that it has, by split; it has all of `data_dir` unless it says which."""
+        """Return those of a folder's files that it has, by split: all of `data_dir`, or of the folder, unless it says
+        which."""
         folder = PurePosixPath(self.data_dir or "")
         paths = [path for path in map(PurePosixPath, names) if path.is_relative_to(folder)]
         inside = [path.relative_to(folder).as_posix() for path in paths]
@@ -114,10 +115,10 @@ def _of_first_format(names: Sequence[str], suffixes: Sequence[str]) -> list[str]
 
 def _find_in_card(card: Mapping[str, Any], config: str, name: str) -> _CardConfig | None:
     """Return the entry of a configuration; None if no entry of the card says which files are its own."""
-    entries = [each for each in _read_card(card, name).configs or () if each.data_files or each.data_dir]
-    configs = {each.config_name: each for each in entries}
-    if not configs:
+    entries = _read_card(card, name).configs or []
+    if not any(each.data_files or each.data_dir for each in entries):
         return None
+    configs = {each.config_name: each for each in entries}
     default = next((each for each, entry in configs.items() if entry.default), "default")
     chosen = config or (default if default in configs else next(iter(configs)) if len(configs) == 1 else "")
     if chosen not in configs:
