@@ -150,5 +150,6 @@ def _range(metadata: Sequence[Any]) -> str:
             (annotated_types.Lt, "<"),
         ):
             if isinstance(mark, kind):
-                bounds.append(f"{sign} {getattr(mark, kind.__name__.lower()):g}")
+                bound = getattr(mark, kind.__name__.lower())
+                bounds.append(f"{sign} {bound}" if isinstance(bound, int) else f"{sign} {bound:g}")
     return f", {', '.join(bounds)}" if bounds else ""
