@@ -4,8 +4,10 @@ from urllib.parse import urlsplit
 
 
 def is_http_url(url: str) -> bool:
-    """Return whether a client can call `url`: http or https, with a host and, if it names a port, one from 1 to
-    65535."""
+    """Return whether a client can call `url`: http or https, with a host, no white space and, if it names a port, one
+    from 1 to 65535."""
+    if any(each.isspace() for each in url):
+        return False
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -12,7 +12,7 @@ _MAX_BITS = 128
 
 
 def is_small(text: str, node: Node) -> bool:
-    """Return whether `text`, read as `node`, takes at most 10 kB.
+    """Return whether `text`, read as `node`, takes at most 16 kB.
 
     Without bounds on its numbers it may take 80 kB: `(9^64)^40 (a+b)^31`. Intervals, matrices and equations count as
     large.

@@ -48,7 +48,7 @@ class WorkerConfig(Config):
     @pydantic.field_validator("router_url")
     @classmethod
     def _is_base_url(cls, url: str) -> str:
-        if url and (not is_http_url(url) or url.rstrip("/").endswith("/v1")):
+        if url and (not is_http_url(url) or any(part in f"{url}/" for part in ("/v1/", "?", "#", "@"))):
             raise ValueError("the router's URL must be http://host:port or https://host:port, without /v1")
         return url
 

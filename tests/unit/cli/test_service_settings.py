@@ -263,7 +263,17 @@ def test_a_worker_with_agents_finds_the_routers_http_api(model: ModelConfig) -> 
 
 
 @pytest.mark.parametrize(
-    "url", ["router:7080", "http://router:http", "http://:7080", "ftp://router:7080", "http://router:7080/v1/"]
+    "url",
+    [
+        "router:7080",
+        "http://router:http",
+        "http://:7080",
+        "ftp://router:7080",
+        "http://router:7080/v1/",
+        "http://r:7080/v1/chat",
+        "http://r:7080?x",
+        "http://r\n:7080",
+    ],
 )
 def test_agents_get_a_url_that_they_can_call(url: str) -> None:
     """A wrong one would fail every sample with no more than "Connection error."; a router may stand behind a path."""

@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import DataError
 from services.trainer.admission.group_state import GroupStatus
 from tests.support.trainer.runs.gated_loop import GatedCheckpoints, GatedEvaluator, Rows, Run, SlowSettlements, running
-from tests.support.waiting import promptly, settled
+from tests.support.waiting import promptly, settled, until
 
 
 async def test_a_checkpoint_holds_up_the_update_only(tmp_path: Path) -> None:
@@ -74,8 +74,7 @@ async def test_a_checkpoint_has_its_steps_numbers_under_other_frameworks_names_t
     async with running(tmp_path, checkpoint_every=1) as run:
         run.backend.go_on(100)
         run.finish(0, 1, 2, 3)
-        while 2 not in run.checkpoints.metrics:
-            await asyncio.sleep(0)
+        await until(lambda: 2 in run.checkpoints.metrics)
         row = run.checkpoints.metrics[2]
         assert row["actor/grad_norm"] == row["grad_norm"] == 1.0
         assert row["timing_s/step"] == row["step_s"]
