@@ -82,8 +82,10 @@ async def serve(settings: EngineSettings, stop: asyncio.Event, *, security: Secu
         SetupError: NATS is out of reach, a port is in use, or SGLang does not start.
         UnavailableError: one of SGLang's processes died or hung, or call after call crashed.
     """
-    # This and the bus are checked before a minute of loading.
+    # Ports and the bus are checked before a minute of loading.
     require_free_port(settings.network.host, settings.rollout.port, key="rollout.port")
+    if settings.metrics.port is not None:
+        require_free_port(settings.network.host, settings.metrics.port, key="metrics.port")
     async with _bucket(settings, security):
         log.debug("bus.reached")
     with scratch_folder() as folder:

@@ -6,12 +6,9 @@ SGLang's own processes dies or hangs, `died` is set: the engine is unusable, and
 
 import asyncio
 import dataclasses
-import os
 import signal
-import sys
 import time
 import uuid
-import warnings
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -21,17 +18,15 @@ import structlog
 from fastapi import HTTPException
 
 from penstock.config import NetworkConfig
-from penstock.errors import InvalidRequestError, NotReadyError, PenstockError, SetupError, UnavailableError
+from penstock.errors import InvalidRequestError, NotReadyError, PenstockError, UnavailableError
 from penstock.model.families.experts import mixture_shape
 from penstock.model.tokens import forbidden_token_ids
-from penstock.runtime.imports import kept_for_ever
-from penstock.runtime.ports import held_ports
 from penstock.v1 import generate_pb2
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.pd_barrier import PdBarrier
 from services.rollout.engine.prompt import CheckedRequest, PromptChecker
-from services.rollout.engine.sglang import settings
+from services.rollout.engine.sglang import loading, settings
 from services.rollout.engine.sglang.generation import Generation, read_generation, require_sound
 from services.rollout.engine.sglang.scheduler_watch import silence_limit_s, until_it_hangs
 from services.rollout.engine.sglang.token_stream import TokenStream
@@ -134,33 +129,15 @@ class SglangEngine:
             SetupError: SGLang did not start.
         """
         started = time.monotonic()
-        cuda = settings.has_cuda()
-        os.environ.update(settings.environment(config, network, group_timeout_s=group_timeout_s, cuda=cuda))
-        disaggregation.require_transfer_backend(config, cuda=cuda)
-        if not cuda:
-            sys.modules["flashinfer"] = None  # type: ignore[assignment]  # kernels for GPUs: seconds to import, of no use
-        # It warns about kernels that a machine without a GPU lacks.
-        with kept_for_ever(), warnings.catch_warnings(action="ignore"):
-            from sglang.srt.entrypoints.engine import Engine
-
-        imported = time.monotonic()
-        try:
-            with held_ports(2) as (nccl_port, bootstrap_port):  # the ports are held until SGLang listens on them
-                args = settings.server_args(
-                    config,
-                    network,
-                    model_path,
-                    float32_head=float32_head,
-                    router_replay=router_replay,
-                    bootstrap_port=bootstrap_port,
-                    cuda=cuda,
-                    enable_metrics=enable_metrics,
-                )
-                raw = Engine(**args, nccl_port=nccl_port)
-        except (RuntimeError, ValueError, OSError, EOFError) as error:
-            raise SetupError(
-                f"SGLang did not start with model {model_path}: {error}; its own log above says more"
-            ) from error
+        raw = loading.load(
+            config,
+            model_path,
+            network=network,
+            float32_head=float32_head,
+            group_timeout_s=group_timeout_s,
+            router_replay=router_replay,
+            enable_metrics=enable_metrics,
+        )
         engine = cls(raw, config, model_path)
         engine._watch()
         if config.role == "prefill":
@@ -168,9 +145,8 @@ class SglangEngine:
         await engine.check_health(timeout_s=120.0)
         log.info(
             "engine.started",
-            import_s=round(imported - started, 1),
-            load_s=round(time.monotonic() - imported, 1),
-            device="cuda" if cuda else "cpu",
+            load_s=round(time.monotonic() - started, 1),
+            device=raw.server_args.device,
             dtype=raw.server_args.dtype,
         )
         return engine

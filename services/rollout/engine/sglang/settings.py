@@ -1,6 +1,6 @@
 """SGLang's settings: its defaults on a GPU, plain PyTorch in one thread on a CPU.
 
-`environment` must be set before torch is imported, so nothing here imports torch.
+`environment` must be set before SGLang is imported, so nothing here imports it.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ _LAYOUT_OF_EXPERTS_KEPT = "triton"
 
 
 def has_cuda() -> bool:
-    """Return whether this process may use a GPU. Asks the driver, so that torch need not be imported yet."""
+    """Return whether this process may use a GPU. Asks the driver: torch, once asked, could not be forked any more."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -65,7 +65,7 @@ def has_cuda() -> bool:
 
 
 def environment(config: RolloutConfig, network: NetworkConfig, *, group_timeout_s: float, cuda: bool) -> dict[str, str]:
-    """Return the environment variables to set before torch or SGLang is imported."""
+    """Return the environment variables to set before SGLang is imported."""
     shared = {
         # SGLang keeps its cache of image embeddings over a weight update, and would serve embeddings of the old
         # weights.
@@ -83,8 +83,6 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, group_timeout_
         START_METHOD_VARIABLE: "fork",
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "services.rollout.engine.sglang_plugin.models",
         "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
         **_cores_of_ranks(config.tensor_parallel),
     }
 
