@@ -191,7 +191,7 @@ def _sglang_constraint(constraint: generate_pb2.Constraint) -> dict[str, str]:
     """Return the constraint under SGLang's name, which is the same as ours.
 
     Raises:
-        InvalidRequestError: its schema is not a JSON object.
+        InvalidRequestError: its schema is not a JSON object, or it is empty.
     """
     form = constraint.WhichOneof("form")
     if form is None:
@@ -205,4 +205,7 @@ def _sglang_constraint(constraint: generate_pb2.Constraint) -> dict[str, str]:
             raise InvalidRequestError(
                 f"sampling.constraint.json_schema = {constraint.json_schema[:80]!r} is not a JSON object"
             )
-    return {form: getattr(constraint, form)}
+    text = getattr(constraint, form)
+    if not text:  # SGLang would take it for none
+        raise InvalidRequestError(f"sampling.constraint.{form} is empty; give one, or leave the constraint out")
+    return {form: text}

@@ -82,6 +82,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"= '\[' is not a JSON object",
     ),
     "list": ({"sampling": {"constraint": generate_pb2.Constraint(json_schema="[]")}}, "is not a JSON object"),
+    "no regex": ({"sampling": {"constraint": generate_pb2.Constraint(regex="")}}, r"constraint\.regex is empty; give"),
+    "no grammar": ({"sampling": {"constraint": generate_pb2.Constraint(ebnf="")}}, r"constraint\.ebnf is empty; give"),
 }
 
 
