@@ -102,6 +102,7 @@ MISTYPED = {
     "settings": {"settings": ["--trainer.num_steps=5"]},
     "text": {"recipe": {"txt": "x"}},
     "url": {"nats": {"enabled": False}},
+    "nats.url": {"nats": {"enabled": False, "url": "nats://a:4222,b:4222"}},
     "remoteToken": {"secrets": {"remoteToken": True}},
     "mountedByEngines": {"runs": {"mountedByEngines": True}},
     "missing property 'worker'": {"worker": None},

@@ -3,8 +3,11 @@
 import itertools
 import json
 import re
+import socket
+import subprocess
+import sys
 
-from tests.helm.cases import ELSEWHERE, EVERYTHING, PAIRS, PORTS, ROOT, TLS
+from tests.helm.cases import CLUSTER, ELSEWHERE, EVERYTHING, PAIRS, PORTS, ROOT, TLS
 from tests.helm.chart import Object, component, containers, of_kind, pods, render, selects
 
 ANY = 55555
@@ -114,12 +117,14 @@ def test_outside_its_own_pods_a_release_reaches_what_was_asked_for() -> None:
     def policy(objects: list[Object], name: str) -> Object:
         return next(each for each in of_kind(objects, "NetworkPolicy") if component(each) == name)["spec"]
 
-    elsewhere = render(ELSEWHERE)
-    assert not any(component(each) == "nats" for each in elsewhere)
-    for name in ("router", "rollout", "worker", "trainer"):
-        egress = policy(elsewhere, name)["egress"]
-        assert {"ports": [{"protocol": "TCP", "port": 4333}]} in egress
-        assert {"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}], "ports": [{"protocol": "TCP", "port": 443}]} in egress
+    for values, ports in ((ELSEWHERE, [4333]), (CLUSTER, [4222, 4333])):
+        elsewhere = render(values)
+        assert not any(component(each) == "nats" for each in elsewhere)
+        for name in ("router", "rollout", "worker", "trainer"):
+            egress = policy(elsewhere, name)["egress"]
+            to_nats = [rule["ports"][0]["port"] for rule in egress if "to" not in rule and len(rule["ports"]) == 1]
+            assert to_nats == ports
+            assert {"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}], "ports": [{"protocol": "TCP", "port": 443}]} in egress
     full = render(EVERYTHING)
     assert policy(full, "reward")["egress"][0] == {"to": [{"ipBlock": {"cidr": "10.0.0.9/32"}}]}
     (caller,) = [
@@ -140,8 +145,24 @@ def test_clients_find_pods_that_are_ready(objects: list[Object]) -> None:
 
 
 def test_what_needs_nats_waits_for_it() -> None:
-    """At the address that its process has."""
-    for values, address in (({}, ["demo-nats", "4222"]), (ELSEWHERE, ["nats.bus.svc", "4333"])):
+    """At the addresses that its process has."""
+    for values, addresses in (
+        ({}, ["demo-nats:4222"]),
+        (ELSEWHERE, ["nats.bus.svc:4333"]),
+        (CLUSTER, ["a.bus.svc:4222", "b.bus.svc:4333", "c.bus.svc:4222"]),
+    ):
         waits = {name: each for name, each in containers(render(values)) if each["name"] != name}
         assert waits.keys() == {"router", "rollout", "worker", "trainer"}
-        assert [each["args"][1:] for each in waits.values()] == [address] * 4
+        assert [each["args"][1:] for each in waits.values()] == [addresses] * 4
+
+
+def test_the_wait_ends_when_any_server_answers() -> None:
+    """One of a cluster may be away."""
+    wait = next(each for name, each in containers(render()) if each["name"] != name)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in (closed, server)]
+        command = [sys.executable, *wait["command"][1:], wait["args"][0], *addresses]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.startswith(f"waiting for NATS at {addresses[0]}: ")
+    assert said.count("\n") == 1

@@ -55,3 +55,11 @@ nats://{{ include "penstock.name" . }}-nats:4222
 {{- .Values.nats.url -}}
 {{- end -}}
 {{- end }}
+
+{{/* Servers of NATS, a YAML list of host:port. */}}
+{{- define "penstock.servers" -}}
+{{- range splitList "," (include "penstock.bus" .) }}
+{{- $host := (urlParse .).host }}
+- {{ ternary $host (printf "%s:4222" $host) (contains ":" $host) | quote }}
+{{- end }}
+{{- end }}

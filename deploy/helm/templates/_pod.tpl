@@ -91,22 +91,20 @@ spec:
     - name: wait-for-nats
       image: {{ include "penstock.image" . }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      {{- $address := include "penstock.bus" $root | urlParse }}
-      {{- $parts := splitList ":" $address.host }}
       command: [python3, -c]
       args:
         - |
           import socket, sys, time
-          host, port = sys.argv[1], int(sys.argv[2])
           while True:
-              try:
-                  socket.create_connection((host, port), 5).close()
-                  break
-              except OSError as error:
-                  print(f"waiting for NATS at {host}:{port}: {error}", flush=True)
-                  time.sleep(2)
-        - {{ first $parts | quote }}
-        - {{ ternary (last $parts) "4222" (gt (len $parts) 1) | quote }}
+              for server in sys.argv[1:]:
+                  host, _, port = server.partition(":")
+                  try:
+                      socket.create_connection((host, int(port)), 5).close()
+                      sys.exit()
+                  except OSError as error:
+                      print(f"waiting for NATS at {server}: {error}", flush=True)
+              time.sleep(2)
+        {{- include "penstock.servers" $root | nindent 8 }}
       securityContext:
         {{- include "penstock.confined" . | nindent 8 }}
       resources:
