@@ -123,6 +123,24 @@ def test_a_mistyped_value_is_named(name: str) -> None:
     assert where in str(refused.value)
 
 
+@pytest.mark.parametrize("release", ["team.vl-8b", "a-name.of-which.forty.characters-are.ke.pt"])
+def test_a_name_with_dots_names_services(release: str) -> None:
+    """Which take none, and addresses name the services."""
+    objects = render(release=release)
+    names = {each["metadata"]["name"] for each in of_kind(objects, "Service")}
+    assert all(re.fullmatch("[a-z][-a-z0-9]{,61}[a-z0-9]", name) for name in names)
+    (worker,) = [each for name, each in containers(objects) if name == each["name"] == "worker"]
+    addressed = re.findall(r"address=(.*):", "\n".join(worker["args"]))
+    assert len(addressed) == 2
+    assert names >= {*addressed}
+
+
+def test_a_name_that_begins_with_a_digit_is_refused() -> None:
+    """By which no service can be called."""
+    with pytest.raises(helm_python.HelmError, match=r"release name '7b' .* begins with a letter"):
+        render(release="7b")
+
+
 def test_the_packaged_chart_is_the_same(tmp_path: Path) -> None:
     """The alerts, too, which are a link in the source."""
     with helm_python.Chart.load(CHART) as chart:

@@ -1,6 +1,9 @@
-{{/* The prefix of every object's name. */}}
+{{/* The prefix of every object's name: the label of a host's name, as those of Services have to be. */}}
 {{- define "penstock.name" -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z]" .Release.Name) -}}
+{{- fail (printf "release name '%s' begins with a digit, as no Service's may; choose one that begins with a letter" .Release.Name) -}}
+{{- end -}}
+{{- .Release.Name | replace "." "-" | trunc 40 | trimSuffix "-" -}}
 {{- end }}
 
 {{/* The run's name. */}}
