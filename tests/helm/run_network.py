@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from tests.helm.cases import CLUSTER, ELSEWHERE, EVERYTHING, PAIRS, PORTS, ROOT, TLS
 from tests.helm.chart import Object, component, containers, of_kind, pods, render, selects
 
@@ -135,6 +137,15 @@ def test_outside_its_own_pods_a_release_reaches_what_was_asked_for() -> None:
         monitored = [rule for rule in policy(full, name)["ingress"] if "namespaceSelector" in rule["from"][0]]
         assert [[port["port"] for port in rule["ports"]] for rule in monitored] == [[9400]]
         assert not any("namespaceSelector" in rule["from"][0] for rule in policy(render(), name)["ingress"])
+
+
+@pytest.mark.parametrize("given", [[], None])
+def test_an_empty_list_lets_nobody_in(given: list[Object] | None) -> None:
+    """Not everybody, whom a rule without sources admits."""
+    allowed = {"allowFrom": given}
+    objects = render({"monitoring": {"serviceMonitor": True, **allowed}, "router": allowed, "reward": allowed})
+    for each in of_kind(objects, "NetworkPolicy"):
+        assert all(rule["from"] for rule in each["spec"]["ingress"]), component(each)
 
 
 def test_clients_find_pods_that_are_ready(objects: list[Object]) -> None:
