@@ -123,6 +123,25 @@ def test_a_mistyped_value_is_named(name: str) -> None:
     assert where in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("place", "setting"),
+    [
+        ("trainer", "trainer.float32_head=true"),
+        ("worker", "bus.lease_ttl_s=20"),
+        ("rollout.defaults", "sampling.temperature=0.7"),
+        ("rollout.pools.unified", "rollout.context_length=4096"),
+    ],
+)
+def test_a_setting_that_several_processes_read_is_given_to_all(place: str, setting: str) -> None:
+    """In one process's list it would do nothing, or half."""
+    values: dict[str, Any] = {"settings": [setting]}
+    assert f"--{setting}" in [argument for _, each in containers(render(values)) for argument in each.get("args", [])]
+    for name in reversed(place.split(".")):
+        values = {name: values}
+    with pytest.raises(helm_python.HelmError, match=re.escape(f"{place}.settings has {setting}, ")):
+        render(values)
+
+
 @pytest.mark.parametrize("release", ["team.vl-8b", "a-name.of-which.forty.characters-are.ke.pt"])
 def test_a_name_with_dots_names_services(release: str) -> None:
     """Which take none, and addresses name the services."""

@@ -322,7 +322,27 @@ grpc: {port: {{ .ports.grpc }}}
 {{- end -}}
 {{- end }}
 
-{{/* Arguments of a process, a JSON list. Takes root, values, own (arguments of the chart's) and bus (whether it needs NATS). */}}
+{{/* Sections and settings that several processes read. tests/integration/deploy compares them with the code. */}}
+{{- define "penstock.shared" -}}
+- bus
+- model
+- run.name
+- sampling
+- rollout.context_length
+- trace.max_gib
+- trainer.float32_head
+- trainer.router_replay
+- trainer.weight_sync.stage_timeout_s
+{{- end }}
+
+{{/*
+Arguments of a process, a JSON list. Takes:
+  root
+  place: of its settings in the values
+  settings: its own list
+  own: arguments of the chart's
+  bus: whether it needs NATS
+*/}}
 {{- define "penstock.args" -}}
 {{- $config := ternary "/etc/penstock/recipe.toml" .root.Values.recipe.shipped (ne .root.Values.recipe.text "") }}
 {{- $args := list "--config" $config (printf "--run.name=%s" (include "penstock.run" .root)) }}
@@ -339,7 +359,14 @@ grpc: {port: {{ .ports.grpc }}}
 {{- $args = append $args "--security.mutual=true" }}
 {{- end }}
 {{- end }}
-{{- range concat (.root.Values.settings | default list) (.values.settings | default list) }}
+{{- range $setting := .settings }}
+{{- range include "penstock.shared" $ | fromYamlArray }}
+{{- if hasPrefix (printf "%s." .) (regexReplaceAll "=.*" $setting ".") }}
+{{- fail (printf "%s.settings has %s, which other processes read, too; give it in `settings`, which all of them read" $.place $setting) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range concat (.root.Values.settings | default list) (.settings | default list) }}
 {{- $args = append $args (printf "--%s" .) }}
 {{- end }}
 {{- $args | toJson }}
