@@ -4,11 +4,29 @@
 # it is kept in /secrets, which the services that need it mount.
 set -eu
 
+# The services ignore whitespace around the token in a file, too.
+read_token() {
+    tr -s '[:space:]' ' ' <"$1" | sed 's/^ //; s/ $//'
+}
+
 file=${PENSTOCK_NATS_TOKEN_FILE:-}
-if [ -n "$file" ] && ! [ -s "$file" ]; then
-    echo "error: PENSTOCK_NATS_TOKEN_FILE = '$file' cannot be read or is empty; name a file with the token" >&2
-    exit 2
+token=${PENSTOCK_NATS_TOKEN:-}
+if [ -n "$file" ]; then
+    token=
+    [ -r "$file" ] && token=$(read_token "$file")
+    if [ -z "$token" ]; then
+        echo "error: PENSTOCK_NATS_TOKEN_FILE = '$file' cannot be read or is empty; name a file with the token" >&2
+        exit 2
+    fi
 fi
+# No character that the services allow ends the quoted text in nats.conf.
+case $token in
+    *[!A-Za-z0-9._~+/=-]*)
+        echo 'error: PENSTOCK_NATS_TOKEN has characters that a token cannot have; use letters, digits and . _ ~ + / = -' \
+            'only, for example what `openssl rand -hex 32` prints' >&2
+        exit 2
+        ;;
+esac
 written='/data /data/jetstream'
 [ -n "$file" ] || written="$written /secrets /secrets/nats-token"
 for path in $written; do
@@ -19,12 +37,8 @@ for path in $written; do
     fi
 done
 
-token=${PENSTOCK_NATS_TOKEN:-}
-if [ -n "$file" ]; then
-    token=$(cat "$file")
-fi
 if [ -z "$token" ] && [ -s /secrets/nats-token ]; then
-    token=$(cat /secrets/nats-token)
+    token=$(read_token /secrets/nats-token)
 fi
 if [ -z "$token" ]; then
     token=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')

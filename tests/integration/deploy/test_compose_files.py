@@ -236,54 +236,6 @@ def test_what_a_service_may_take_fits_its_memory_limit() -> None:
     assert 2 * OpenAITuning().max_body_bytes / 2**20 * 10 + 256 <= limits_mb["router"]
 
 
-def test_nats_on_volumes_of_another_user_says_what_to_do(tmp_path: Path) -> None:
-    """In one line, and before it draws a token that the others would not have. With a token in a file of its own it
-    needs no folder for it."""
-    paths = {each: tmp_path / each for each in ("data", "secrets", "tmp", "etc")}
-    for path in paths.values():
-        path.mkdir()
-    (paths["etc"] / "nats").mkdir()
-    shutil.copy(DOCKER / "nats.conf", paths["etc"] / "nats")
-    text = (DOCKER / "start-nats.sh").read_text()
-    script = re.sub(r"(?<![\w.])/(data|secrets|tmp|etc)\b", lambda found: str(paths[found[1]]), text)
-    server = tmp_path / "nats-server"
-    server.write_text("#!/bin/sh\necho started\n")
-    server.chmod(0o755)
-    environment = ENVIRONMENT | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-
-    def start(**more: str) -> "subprocess.CompletedProcess[str]":
-        command = [*UNPRIVILEGED, "sh", "-c", script]
-        return subprocess.run(command, env=environment | more, capture_output=True, text=True, check=False, timeout=20)
-
-    assert start().stdout == "started\n"
-    token = (paths["secrets"] / "nats-token").read_bytes()
-    assert start().stdout == "started\n"
-    assert (paths["secrets"] / "nats-token").read_bytes() == token
-    (paths["data"] / "jetstream").mkdir(mode=0o500)
-    for path in (paths["data"] / "jetstream", paths["secrets"] / "nats-token", paths["secrets"]):
-        mode = path.stat().st_mode
-        path.chmod(0o500)
-        refused = start()
-        path.chmod(mode | 0o200)
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert refused.stderr.startswith(f"error: {path} belongs to user ")
-        assert "set PENSTOCK_UID" in refused.stderr
-        assert refused.stderr.count("\n") == 1
-    assert start().stdout == "started\n"
-    given = tmp_path / "given"
-    assert start(PENSTOCK_NATS_TOKEN_FILE=str(given)).returncode == 2
-    given.write_text("of-the-cluster\n")
-    paths["secrets"].chmod(0o500)  # a pod has none
-    assert start(PENSTOCK_NATS_TOKEN_FILE=str(given)).stdout == "started\n"
-    paths["secrets"].chmod(0o700)
-    assert 'authorization { token: "of-the-cluster" }' in (paths["tmp"] / "nats.conf").read_text()
-    assert (paths["secrets"] / "nats-token").read_bytes() == token
-
-
-UNPRIVILEGED = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
-"""Begins the command of a process to which the kernel refuses what it refuses to others; root's own goes through."""
-
-
 def test_a_proxy_of_the_environment_does_not_hear_of_health() -> None:
     """The health check of nats asks its own container, whatever HTTP_PROXY says; docker hands that to containers."""
     (json_command,) = re.findall(r"CMD (\[.*?\])\n", (DOCKER / "nats.Dockerfile").read_text(), re.DOTALL)
