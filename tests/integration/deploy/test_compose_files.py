@@ -184,6 +184,23 @@ def test_a_service_is_confined_bounded_and_watched(name: str) -> None:
     assert "USER 10001:10001" in dockerfile
 
 
+def test_documented_commands_run_in_services_that_stay_up() -> None:
+    """The trainer is down when its run has ended, or failed."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
+    services = read(BASE)["services"]
+    named = {*re.findall(r"compose exec ([a-z]+)", text)}
+    assert named
+    assert {services[name]["restart"] for name in named} == {"unless-stopped"}
+
+
+def test_a_new_owner_takes_over_every_volume() -> None:
+    """By the last commands of deploy.md: the caches are removed, and other volumes that are written are chowned."""
+    commands = (ROOT / "docs" / "operation" / "deploy.md").read_text().partition("Volumes belong to the user")[2]
+    volumes = [name for path in (BASE, *OVERRIDES) for name in read(path).get("volumes", {})]
+    read_only = {"data", "hf", "certs"}
+    assert {*re.findall(r"deploy_([a-z-]+)", commands)} == {*volumes} - read_only
+
+
 def test_a_service_has_time_for_its_grace_period() -> None:
     """Docker kills after `stop_grace_period`; what a service does by itself before its end fits in."""
     services = read(BASE)["services"]
