@@ -26,7 +26,7 @@ _DOCUMENTS = sorted(
 
 _NO_SETTINGS = {"data.lengths", "model.visual", "model.language_model", "sampling.constraint.json_schema"}
 """Modules of Python and of models, and a field of a request, whose names begin as sections do."""
-_NOT_IN_THE_TREE = {"deploy/.env"}
+_NOT_IN_THE_TREE = {"deploy/.env", "deploy/docker-compose.trackers.yml", "deploy/trackers.Dockerfile"}
 """Files that users write."""
 
 

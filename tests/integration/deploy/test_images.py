@@ -2,13 +2,15 @@
 
 import importlib.util
 import re
+import textwrap
 import tomllib
 from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.integration.deploy.test_compose_files import BASE, DOCKER, ROOT, SERVICES, variables
+from tests.integration.deploy.test_compose_files import BASE, DOCKER, ROOT, SERVICES, read, variables
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,24 @@ def test_the_transfer_wheels_are_the_extra_s(requirements: ModuleType) -> None:
     (given,) = re.findall(r'^ARG TRANSFER="(.*)"$', (DOCKER / "rollout.Dockerfile").read_text(), re.MULTILINE)
     assert wanted == given.split()
     assert variables(BASE.read_text())["PENSTOCK_TRANSFER"] == {given}
+
+
+def test_the_documented_image_with_trackers_is_built_on_the_trainer_s(requirements: ModuleType) -> None:
+    """From a file that builds see, with versions of the lock file, and with the trainer's user at its end."""
+    document = (ROOT / "docs" / "operation" / "deploy.md").read_text()
+    (lines,) = re.findall(r"^    (FROM .*\n(?:    .*\n)+)", document, re.MULTILINE)
+    steps = [tuple(line.split(maxsplit=1)) for line in lines.splitlines()]
+    trainer = (DOCKER / "trainer.Dockerfile").read_text()
+    assert steps[0] == ("FROM", read(BASE)["services"]["trainer"]["image"].partition(":")[0])
+    assert " ".join(steps[-1]) in trainer.splitlines()
+    assert ("COPY", "requirements.lock /tmp/") in steps
+    assert "!requirements.lock" in (ROOT / ".dockerignore").read_text().splitlines()
+    assert ("RUN", "pip install --constraint /tmp/requirements.lock 'penstock[trackers]'") in steps
+    assert {"mlflow-skinny", "tensorboard", "wandb"} <= pinned(requirements, "trackers")
+    (override,) = re.findall(r"^    (services:\n(?:    .*\n)+)", document, re.MULTILINE)
+    (added,) = yaml.safe_load(textwrap.dedent(f"    {override}"))["services"].values()
+    assert added["build"] == {"dockerfile": "deploy/trackers.Dockerfile"}
+    assert added["image"] != read(BASE)["services"]["trainer"]["image"].partition(":")[0]
 
 
 def project() -> dict[str, Any]:
