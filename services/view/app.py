@@ -1,6 +1,7 @@
 """The HTTP application: the pages' files, and the runs' data as JSON."""
 
 import mimetypes
+import secrets
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +37,7 @@ _MOST_LISTED: Final = 500
 def view_app(runs: Sequence[RunReader]) -> FastAPI:
     """Return the application that shows `runs`, known by their place in the list."""
     app = make_app(title="penstock view", description="Runs of Penstock.", version=version("penstock"))
+    boot = secrets.token_hex(4)  # a page may stay open while another server takes this one's place
 
     def run_of(number: int) -> RunReader:
         if not 0 <= number < len(runs):
@@ -51,8 +53,9 @@ def view_app(runs: Sequence[RunReader]) -> FastAPI:
         return _json([describe_run(number, run) for number, run in enumerate(runs)])
 
     @app.get("/api/runs/{number}/steps")
-    def steps(number: int, after: int = 0, generation: int = -1) -> Response:
-        now, rows = run_of(number).steps()
+    def steps(number: int, after: int = 0, generation: str = "") -> Response:
+        file_generation, rows = run_of(number).steps()
+        now = f"{boot}-{file_generation}"
         start = after if generation == now else 0
         return _json({"generation": now, "start": start, "rows": [without_groups(row) for row in rows[start:]]})
 

@@ -16,7 +16,7 @@ export class Steps {
   constructor(run) {
     this.run = run;
     this.rows = [];
-    this.generation = -1;
+    this.generation = "";
   }
 
   // Returns whether anything is new.

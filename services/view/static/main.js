@@ -128,12 +128,19 @@ const isMarked = () => !getSelection().isCollapsed && getSelection().containsNod
 // What the page shows besides steps, in short: where this changes, it is drawn again.
 const newsOf = (page) => String(page?.news?.(context) ?? "");
 
+const foldersOf = (runs) => JSON.stringify(runs.map((run) => run.folder));
+
 // Wide ones scroll by themselves.
 const tables = (root) => [...root.querySelectorAll(".scroll")];
 
 async function poll() {
   try {
-    context.runs = await get("api/runs");
+    const runs = await get("api/runs");
+    if (foldersOf(runs) !== foldersOf(context.runs)) { // another server answers at this address
+      location.reload();
+      return;
+    }
+    context.runs = runs;
     const isNew = await Promise.all(context.steps.map((steps) => steps.poll()));
     isStale ||= isNew.some(Boolean);
     drawHeader();
