@@ -192,13 +192,14 @@ class TrainingLoop:
                 self._is_copied.clear()
                 timed = row | clock.seconds()
                 moment = self.checkpoints.moment(self.position, timed | field_names(timed))
+                self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
                 writes.start(self._write_checkpoint(moment, settlements))
             clock.stop()
-        await pushes.free()
-        await writes.free()
-        await settlements.free()
+        for lane in (pushes, writes, settlements):
+            await lane.free()
         is_untrained = self.position.step == 0 and self.failure is not None
         if self.checkpoints.saved_version != self.position.version and not is_untrained:
+            self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
             await self._write_checkpoint(self.checkpoints.moment(self.position), settlements)
             await settlements.free()
         with self._held_up(is_over=evaluations.is_free):
@@ -392,7 +393,6 @@ class TrainingLoop:
         self.on_step(row)
 
     async def _write_checkpoint(self, moment: Moment, settlements: Lane) -> None:
-        self.progress.phase = trainer_pb2.RUN_PHASE_SAVING
         with spans.recorded("checkpoint", step=moment.step):
             await self.checkpoints.write(moment, on_copied=self._is_copied.set)
         self._is_copied.set()

@@ -40,7 +40,7 @@ def find_alarms(
         rows: The steps so far.
         is_running: Whether the run goes on.
         silent_s: Seconds since the last step, the last evaluation, or the last answer in the present one.
-        is_evaluating: Whether an evaluation of the last step's weights is being played, which may hold up steps.
+        is_evaluating: Whether an evaluation is being played that the run may wait for.
         has_stepped: Whether one of the steps was taken since the run was started, or started again.
     """
     found = [alarm for rule in _RULES if rows and (alarm := rule(rows)) is not None]
@@ -53,7 +53,7 @@ def _stuck(rows: Sequence[Row], silent_s: float, is_evaluating: bool, has_steppe
     last: Row = rows[-1] if rows else {"step": 0}
     limit_s = _LONG_S
     if is_evaluating:
-        text = f"no answer in the evaluation of step {last['step']} for {silent_s:.0f} s"
+        text = f"no answer for {silent_s:.0f} s in the evaluation that the run waits for"
     elif not rows:
         text = f"no first step for {silent_s:.0f} s"
     elif last["step"] >= last.get("num_steps", float("inf")):

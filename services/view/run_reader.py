@@ -174,11 +174,16 @@ class RunReader:
 
     def settings(self) -> dict[str, Any]:
         """Return the run's settings by dotted name; empty if there is no recipe."""
-        try:
-            recipe = tomllib.loads((self.folder / "config.toml").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return dict(_leaves("", recipe))
+        return read_settings(self.folder)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the run in `folder` by dotted name; empty if there is no recipe."""
+    try:
+        recipe = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return dict(_leaves("", recipe))
 
 
 def written_at(path: Path) -> float:

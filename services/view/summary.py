@@ -85,7 +85,7 @@ def standing(
         evaluations: The evaluations so far.
         is_running: Whether the run goes on.
         silent_s: Seconds since the last step, the last evaluation, or the last answer in the present one.
-        is_evaluating: Whether an evaluation of the last step's weights is being played.
+        is_evaluating: Whether an evaluation is being played that the run may wait for.
         has_stepped: Whether one of the steps was taken since the run was started, or started again.
     """
     last = rows[-1] if rows else {}

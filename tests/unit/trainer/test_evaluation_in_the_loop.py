@@ -45,6 +45,24 @@ async def test_steps_go_on_beside_an_evaluation_that_holds_replicas_out(tmp_path
         assert (run.position.step, evaluator.began, evaluator.done) == (3, [(0, 1), (2, 3)], [0, 2])
 
 
+async def test_waiting_for_an_evaluation_is_the_phase_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """Alerts about steps that do not come excuse this phase only."""
+    evaluator = GatedEvaluator(0, 2, holds_out=True)
+    async with running(tmp_path, evaluator=evaluator, checkpoint_every=2) as run:
+        run.backend.go_on(100)
+        for first in (0, 4):
+            run.finish(*range(first, first + 4))
+            while run.position.step < first // 4 + 1:
+                await asyncio.sleep(0)
+        await settled()
+        assert (run.checkpoints.moments, evaluator.began) == ([3], [(0, 1)])
+        assert run.progress.phase == trainer_pb2.RUN_PHASE_EVALUATING
+        run.checkpoints.on_disk.set()
+        evaluator.is_played.set()
+        run.finish(8, 9, 10, 11)
+        await promptly(run.task)
+
+
 async def test_an_evaluation_that_is_stopped_comes_again(tmp_path: Path) -> None:
     """Its step's weights are what the run continues from: the batch that was computed meanwhile is not trained."""
     evaluator = GatedEvaluator(0)

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,12 +102,39 @@ def test_an_evaluation_that_holds_up_steps_is_no_alarm(tmp_path: Path) -> None:
         assert summarise(RunReader(run))["alarms"] == []
         os.utime(samples, (began, began))
         (alarm,) = summarise(RunReader(run))["alarms"]
-        assert "no answer in the evaluation of step 30 for 36" in alarm["text"]
+        assert re.fullmatch(r"no answer for 36\d\d s in the evaluation that the run waits for", alarm["text"])
         with (run / "evaluations.jsonl").open("a") as file:
             file.write('{"step": 30, "sets": {}}\n')
         assert summarise(RunReader(run))["alarms"] == []
         os.utime(run / "evaluations.jsonl", (began, began))
         assert "no step for 36" in summarise(RunReader(run))["alarms"][0]["text"]
+
+
+@pytest.mark.parametrize(("num_steps", "every", "waits"), [(40, 10, True), (30, 20, True), (40, 20, False)])
+def test_an_earlier_evaluation_may_hold_up_the_next_one(
+    tmp_path: Path, num_steps: int, every: int, waits: bool
+) -> None:
+    """It has replicas of its own, and steps go on beside it until another evaluation is due, or there is none left."""
+    run = make_run(tmp_path / "run")
+    row = json.dumps(step_row(30, num_steps=num_steps))
+    (run / "metrics.jsonl").write_text(f"{row}\n")
+    (run / "config.toml").write_text(f"[evaluation]\nevery = {every}\n")
+    samples = run / "evaluations" / "step-000020" / "samples.jsonl"
+    samples.parent.mkdir(parents=True)
+    samples.touch()
+    began = time.time() - 3600
+    for name in ("metrics.jsonl", "evaluations.jsonl", "config.toml"):
+        os.utime(run / name, (began, began))
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        alarms = summarise(RunReader(run))["alarms"]
+        assert [alarm["kind"] for alarm in alarms] == ([] if waits else ["stuck"])
+        os.utime(samples, (began, began))
+        (alarm,) = summarise(RunReader(run))["alarms"]
+        assert ("in the evaluation that the run waits for" in alarm["text"]) == waits
+        with (run / "evaluations.jsonl").open("a") as file:
+            file.write('{"step": 20, "sets": {}}\n')
+        assert summarise(RunReader(run))["alarms"] == []
 
 
 def test_after_its_last_step_a_run_may_take_half_an_hour_to_end() -> None:
