@@ -32,6 +32,7 @@ def find_alarms(
     is_running: bool = False,
     silent_s: float = 0.0,
     is_evaluating: bool = False,
+    is_validating: bool = False,
     has_stepped: bool = True,
 ) -> list[Alarm]:
     """Return what is wrong now, and what was wrong at any step and cannot be undone.
@@ -39,17 +40,21 @@ def find_alarms(
     Args:
         rows: The steps so far.
         is_running: Whether the run goes on.
-        silent_s: Seconds since the last step, the last evaluation, or the last answer in the present one.
+        silent_s: Seconds since the last step, evaluation or validation, or the last answer in the present evaluation.
         is_evaluating: Whether an evaluation is being played that the run may wait for.
+        is_validating: Whether supervised training is validated between the last step and the next one.
         has_stepped: Whether one of the steps was taken since the run was started, or started again.
     """
     found = [alarm for rule in _RULES if rows and (alarm := rule(rows)) is not None]
-    if is_running and (stuck := _stuck(rows, silent_s, is_evaluating, has_stepped)) is not None:
-        found.insert(0, stuck)
-    return found
+    if not is_running:
+        return found
+    stuck = _stuck(rows, silent_s, is_evaluating=is_evaluating, is_validating=is_validating, has_stepped=has_stepped)
+    return found if stuck is None else [stuck, *found]
 
 
-def _stuck(rows: Sequence[Row], silent_s: float, is_evaluating: bool, has_stepped: bool) -> Alarm | None:
+def _stuck(
+    rows: Sequence[Row], silent_s: float, *, is_evaluating: bool, is_validating: bool, has_stepped: bool
+) -> Alarm | None:
     last: Row = rows[-1] if rows else {"step": 0}
     limit_s = _LONG_S
     if is_evaluating:
@@ -60,6 +65,8 @@ def _stuck(rows: Sequence[Row], silent_s: float, is_evaluating: bool, has_steppe
         text = f"the last step was {silent_s:.0f} s ago, and the run has not ended"
     elif not has_stepped:  # a large model loads for as long as it did at first
         text = f"no step for {silent_s:.0f} s since the run was started again"
+    elif is_validating:
+        text = f"no step for {silent_s:.0f} s, nor an end of the validation before it"
     else:
         usual_s = median(row.get("step_s", 0.0) for row in rows[-50:])
         limit_s = max(120.0, 10 * usual_s)
@@ -70,8 +77,17 @@ def _stuck(rows: Sequence[Row], silent_s: float, is_evaluating: bool, has_steppe
         kind="stuck",
         step=last["step"],
         text=text,
-        remedy="look at logs/trainer.log, and at the replicas with `penstock replicas`",
+        remedy=(
+            "look at logs/launcher.log"
+            if is_supervised(rows)
+            else "look at logs/trainer.log, and at the replicas with `penstock replicas`"
+        ),
     )
+
+
+def is_supervised(rows: Sequence[Row]) -> bool:
+    """Return whether the steps are those of supervised training, which has no policy; false before the first one."""
+    return bool(rows) and "policy_version" not in rows[-1]
 
 
 def _not_finite(rows: Sequence[Row]) -> Alarm | None:

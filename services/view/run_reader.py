@@ -59,8 +59,8 @@ class RunReader:
 
     @property
     def last_change(self) -> float:
-        """When the last step or evaluation was written, or the run was started, in seconds since 1970."""
-        names = ("metrics.jsonl", "evaluations.jsonl", "config.toml")
+        """When the last step, evaluation or validation was written, or the run was started, in seconds since 1970."""
+        names = ("metrics.jsonl", "evaluations.jsonl", "validation.jsonl", "config.toml")
         return max(written_at(self.folder / name) for name in names)
 
     @property

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from services.view.alarms import find_alarms
+from services.view.alarms import find_alarms, is_supervised
 from services.view.evaluating import answered_at
 from services.view.fleet import MEMORY_S, fleet_of
 from services.view.run_reader import RunReader
@@ -64,6 +64,7 @@ def summarise(run: RunReader) -> dict[str, Any]:
             is_running=is_running,
             silent_s=time.time() - max(run.last_change, answered or 0.0),
             is_evaluating=answered is not None,
+            is_validating=is_running and is_supervised(rows) and _is_validated_after(rows[-1]["step"], run.settings()),
             has_stepped=run.has_stepped,
         ),
     }
@@ -76,6 +77,7 @@ def standing(
     is_running: bool,
     silent_s: float,
     is_evaluating: bool = False,
+    is_validating: bool = False,
     has_stepped: bool = True,
 ) -> dict[str, Any]:
     """Return where a run stands; `penstock train` and `penstock status` print these numbers.
@@ -84,13 +86,19 @@ def standing(
         rows: The steps so far.
         evaluations: The evaluations so far.
         is_running: Whether the run goes on.
-        silent_s: Seconds since the last step, the last evaluation, or the last answer in the present one.
+        silent_s: Seconds since the last step, evaluation or validation, or the last answer in the present evaluation.
         is_evaluating: Whether an evaluation is being played that the run may wait for.
+        is_validating: Whether supervised training is validated between the last step and the next one.
         has_stepped: Whether one of the steps was taken since the run was started, or started again.
     """
     last = rows[-1] if rows else {}
     alarms = find_alarms(
-        rows, is_running=is_running, silent_s=silent_s, is_evaluating=is_evaluating, has_stepped=has_stepped
+        rows,
+        is_running=is_running,
+        silent_s=silent_s,
+        is_evaluating=is_evaluating,
+        is_validating=is_validating,
+        has_stepped=has_stepped,
     )
     return {
         "is_running": is_running,
@@ -115,6 +123,11 @@ def standing(
         "evaluation": evaluations[-1] if evaluations else None,
         "alarms": [msgspec.to_builtins(alarm) for alarm in alarms],
     }
+
+
+def _is_validated_after(step: int, settings: Mapping[str, Any]) -> bool:
+    every: int = settings.get("sft.validate_every", 0)
+    return every > 0 and step % every == 0
 
 
 def reward_of(row: Mapping[str, Any]) -> float:

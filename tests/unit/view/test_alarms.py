@@ -14,7 +14,7 @@ import pytest
 from services.view.alarms import find_alarms
 from services.view.run_reader import RunReader
 from services.view.summary import summarise
-from tests.support.view_runs import make_run, step_row
+from tests.support.view_runs import make_run, step_row, write_rows
 
 
 def rows(num: int = 20, **last: Any) -> list[dict[str, Any]]:
@@ -135,6 +135,28 @@ def test_an_earlier_evaluation_may_hold_up_the_next_one(
         with (run / "evaluations.jsonl").open("a") as file:
             file.write('{"step": 20, "sets": {}}\n')
         assert summarise(RunReader(run))["alarms"] == []
+
+
+def test_a_validation_of_supervised_training_is_no_alarm(tmp_path: Path) -> None:
+    """It comes before the next step and may take half an hour; its end counts as a step's does."""
+    (tmp_path / "config.toml").write_text("[sft]\nvalidate_every = 20\n")
+    steps = [{"step": step, "num_steps": 100, "loss": 1.0, "step_s": 2.0} for step in range(1, 42)]
+    write_rows(tmp_path, steps[:40])
+
+    def alarms(*, silent_s: float) -> list[dict[str, Any]]:
+        for file in (*tmp_path.glob("*.jsonl"), tmp_path / "config.toml"):
+            os.utime(file, (time.time() - silent_s,) * 2)
+        return list(summarise(RunReader(tmp_path))["alarms"])
+
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert alarms(silent_s=1700.0) == []
+        (alarm,) = alarms(silent_s=1900.0)
+        assert (alarm["kind"], alarm["remedy"]) == ("stuck", "look at logs/launcher.log")
+        (tmp_path / "validation.jsonl").write_text('{"step": 40}\n')
+        assert summarise(RunReader(tmp_path))["alarms"] == []
+        write_rows(tmp_path, steps[40:])
+        assert [alarm["kind"] for alarm in alarms(silent_s=200.0)] == ["stuck"]
 
 
 def test_after_its_last_step_a_run_may_take_half_an_hour_to_end() -> None:
