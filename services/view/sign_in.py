@@ -6,7 +6,8 @@ whose arguments all users of the machine may read, has a key in place of the tok
 """
 
 import secrets
-from urllib.parse import parse_qsl, urlencode
+from collections.abc import Sequence
+from urllib.parse import unquote
 
 from starlette.requests import cookie_parser
 from starlette.responses import RedirectResponse
@@ -27,15 +28,17 @@ class SignIn:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        token = next((value for key, value in query if key == "token"), "")
-        token = token or self._redeemed(next((value for key, value in query if key == "key"), ""))
+        query = scope["query_string"].decode("latin-1").split("&")
+        token = _parameter(query, "token") or self._redeemed(_parameter(query, "key"))
         name = _cookie_name(scope)
         if token:
-            rest = urlencode([(key, value) for key, value in query if key not in ("token", "key")])
+            rest = "&".join(pair for pair in query if not pair.startswith(("token=", "key=")))
             path = "/" + scope["path"].lstrip("/\\")  # two slashes would begin the name of another host
             response = RedirectResponse(path + (f"?{rest}" if rest else ""), status_code=303)
-            response.set_cookie(name, token, httponly=True, samesite="strict", secure=scope["scheme"] == "https")
+            # Lax: whoever is signed in can follow a link to a page from a chat. Routes only read, and no site may frame
+            # them. What latin-1 lacks no header can carry, so the server finds such a token wrong, whatever is left.
+            value = token.encode("latin-1", "replace").decode("latin-1")
+            response.set_cookie(name, value, httponly=True, samesite="lax", secure=scope["scheme"] == "https")
             await response(scope, receive, send)
             return
         known = _cookie(scope, name)
@@ -50,6 +53,11 @@ class SignIn:
             return ""
         self._key = ""
         return self._token
+
+
+def _parameter(query: Sequence[str], name: str) -> str:
+    """Return the value of a parameter, empty if there is none; a plus is a plus there, as in many tokens."""
+    return next((unquote(pair.removeprefix(f"{name}=")) for pair in query if pair.startswith(f"{name}=")), "")
 
 
 def _cookie_name(scope: Scope) -> str:
