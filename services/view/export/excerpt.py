@@ -19,6 +19,8 @@ MAX_GROUPS: Final = 1_000
 _TIMED_STEPS: Final = 12
 """Last steps with a timeline: as many as its page shows at first."""
 _MAX_SPANS: Final = 4_000
+_SPAN_BYTES: Final = 256
+"""Of a span in a page, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +36,16 @@ class Excerpt:
 def excerpt_of(number: int, run: RunReader, *, max_bytes: int) -> Excerpt:
     """Return the part of `run`, which has this number in the page, that fits into about `max_bytes`.
 
-    Steps, evaluations, settings, alarms and the last steps' timeline come first, kept groups fill what is left.
+    Steps, evaluations, settings, alarms and the last steps' timeline come first, kept groups fill what is left. Steps
+    take about a half at most, and spans of the timeline about a quarter.
     """
     _, rows = run.steps()
     index = run.episodes()
-    stride = -(-len(rows) // MAX_ROWS)
-    kept_rows = [row for place, row in enumerate(reversed(rows)) if place % max(1, stride) == 0][::-1]
+    num_steps, steps = _steps(rows, max_bytes=max_bytes // 2)
     trace, timed = _timed_steps(run, rows)
     data: dict[str, Any] = {
         "about": describe_run(number, run),
-        "steps": _columns([without_groups(row) for row in kept_rows]),
+        "steps": steps,
         "evaluations": run.evaluations(),
         "settings": run.settings(),
         "alarms": alarms_of(run),
@@ -51,7 +53,7 @@ def excerpt_of(number: int, run: RunReader, *, max_bytes: int) -> Excerpt:
         "trace": trace,
         "num_kept": len(index),
     }
-    spans, num_short = _spans(run, index, trace)
+    spans, num_short = _spans(run, index, trace, most=min(_MAX_SPANS, max_bytes // 4 // _SPAN_BYTES))
     used = len(msgspec.json.encode([data, spans]))
     groups, images = _groups(run, index, max_bytes=max_bytes - used)
     for span in spans:
@@ -64,8 +66,8 @@ def excerpt_of(number: int, run: RunReader, *, max_bytes: int) -> Excerpt:
         "images": images,
     }
     left_out = []
-    if len(kept_rows) < len(rows):
-        left_out.append(f"{len(rows) - len(kept_rows):,} of {len(rows):,} steps")
+    if num_steps < len(rows):
+        left_out.append(f"{len(rows) - num_steps:,} of {len(rows):,} steps")
     if len(groups) < len(index):
         left_out.append(f"{len(index) - len(groups):,} of {len(index):,} kept groups")
     if rows and len(timed) < len(rows):
@@ -73,6 +75,18 @@ def excerpt_of(number: int, run: RunReader, *, max_bytes: int) -> Excerpt:
     if num_short:
         left_out.append(f"{num_short:,} short spans of the timeline")
     return Excerpt(data=data, left_out=left_out)
+
+
+def _steps(rows: Sequence[dict[str, Any]], *, max_bytes: int) -> tuple[int, dict[str, list[Any]]]:
+    """Return how many steps fit into `max_bytes`, at equal distances up to the last, and these as columns."""
+    stride = max(1, -(-len(rows) // MAX_ROWS))
+    while True:
+        kept = rows[::-1][::stride][::-1]
+        columns = _columns([without_groups(row) for row in kept])
+        size = len(msgspec.json.encode(columns))
+        if size <= max_bytes or len(kept) == 1:
+            return len(kept), columns
+        stride = max(stride + 1, stride * size // max_bytes)
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -92,13 +106,13 @@ def _timed_steps(run: RunReader, rows: Sequence[Mapping[str, Any]]) -> tuple[lis
 
 
 def _spans(
-    run: RunReader, index: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]
+    run: RunReader, index: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]], *, most: int
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return what processes did in these steps, and how many of it was left out."""
+    """Return at most `most` spans of what processes did in these steps, and how many were left out."""
     found, num_left_out = [], 0
     stretches = list(_stretches(trace))
     for first, last in stretches:
-        drawn = timeline_of(run.spans(first, last), index, most=_MAX_SPANS // len(stretches))
+        drawn = timeline_of(run.spans(first, last), index, most=most // len(stretches))
         found += drawn["spans"]
         num_left_out += drawn["num_left_out"]
     return found, num_left_out

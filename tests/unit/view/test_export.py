@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.trainer.telemetry.episodes.files import EpisodeFiles
@@ -14,7 +15,7 @@ from services.view.export.excerpt import excerpt_of
 from services.view.export.group_choice import order_of_groups
 from services.view.export.page import export_runs
 from services.view.run_reader import RunReader
-from tests.support.view_runs import SHA, add_group, add_spans, make_run, png
+from tests.support.view_runs import SHA, add_group, add_spans, make_run, png, step_row, write_rows
 
 _SCRIPT = "</script><script>alert(1)</script>"
 
@@ -112,6 +113,29 @@ def test_a_file_is_bounded_and_says_what_it_lacks(tmp_path: Path, monkeypatch: p
     assert excerpt.left_out[:2] == ["24 of 30 steps", f"{31 - number} of 31 kept groups"]
     assert excerpt.data["num_kept"] == 31
     assert "30" not in excerpt.data["episodes"]
+
+
+def test_steps_and_spans_fit_into_a_run_s_share(tmp_path: Path) -> None:
+    """Of several runs each has less room: fewer steps at equal distances up to the last, and the longest spans."""
+    run = make_run(tmp_path / "run")
+    wide = {f"metric_{number}": number / 7 for number in range(300)}
+    (run / "metrics.jsonl").unlink()
+    write_rows(run, [step_row(step, **wide) for step in range(1, 31)])
+    add_spans(run)
+    spans = [["tool", 1_700_000_050.0, 0.001 * number, {}] for number in range(1, 3001)]
+    batch = {"process": "worker-0", "host": "a", "pid": 1, "start": "s", "number": 1, "dropped": 0, "sent": 0.0}
+    with (run / "trace" / "spans-1700000000000.jsonl").open("a") as file:
+        file.write(json.dumps({"sequence": 3, "stored": 0.0, "batch": batch | {"spans": spans}}) + "\n")
+    excerpts = [excerpt_of(0, RunReader(run), max_bytes=max_bytes) for max_bytes in (10**7, 200_000)]
+    whole, part = [excerpt.data for excerpt in excerpts]
+    assert len(whole["steps"]["step"]) == 30
+    assert len(msgspec.json.encode(part)) < 200_000
+    steps = part["steps"]["step"]
+    assert 5 < len(steps) < 30
+    assert steps == list(range(30, 0, steps[-2] - 30))[::-1]
+    assert 100 < len(part["processes"]) < len(whole["processes"])
+    assert min(span["length"] for span in part["processes"] if span["name"] == "tool") > 2.0
+    assert f"{30 - len(steps)} of 30 steps" in excerpts[1].left_out
 
 
 def test_pictures_count_too(tmp_path: Path) -> None:
