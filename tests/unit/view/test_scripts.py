@@ -172,6 +172,25 @@ def test_curves_of_runs_go_on_over_the_places_of_others(scripts: ViewScripts) ->
     assert scripts.call("pages/curves.js", "metrics", [{**one, "rows": [{"step": 1}]}], "time", 0)["x"] == []
 
 
+def test_supervised_training_has_a_loss_in_place_of_a_reward(scripts: ViewScripts) -> None:
+    """And neither staleness nor evaluations, which their pages say; the losses of its validations are in a file."""
+    supervised = [{"step": 1, "loss": 1.5, "grad_norm": 3.0}]
+    played = [{"step": 1, "policy_version": 1, "loss": 0.1, "reward_mean": 0.5, "reward_mean_played": 0.4}]
+    filtered = [{**played[0], "num_filtered_groups": 2}]
+    names = [
+        [scripts.call("pages/curves.js", "namesOf", title, names, rows) for rows in (supervised, played, filtered, [])]
+        for title, names in (("Reward", []), ("Loss", ["loss"]), ("Gradient norm", ["grad_norm"]))
+    ]
+    assert names == [
+        [[], ["reward_mean"], ["reward_mean_played"], []],
+        [["loss"], [], [], []],
+        [["grad_norm"], [], [], []],
+    ]
+    for page, what in (("staleness", "Supervised training has no policy"), ("evaluation", "validation.jsonl")):
+        texts = [scripts.call(f"pages/{page}.js", "whyEmpty", rows) for rows in (supervised, played, [])]
+        assert [what in text for text in texts] == [True, False, False]
+
+
 def test_scores_of_runs_go_on_over_the_steps_of_others(scripts: ViewScripts) -> None:
     """Runs need not be evaluated at the same steps; a set that an evaluation lacks is a gap, and one point is drawn."""
     runs = [

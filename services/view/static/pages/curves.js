@@ -5,9 +5,11 @@ import { chart } from "../chart.js";
 import { SERIES } from "../colours.js";
 import { empty, h, select } from "../dom.js";
 import { smooth } from "../format.js";
+import { isSupervised } from "../training.js";
 
 const PANELS = [
   ["Reward", [], {}],
+  ["Loss", ["loss"], {}],
   ["Held-out score", [], { evaluations: true }],
   ["|trainer − engine| log-probability", ["dlogp_mean_current", "dlogp_mean"], { low: 0 }],
   ["Staleness, versions", ["staleness_mean", "staleness_max"], { low: 0 }],
@@ -92,8 +94,8 @@ function panel(context, title, names, options, chosen, evaluations, axis, weight
   const sets = [];
   for (const number of chosen) {
     const rows = context.steps[number].rows;
-    const known = names.filter((name) => rows.some((row) => typeof row[name] === "number"));
-    for (const name of title === "Reward" ? [rewardOf(rows)] : chosen.length > 1 ? known.slice(0, 1) : known) {
+    const known = namesOf(title, names, rows);
+    for (const name of chosen.length > 1 ? known.slice(0, 1) : known) {
       sets.push({ label: chosen.length > 1 ? context.runs[number].name : name, rows, name });
     }
   }
@@ -102,6 +104,12 @@ function panel(context, title, names, options, chosen, evaluations, axis, weight
   const { x, series } = metrics(sets, axis, weight);
   const marks = chosen.length > 1 ? [] : marksOf(context.steps[chosen[0]].rows, evaluations[0], place);
   return chart(title, x, series, { ...options, xLabel: axis === "time" ? "hours" : "step", marks, note: names.length === 1 ? names[0] : "" });
+}
+
+// The metrics of a panel that a run has. A policy may learn while its loss does not fall, so that has no panel.
+export function namesOf(title, names, rows) {
+  const wanted = title === "Reward" ? [rewardOf(rows)] : title === "Loss" && !isSupervised(rows) ? [] : names;
+  return wanted.filter((name) => rows.some((row) => typeof row[name] === "number"));
 }
 
 // With filters the batch's own mean says little: they keep it away from 0 and 1.

@@ -5,6 +5,7 @@ import { chart } from "../chart.js";
 import { SERIES } from "../colours.js";
 import { empty, h, table } from "../dom.js";
 import { number, seconds } from "../format.js";
+import { isSupervised } from "../training.js";
 
 export default {
   title: "Evaluation",
@@ -12,7 +13,7 @@ export default {
   news: (context) => context.runs[context.run]?.num_evaluations,
   async draw(context) {
     const rows = await get(`api/runs/${context.run}/evaluations`);
-    if (!rows.length) return empty("This run has not been evaluated; see section [evaluation] of its recipe.");
+    if (!rows.length) return empty(whyEmpty(context.steps[context.run].rows));
     const names = [...new Set(rows.flatMap((row) => Object.keys(row.sets)))];
     const steps = rows.map((row) => row.step);
     const charts = names.map((name, order) => {
@@ -35,6 +36,10 @@ export default {
       h("p", { class: "faint" }, "A step leads to the answers that were kept; all are in evaluations/step-…/samples.jsonl in the run's folder.")];
   },
 };
+
+export const whyEmpty = (rows) => (isSupervised(rows)
+  ? "Supervised training plays no evaluations; the losses of its validations are in validation.jsonl in the run's folder."
+  : "This run has not been evaluated; see section [evaluation] of its recipe.");
 
 const link = (context, step, name) =>
   h("a", { href: context.link("samples", { outcome: "evaluated", step, sort: "reward", descending: "false" }), "aria-label": `step ${step}, ${name}` }, String(step));

@@ -4,6 +4,7 @@ import { canvas } from "../canvas.js";
 import { chart } from "../chart.js";
 import { SERIES, ink, sequential } from "../colours.js";
 import { empty, h } from "../dom.js";
+import { isSupervised } from "../training.js";
 
 const LEFT = 44;
 const CELL = 26;
@@ -13,9 +14,10 @@ export default {
   title: "Staleness",
   isLive: true,
   draw(context) {
-    const rows = context.steps[context.run].rows.filter((row) => row.max_staleness !== undefined);
+    const all = context.steps[context.run].rows;
+    const rows = all.filter((row) => row.max_staleness !== undefined);
+    if (!rows.length) return empty(whyEmpty(all));
     const most = rows.reduce((most, row) => Math.max(most, row.max_staleness, row.token_lag_max ?? 0), 0);
-    if (!rows.length) return empty("No step has been trained yet.");
     const shares = rows.map((row) => {
       const counts = Array.from({ length: most + 1 }, (_, lag) => row[`num_tokens_lag_${lag}`] ?? 0);
       const total = counts.reduce((sum, value) => sum + value, 0) || 1;
@@ -36,6 +38,9 @@ export default {
     ];
   },
 };
+
+export const whyEmpty = (rows) => (isSupervised(rows)
+  ? "Supervised training has no policy whose tokens could be old." : "No step has been trained yet.");
 
 function heatMap(rows, shares, most) {
   const height = (most + 1) * CELL + BOTTOM;
