@@ -23,9 +23,11 @@ def renderer() -> Renderer:
     return Renderer.load(MODEL_PATH)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 async def whole_harness(nats_url: str, renderer: Renderer) -> AsyncIterator[Harness]:
-    """Everything, once for all tests. The leases outlast whatever keeps this process busy, which renews them."""
+    """Everything, once for the tests of this folder. The leases outlast whatever keeps this process busy, which renews
+    them. Idle routers, which follow the bus, would cost all later tests 1% of a core each.
+    """
     run = f"test-{uuid.uuid4().hex[:12]}"
     async with contextlib.AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(BusConfig(url=nats_url, lease_ttl_s=60.0), run=run))
