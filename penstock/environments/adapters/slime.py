@@ -6,7 +6,8 @@
 
 The interface: `build_env(sample, args)` makes an object with `reset()`, with `step(text)`, which returns (observation,
 done, info), with `format_observation(observation)`, which makes a message of it, and optionally with `close()`. As in
-slime, the result of `reset` is not shown, and neither is an observation that ends the episode.
+slime, the result of `reset` is not shown, and neither is an observation that ends the episode; the turns are counted
+here, because slime counts them in its loop.
 """
 
 import dataclasses
@@ -43,12 +44,17 @@ class SlimeEnvironment:
         Args:
             env: "package.module", or the path of a file that ends with ".py": the value of slime's
                 `--rollout-interaction-env-path`.
-            config: The contents of slime's `--custom-config-path`, which become attributes of `args`. `max_turns` is
-                the task's, if the task has one.
+            config: The contents of slime's `--custom-config-path`, which become attributes of `args`. `max_turns`, the
+                turns after which an episode ends, is the task's, if the task has one.
+
+        Raises:
+            ConfigError: the file cannot be imported, or has no `build_env`; or `max_turns` is no number of turns.
         """
         self._name = env
         self._build = _find_build(env)
         self._config = dict(config or {})
+        self._max_turns = _read_max_turns(self._config)
+        self._num_turns = 0
         self._env: Any = None
 
     @classmethod
@@ -56,9 +62,9 @@ class SlimeEnvironment:
         """Import the file, once for all episodes.
 
         Raises:
-            ConfigError: the file cannot be imported, or has no `build_env`.
+            ConfigError: as in `__init__`.
         """
-        _find_build(env)
+        cls(env, config)
 
     def reset(self, task: BlockingTask) -> Observation:
         """Build the row's environment; the policy sees the row's prompt.
@@ -66,11 +72,8 @@ class SlimeEnvironment:
         Raises:
             EnvironmentFailedError: the built object is not an environment.
         """
-        arguments = (self._make_sample(task), self._make_args(task))
-        if {"sample", "args"} <= inspect.signature(self._build).parameters.keys():
-            self._env = self._build(sample=arguments[0], args=arguments[1])
-        else:
-            self._env = self._build(*arguments)
+        self._max_turns = self._max_turns if task.max_turns is None else task.max_turns
+        self._env = self._build_env(self._make_sample(task), self._make_args())
         wanted = ("reset", "step", "format_observation")
         if missing := [name for name in wanted if not callable(getattr(self._env, name, None))]:
             raise EnvironmentFailedError(
@@ -81,11 +84,13 @@ class SlimeEnvironment:
         return Observation(messages=task.messages, images=task.images, tools=task.tools)
 
     def step(self, turn: AssistantTurn) -> StepResult:
-        """Pass on the turn's whole text.
+        """Pass on the turn's whole text. The last turn that the limit allows ends the episode as truncated, if the
+        environment does not end it.
 
         Raises:
             EnvironmentFailedError: the answer cannot be shown.
         """
+        self._num_turns += 1
         what = f"{type(self._env).__name__}.step of {self._name}"
         match self._env.step(turn.text):
             case (observation, done, info):
@@ -95,6 +100,8 @@ class SlimeEnvironment:
         if done:
             truncated = bool(read_mapping(info, f"info of {what}").get("truncated"))
             return StepResult(observation=None, truncated=truncated, metrics=metrics)
+        if self._num_turns == self._max_turns:
+            return StepResult(observation=None, truncated=True, metrics=metrics)
         message = self._env.format_observation(observation)
         where = f"format_observation of {type(self._env).__name__} in {self._name}"
         return StepResult(observation=read_messages([message], where), metrics=metrics)
@@ -103,6 +110,14 @@ class SlimeEnvironment:
         """Close the environment, if it has `close`."""
         if callable(close := getattr(self._env, "close", None)):
             close()
+
+    def _build_env(self, sample: Sample, args: SimpleNamespace) -> Any:
+        """Call `build_env` by keyword, or by position if its parameters have other names."""
+        try:
+            inspect.signature(self._build).bind(sample=sample, args=args)
+        except TypeError:
+            return self._build(sample, args)
+        return self._build(sample=sample, args=args)
 
     def _make_sample(self, task: BlockingTask) -> Sample:
         metadata = task.extra.get("metadata")
@@ -114,9 +129,8 @@ class SlimeEnvironment:
             multimodal_inputs={"images": open_images(task.images)} if task.images else None,
         )
 
-    def _make_args(self, task: BlockingTask) -> SimpleNamespace:
-        max_turns = self._config.get("max_turns") if task.max_turns is None else task.max_turns
-        return SimpleNamespace(**{**self._config, "max_turns": max_turns})
+    def _make_args(self) -> SimpleNamespace:
+        return SimpleNamespace(**{**self._config, "max_turns": self._max_turns})
 
 
 def _find_build(env: str) -> Callable[..., Any]:
@@ -124,3 +138,12 @@ def _find_build(env: str) -> Callable[..., Any]:
     if not callable(build):
         raise ConfigError(f'env = "{env}" has no build_env; define build_env(sample, args), which makes an environment')
     return build  # type: ignore[no-any-return]
+
+
+def _read_max_turns(config: Mapping[str, Any]) -> int | None:
+    value = config.get("max_turns")
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(
+            f"config.max_turns = {value!r} is not a number of turns; give an integer >= 1, or leave it out"
+        )
+    return value

@@ -64,6 +64,22 @@ def test_the_custom_config_limits_turns_where_the_data_do_not() -> None:
     assert shown(begun().step(say("sample")).observation)[0][1][0].endswith(" 7 3")
 
 
+@pytest.mark.parametrize(("fields", "max_turns"), [({}, 3), ({"max_turns": 2}, 2)])
+def test_the_limit_ends_an_episode_whose_environment_goes_on(fields: dict[str, Any], max_turns: int) -> None:
+    """slime's loop counts the turns, so a class need not. The data's limit precedes the custom config's."""
+    environment = begun(**fields)
+    results = [environment.step(say("sample")) for _ in range(max_turns)]
+    assert [result.observation is None for result in results] == [False] * (max_turns - 1) + [True]
+    assert [result.truncated for result in results] == [False] * (max_turns - 1) + [True]
+
+
+@pytest.mark.parametrize("max_turns", [0, "3", True])
+def test_a_limit_that_is_no_number_of_turns_is_a_mistake_in_the_recipe(max_turns: Any) -> None:
+    """The message has the value and the remedy."""
+    with pytest.raises(ConfigError, match=rf"config\.max_turns = {max_turns!r} .*give an integer >= 1"):
+        SlimeEnvironment.prepare(FILE, config={"max_turns": max_turns})
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -113,11 +129,20 @@ def test_answers_that_cannot_be_played_name_class_method_and_value(tmp_path: Pat
         begun(str(tmp_path / "env_empty.py"))
 
 
-def test_positional_arguments_serve_as_slime_calls_them(tmp_path: Path) -> None:
-    """A build_env may name its arguments otherwise."""
+@pytest.mark.parametrize(
+    ("parameters", "given"),
+    [
+        ("row, settings", "row, settings"),
+        ("*row_and_settings", "*row_and_settings"),
+        ("sample=None, **_", "sample, _['args']"),
+        ("**row_and_settings", "**row_and_settings"),
+    ],
+)
+def test_build_env_is_called_as_slime_calls_it(tmp_path: Path, parameters: str, given: str) -> None:
+    """By keyword wherever its parameters allow it, else by position: it may name its arguments otherwise."""
     (tmp_path / "env_other.py").write_text(
-        "from tests.support.foreign.env_slime import build_env as make\ndef build_env(row, settings):\n"
-        "    return make(sample=row, args=settings)\n"
+        f"from tests.support.foreign.env_slime import build_env as make\ndef build_env({parameters}):\n"
+        f"    return make({given})\n"
     )
     environment = begun(str(tmp_path / "env_other.py"))
     assert environment.step(say("3")).observation is None
