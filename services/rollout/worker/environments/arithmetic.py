@@ -1,4 +1,4 @@
-"""Arithmetic over a small grammar: exact where numbers are rational, and bounded.
+"""Arithmetic over a small grammar: exact where numbers are rational and short, rounded elsewhere, and bounded.
 
 Invariant: Python never runs any part of an expression. It is parsed to a tree, in which only numbers, the operators,
 and the names below are accepted; sizes are checked before anything large is computed.
@@ -14,13 +14,16 @@ from typing import Final, TypeAlias
 from services.rollout.worker.environments.trigonometry import AngleUnit, Trigonometry
 
 Number: TypeAlias = Fraction | float
-"""Exact, or rounded where it is irrational."""
+"""Exact, or rounded where it is irrational or too long."""
 
 _MAX_CHARACTERS: Final = 500
 _MAX_BITS: Final = 1000
-"""Maximum bits of a numerator or denominator: about 300 digits, the range of floats."""
+"""Maximum bits of an exact numerator or denominator: about 300 digits, the range of floats."""
+_NO_DECIMALS_FROM: Final = 2**53
+"""Rounded numbers from here on are integers, with figures missing at their end."""
 _LITERAL = re.compile(r"[0-9]{0,300}(\.[0-9]{0,300})?([eE][+-]?[0-9]{1,3})?")
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "π": "pi", "√": "sqrt"})
+_TOO_SMALL: Final = "a number in it is too small"
 _CONSTANTS: Final = {"pi": math.pi, "e": math.e}
 
 
@@ -36,7 +39,7 @@ def evaluate(expression: str, angle_unit: AngleUnit | None = None) -> Number:
         angle_unit: The unit of all angles in it; needed only by trigonometric functions.
 
     Raises:
-        ArithmeticRefusal: it cannot be read, has no real value, or its value is too large.
+        ArithmeticRefusal: it cannot be read, has no real value, or one that floats cannot hold.
     """
     if len(expression) > _MAX_CHARACTERS:
         raise ArithmeticRefusal(f"it has {len(expression)} characters; at most {_MAX_CHARACTERS} are read")
@@ -74,15 +77,26 @@ def _ln(value: Number) -> Number:
 def _round(value: Number, places: Number = Fraction(0)) -> Number:
     if places != int(places) or not 0 <= places <= 100:
         raise ValueError("round takes from 0 to 100 decimal places")
-    return Fraction(value).__round__(int(places))
+    return value if _lacks_figures(value) else Fraction(value).__round__(int(places))
 
 
 def _floor(value: Number) -> Number:
-    return Fraction(math.floor(value))
+    return value if _lacks_figures(value) else Fraction(math.floor(value))
 
 
 def _ceil(value: Number) -> Number:
-    return Fraction(math.ceil(value))
+    return value if _lacks_figures(value) else Fraction(math.ceil(value))
+
+
+def _modulo(value: Number, divisor: Number) -> Number:
+    if _lacks_figures(value / divisor):
+        raise ValueError("the remainder of a rounded number of more than 15 figures is not known")
+    return value % divisor
+
+
+def _lacks_figures(value: Number) -> bool:
+    """Return whether it is rounded and so large that not even its integer part is known."""
+    return isinstance(value, float) and abs(value) >= _NO_DECIMALS_FROM
 
 
 _FUNCTIONS: Final[dict[str, tuple[Callable[..., Number], int, int]]] = {
@@ -106,7 +120,7 @@ _OPERATORS: Final[dict[type[ast.operator], Callable[[Number, Number], Number]]] 
     ast.Mult: lambda left, right: left * right,
     ast.Div: lambda left, right: left / right,
     ast.FloorDiv: lambda left, right: _floor(left / right),
-    ast.Mod: lambda left, right: left % right,
+    ast.Mod: _modulo,
     ast.Pow: lambda base, exponent: _power(base, exponent),
 }
 
@@ -167,7 +181,7 @@ class _Evaluation:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """Return the power, exact if base, exponent and result are rational."""
+    """Return the power, exact if base, exponent and result are rational and the result is short."""
     if base == 0 and exponent < 0:
         raise ZeroDivisionError
     if base < 0 and exponent != int(exponent):
@@ -175,13 +189,31 @@ def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         if base in (0, 1):
             return base if exponent else Fraction(1)
+        if base == -1:
+            return Fraction(-1 if exponent.numerator % 2 else 1)
         root = _exact_root(base, exponent.denominator)
         size = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
-        if root is not None and size > 2 * _MAX_BITS:
-            raise OverflowError
-        if root is not None:
+        if root is not None and size <= 2 * _MAX_BITS:
             return Fraction(root**exponent.numerator)
-    return float(float(base) ** float(exponent))
+        power = _rounded_power(base, exponent)
+    else:
+        power = float(float(base) ** float(exponent))
+    if power == 0 and base != 0:
+        raise ArithmeticRefusal(_TOO_SMALL)
+    return power
+
+
+def _rounded_power(base: Fraction, exponent: Fraction) -> float:
+    """Return the power of a rational number other than 0, correct to 12 figures.
+
+    A large power multiplies the error of a rounded base, and only bases near 1 have large powers that floats can hold.
+    So of these not the base is rounded, but its distance from 1.
+    """
+    sign = -1 if base < 0 and exponent.numerator % 2 else 1
+    size = abs(base)
+    if Fraction(1, 2) < size < 2:
+        return sign * math.exp(float(exponent) * math.log1p(float(size - 1)))
+    return sign * float(float(size) ** float(exponent))
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
@@ -204,9 +236,12 @@ def _integer_root(value: int, degree: int) -> int:
 
 
 def _bounded(value: Number) -> Number:
-    if isinstance(value, Fraction):
-        if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
-            raise OverflowError
-    elif not math.isfinite(value):
+    """Return the value, rounded if it is exact and too long."""
+    if isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
+        rounded = float(value)
+        if rounded == 0:
+            raise ArithmeticRefusal(_TOO_SMALL)
+        return rounded
+    if not math.isfinite(value):
         raise OverflowError
     return value
