@@ -53,7 +53,8 @@ def play(
         timeout_s: The most seconds that the environment may take for one line.
 
     Raises:
-        DataError: the file cannot be read, or a line is wrong; the lines before it are played and written.
+        DataError: the file cannot be read, a line is wrong, or the environment takes too long for one; the lines before
+            it are played and written.
         PenstockError: an answer was not judged.
     """
     name = str(source or "<stdin>")
@@ -69,11 +70,6 @@ def play(
                 steps = runner.run(_play(script, factory, graders, timeout_s))
             except InvalidRequestError as error:
                 raise DataError(f"{name}:{number}: {error}") from None
-            except TimeoutError:
-                raise DataError(
-                    f"{name}:{number}: the environment took longer than {timeout_s:g} s; raise "
-                    "--worker.episode_timeout_s, or repair it"
-                ) from None
             except PenstockError as error:
                 raise type(error)(f"{name}:{number}: {error}") from None
             try:
@@ -112,16 +108,24 @@ async def _play(
 ) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     environment = factory()
-    async with asyncio.timeout(timeout_s):
-        try:
-            await environment.reset(script.subject.to_task(graders, profile=None, max_turns=script.max_turns))
-            for response in script.responses:
-                result = await environment.step(AssistantTurn.parse(response))
-                steps.append(_shown_step(result))
-                if result.observation is None:
-                    break
-        finally:
-            await environment.close()
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            try:
+                await environment.reset(script.subject.to_task(graders, profile=None, max_turns=script.max_turns))
+                for response in script.responses[: script.max_turns]:
+                    result = await environment.step(AssistantTurn.parse(response))
+                    steps.append(_shown_step(result))
+                    if result.observation is None:
+                        break
+            finally:
+                await environment.close()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DataError(
+            f"the environment took longer than {timeout_s:g} s; raise --worker.episode_timeout_s, or repair it"
+        ) from None
     return steps
 
 

@@ -1,12 +1,18 @@
-"""Lines of `penstock env` that are wrong, and those that are nearly."""
+"""Lines of `penstock env` that are wrong, and those that are nearly; and how they are played."""
 
+import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.cli.environment.lines import Script, parse
+from penstock.environments import AssistantTurn, Observation, StepResult, Task
+from penstock.errors import DataError
+from penstock.records import Message, TextPart
+from services.cli.environment.grading import Grading
+from services.cli.environment.lines import Script, parse, play
 
 GOOD: dict[str, Any] = {"id": "a", "gold": "12", "max_turns": 3, "responses": ["one", "two"]}
 
@@ -50,3 +56,52 @@ def test_what_a_line_leaves_out_is_as_the_command_says() -> None:
     assert (script.subject.profile, script.subject.golds) == ("geo3k", ("12", "12 cm"))
     script = read({**GOOD, "profile": "mcq"}, profile="geo3k", max_turns=5)
     assert (script.max_turns, script.subject.profile, script.responses) == (3, "mcq", ("one", "two"))
+
+
+class Endless:
+    """Goes on whatever the policy says; "slow" is never answered, "fail" is an error of its own."""
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation(messages=task.messages)
+
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        if turn.text == "slow":
+            await asyncio.Event().wait()
+        if turn.text == "fail":
+            raise TimeoutError("the board does not answer")
+        return StepResult(observation=Observation(messages=(Message(role="user", parts=(TextPart(text="Go on."),)),)))
+
+    async def close(self) -> None: ...
+
+
+def play_line(folder: Path, *, timeout_s: float = 600.0, **fields: Any) -> None:
+    """Play one line with `Endless`, whose answers nobody grades."""
+    file = folder / "turns.jsonl"
+    file.write_text(json.dumps({**GOOD, **fields}))
+
+    def no_service() -> Any:
+        raise AssertionError
+
+    with asyncio.Runner() as runner:
+        play(file, Endless, Grading(no_service), runner, profile="math", max_turns=None, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(("max_turns", "num_played"), [(2, 2), (5, 3), (None, 3)])
+def test_no_turn_is_played_behind_the_limit(
+    max_turns: int | None, num_played: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in training, even if the environment would go on."""
+    play_line(tmp_path, max_turns=max_turns, responses=["one", "two", "three"])
+    assert [step["done"] for step in json.loads(capfd.readouterr().out)["steps"]] == [False] * num_played
+
+
+def test_an_environment_that_takes_too_long_ends_it_with_line_limit_and_remedy(tmp_path: Path) -> None:
+    """The limit is the worker's."""
+    with pytest.raises(DataError, match=r"turns\.jsonl:1: the environment took longer than 0\.01 s; raise --worker\."):
+        play_line(tmp_path, timeout_s=0.01, responses=["slow"])
+
+
+def test_an_environments_own_time_out_is_told_as_its_error(tmp_path: Path) -> None:
+    """It is not the limit of the line, which a person would raise in vain."""
+    with pytest.raises(TimeoutError, match="the board does not answer"):
+        play_line(tmp_path, responses=["fail"])
