@@ -111,12 +111,10 @@ class Tool:
             schema = get_json_schema(function)["function"]
         except Exception as error:  # TypeHintParsingException, DocstringParsingException and others, by version
             raise ValueError(f"no schema can be derived from {function!r}: {error}") from error
-        parameters = schema["parameters"]
-        properties = {name: _with_null(part) for name, part in parameters.get("properties", {}).items()}
         return cls(
             name=schema["name"],
             description=schema.get("description", ""),
-            parameters={**parameters, "properties": properties, "additionalProperties": False},
+            parameters={**_with_null(schema["parameters"]), "additionalProperties": False},
             function=function,
             timeout_s=timeout_s,
         )
@@ -173,11 +171,24 @@ def shorten(text: str, limit: int = _MAX_WORDS) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def _with_null(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Add null to the types of a nullable part: transformers writes OpenAPI's "nullable", which JSON schema lacks."""
-    plain = {key: value for key, value in part.items() if key not in ("nullable", "description")}
-    described = {key: part[key] for key in ("description",) if key in part}
-    return {**({"anyOf": [plain, {"type": "null"}]} if part.get("nullable") else plain), **described}
+def _with_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Add null to the types of the schema and its parts that are nullable: transformers writes OpenAPI's "nullable",
+    which JSON schema lacks."""
+    plain: dict[str, Any] = {}
+    for key, value in schema.items():
+        match key, value:
+            case (("nullable" | "description"), _):
+                pass
+            case (("items" | "additionalProperties"), Mapping()):
+                plain[key] = _with_null(value)
+            case (("anyOf" | "prefixItems"), list()):
+                plain[key] = [*map(_with_null, value)]
+            case "properties", Mapping():
+                plain[key] = {name: _with_null(part) for name, part in value.items()}
+            case _:
+                plain[key] = value
+    described = {key: schema[key] for key in ("description",) if key in schema}
+    return {**({"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") else plain), **described}
 
 
 def _is_finite(value: object) -> bool:

@@ -62,20 +62,6 @@ async def test_a_typed_function_with_a_docstring_is_a_tool() -> None:
     assert result.metrics == {"num_calls": 1, "num_failed_calls": 0, "tool_use": 1}
 
 
-def test_a_function_without_types_makes_no_tool() -> None:
-    """The error names the function and what is missing."""
-
-    def bare(length):  # type: ignore[no-untyped-def]
-        """Measure.
-
-        Args:
-            length: The length.
-        """
-
-    with pytest.raises(ValueError, match=r"no schema can be derived from .*bare.*length"):
-        Tool.from_function(bare)
-
-
 async def test_the_first_observation_shows_the_task_and_the_tools() -> None:
     """The row's messages and images, unchanged."""
     row = task(images=(b"picture",))
