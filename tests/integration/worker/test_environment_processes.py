@@ -24,7 +24,7 @@ from services.rollout.worker.environments.hosting.hosted import HostedEnvironmen
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from tests.support.processes import open_files_left
 from tests.support.waiting import promptly, settled, until
-from tests.support.worker.hosted_episodes import HERE, environment_of, has_ended, pid_of, text_of, turn
+from tests.support.worker.hosted_episodes import HERE, environment_of, has_ended, pid_of, play_on, text_of, turn
 
 
 async def test_an_episode_is_played_in_another_process() -> None:
@@ -58,6 +58,12 @@ async def test_a_hosted_environment_asks_for_verdicts_over_its_pipe(kind: str) -
         assert text_of(await environment.step(turn(f"{prefix}4"))) == "OK 0.0"
         with pytest.raises(EnvironmentFailedError, match="step raised PenstockError: no reward service answers"):
             await environment.step(turn(f"{prefix}fail"))
+
+
+async def test_an_environment_may_stop_waiting_for_a_verdict(tmp_path: Path) -> None:
+    """It plays on, as in the event loop, and a later question gets its own verdict."""
+    async with environment_of("GivesUp", isolated=True, args={"folder": str(tmp_path)}) as (environment, _):
+        assert await play_on(environment, tmp_path) == ["played on", "3 1.0", "played on"]
 
 
 @pytest.mark.parametrize(

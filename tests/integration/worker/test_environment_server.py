@@ -23,7 +23,7 @@ from tests.support.strangers import TOKEN
 from tests.support.waiting import until
 from tests.support.worker import scripted_episodes
 from tests.support.worker.environment_server import environment_server
-from tests.support.worker.hosted_episodes import HERE, make_task, text_of, turn
+from tests.support.worker.hosted_episodes import HERE, make_task, play_on, text_of, turn
 from tests.support.worker.prompts import count, make_prompt, publish, until_done, working
 from tests.support.worker.scripted_episodes import END, ScriptedPolicy, make_player, play
 
@@ -50,6 +50,17 @@ async def test_a_worker_plays_an_episode_at_the_server(tiny_model_path: Path, mo
             episode = await play(player, scripted_episodes.make_prompt("mine"))
     assert (episode.finish_reason, episode.reward, len(episode.trajectory.turns)) == ("stop", 2.0, 2)
     assert "Good day" in renderer.decode(episode.trajectory.token_ids)
+
+
+async def test_an_environment_may_stop_waiting_for_a_verdict(tmp_path: Path) -> None:
+    """It plays on, as in the event loop, and a later question gets its own verdict."""
+    table = f'{{class = "{HERE}:GivesUp", args = {{folder = "{tmp_path}"}}}}'
+    with environment_server(f"--worker.environments.GivesUp={table}") as server:
+        tables = WorkerConfig(environments={"GivesUp": {"url": server.url}}).environments
+        async with EnvironmentRegistry(tables) as registry:
+            environment = registry.find("GivesUp")()
+            assert await play_on(environment, tmp_path) == ["played on", "3 1.0", "played on"]
+            await environment.close()
 
 
 async def test_a_server_records_each_call_of_an_environment(bus: Bus, nats_url: str, run_name: str) -> None:

@@ -1,6 +1,7 @@
 """Plays with hosted environments, without a policy."""
 
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from penstock.errors import PenstockError
 from penstock.records import ImagePart, Message, TextPart, Verdict
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
+from tests.support.waiting import until
 from tests.support.worker import hosted_environments
 
 HERE = hosted_environments.__name__
@@ -45,6 +47,26 @@ def make_task(remaining_s: float = 60.0) -> Task:
         remaining_s=lambda: remaining_s,
         grade=grade,
     )
+
+
+async def play_on(environment: Any, folder: Path) -> list[str]:
+    """What a `GivesUp` of `folder` shows, whose first verdict comes after it has stopped waiting for it: with and
+    without another question, and when it has played both."""
+    asked, gave_up = folder / "asked", folder / "gave_up"
+
+    async def grade(text: str) -> Verdict:
+        if text == "slow":
+            asked.touch()
+            await until(gave_up.exists)
+        return Verdict(score=float(text == "3"), status="OK", extracted=text, method="EXACT")
+
+    await environment.reset(dataclasses.replace(make_task(), grade=grade))
+    shown = []
+    for text in ("", "3", ""):
+        shown.append(text_of(await environment.step(turn(text))))
+        asked.unlink()
+        gave_up.unlink()
+    return shown
 
 
 def turn(text: str) -> AssistantTurn:

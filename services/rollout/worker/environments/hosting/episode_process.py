@@ -66,8 +66,9 @@ class _Episode:
         while True:
             request = self._receive()
             reply = self._answer(request)
-            with self._asking:
-                data = self._encode(reply)
+            with self._asking:  # a question that the environment no longer waits for has its verdict then
+                assert self._number is not None
+                data = self._encode(messages.numbered(reply, self._number))
                 self._number = None
                 flush_output()
                 self._channel.sendall(data)
@@ -102,25 +103,25 @@ class _Episode:
             return self._perform(request)
         except EnvironmentFailedError as error:
             is_too_large = isinstance(error, ObservationTooLargeError)
-            return messages.failed(self._current(), f"{what}: {error}", is_too_large=is_too_large)
+            return messages.failed(request.number, f"{what}: {error}", is_too_large=is_too_large)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a boundary: environments are other people's code
             reason = f"{what} raised {_describe(error)}"
             if isinstance(request, ResetRequest):
-                return messages.reset_failed(self._current(), error, reason)
-            return messages.failed(self._current(), reason)
+                return messages.reset_failed(request.number, error, reason)
+            return messages.failed(request.number, reason)
 
     def _perform(self, request: AnyRequest) -> AnyReply:
         match request:
             case ResetRequest():
                 self._environment = self._make()
                 observation = messages.from_observation(self._call("reset", self._task(request)))
-                return ObservationReply(number=self._current(), observation=observation)
+                return ObservationReply(number=request.number, observation=observation)
             case StepRequest():
-                return messages.from_result(self._call("step", request.turn), number=self._current())
+                return messages.from_result(self._call("step", request.turn), number=request.number)
             case CloseRequest():
                 if self._environment is not None:
                     self._call("close")
-                return ClosedReply(number=self._current())
+                return ClosedReply(number=request.number)
             case VerdictRequest():
                 raise EnvironmentFailedError("a verdict came that nobody asked for")
 
@@ -150,10 +151,6 @@ class _Episode:
 
     async def _grade_in_thread(self, text: str) -> Verdict:
         return await asyncio.to_thread(self._grade, text)
-
-    def _current(self) -> int:
-        assert self._number is not None
-        return self._number
 
 
 async def _wait_for(result: Any) -> Any:

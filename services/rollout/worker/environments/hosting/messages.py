@@ -205,6 +205,11 @@ def failed(number: int, error: str, *, is_too_large: bool = False, meaning: Mean
     return FailedReply(number=number, error=sendable, is_too_large=is_too_large, meaning=meaning)
 
 
+def numbered(reply: AnyReply, number: int) -> AnyReply:
+    """Return the reply with the number of the request that it answers; after questions that is a later one."""
+    return msgspec.structs.replace(reply, number=number)
+
+
 def reset_failed(number: int, error: BaseException, described: str) -> FailedReply:
     """Return a reply that reports what `reset` raised, with what it means for the group."""
     match error:

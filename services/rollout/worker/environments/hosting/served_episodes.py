@@ -6,11 +6,11 @@ its caller waits, or when no call arrives for a while. At most `max_episodes` li
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import time
 from typing import Any
 
-import msgspec
 import structlog
 from fastapi import HTTPException
 
@@ -39,6 +39,15 @@ log = structlog.get_logger()
 _CLOSE_TIMEOUT_S = 5.0
 
 
+@dataclasses.dataclass(slots=True)
+class _Question:
+    """A text that the environment asked the worker to have judged."""
+
+    text: str
+    verdict: "asyncio.Future[Verdict]"
+    """Cancelled when the environment stops waiting for it."""
+
+
 class _Episode:
     """One episode, with at most one call of its environment at a time, which may wait for a verdict."""
 
@@ -48,9 +57,9 @@ class _Episode:
         self._environment = environment
         self._room = room
         self._call: asyncio.Task[AnyReply] | None = None
-        self._asked: asyncio.Queue[str] = asyncio.Queue()
-        self._verdict: asyncio.Future[Verdict] | None = None
-        self._grading = asyncio.Lock()
+        self._questions: asyncio.Queue[_Question] = asyncio.Queue()
+        self._asked: _Question | None = None
+        """The question that the worker has, and whose verdict it owes."""
         self._ends_at = math.inf
         self._about: dict[str, Any] = {}
         """Which sample it plays, and with what."""
@@ -84,28 +93,41 @@ class _Episode:
 
     async def _advance(self, request: AnyRequest) -> AnyReply:
         if isinstance(request, VerdictRequest):
-            if self._verdict is None or self._verdict.done():
-                raise EnvironmentFailedError("a verdict came that nobody asked for")
-            if request.verdict is None:
-                self._verdict.set_exception(PenstockError(request.error or "no verdict came"))
-            else:
-                self._verdict.set_result(request.verdict)
+            self._take_verdict(request)
+        elif self._call is not None:
+            raise EnvironmentFailedError("a call came before the one before it was answered")
         else:
-            if self._call is not None:
-                raise EnvironmentFailedError("a call came before the one before it was answered")
             self._call = asyncio.create_task(self._perform(request))
-        call = self._call
-        if call is None:
-            raise EnvironmentFailedError("a verdict came that nobody asked for")
-        asked = asyncio.create_task(self._asked.get())
+        assert self._call is not None, "only a call asks"
+        asking = asyncio.create_task(self._next_question())
         try:
-            await asyncio.wait({call, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done():
-                return GradeReply(number=request.number, text=asked.result())
-            self._call = None
-            return _numbered(call.result(), request.number)
+            await asyncio.wait({self._call, asking}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                self._asked = asking.result()
+                return GradeReply(number=request.number, text=self._asked.text)
+            call, self._call = self._call, None
+            return messages.numbered(call.result(), request.number)
         finally:
-            asked.cancel()
+            asking.cancel()
+
+    def _take_verdict(self, request: VerdictRequest) -> None:
+        """Hand the verdict to the environment, unless it has stopped waiting for it."""
+        if self._asked is None:
+            raise EnvironmentFailedError("a verdict came that nobody asked for")
+        waiting, self._asked = self._asked.verdict, None
+        if waiting.done():
+            return
+        if request.verdict is None:
+            waiting.set_exception(PenstockError(request.error or "no verdict came"))
+        else:
+            waiting.set_result(request.verdict)
+
+    async def _next_question(self) -> _Question:
+        """Return the next question whose verdict the environment waits for."""
+        while True:
+            question = await self._questions.get()
+            if not question.verdict.done():
+                return question
 
     async def _perform(self, request: AnyRequest) -> AnyReply:
         """Call the environment, and record the span of it: from the request to the reply, verdicts included."""
@@ -147,10 +169,9 @@ class _Episode:
         return self._ends_at - time.monotonic()
 
     async def _grade(self, text: str) -> Verdict:
-        async with self._grading:  # one question at a time
-            self._verdict = asyncio.get_running_loop().create_future()
-            self._asked.put_nowait(text)
-            return await self._verdict
+        question = _Question(text, asyncio.get_running_loop().create_future())
+        self._questions.put_nowait(question)
+        return await question.verdict
 
 
 class ServedEpisodes:
@@ -255,8 +276,3 @@ class ServedEpisodes:
         if (episode := self._episodes.get(episode_id)) is None:
             raise HTTPException(404, "there is no such episode; it has ended or expired, or the server was restarted")
         return episode
-
-
-def _numbered(reply: AnyReply, number: int) -> AnyReply:
-    """Return the reply with the number of the request that it answers; after questions that is a later one."""
-    return msgspec.structs.replace(reply, number=number)
