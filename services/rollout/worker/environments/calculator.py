@@ -4,6 +4,7 @@ from fractions import Fraction
 
 from penstock.environments import Tool, ToolEnvironment, ToolError
 from services.rollout.worker.environments.arithmetic import ArithmeticRefusal, Number, evaluate
+from services.rollout.worker.environments.built_in import BuiltIn
 from services.rollout.worker.environments.trigonometry import AngleUnit
 
 _PARAMETERS = {
@@ -26,7 +27,7 @@ _PARAMETERS = {
 _FIGURES = 12
 
 
-class Calculator(ToolEnvironment):
+class Calculator(BuiltIn, ToolEnvironment):
     """Shows the row and the tool `calculator`."""
 
     def __init__(self, *, max_calls_per_turn: int = 4, max_turns: int | None = None) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from penstock.environments import AssistantTurn, Observation, StepResult, Task
 from penstock.errors import ConfigError, PenstockError
 from penstock.records import Message, TextPart, Verdict
+from services.rollout.worker.environments.built_in import BuiltIn
 from services.rollout.worker.environments.check_call import TOOL_NAMES, read_call, read_call_as_slime
 
 Instruction: TypeAlias = Literal["none", "suffix", "system"]
@@ -36,7 +37,7 @@ _EXAMPLE = '<tool_call>{"name": "calc_score", "arguments": {"answer": "12"}}</to
 _FINISH = r"give the final answer in \boxed{}"
 
 
-class Geo3kTools:
+class Geo3kTools(BuiltIn):
     """Geometry with a tool that checks answers: each of a few turns is a check or the final answer."""
 
     def __init__(
@@ -66,13 +67,13 @@ class Geo3kTools:
             ConfigError: a value is out of range.
         """
         if max_turns < 1:
-            raise ConfigError(f"geo3k_tools: max_turns = {max_turns} must be at least 1")
+            raise ConfigError(f"max_turns = {max_turns} must be at least 1")
         if not 0 <= discount <= 1:
-            raise ConfigError(f"geo3k_tools: discount = {discount} must be between 0 and 1")
+            raise ConfigError(f"discount = {discount} must be between 0 and 1")
         if instruction not in ("none", "suffix", "system"):
-            raise ConfigError(f'geo3k_tools: instruction = {instruction!r} must be "none", "suffix" or "system"')
+            raise ConfigError(f'instruction = {instruction!r} must be "none", "suffix" or "system"')
         if compat not in (None, "slime"):
-            raise ConfigError(f'geo3k_tools: compat = {compat!r} must be "slime", or left out')
+            raise ConfigError(f'compat = {compat!r} must be "slime", or left out')
         self._max_turns = max_turns
         self._discount = discount
         self._right_from = right_from

@@ -16,6 +16,7 @@ from penstock.environments import Observation, Task, Tool, ToolEnvironment, Tool
 from penstock.environments.tools import shorten
 from penstock.errors import InvalidRequestError
 from penstock.model.images import decode_image
+from services.rollout.worker.environments.built_in import BuiltIn
 from services.rollout.worker.environments.named_tools import make_tools
 
 Unit: TypeAlias = Literal["fraction", "thousandth"]
@@ -31,7 +32,7 @@ _MAX_SHOWN: Final = 120
 _GREY: Final = (128, 128, 128)
 
 
-class Geo3kZoom(ToolEnvironment):
+class Geo3kZoom(BuiltIn, ToolEnvironment):
     """Shows the row and the tool `zoom`."""
 
     def __init__(

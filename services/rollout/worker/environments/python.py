@@ -1,9 +1,12 @@
 """A Python tool: runs a policy's code in a process without network, files or other processes."""
 
 from collections.abc import Sequence
-from typing import Final
+from importlib.util import find_spec
+from typing import Any, Final
 
 from penstock.environments import Tool, ToolEnvironment, ToolError
+from penstock.errors import ConfigError
+from services.rollout.worker.environments.built_in import BuiltIn
 from services.rollout.worker.environments.confined_python.interpreter import Interpreter, Run
 from services.rollout.worker.environments.confined_python.messages import InterpreterSettings
 
@@ -29,7 +32,7 @@ _PARAMETERS = {
 }
 
 
-class Python(ToolEnvironment):
+class Python(BuiltIn, ToolEnvironment):
     """Shows the row and the tool `python`."""
 
     def __init__(
@@ -59,6 +62,20 @@ class Python(ToolEnvironment):
             time_limit_s=time_limit_s, memory_limit_mb=memory_limit_mb, max_characters=max_characters, modules=modules
         )
         super().__init__([tool], max_calls_per_turn=max_calls_per_turn, max_turns=max_turns)
+
+    @classmethod
+    def prepare(cls, **args: Any) -> None:
+        """Check the arguments, and whether the modules' packages are installed; nothing is imported.
+
+        Raises:
+            ConfigError: an argument is out of range, or a module is not installed.
+        """
+        super().prepare(**args)
+        if missing := [name for name in args.get("modules", MODULES) if find_spec(name.partition(".")[0]) is None]:
+            raise ConfigError(
+                f"modules has {', '.join(missing)}, not installed here; install what is missing where workers run, or "
+                "leave them out"
+            )
 
 
 def python_tool(

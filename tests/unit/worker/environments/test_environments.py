@@ -99,3 +99,27 @@ def test_a_class_that_cannot_prepare_is_a_mistake_in_the_recipe() -> None:
     tables = {"mine": {"class": f"{__name__}:Prepared", "args": {"path": "bad"}}}
     with pytest.raises(ConfigError, match=r"environment mine: Prepared\.prepare raised KeyError: 'bad'"):
         EnvironmentRegistry(WorkerConfig(environments=tables).environments)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "reason"),
+    [
+        ("geo3k_tools", {"max_turns": 0}, "max_turns = 0 must be at least 1"),
+        ("geo3k_tools", {"max_turns": "3"}, "TypeError"),
+        ("geo3k_zoom", {"unit": "inch"}, "unit = 'inch' must be one of fraction, thousandth"),
+        ("geo3k_zoom", {"tools": ["abacus"]}, r"\['abacus'\] are unknown; known: calculator, python"),
+        ("calculator", {"max_turns": 0}, "max_turns = 0 must be at least 1"),
+        ("python", {"time_limit_s": 0}, "time_limit_s = 0 must be above 0"),
+        (
+            "python",
+            {"modules": ["math", "no_such_module", "no_such_package.part"]},
+            "modules has no_such_module, no_such_package.part, not installed here; install .* or leave them out",
+        ),
+    ],
+)
+def test_a_wrong_argument_of_a_built_in_environment_is_a_mistake_in_the_recipe(
+    name: str, args: dict[str, Any], reason: str
+) -> None:
+    """It is found at the start: otherwise every group would fail."""
+    with pytest.raises(ConfigError, match=f"environment {name}: .*{reason}"):
+        EnvironmentRegistry(WorkerConfig(environments={name: {"args": args}}).environments)
