@@ -103,7 +103,10 @@ def _check_sandbox(settings: ForkserverSettings) -> str:
     """
     reason = sandbox.probe() if settings.sandbox != "off" else ""
     if reason and settings.sandbox == "require":
-        raise sandbox.SandboxError(f"worker processes cannot be confined ({reason}), and sandbox is 'require'")
+        raise sandbox.SandboxError(
+            f"worker processes cannot be confined ({reason}), and sandbox is 'require'; run where containers may use "
+            "seccomp, or leave out what requires it"
+        )
     return f"worker processes are not confined: {reason}" if reason else ""
 
 

@@ -1,7 +1,9 @@
 """Code that a policy writes runs in real confined processes: what it may do, and what becomes of it."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -289,11 +291,23 @@ async def test_a_call_that_is_cancelled_ends_its_process() -> None:
     await environment.close()
 
 
-async def test_where_processes_cannot_be_confined_no_code_runs() -> None:
-    """The sample fails with what a person can do; it is not told to the policy, whose code is not to blame."""
-    environment = Python(modules=("no_such_module",))
-    with pytest.raises(SetupError, match=r"no confined process can be had .*no_such_module"):
+async def test_where_processes_cannot_be_confined_no_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample fails with what a person can do; it is not told to the policy, whose code is not to blame. Here the
+    processes take the machine for one that has no filter."""
+    (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.machine = lambda: 'abacus'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    environment = Python(time_limit_s=8)
+    with pytest.raises(SetupError, match=r"there is no filter for abacus.*run where containers may use seccomp"):
         await run(environment, "1")
+    await environment.close()
+
+
+async def test_a_module_that_cannot_be_imported_is_named_with_the_remedy() -> None:
+    """It says nothing about the machine."""
+    environment = Python(modules=("math", "json.no_such_part"))
+    with pytest.raises(SetupError, match=r"module json\.no_such_part .*ModuleNotFoundError.*or leave it out") as caught:
+        await run(environment, "1")
+    assert "seccomp" not in str(caught.value)
     await environment.close()
 
 

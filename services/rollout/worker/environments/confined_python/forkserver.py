@@ -27,7 +27,13 @@ def main() -> None:
 
     def load() -> None:
         for name in settings.modules:
-            importlib.import_module(name)
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # a boundary: importing a module runs other people's code
+                raise ImportError(
+                    f"module {name} of modules cannot be imported ({type(error).__name__}: {error}); install it where "
+                    "workers run, or leave it out"
+                ) from error
 
     serve(sys.argv[1], prepare=load, work=lambda fd, is_confined: _work(fd, settings, is_confined=is_confined))
 

@@ -118,10 +118,7 @@ class Interpreter:
                 if isinstance(error, WorkerDiedError):  # otherwise others' code runs on
                     await self._forkserver.stop()
                     self._is_started = False
-                raise SetupError(
-                    f"tool python: no confined process can be had on this machine: {error}; run workers where "
-                    "containers may use seccomp, or leave the tool out"
-                ) from None
+                raise SetupError(f"tool python: its processes do not start: {error}") from None
 
     async def _started_fork(self) -> ForkedWorker:
         if not self._is_started:
