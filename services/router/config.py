@@ -45,8 +45,8 @@ class RouterConfig(Config):
     """Rule that chooses a replica. affinity: a session stays on its replica, and a group's sessions begin on the same
     one, which they may fill beyond its limit; new groups go to the least loaded. prefix: the replica that recently had
     the longest beginning of the prompt, unless it is overloaded. round_robin: in turn. consistent_hash: by a hash of
-    the session id, so that several routers agree without communication. For PD pairs this chooses the prefill replica;
-    its least loaded partner decodes."""
+    the group id, or else the session id, so that several routers agree without communication. For PD pairs this chooses
+    the prefill replica; its least loaded partner decodes."""
     max_waiting: int = pydantic.Field(default=4096, ge=0)
     """Maximum calls in the wait queue, with at most 512 MiB of requests. Further calls fail with RESOURCE_EXHAUSTED,
     except calls that have lost a replica."""

@@ -1,7 +1,7 @@
-"""Consistent hashing of the session id, with bounded load.
+"""Consistent hashing of the group id, or else of the session id or the request id, with bounded load.
 
-Weighted rendezvous hashing: each replica draws a number for the session, and the highest wins. Every router computes
-the same winner, even for a new session. When a replica joins or leaves, only the sessions that it wins or loses move.
+Weighted rendezvous hashing: each replica draws a number for the id, and the highest wins. Every router computes the
+same winner, even for a new group. When a replica joins or leaves, only the groups that it wins or loses move.
 """
 
 import functools
