@@ -366,7 +366,7 @@ class SlotPool:
         """Return the seconds to wait before the next check; 0 or less: stop waiting."""
         wait_s = max(self._config.wait_for_replica_s, ticket.wait_s)
         allowed_s = math.inf if ticket.is_patient else wait_s - ticket.waited_s
-        if allowed_s > 0 and not is_starved:
+        if not is_starved and (allowed_s > 0 or ticket.waited_s == 0):
             # Check often, so that a pool that becomes unusable is noticed before most of the time is over.
             allowed_s = min(max(allowed_s, _RECHECK_SOON_S), _RECHECK_S)
         left_s = min(ticket.deadline - self._clock() - self._tuning.time_to_answer_s, allowed_s)

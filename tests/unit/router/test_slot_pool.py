@@ -128,6 +128,17 @@ async def test_an_empty_pool_is_waited_for_and_then_given_up() -> None:
             await some.take(Ticket(query=Query(min_version=7), deadline=time.monotonic() + 60.0))
 
 
+async def test_no_wait_for_a_replica_is_a_wait_for_a_slot_all_the_same() -> None:
+    """wait_for_replica_s = 0 gives up at once without a usable replica; behind a busy one a call waits."""
+    async with slots(wait_for_replica_s=0.0) as (some, _), asyncio.timeout(HANG_S):
+        running = await some.take(ticket())
+        waiting = await waiting_for(some, ticket())
+        running.release()
+        (await waiting).release()
+        with pytest.raises(UnavailableError, match="below policy version 7"):
+            await some.take(Ticket(query=Query(min_version=7), deadline=time.monotonic() + 60.0))
+
+
 async def test_the_wait_queue_is_bounded_in_bytes() -> None:
     """Large requests fill it before many do; what leaves it makes room, and a call that lost a replica always waits."""
     half = 2**19
