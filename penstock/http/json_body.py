@@ -1,12 +1,13 @@
-"""Parses JSON from clients into values whose text can always be encoded again.
+"""Parses JSON from clients into values that can always be encoded again, numbers unchanged.
 
-Lone surrogates, which JSON can escape but UTF-8 cannot encode, become U+FFFD. NaN, Infinity, bytes that are not UTF-8,
-and very deep nesting are rejected.
+Lone surrogates, which JSON can escape but UTF-8 cannot encode, become U+FFFD. NaN, Infinity, numbers too large to be
+kept, bytes that are not UTF-8, and very deep nesting are rejected.
 """
 
 import collections
 import functools
 import json
+import math
 import re
 from typing import Any
 
@@ -17,6 +18,9 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_DEPTH = 64
 _MAX_KEYS = 4096
 """Far more than any request needs, and few enough to report each unknown key."""
+_MAX_INTEGER_CHARS = 100
+"""Longest integer: one of 256 bits has 78 digits, and all that are taken are in the range of a float."""
+_SHOWN_CHARS = 20
 
 
 class MalformedJsonError(InvalidRequestError):
@@ -29,17 +33,18 @@ def parse_json(data: bytes, *, unique_keys: bool = False, numbers_as_text: bool 
     Args:
         data: JSON, in UTF-8.
         unique_keys: Reject an object with a duplicate key or with thousands of keys; otherwise the last value counts.
-        numbers_as_text: Return numbers as `str`, as they were written.
+        numbers_as_text: Return numbers as `str`, as they were written and of any size.
 
     Raises:
-        MalformedJsonError: `data` is not JSON, holds NaN or Infinity, is nested too deeply, or an object is rejected.
+        MalformedJsonError: `data` is not JSON, holds NaN, Infinity or a number that is too large, is nested too deeply,
+            or an object is rejected.
     """
     try:
         text = data.decode("utf-8-sig")
         value = json.loads(
             text,
             parse_constant=_refuse_constant,
-            parse_float=str if numbers_as_text else None,
+            parse_float=str if numbers_as_text else _float,
             parse_int=str if numbers_as_text else _integer,
             object_pairs_hook=_unique if unique_keys else None,
         )
@@ -58,8 +63,20 @@ def _refuse_constant(name: str) -> Any:
     raise MalformedJsonError(f"the body holds {name}, which is not a JSON number; send a finite number or leave it out")
 
 
-def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits) < 20 else float(digits)
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_INTEGER_CHARS:
+        raise MalformedJsonError(
+            f"the body holds an integer of {len(digits)} characters; send at most {_MAX_INTEGER_CHARS}"
+        )
+    return int(digits)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+        raise MalformedJsonError(f"the body holds {shown}, which is beyond the range of a float; send a smaller number")
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
