@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.clients.stream_attempt import Peer, UnreachableError, reach, seconds_until, stream_attempt
+from penstock.clients.stream_attempt import LostReplicaError, Peer, reach, seconds_until, stream_attempt
 from penstock.errors import PenstockError, UnavailableError
 from penstock.rpc.status import error_of
 
@@ -135,7 +135,7 @@ async def _blame(
     if not isinstance(error, UnavailableError) or (partner_call.done() and partner_call.exception() is None):
         return PDPeerError(error, is_prefill=is_prefill)
     if not await _is_alive(partner):
-        dead = UnreachableError(f"{partner.name}: does not answer; its partner said: {error}")
+        dead = LostReplicaError(f"{partner.name}: does not answer; its partner said: {error}")
         return PDPeerError(dead, is_prefill=not is_prefill)
     rejection = partner_call.exception() if partner_call.done() else None
     if isinstance(rejection, PenstockError) and not isinstance(rejection, UnavailableError):

@@ -17,7 +17,7 @@ import structlog
 
 from penstock.clients.base import Client
 from penstock.clients.resumable import ResumableTurn
-from penstock.clients.stream_attempt import UnreachableError, seconds_until
+from penstock.clients.stream_attempt import LostReplicaError, UnreachableError, seconds_until
 from penstock.clients.turn import RetryBudget, run_turn
 from penstock.errors import (
     DeadlineError,
@@ -233,7 +233,8 @@ class _RouteSource:
     def note_failure(self, slot: _RouteSlot, error: PenstockError, *, has_progressed: bool) -> None:
         if isinstance(error, PromptTooLongError):
             self._too_long = error
-        if slot.culprit.outcome == router_pb2.ROUTE_OUTCOME_FAILED:  # the router avoids other failures itself
+        is_broken = isinstance(error, LostReplicaError) and not isinstance(error, UnreachableError)
+        if is_broken or slot.culprit.outcome == router_pb2.ROUTE_OUTCOME_FAILED:  # the router avoids others itself
             failed_id = slot.culprit.replica_id
             log.warning("generate.retried", request=self._request_id, replica=failed_id, error=str(error))
             self._routing.excluded_replica_ids.append(failed_id)
@@ -333,6 +334,6 @@ def _outcome_of(error: PenstockError) -> router_pb2.RouteOutcome.ValueType:
         return router_pb2.ROUTE_OUTCOME_SUCCEEDED
     if isinstance(error, DeadlineError):
         return router_pb2.ROUTE_OUTCOME_UNSPECIFIED
-    if isinstance(error, UnreachableError):
+    if isinstance(error, LostReplicaError):
         return router_pb2.ROUTE_OUTCOME_UNREACHABLE
     return router_pb2.ROUTE_OUTCOME_FAILED

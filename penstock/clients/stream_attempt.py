@@ -21,7 +21,11 @@ _ending: set[grpc.aio.UnaryStreamCall[Any, Any]] = set()
 """Calls whose status has yet to arrive; gRPC cancels calls that are garbage-collected."""
 
 
-class UnreachableError(UnavailableError):
+class LostReplicaError(UnavailableError):
+    """The replica does not answer, though it may have received the attempt."""
+
+
+class UnreachableError(LostReplicaError):
     """There is no connection: the replica never received the attempt."""
 
 

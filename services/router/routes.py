@@ -8,7 +8,7 @@ import uuid
 
 import structlog
 
-from penstock.clients.stream_attempt import UnreachableError
+from penstock.clients.stream_attempt import LostReplicaError
 from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.v1 import router_pb2
 from services.router.slot import Slot
@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 _ERROR_OF_OUTCOME: dict[int, type[PenstockError]] = {
     router_pb2.ROUTE_OUTCOME_FAILED: UnavailableError,
-    router_pb2.ROUTE_OUTCOME_UNREACHABLE: UnreachableError,
+    router_pb2.ROUTE_OUTCOME_UNREACHABLE: LostReplicaError,
     router_pb2.ROUTE_OUTCOME_REJECTED: NotReadyError,
 }
 

@@ -6,7 +6,7 @@ Invariant: a slot is released exactly once.
 import asyncio
 from collections.abc import Callable, Sequence
 
-from penstock.clients.stream_attempt import UnreachableError
+from penstock.clients.stream_attempt import LostReplicaError
 from penstock.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -163,7 +163,7 @@ class Slot:
         replica, now = self._replica, self._clock()
         if error is None:
             replica.complete()
-        if isinstance(error, UnavailableError) and not isinstance(error, UnreachableError) and self._is_pushed:
+        if isinstance(error, UnavailableError) and not isinstance(error, LostReplicaError) and self._is_pushed:
             error = NotReadyError(str(error))
         if isinstance(error, OverloadedError | NotReadyError):  # it is healthy, but rejected the call
             replica.reject(now, is_overload=isinstance(error, OverloadedError))
@@ -174,7 +174,7 @@ class Slot:
         elif isinstance(error, DeadlineError):  # perhaps the caller was impatient
             replica.abandon(probe=self._is_probe)
         else:
-            replica.fail(now, probe=self._is_probe, unreachable=isinstance(error, UnreachableError))
+            replica.fail(now, probe=self._is_probe, unreachable=isinstance(error, LostReplicaError))
 
     async def attribute(self, error: PenstockError) -> PenstockError:
         """Return NotReadyError if an event in the replica's lease explains the failure, else `error`.
@@ -183,7 +183,7 @@ class Slot:
         of a PD pair breaks off its calls and thereby its partner's; the lease may report that a moment later. None of
         this is a failure of the replica or of the call. May set `culprit`.
         """
-        if not isinstance(error, UnavailableError) or isinstance(error, UnreachableError):
+        if not isinstance(error, UnavailableError) or isinstance(error, LostReplicaError):
             return error
         if self._replica.partners.replica_ids is None:
             status = self._replica.status

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.clients.stream_attempt import UnreachableError
+from penstock.clients.stream_attempt import LostReplicaError, UnreachableError
 from penstock.clients.turn import RetryBudget
 from penstock.errors import (
     DeadlineError,
@@ -35,6 +35,16 @@ def test_enough_failures_in_a_row_end_the_turn_for_good() -> None:
         budget.count(UnavailableError("crashed"), has_progressed=True)
     with pytest.raises(PoisonError, match="given up after 12 replicas failed"):
         budget.count(UnavailableError("crashed"), has_progressed=True)
+
+
+def test_a_replica_that_stops_answering_with_the_turn_counts_as_broken_by_it() -> None:
+    """It is found dead, not seen to crash; but it had received the turn."""
+    budget = RetryBudget(3)
+    for _ in range(2):
+        budget.count(LostReplicaError("does not answer"), has_progressed=False)
+        assert budget.is_suspect
+    with pytest.raises(PoisonError, match="given up after 3 replicas failed; the last: does not answer"):
+        budget.count(LostReplicaError("does not answer"), has_progressed=False)
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("no"), DeadlineError("late")])

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.clients.stream_attempt import UnreachableError
+from penstock.clients.stream_attempt import LostReplicaError, UnreachableError
 from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.v1 import common_pb2
 from services.router.balancing import Query
@@ -108,6 +108,7 @@ async def test_only_the_culprit_is_blamed(is_prefill: bool) -> None:
         ("p", {"state": UPDATING}, UnavailableError("aborted"), NotReadyError),
         ("d", {"version": 1}, UnavailableError("aborted"), NotReadyError),
         ("d", {"state": UPDATING}, UnreachableError("gone"), UnreachableError),
+        ("d", {"state": UPDATING}, LostReplicaError("frozen"), LostReplicaError),
         ("d", {}, UnavailableError("crashed"), UnavailableError),
     ],
 )
