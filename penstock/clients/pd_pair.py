@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.clients.stream_attempt import LostReplicaError, Peer, reach, seconds_until, stream_attempt
 from penstock.errors import PenstockError, UnavailableError
 from penstock.rpc.status import error_of
+from penstock.v1 import generate_pb2
 
 RequestT = TypeVar("RequestT")
 ChunkT = TypeVar("ChunkT")
@@ -23,6 +24,11 @@ _HEALTH_TIMEOUT_S = 1.0
 """A replica that does not answer a health check within this time counts as dead."""
 _LINGER_S = 2.0
 """Seconds that a prefill call may outlast the complete answer; no caller waits for it."""
+
+
+def reports_prompt(request: generate_pb2.GenerateRequest) -> bool:
+    """Return whether the answer reports on the prompt's own tokens, their logprobs or experts: pairs refuse that."""
+    return request.prompt_logprobs or request.HasField("routed_experts_from")
 
 
 class PDPeerError(Exception):

@@ -16,6 +16,7 @@ import grpc.aio
 import structlog
 
 from penstock.clients.base import Client
+from penstock.clients.pd_pair import reports_prompt
 from penstock.clients.resumable import ResumableTurn
 from penstock.clients.stream_attempt import LostReplicaError, UnreachableError, seconds_until
 from penstock.clients.turn import RetryBudget, run_turn
@@ -214,6 +215,7 @@ class _RouteSource:
             min_policy_version=request.min_policy_version,
             exact_policy_version=request.exact_policy_version,
             prefix_ids=request.input_ids[:_PREFIX_TOKENS],
+            reports_prompt=reports_prompt(request),
         )
         self._too_long: PromptTooLongError | None = None
         """The error of the last replica that was too small."""

@@ -64,6 +64,8 @@ class SimulatedPeer(SimulatedEngine):
     async def _delay(self, request: generate_pb2.GenerateRequest) -> None:
         if not request.HasField("bootstrap"):
             raise InvalidRequestError("bootstrap is missing: this engine needs a peer")
+        if request.prompt_logprobs:
+            raise InvalidRequestError("prompt_logprobs is set, but this engine is a peer of a PD pair; leave it out")
         if self.replica.max_tokens and len(request.input_ids) >= self.replica.max_tokens:
             raise InvalidRequestError(f"the prompt has {len(request.input_ids)} tokens; {self.replica.max_tokens} fit")
         assert request.bootstrap.room not in self.rooms, "a room is never used twice"

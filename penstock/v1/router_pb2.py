@@ -26,17 +26,17 @@ from penstock.v1 import common_pb2 as penstock_dot_v1_dot_common__pb2
 from penstock.v1 import generate_pb2 as penstock_dot_v1_dot_generate__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/router.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\x1a\x1apenstock/v1/generate.proto\"\x15\n\x13ListReplicasRequest\"\xc3\x01\n\rRoutedReplica\x12%\n\x07replica\x18\x01 \x01(\x0b\x32\x14.penstock.v1.Replica\x12\x10\n\x08routable\x18\x02 \x01(\x08\x12\x19\n\x11unroutable_reason\x18\x03 \x01(\t\x12\x15\n\rnum_in_flight\x18\x04 \x01(\x05\x12\r\n\x05limit\x18\x05 \x01(\x05\x12\x0c\n\x04load\x18\x06 \x01(\x02\x12*\n\x07\x62reaker\x18\x07 \x01(\x0e\x32\x19.penstock.v1.BreakerState\"\xab\x01\n\x14ListReplicasResponse\x12,\n\x08replicas\x18\x01 \x03(\x0b\x32\x1a.penstock.v1.RoutedReplica\x12\x19\n\x11published_version\x18\x02 \x01(\x03\x12\x1a\n\x12min_policy_version\x18\x03 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\x05\x12\x19\n\x11num_waiting_bytes\x18\x05 \x01(\x03\"\xc7\x01\n\x0cRouteRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1a\n\x12min_policy_version\x18\x02 \x01(\x03\x12\x12\n\nprefix_ids\x18\x03 \x03(\x05\x12\x1c\n\x14\x65xcluded_replica_ids\x18\x04 \x03(\t\x12\r\n\x05ttl_s\x18\x05 \x01(\x02\x12\x16\n\x0enum_prompt_ids\x18\x06 \x01(\x05\x12\x10\n\x08group_id\x18\x07 \x01(\t\x12\x1c\n\x14\x65xact_policy_version\x18\x08 \x01(\x03\"\xb1\x01\n\rRouteResponse\x12\x10\n\x08route_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12*\n\x07prefill\x18\x04 \x01(\x0b\x32\x19.penstock.v1.PrefillRoute\x12)\n\tbootstrap\x18\x05 \x01(\x0b\x32\x16.penstock.v1.Bootstrap\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\"E\n\x0cPrefillRoute\x12\x10\n\x08route_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"S\n\x13ReleaseRouteRequest\x12\x10\n\x08route_id\x18\x01 \x01(\t\x12*\n\x07outcome\x18\x02 \x01(\x0e\x32\x19.penstock.v1.RouteOutcome\"*\n\x14ReleaseRouteResponse\x12\x12\n\nwas_pushed\x18\x01 \x01(\x08\"G\n RouterServiceDrainReplicaRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x02\"R\n!RouterServiceDrainReplicaResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\x05\x12\x17\n\x0fnum_handed_over\x18\x02 \x01(\x05*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03*\x9f\x01\n\x0cRouteOutcome\x12\x1d\n\x19ROUTE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1b\n\x17ROUTE_OUTCOME_SUCCEEDED\x10\x01\x12\x18\n\x14ROUTE_OUTCOME_FAILED\x10\x02\x12\x1d\n\x19ROUTE_OUTCOME_UNREACHABLE\x10\x03\x12\x1a\n\x16ROUTE_OUTCOME_REJECTED\x10\x04\x32\xe8\x02\n\rRouterService\x12S\n\x0cListReplicas\x12 .penstock.v1.ListReplicasRequest\x1a!.penstock.v1.ListReplicasResponse\x12>\n\x05Route\x12\x19.penstock.v1.RouteRequest\x1a\x1a.penstock.v1.RouteResponse\x12S\n\x0cReleaseRoute\x12 .penstock.v1.ReleaseRouteRequest\x1a!.penstock.v1.ReleaseRouteResponse\x12m\n\x0c\x44rainReplica\x12-.penstock.v1.RouterServiceDrainReplicaRequest\x1a..penstock.v1.RouterServiceDrainReplicaResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/router.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\x1a\x1apenstock/v1/generate.proto\"\x15\n\x13ListReplicasRequest\"\xc3\x01\n\rRoutedReplica\x12%\n\x07replica\x18\x01 \x01(\x0b\x32\x14.penstock.v1.Replica\x12\x10\n\x08routable\x18\x02 \x01(\x08\x12\x19\n\x11unroutable_reason\x18\x03 \x01(\t\x12\x15\n\rnum_in_flight\x18\x04 \x01(\x05\x12\r\n\x05limit\x18\x05 \x01(\x05\x12\x0c\n\x04load\x18\x06 \x01(\x02\x12*\n\x07\x62reaker\x18\x07 \x01(\x0e\x32\x19.penstock.v1.BreakerState\"\xab\x01\n\x14ListReplicasResponse\x12,\n\x08replicas\x18\x01 \x03(\x0b\x32\x1a.penstock.v1.RoutedReplica\x12\x19\n\x11published_version\x18\x02 \x01(\x03\x12\x1a\n\x12min_policy_version\x18\x03 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\x05\x12\x19\n\x11num_waiting_bytes\x18\x05 \x01(\x03\"\xdf\x01\n\x0cRouteRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1a\n\x12min_policy_version\x18\x02 \x01(\x03\x12\x12\n\nprefix_ids\x18\x03 \x03(\x05\x12\x1c\n\x14\x65xcluded_replica_ids\x18\x04 \x03(\t\x12\r\n\x05ttl_s\x18\x05 \x01(\x02\x12\x16\n\x0enum_prompt_ids\x18\x06 \x01(\x05\x12\x10\n\x08group_id\x18\x07 \x01(\t\x12\x1c\n\x14\x65xact_policy_version\x18\x08 \x01(\x03\x12\x16\n\x0ereports_prompt\x18\t \x01(\x08\"\xb1\x01\n\rRouteResponse\x12\x10\n\x08route_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12*\n\x07prefill\x18\x04 \x01(\x0b\x32\x19.penstock.v1.PrefillRoute\x12)\n\tbootstrap\x18\x05 \x01(\x0b\x32\x16.penstock.v1.Bootstrap\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\"E\n\x0cPrefillRoute\x12\x10\n\x08route_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"S\n\x13ReleaseRouteRequest\x12\x10\n\x08route_id\x18\x01 \x01(\t\x12*\n\x07outcome\x18\x02 \x01(\x0e\x32\x19.penstock.v1.RouteOutcome\"*\n\x14ReleaseRouteResponse\x12\x12\n\nwas_pushed\x18\x01 \x01(\x08\"G\n RouterServiceDrainReplicaRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x02\"R\n!RouterServiceDrainReplicaResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\x05\x12\x17\n\x0fnum_handed_over\x18\x02 \x01(\x05*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03*\x9f\x01\n\x0cRouteOutcome\x12\x1d\n\x19ROUTE_OUTCOME_UNSPECIFIED\x10\x00\x12\x1b\n\x17ROUTE_OUTCOME_SUCCEEDED\x10\x01\x12\x18\n\x14ROUTE_OUTCOME_FAILED\x10\x02\x12\x1d\n\x19ROUTE_OUTCOME_UNREACHABLE\x10\x03\x12\x1a\n\x16ROUTE_OUTCOME_REJECTED\x10\x04\x32\xe8\x02\n\rRouterService\x12S\n\x0cListReplicas\x12 .penstock.v1.ListReplicasRequest\x1a!.penstock.v1.ListReplicasResponse\x12>\n\x05Route\x12\x19.penstock.v1.RouteRequest\x1a\x1a.penstock.v1.RouteResponse\x12S\n\x0cReleaseRoute\x12 .penstock.v1.ReleaseRouteRequest\x1a!.penstock.v1.ReleaseRouteResponse\x12m\n\x0c\x44rainReplica\x12-.penstock.v1.RouterServiceDrainReplicaRequest\x1a..penstock.v1.RouterServiceDrainReplicaResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BREAKERSTATE']._serialized_start=1229
-  _globals['_BREAKERSTATE']._serialized_end=1353
-  _globals['_ROUTEOUTCOME']._serialized_start=1356
-  _globals['_ROUTEOUTCOME']._serialized_end=1515
+  _globals['_BREAKERSTATE']._serialized_start=1253
+  _globals['_BREAKERSTATE']._serialized_end=1377
+  _globals['_ROUTEOUTCOME']._serialized_start=1380
+  _globals['_ROUTEOUTCOME']._serialized_end=1539
   _globals['_LISTREPLICASREQUEST']._serialized_start=95
   _globals['_LISTREPLICASREQUEST']._serialized_end=116
   _globals['_ROUTEDREPLICA']._serialized_start=119
@@ -44,19 +44,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREPLICASRESPONSE']._serialized_start=317
   _globals['_LISTREPLICASRESPONSE']._serialized_end=488
   _globals['_ROUTEREQUEST']._serialized_start=491
-  _globals['_ROUTEREQUEST']._serialized_end=690
-  _globals['_ROUTERESPONSE']._serialized_start=693
-  _globals['_ROUTERESPONSE']._serialized_end=870
-  _globals['_PREFILLROUTE']._serialized_start=872
-  _globals['_PREFILLROUTE']._serialized_end=941
-  _globals['_RELEASEROUTEREQUEST']._serialized_start=943
-  _globals['_RELEASEROUTEREQUEST']._serialized_end=1026
-  _globals['_RELEASEROUTERESPONSE']._serialized_start=1028
-  _globals['_RELEASEROUTERESPONSE']._serialized_end=1070
-  _globals['_ROUTERSERVICEDRAINREPLICAREQUEST']._serialized_start=1072
-  _globals['_ROUTERSERVICEDRAINREPLICAREQUEST']._serialized_end=1143
-  _globals['_ROUTERSERVICEDRAINREPLICARESPONSE']._serialized_start=1145
-  _globals['_ROUTERSERVICEDRAINREPLICARESPONSE']._serialized_end=1227
-  _globals['_ROUTERSERVICE']._serialized_start=1518
-  _globals['_ROUTERSERVICE']._serialized_end=1878
+  _globals['_ROUTEREQUEST']._serialized_end=714
+  _globals['_ROUTERESPONSE']._serialized_start=717
+  _globals['_ROUTERESPONSE']._serialized_end=894
+  _globals['_PREFILLROUTE']._serialized_start=896
+  _globals['_PREFILLROUTE']._serialized_end=965
+  _globals['_RELEASEROUTEREQUEST']._serialized_start=967
+  _globals['_RELEASEROUTEREQUEST']._serialized_end=1050
+  _globals['_RELEASEROUTERESPONSE']._serialized_start=1052
+  _globals['_RELEASEROUTERESPONSE']._serialized_end=1094
+  _globals['_ROUTERSERVICEDRAINREPLICAREQUEST']._serialized_start=1096
+  _globals['_ROUTERSERVICEDRAINREPLICAREQUEST']._serialized_end=1167
+  _globals['_ROUTERSERVICEDRAINREPLICARESPONSE']._serialized_start=1169
+  _globals['_ROUTERSERVICEDRAINREPLICARESPONSE']._serialized_end=1251
+  _globals['_ROUTERSERVICE']._serialized_start=1542
+  _globals['_ROUTERSERVICE']._serialized_end=1902
 # @@protoc_insertion_point(module_scope)

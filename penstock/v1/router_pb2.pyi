@@ -200,6 +200,7 @@ class RouteRequest(_message.Message):
     NUM_PROMPT_IDS_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     EXACT_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    REPORTS_PROMPT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Turns of one episode share it: they go to the same replica."""
     min_policy_version: _builtins.int
@@ -214,6 +215,10 @@ class RouteRequest(_message.Message):
     """Shared by episodes that begin with the same prompt; see GenerateRequest.group_id."""
     exact_policy_version: _builtins.int
     """The only policy version that may answer; see GenerateRequest.exact_policy_version."""
+    reports_prompt: _builtins.bool
+    """Whether the call has prompt_logprobs or routed_experts_from, which PD pairs refuse: while a unified replica holds a
+    lease, only unified ones are chosen.
+    """
     @_builtins.property
     def prefix_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's first ids, as many as the client cares to send; they matter only if router.balancing = "prefix"."""
@@ -233,10 +238,11 @@ class RouteRequest(_message.Message):
         num_prompt_ids: _builtins.int = ...,
         group_id: _builtins.str = ...,
         exact_policy_version: _builtins.int = ...,
+        reports_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact_policy_version", b"exact_policy_version", "excluded_replica_ids", b"excluded_replica_ids", "group_id", b"group_id", "min_policy_version", b"min_policy_version", "num_prompt_ids", b"num_prompt_ids", "prefix_ids", b"prefix_ids", "session_id", b"session_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact_policy_version", b"exact_policy_version", "excluded_replica_ids", b"excluded_replica_ids", "group_id", b"group_id", "min_policy_version", b"min_policy_version", "num_prompt_ids", b"num_prompt_ids", "prefix_ids", b"prefix_ids", "reports_prompt", b"reports_prompt", "session_id", b"session_id", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

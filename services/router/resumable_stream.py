@@ -7,6 +7,7 @@ each attempt's request is made when it is sent.
 
 from google.protobuf.message import DecodeError
 
+from penstock.clients.pd_pair import reports_prompt
 from penstock.clients.resumable import ResumableTurn
 from penstock.errors import InvalidRequestError
 from penstock.v1 import generate_pb2
@@ -40,6 +41,7 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
         request_id=request.request_id,
         min_version=request.min_policy_version,
         exact_version=request.exact_policy_version,
+        reports_prompt=reports_prompt(request),
         blocks=blocks,
         num_tokens=len(request.input_ids) + 1,  # at least: images are one token each until a replica expands them
     )

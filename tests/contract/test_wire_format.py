@@ -24,7 +24,7 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
         "0a01721201731a0301ac0222030a01782a110d0000803f150000003f180220042a010930033810",
     ),
     (generate_pb2.GenerateRequest(group_id="g", exact_policy_version=3), "4a01675003"),
-    (router_pb2.RouteRequest(group_id="g", exact_policy_version=3), "3a01674003"),
+    (router_pb2.RouteRequest(group_id="g", exact_policy_version=3, reports_prompt=True), "3a016740034801"),
     (rollout_pb2.PrepareWeightsRequest(push_id="p", replaces_newer=True), "0a01705001"),
     (
         trainer_pb2.HeldOutReplicas(replica_ids=["e"], policy_version=3, step=2, trainer_epoch="a"),

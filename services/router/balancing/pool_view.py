@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from services.router.balancing.replica_status import UNBOUNDED, ReplicaStatus, UnroutableReason
 
-Need: TypeAlias = tuple[int, int, frozenset[str], int, str]
+Need: TypeAlias = tuple[int, int, bool, frozenset[str], int, str]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -34,6 +34,10 @@ class Query:
     wants_held_out: bool = False
     """Whether only replicas that are held out of pushes may answer: with `exact_version`, while an evaluation holds
     some."""
+    reports_prompt: bool = False
+    """Whether its answer reports on the prompt's own tokens, which PD pairs refuse."""
+    wants_unified: bool = False
+    """Whether only replicas that are no peers of PD pairs may answer: it `reports_prompt`, and there are some."""
     excluded: frozenset[str] = frozenset()
     """Ids of replicas that failed this call."""
     blocks: tuple[int, ...] = ()
@@ -50,7 +54,7 @@ class Query:
     @property
     def need(self) -> "Need":
         """Key of the call's needs: the same replicas can take calls of equal needs."""
-        return self.exact_version, self.min_version, self.excluded, self.num_small, self.home
+        return self.exact_version, self.min_version, self.wants_unified, self.excluded, self.num_small, self.home
 
 
 class PoolView:
@@ -97,6 +101,10 @@ class PoolView:
         """Return the load with one more call. Ranking without that call would fill small replicas more than large ones:
         all are filled to the same level, and one more call is a larger share of a small one."""
         return replica.next_load + min((each.next_load for each in self._partners(replica)), default=0.0)
+
+    def has_unified(self) -> bool:
+        """Return whether a replica answers without a partner."""
+        return any(each.partner_ids is None for each in self.replicas.values())
 
     def sizes(self) -> list[int]:
         """Return the distinct `max_tokens` in the leases, in ascending order."""
@@ -181,6 +189,7 @@ def _is_able(replica: ReplicaStatus, query: Query, now: float) -> bool:
         replica.unroutable is None
         and replica.policy_version >= query.min_version
         and (not (replica.is_held_out or query.exact_version) or _is_meant_for(replica, query))
+        and not (query.wants_unified and replica.partner_ids is not None)
         and replica.max_tokens >= query.num_tokens
         and replica.num_in_flight < replica.max_in_flight
         and replica.rejecting_until <= now
@@ -199,6 +208,8 @@ def _is_meant_for(replica: ReplicaStatus, query: Query) -> bool:
 def _find_own_reason(replica: ReplicaStatus, query: Query, now: float) -> UnroutableReason | None:
     if replica.unroutable is not None:
         return replica.unroutable
+    if query.wants_unified and replica.partner_ids is not None:
+        return UnroutableReason.PAIRED
     if replica.max_tokens < query.num_tokens:
         return UnroutableReason.SMALL
     if replica.policy_version < query.min_version:

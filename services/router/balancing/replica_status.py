@@ -28,6 +28,7 @@ class UnroutableReason(enum.Enum):
         "without a partner that has the same tensor_parallel: SGLang cannot move a KV cache between unequal ones"
     )
     OTHER_VERSION = "without a partner that has the same policy version"
+    PAIRED = "in PD pairs, which report nothing on a prompt's tokens"
     SMALL = "too small for it"
     STALE = "below policy version"
     OTHER_THAN_EXACT = "not at exactly policy version"

@@ -85,6 +85,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             group_id=request.group_id,
             min_version=request.min_policy_version,
             exact_version=request.exact_policy_version,
+            reports_prompt=request.reports_prompt,
             excluded=frozenset(request.excluded_replica_ids),
             blocks=hash_blocks(request.prefix_ids) if self._slots.balancer.reads_blocks else (),
             num_tokens=request.num_prompt_ids + 1 if request.num_prompt_ids else 0,

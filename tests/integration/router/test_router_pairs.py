@@ -7,12 +7,14 @@ import grpc
 import pytest
 
 from penstock.bus.connection import Bus, connect
+from penstock.clients.routed import RoutedGenerateClient
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.testing.simulated_pd_pair import SimulatedDecode
 from penstock.v1 import common_pb2
+from tests.integration.router.test_routed_client import request
 from tests.support.router.pd_pairs import CLOSED, assert_well_paired, breakers, ids, paired, until_idle
 from tests.support.router.routers import failure, router
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 
 async def test_a_pair_answers_as_one_engine(steady_bus: Bus) -> None:
@@ -122,6 +124,26 @@ async def test_unequal_tensor_parallelism_is_refused_and_explained(steady_bus: B
             assert (await caller.generate("s")).replica_id == "d9"
         await until(lambda: p.num_answered == 1)
         assert d.num_calls == 0
+
+
+async def test_a_call_that_reports_on_its_prompt_goes_to_a_unified_engine(steady_bus: Bus) -> None:
+    """With logprobs or experts of its tokens, called by the router or by the client itself; a pair refuses it."""
+    asked = {"prompt_logprobs": {"prompt_logprobs": True}, "experts": {"routed_experts_from": 0}}
+    async with (
+        paired(steady_bus, 2, 2) as (caller, _, _),
+        RoutedGenerateClient(caller.address) as client,
+    ):
+        error = await failure(caller.generate("s", **asked["prompt_logprobs"]))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "peer of a PD pair" in (error.details() or "")
+        async with SimulatedEngine(steady_bus, replica_id="u", max_running=1, token_s=0.001).running():
+            await caller.until_routable(5)
+            answers = await asyncio.gather(
+                *(caller.generate(f"{name}{n}", **fields) for name, fields in asked.items() for n in range(4)),
+                *(client.generate(request(session=f"c{n}", prompt_logprobs=True), timeout_s=HANG_S) for n in range(4)),
+            )
+            assert {answer.replica_id for answer in answers} == {"u"}
+            await until_idle(caller)
 
 
 async def test_two_routers_share_the_pairs(steady_bus: Bus, run_name: str) -> None:

@@ -54,6 +54,10 @@ def test_reads_what_a_call_wants() -> None:
     assert read_query(long, with_blocks=False).num_tokens == 131
     with pytest.raises(InvalidRequestError, match="3 bytes are not a GenerateRequest"):
         read_query(b"\xff\xff\xff", with_blocks=False)
+    for fields in ({"prompt_logprobs": True}, {"routed_experts_from": 0}):
+        asked = generate_pb2.GenerateRequest(sampling=sampling, **fields)
+        assert read_query(asked.SerializeToString(), with_blocks=False).reports_prompt
+    assert not query.reports_prompt
     paired = generate_pb2.GenerateRequest(sampling=sampling, bootstrap=generate_pb2.Bootstrap(room=1))
     with pytest.raises(InvalidRequestError, match="bootstrap"):
         read_query(paired.SerializeToString(), with_blocks=False)

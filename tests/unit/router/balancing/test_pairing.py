@@ -101,6 +101,23 @@ def test_a_pair_is_as_busy_as_both_of_its_peers() -> None:
     assert chosen(AffinityBalancer(max_sessions=1), pool) == "u"
 
 
+def test_a_call_that_reports_on_its_prompt_is_given_to_unified_replicas() -> None:
+    """However busy they are: the peers of pairs say why they take none."""
+    pool = Fleet(described("u", in_flight=7), peer("p", PREFILL), peer("d", DECODE))
+    query = Query(wants_unified=True)
+    for name in Balancing:
+        assert chosen(make_balancer(name, Tuning()), pool, query) == "u"
+    assert [pool.view.find_reason(pool[each], query, 0.0) for each in "pd"] == [UnroutableReason.PAIRED] * 2
+    pool.set_in_flight("u", 16)
+    assert chosen(make_balancer(Balancing.ROUND_ROBIN, Tuning()), pool, query) is None
+    assert str(pool.view.explain(query, 0.0)) == (
+        "of 3 replicas 1 at the limit of calls, 2 in PD pairs, which report nothing on a prompt's tokens"
+    )
+    assert pool.view.has_unified()
+    pool.remove("u")
+    assert not pool.view.has_unified()
+
+
 def test_a_prompt_is_given_to_replicas_that_can_hold_it() -> None:
     """A pair is as small as its smaller peer; one that does not say takes everything."""
     pool = Fleet(
