@@ -1,11 +1,12 @@
 """One turn over several replicas: the tokens delivered so far, and the request for the rest.
 
 To continue, the policy needs only the tokens so far. So when a replica dies, the turn does not start over: another
-replica gets the delivered tokens as part of the prompt. Invariant: the response looks unbroken, over any number of
+replica gets the delivered tokens as part of the prompt. Only an answer with a grammar, which would begin anew, starts
+over, and only while its caller has nothing of it. Invariant: the response looks unbroken, over any number of
 attempts and chunks.
 """
 
-from penstock.errors import NotReadyError, PenstockError
+from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.v1 import common_pb2, generate_pb2
 
 
@@ -13,9 +14,15 @@ class ResumableTurn:
     """One turn (`penstock.clients.turn.TurnProgress`). Send `remaining()` and `add` its chunks; repeat until
     `is_finished`; then read the `response()`."""
 
-    def __init__(self, request: generate_pb2.GenerateRequest) -> None:
-        """Start with nothing delivered; `request` is not modified."""
+    def __init__(self, request: generate_pb2.GenerateRequest, *, may_restart: bool = False) -> None:
+        """Start with nothing delivered; `request` is not modified.
+
+        Args:
+            request: The turn.
+            may_restart: Whether its caller gets the whole turn only, so that one that cannot be continued starts over.
+        """
         self._request = request
+        self._may_restart = may_restart
         self._response = generate_pb2.GenerateResponse()
         self._num_attempts = 0
         self._is_first_attempt = True
@@ -61,10 +68,10 @@ class ResumableTurn:
         """Check that another replica can continue from the tokens delivered so far.
 
         Raises:
-            PenstockError: it cannot, because its grammar would start over.
+            UnavailableError: it cannot, because its grammar would start over.
         """
-        if self.num_tokens and self._request.sampling.HasField("constraint"):
-            raise PenstockError(
+        if not self._is_continuable:
+            raise UnavailableError(
                 f"request {self._request.request_id!r} lost its replica after {self.num_tokens} tokens; an answer with "
                 "sampling.constraint cannot be continued by another, so ask again"
             )
@@ -113,7 +120,9 @@ class ResumableTurn:
         return chunk
 
     def end_attempt(self) -> bool:
-        """Return whether the turn is complete."""
+        """End the attempt; return whether the turn is complete. One that must start over drops its tokens."""
+        if self._may_restart and not self.is_finished and not self._is_continuable:
+            self._response = generate_pb2.GenerateResponse()
         return self.is_finished
 
     def cut(self, reason: generate_pb2.FinishReason.ValueType) -> None:
@@ -137,6 +146,10 @@ class ResumableTurn:
                 f"request {self._request.request_id!r} has {self.num_tokens} tokens and no end yet; send remaining()"
             )
         return self._response
+
+    @property
+    def _is_continuable(self) -> bool:
+        return self.num_tokens == 0 or not self._request.sampling.HasField("constraint")
 
     def _add_span(self, span: common_pb2.VersionSpan) -> None:
         spans = self._response.version_spans

@@ -79,7 +79,7 @@ class RoutedGenerateClient(Client):
         chunked = generate_pb2.GenerateRequest()
         chunked.CopyFrom(request)
         chunked.chunk_tokens = _CHUNK_TOKENS
-        turn, budget = ResumableTurn(chunked), RetryBudget()  # shared by all attempts
+        turn, budget = ResumableTurn(chunked, may_restart=True), RetryBudget()  # shared by all attempts
 
         async def attempt(number: int, remaining_s: float) -> generate_pb2.GenerateResponse:
             if not turn.is_finished:

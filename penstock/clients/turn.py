@@ -122,7 +122,7 @@ class TurnProgress(Protocol[RequestT_co, ChunkT]):
         ...
 
     def end_attempt(self) -> bool:
-        """End the attempt; return whether the turn is complete.
+        """End the attempt; return whether the turn is complete. A turn that starts over drops what it has.
 
         Raises:
             PenstockError: the replica's chunks break the contract of GenerateStream.

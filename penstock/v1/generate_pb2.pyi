@@ -79,7 +79,8 @@ class SamplingParams(_message.Message):
     def constraint(self) -> Global___Constraint:
         """What the output must be; unset: anything. The engine then samples only from the ids that a grammar allows, and
         logprobs are those of what it leaves, which a trainer cannot compute: do not train on them. Such a turn cannot be
-        continued by another replica.
+        continued by another replica: a router starts Generate over, and ends a GenerateStream that has begun with
+        UNAVAILABLE.
         """
 
     def __init__(

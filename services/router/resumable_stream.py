@@ -50,13 +50,17 @@ def read_query(raw: bytes, *, with_blocks: bool) -> Query:
 class ResumableStream:
     """One call (`penstock.clients.turn.TurnProgress` over bytes)."""
 
-    def __init__(self, *parts: bytes, chunk_tokens: int = 0) -> None:
-        """Begin the call of the serialized GenerateRequest made of `parts`; calls may share parts.
+    def __init__(self, *parts: bytes, chunk_tokens: int = 0, may_restart: bool = False) -> None:
+        """Begin the call of a serialized GenerateRequest.
 
-        `chunk_tokens` above 0 overrides the request's own.
+        Args:
+            parts: The bytes of the request; calls may share parts.
+            chunk_tokens: Above 0: overrides the request's own.
+            may_restart: See `ResumableTurn`; the caller ignores the chunks and reads the `response`.
         """
         self._parts = parts
         self._chunk_tokens = chunk_tokens
+        self._may_restart = may_restart
         self._first_chunks: list[bytes] = []
         self._turn: ResumableTurn | None = None
 
@@ -112,13 +116,14 @@ class ResumableStream:
             PenstockError: the replica's chunks break the contract of GenerateStream.
         """
         if self._turn is None:
-            self._turn = ResumableTurn(generate_pb2.GenerateRequest.FromString(self._raw()))
+            request = generate_pb2.GenerateRequest.FromString(self._raw())
+            self._turn = ResumableTurn(request, may_restart=self._may_restart)
             chunks, self._first_chunks, self._parts = b"".join(self._first_chunks), [], ()
             if chunks:
                 self._turn.add(generate_pb2.GenerateChunk.FromString(chunks))
             if not self._turn.is_finished:
                 self._turn.remaining()  # stands for the finished attempt, so that the next gets its own id
-        return self._turn.is_finished
+        return self._turn.end_attempt()
 
     def response(self) -> bytes:
         """Return the whole turn as a serialized GenerateResponse; only after `end_attempt` returned true."""

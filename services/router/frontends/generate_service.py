@@ -32,7 +32,7 @@ class GenerateServicer:
 
     async def Generate(self, raw: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:  # noqa: N802 - gRPC's name
         """Answer one turn."""
-        stream = ResumableStream(raw, chunk_tokens=self._tuning.chunk_tokens)
+        stream = ResumableStream(raw, chunk_tokens=self._tuning.chunk_tokens, may_restart=True)
         async with contextlib.aclosing(self._forwarder.forward(stream, timeout_s=self._timeout_s(context))) as chunks:
             async for _ in chunks:
                 pass

@@ -110,24 +110,37 @@ async def test_what_is_no_form_is_refused_by_name(harness: Harness, name: str) -
     assert harness.requests == []
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_constrained_answer_is_not_continued_by_another_engine(harness: Harness, is_streamed: bool) -> None:
+async def test_a_constrained_stream_is_not_continued_by_another_engine(harness: Harness) -> None:
     """Its grammar would begin anew; the error says to ask again."""
     harness.says("abcdef")
     for engine in harness.engines:
         engine.fail_after = 3
-    with pytest.raises(openai.APIError, match="cannot be continued"):
-        await harness.chat_to_the_end(stream=is_streamed, response_format={"type": "json_object"})
+    with pytest.raises(openai.APIError, match="cannot be continued") as caught:
+        await harness.chat_to_the_end(stream=True, response_format={"type": "json_object"})
+    assert caught.value.code == "unavailable"
 
 
-async def test_a_lost_constrained_answer_is_blamed_on_the_engine_that_lost_it(harness: Harness) -> None:
+async def test_a_constrained_answer_that_is_no_stream_starts_over(harness: Harness) -> None:
+    """On another engine, whole: the client has had nothing of it."""
+    harness.says("abcdef")
+    harness.engines[0].fail_after = 3
+    for engine in harness.engines:
+        engine.token_s = 0.02  # so that calls meet, and each engine has some
+    form = {"type": "json_object"}
+    answers = await asyncio.gather(*(harness.chat(response_format=form, logprobs=True) for _ in range(12)))
+    assert {answer.choices[0].message.content for answer in answers} == {"abcdef"}
+    assert {len(answer.choices[0].logprobs.content) for answer in answers} == {answers[0].usage.completion_tokens}
+    assert any(request.request_id.endswith("#1") for request in harness.requests)
+
+
+async def test_a_lost_constrained_stream_is_blamed_on_the_engine_that_lost_it(harness: Harness) -> None:
     """No other engine is asked for the rest, so none is taken for failing, and other calls find it at once."""
     harness.says("abcdef")
     failing, *sound = harness.engines
     failing.fail_after = 3
     for engine in harness.engines:
         engine.token_s = 0.02  # so that calls meet, and each engine has some
-    calls = [harness.chat(response_format={"type": "json_object"}) for _ in range(12)]
+    calls = [harness.chat_to_the_end(stream=True, response_format={"type": "json_object"}) for _ in range(12)]
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert {isinstance(answer, openai.APIError) for answer in answers} == {True, False}
     async with connect(harness.routers[0].address) as channel:

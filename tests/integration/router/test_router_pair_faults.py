@@ -5,8 +5,11 @@ import random
 import signal
 
 import grpc
+import pytest
 
 from penstock.bus.connection import Bus
+from penstock.clients import GenerateClient
+from penstock.clients.routed import RoutedGenerateClient
 from penstock.errors import OverloadedError, UnavailableError
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.testing.simulated_pd_pair import SimulatedDecode, SimulatedPrefill
@@ -244,6 +247,52 @@ async def test_a_rolling_push_loses_no_call_and_mixes_no_versions(steady_bus: Bu
         assert any(len(each) > 1 for each in spans)
         assert not opened
         assert not any(d.num_mismatched for d in decodes)
+        await until_idle(caller)
+
+
+async def test_a_push_makes_an_answer_of_a_form_start_over(steady_bus: Bus) -> None:
+    """Called by the router or by the client itself, while the caller has nothing of it. A stream that has begun ends
+    with UNAVAILABLE, so that its client asks again. Nobody is blamed."""
+    form = generate_pb2.Constraint(regex=".*")
+    asked = generate_pb2.GenerateRequest(
+        request_id="q",
+        input_ids=[5, 6],
+        sampling=generate_pb2.SamplingParams(max_new_tokens=40, constraint=form),
+        chunk_tokens=1,
+    )
+    async with (
+        paired(steady_bus, 1, 1, decode={"hang_after": 20}, breaker={"failures": 1}, chunk_tokens=2) as (
+            caller,
+            [p],
+            [d],
+        ),
+        RoutedGenerateClient(caller.address) as client,
+        GenerateClient(caller.address) as forwarded,
+    ):
+        playing = [asyncio.create_task(each.generate(asked, timeout_s=HANG_S)) for each in (client, forwarded)]
+        await until(lambda: d.num_running == 2)
+        tokens: list[int] = []
+
+        async def stream() -> None:
+            async for chunk in forwarded.stream(asked, timeout_s=HANG_S):
+                tokens.extend(chunk.output_ids)
+
+        streaming = asyncio.create_task(stream())
+        await until(lambda: len(tokens) == 20)
+        for engine in (p, d):
+            await engine.begin_push()
+        d.hang_after = None
+        d.released.set()
+        await until(lambda: d.num_running == 0)
+        for engine in (p, d):
+            await engine.end_push(1)
+        for answer in await promptly(asyncio.gather(*playing)):
+            assert list(answer.output_ids) == ids(40)
+            assert [(span.num_tokens, span.policy_version) for span in answer.version_spans] == [(40, 1)]
+        with pytest.raises(UnavailableError, match="lost its replica after 20 tokens"):
+            await promptly(streaming)
+        assert [list(again.input_ids) for again in d.requests if again.request_id == "q#1"] == [[5, 6], [5, 6]]
+        assert set((await breakers(caller)).values()) == {CLOSED}
         await until_idle(caller)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.clients.resumable import ResumableTurn
-from penstock.errors import NotReadyError, PenstockError
+from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.testing.answers import chunk_of, scored
 from penstock.v1 import common_pb2, generate_pb2
 
@@ -226,5 +226,34 @@ def test_a_constrained_turn_is_continued_only_before_its_first_token() -> None:
     turn.require_continuable()
     turn.make_request(None)
     turn.add(chunk_of(answer([3] * 4), 0, 1))
-    with pytest.raises(PenstockError, match="after 1 tokens; an answer with sampling"):
+    assert not turn.end_attempt()
+    with pytest.raises(UnavailableError, match="after 1 tokens; an answer with sampling"):
         turn.require_continuable()
+
+
+def test_a_constrained_turn_that_nobody_has_seen_starts_over() -> None:
+    """What was delivered is dropped: the next attempt asks for everything again, and usage and spans are its own."""
+    wanted = scored_request()
+    wanted.sampling.constraint.json_schema = "{}"
+    turn, whole = ResumableTurn(wanted, may_restart=True), scored(answer([4] * 4), wanted)
+    turn.make_request(None)
+    turn.add(chunk_of(scored(answer([3] * 4), wanted), 0, 3))
+    assert not turn.end_attempt()
+    assert turn.num_tokens == 0
+    turn.require_continuable()
+    again = turn.make_request(None)
+    assert again.request_id == "r#1"
+    again.request_id = "r"
+    assert again == wanted
+    turn.add(chunk_of(whole, 0, 4))
+    assert turn.end_attempt()
+    assert turn.response() == whole
+
+
+def test_a_turn_without_a_constraint_never_starts_over() -> None:
+    """Another replica goes on from its tokens."""
+    turn = ResumableTurn(request(4), may_restart=True)
+    turn.make_request(None)
+    turn.add(chunk_of(answer([3] * 4), 0, 3))
+    assert not turn.end_attempt()
+    assert turn.num_tokens == 3

@@ -15,6 +15,7 @@ import pytest
 
 from penstock.http.boundary import Boundary
 from penstock.runtime.security import Security
+from penstock.v1 import generate_pb2
 from services.router.frontends.openai import chat_api
 from services.router.frontends.openai.app import make_openai_app
 from services.router.frontends.openai.chat_api import ChatApi
@@ -151,7 +152,7 @@ async def test_a_waiting_call_counts_the_ids_and_images_that_its_caller_keeps() 
         num_choices=2,
         prompts=[PromptIds(input_ids=pack_ids([1, 2]), images=[b"image", b"other"])],
         prompt_of=lambda _: request.prompts[0],
-        sampling=None,
+        sampling=generate_pb2.SamplingParams(),
         num_top_logprobs=0,
         num_prompt_logprobs=None,
         scores_prompt=False,
@@ -161,6 +162,6 @@ async def test_a_waiting_call_counts_the_ids_and_images_that_its_caller_keeps() 
     choices: Any = [None, None]
     forwarder: Any = SimpleNamespace(forward=forward)
     terms = Terms(restorable_bytes=100)
-    async with generating(forwarder, request, choices, terms, timeout_s=60.0, chunk_tokens=0):
+    async with generating(forwarder, request, choices, terms, timeout_s=60.0, chunk_tokens=0, is_streamed=False):
         await until(lambda: len(kept) == len(choices))
     assert kept == [118, 0]

@@ -144,6 +144,29 @@ def test_a_replica_that_breaks_off_twice_costs_two_attempts() -> None:
     assert [(span.num_tokens, span.policy_version) for span in response.version_spans] == [(2, 3), (4, 4)]
 
 
+@pytest.mark.parametrize("num_breaks", [1, 2])
+def test_a_form_starts_over_where_nobody_has_seen_it(num_breaks: int) -> None:
+    """After each break the whole request is sent again, and the answer is the last attempt's alone."""
+    asked = generate_pb2.GenerateRequest.FromString(RAW)
+    asked.sampling.constraint.regex = ".*"
+    stream = ResumableStream(asked.SerializeToString(), may_restart=True)
+    for number in range(1, 1 + num_breaks):
+        stream.take(chunk_of(whole([3] * 6), 0, 4).SerializeToString())
+        assert not stream.end_attempt()
+        assert stream.num_tokens == 0
+        stream.require_continuable()
+        attempt = generate_pb2.GenerateRequest.FromString(stream.make_request(None))
+        asked.request_id = f"r#{number}"
+        assert attempt == asked
+    for chunk in chunks(whole([4] * 6, replica_id="b"), 3):
+        stream.take(chunk)
+    assert stream.end_attempt()
+    response = generate_pb2.GenerateResponse.FromString(stream.response())
+    assert list(response.output_ids) == IDS
+    assert [(span.num_tokens, span.policy_version) for span in response.version_spans] == [(6, 4)]
+    assert response.usage == generate_pb2.Usage(num_prompt_tokens=9, num_output_tokens=6)
+
+
 def test_a_break_after_the_last_token_is_none() -> None:
     """The stream is whole, whatever became of the stream."""
     stream = ResumableStream(RAW)

@@ -233,7 +233,13 @@ class ChatApi:
         chunk_tokens = 0 if request.is_cut_by_text else _CHUNK_TOKENS
         try:
             async with generating(
-                self._forwarder, request, choices, terms, timeout_s=self._timeout_s(terms), chunk_tokens=chunk_tokens
+                self._forwarder,
+                request,
+                choices,
+                terms,
+                timeout_s=self._timeout_s(terms),
+                chunk_tokens=chunk_tokens,
+                is_streamed=False,
             ) as deltas:
                 async for _, delta in deltas:
                     form.take(delta)
@@ -274,7 +280,13 @@ class ChatApi:
         opened: set[int] = set()
         num_left = len(choices)
         async with generating(
-            self._forwarder, request, choices, terms, timeout_s=self._timeout_s(terms), chunk_tokens=0
+            self._forwarder,
+            request,
+            choices,
+            terms,
+            timeout_s=self._timeout_s(terms),
+            chunk_tokens=0,
+            is_streamed=True,
         ) as deltas:
             async for index, delta in deltas:
                 form.take(delta)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -43,10 +43,12 @@ async def generating(
     *,
     timeout_s: float,
     chunk_tokens: int,
+    is_streamed: bool,
 ) -> AsyncIterator[AsyncIterator[tuple[int, ChoiceDelta]]]:
     """Generate the choices during the context, which yields their deltas with the choice's index.
 
-    Leaving the context early aborts the remaining calls in the engines.
+    Leaving the context early aborts the remaining calls in the engines. The delta of a choice with a form is the whole
+    choice unless it is streamed, because the form starts over if an engine fails.
 
     Raises:
         PenstockError: one of the choices failed, or `terms.watch` did; the others are aborted.
@@ -54,12 +56,13 @@ async def generating(
     """
     deltas: asyncio.Queue[tuple[int, ChoiceDelta]] = asyncio.Queue(_MAX_AHEAD)
     prompts = [_serialize(request, index) for index in range(0, len(choices), request.num_choices)]
+    is_whole = not is_streamed and request.sampling.HasField("constraint")
     kept_bytes = sum(prompt.size_bytes for prompt in request.prompts) + terms.restorable_bytes
 
     async def generate(index: int) -> None:
         choice, name = choices[index], generate_pb2.GenerateRequest(request_id=f"{request.request_id}/{index}")
         parts = name.SerializeToString(), prompts[index // request.num_choices]
-        stream = ResumableStream(*parts, chunk_tokens=chunk_tokens)
+        stream = ResumableStream(*parts, chunk_tokens=chunk_tokens, may_restart=is_whole)
         forwarded = forwarder.forward(
             stream,
             timeout_s=timeout_s,
@@ -67,7 +70,7 @@ async def generating(
             restore_images=terms.restore_images,
             kept_bytes=0 if index else kept_bytes,  # all choices share them
         )
-        async with contextlib.aclosing(forwarded) as chunks:
+        async with contextlib.aclosing(_joined(forwarded, stream) if is_whole else forwarded) as chunks:
             async for raw in chunks:
                 chunk = generate_pb2.GenerateChunk.FromString(raw)
                 if request.scores_prompt and not choice.tokens and not chunk.HasField("prompt_logprobs"):
@@ -93,6 +96,14 @@ async def generating(
                 watching.cancel()
     except BaseExceptionGroup as failed:  # one error is enough for the caller
         raise failed.exceptions[0] from None
+
+
+async def _joined(chunks: AsyncGenerator[bytes, None], stream: ResumableStream) -> AsyncGenerator[bytes, None]:
+    """Yield the whole answer as one chunk; a response has a chunk's fields."""
+    async with contextlib.aclosing(chunks):
+        async for _ in chunks:
+            pass
+    yield stream.response()
 
 
 def _serialize(request: ParsedRequest, index: int) -> bytes:
