@@ -68,8 +68,8 @@ proto-check: setup ## Check the contracts, and that the generated code is curren
 	$(BIN)/python tools/generate_proto.py --check
 
 # Four at a time, also on two cores: tests that start processes wait for half of their time.
-test: setup ## Run the tests; ARGS="-m 'not (engine or e2e or slow)'" leaves out what takes long.
-	@$(BIN)/pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder $(ARGS)
+test: setup ## Run the tests; SLOW=yes adds those that take longest; ARGS="-m 'not (engine or e2e or slow or variant)'" has the quick ones only.
+	@$(BIN)/pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder $(if $(SLOW),-m 'not variant') $(ARGS)
 
 test-variants: setup ## Run the tests that `make test` leaves out, because others protect most of what they do; five minutes on two cores.
 	@$(BIN)/pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder -m variant $(ARGS)
@@ -181,6 +181,7 @@ docs: .clients/docs/.installed ## Build the documentation as a site in build/sit
 docs-links: .clients/docs/.installed ## Check the links of the documentation that lead to other sites.
 	.clients/docs/bin/sphinx-build --quiet --builder linkcheck --conf-dir docs/site . build/links
 
+check: SLOW = yes
 check: lint type proto-check settings-check docs test ## All that CI runs.
 
 recipes: setup ## Run the recipes for GPUs cut to size; ROWS=folder has their rows, ARGS=rlinf-geo3k-grpo picks.

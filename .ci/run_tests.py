@@ -1,4 +1,4 @@
-"""Run `make test` within a time limit; end and name every process that the tests left behind.
+"""Run `make test SLOW=yes` within a time limit; end and name every process that the tests left behind.
 
 The run fails if a test fails, if the tests do not end in time, or if a process outlives them.
 
@@ -29,7 +29,7 @@ def main(seconds: float) -> int:
     os.environ[_MARK] = uuid.uuid4().hex
     signal.signal(signal.SIGTERM, _interrupted)
     try:
-        tests = subprocess.Popen(["make", "test"])
+        tests = subprocess.Popen(["make", "test", "SLOW=yes"])
         try:
             code = tests.wait(max(ends_at - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:

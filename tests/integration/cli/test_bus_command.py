@@ -93,6 +93,7 @@ async def test_bytes_that_are_no_record_are_shown_as_such(bus: Bus, run_name: st
     assert shown["payload"].startswith("9 bytes that are not msgpack: ")
 
 
+@pytest.mark.slow
 async def test_a_nats_with_tls_is_reached_by_its_address(
     tmp_path: Path, certificates: SecurityConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_an_evaluation_shows_its_progress_on_a_terminal(recipe: Path) -> None:
     assert re.search(r"^four +4 +2 +0\.750", text, re.MULTILINE), "the table comes after the bar"
 
 
+@pytest.mark.slow
 async def test_ctrl_c_keeps_what_was_played(recipe: Path, engine: SimulatedEngine) -> None:
     """Exit code 130, no process left, no results that look complete."""
     engine.hang_after = 1
@@ -207,6 +208,7 @@ async def test_an_interrupted_evaluation_goes_on(recipe: Path, ending: signal.Si
         assert "0.750 ± 0.250" in out
 
 
+@pytest.mark.slow
 async def test_an_evaluation_with_engines_goes_on(recipe: Path, engine: SimulatedEngine) -> None:
     """With the model that it was begun with; only rows that have no answer go to the workers."""
     async with evaluating(recipe, "--evaluation.sets.four.num_prompts=3") as command:

@@ -40,6 +40,7 @@ def make_stored_run(folder: Path, bus: Bus, run: str, *, started_at: float = 1e9
     return folder
 
 
+@pytest.mark.slow
 async def test_lists_runs_in_folders_and_on_nats(bus: Bus, run_name: str, tmp_path: Path) -> None:
     """State, step, age and size; what NATS stores counts for the latest folder of the run; others have no folder."""
     old = make_stored_run(tmp_path / "old", bus, run_name, started_at=1e9)

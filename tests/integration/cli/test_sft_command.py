@@ -67,6 +67,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "checkpoints/step-000012/model/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: Path, tmp_path: Path) -> None:
     """kill -9 in a step, then Ctrl-C, which finishes the step, saves it and exits with 130; then to the end."""

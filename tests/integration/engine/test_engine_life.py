@@ -229,6 +229,7 @@ crash_streak.CrashStreak.__init__.__kwdefaults__["min_s"] = 0.0
 """Read by the interpreter before the engine's own modules: its calls with 13 prompt tokens crash."""
 
 
+@pytest.mark.slow
 async def test_an_engine_that_only_crashes_ends(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
     """Each caller learns what crashed; the last one's engine ends with that error, exit code 1 and no lease left, so
     that its supervisor starts it again. Crashes between answers are borne. (The same engine, to start one less: without
@@ -274,6 +275,7 @@ scheduler_watch._ASK_EVERY_S = 0.5
 """Read by the interpreter before the engine's own modules."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rendezvous")
 async def test_a_scheduler_that_comes_back_and_one_that_hangs(
     tiny_model_path: Path, nats_url: str, tmp_path: Path, reference: Reference

@@ -80,6 +80,7 @@ async def test_a_hung_replica_costs_one_deadline(bus: Bus, point: str, setting: 
             await until_serving(second, 1)
 
 
+@pytest.mark.slow
 async def test_a_hung_relay_is_tried_again_alone(bus: Bus) -> None:
     """Gloo passes buckets on from member to member; one that waited for the hung one is not starved by it."""
     async with replicas_of(bus, 3) as replicas, publishing(bus, transfer_timeout_s=DEADLINE_S) as publisher:

@@ -29,8 +29,6 @@ while (record := reader.scan()) is not None:
 print(json.dumps(rows))
 """
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def _installed() -> None:

@@ -94,6 +94,7 @@ def new_pools(state: str | None = None, *, next_position: int = 0, config: PoolC
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_variance", [False, True])
 @pytest.mark.parametrize("resumed_version", [4, 9])
 async def test_a_killed_run_draws_what_the_unkilled_one_would_have_drawn(

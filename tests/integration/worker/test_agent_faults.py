@@ -105,6 +105,7 @@ class Service:
             await client.chat.completions.create(model="any", messages=given["task"]["messages"])
 
 
+@pytest.mark.slow
 async def test_a_worker_killed_in_an_episode_of_an_agent_loses_nothing(
     bus: Bus, renderer: Renderer, make_harness: Callable[..., Any], run_name: str, tmp_path: Path
 ) -> None:

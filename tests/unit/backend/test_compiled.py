@@ -68,6 +68,7 @@ def test_a_compiled_step_is_the_same(tiny_model_path: Path, groups: list[TrainGr
         torch.testing.assert_close(weight, found[False][1][name], rtol=0, atol=2e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_layers_of_a_gpu_are_compiled_whole(
     tiny_model_path: Path, groups: list[TrainGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

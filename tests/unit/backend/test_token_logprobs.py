@@ -205,6 +205,7 @@ def test_a_float32_head_changes_nothing_in_float32() -> None:
     assert all(map(torch.equal, token_logprobs(**given, float32_head=True)[:2], token_logprobs(**given)[:2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "chunks"), [(torch.float32, (1000, 1000)), (torch.bfloat16, (5, 40))], ids=["whole", "cut"]
 )

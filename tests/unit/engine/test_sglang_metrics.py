@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _MEASURE = """
 import asyncio, json, sys
 from pathlib import Path
@@ -64,6 +66,7 @@ def test_only_sglang_s_metrics_are_kept_in_files(tmp_path: Path) -> None:
     assert 'penstock_test_pushes_total{outcome="received"} 3.0' in page
 
 
+@pytest.mark.slow
 def test_files_have_all_their_blocks(tmp_path: Path) -> None:
     """New and grown: on a full disk, a write to a block that is not there ends the process by SIGBUS."""
     seen, values = measured(_FILL, tmp_path, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))

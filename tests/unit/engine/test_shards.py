@@ -151,6 +151,7 @@ def broadcast(ranks: Ranks, chunk_bytes: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_bytes", [0, 100_000])
 def test_one_that_fails_still_takes_what_is_sent(pool: RankPool, chunk_bytes: int) -> None:
     """The trainer and the others would wait for it until their timeout."""

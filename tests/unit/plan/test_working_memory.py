@@ -103,6 +103,7 @@ def test_tensors_without_memory_take_what_real_ones_take(family: str) -> None:
     assert real + pixels == pytest.approx(sizes["Total"] - sizes["Parameter"] - sizes["Buffer"], rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -180,6 +181,7 @@ def test_ranks_that_share_a_row_take_less(family: str, settings: dict[str, Any],
     assert 0.2 < quarter / whole < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("computed_whole")
 def test_every_rank_computes_the_tower_for_the_whole_row(tmp_path: Path) -> None:
     """So a rank's part of a row of pictures is larger than of one of text."""

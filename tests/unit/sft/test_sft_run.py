@@ -116,6 +116,7 @@ def test_every_metric_is_explained(tiny_model_path: Path, tmp_path: Path) -> Non
     assert {name for name in names if f"`{name.replace('loss_held_out', 'loss_<set>')}`" not in page} == set()
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_did_after_its_checkpoint_is_done_again(tiny_model_path: Path, tmp_path: Path) -> None:
     """Its lines go to another file, its later checkpoint half written goes, and the end is the unbroken run's."""
     settings = settings_of(tiny_model_path, **VALIDATED)

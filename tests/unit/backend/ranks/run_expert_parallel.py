@@ -73,7 +73,6 @@ def test_four_ranks_hold_shards_of_half_of_the_experts(four: RankPool, model: Pa
 TWENTY: dict[str, Any] = {"micro_batch_tokens": 90, "optimizer": {"learning_rate": 1e-4}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("divides", [True, False], ids=["divided experts", "sharded experts"])
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_after_twenty_steps_of_a_mixture_ranks_are_where_one_is(

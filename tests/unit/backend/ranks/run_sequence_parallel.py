@@ -126,7 +126,6 @@ def test_bfloat16_is_near_that_of_one_rank(two: RankPool, model: Path) -> None:
             assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=0.1)
 
 
-@pytest.mark.slow
 def test_after_twenty_steps_ranks_are_where_one_is(two: RankPool, four: RankPool, tiny_model_path: Path) -> None:
     """Loss, norm of the gradient and weights."""
     settings = {"optimizer": {"learning_rate": 1e-4}, **SHORT_ROWS}

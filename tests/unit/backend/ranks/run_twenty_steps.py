@@ -6,7 +6,6 @@ are cut in two ways: that changes the order of sums and nothing else.
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from services.trainer.backend.ranks.ranks import ALONE
@@ -33,7 +32,6 @@ def largest_differences(one: Trained, other: Trained) -> dict[str, float]:
     return {"loss": of_metric("loss"), "grad_norm": of_metric("grad_norm"), "weights": weights}
 
 
-@pytest.mark.slow
 def test_one_two_and_four_ranks_are_together_after_twenty_steps(tiny_model_path: Path) -> None:
     """With pictures in some rows, and other groups in every step."""
     settings = {"micro_batch_tokens": 90}

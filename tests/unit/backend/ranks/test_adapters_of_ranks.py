@@ -39,6 +39,7 @@ def test_two_ranks_take_the_steps_of_one(two: RankPool, tiny_model_path: Path, s
         assert_same(alone, together, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [{"hsdp_replicas": 2}, pytest.param({"sequence_parallel": 2}, marks=pytest.mark.variant)],

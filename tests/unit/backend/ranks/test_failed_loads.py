@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from services.trainer.backend.ranks.ranks import Ranks
 from tests.support.trainer.ranks.rank_pool import RankPool
 from tests.support.trainer.teacher import write_teacher
@@ -41,6 +43,7 @@ def test_a_model_that_one_machine_has_incomplete(two: RankPool, tiny_model_path:
     assert two.run(loaded, [tiny_model_path] * 2, [None, None], [None, None]) == ["", ""]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_one_machine_lacks(two: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """All of it, because the folder of runs is not shared, or a part."""
     two.run(saved, tiny_model_path, None, tmp_path / "saved", [0])

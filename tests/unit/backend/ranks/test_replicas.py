@@ -66,6 +66,7 @@ def saved_by_replicas(
     return digest, sum(file.endswith(".safetensors") for file in files)
 
 
+@pytest.mark.slow
 def test_replicas_write_each_tensor_once_and_any_ranks_go_on(
     four: RankPool, tiny_model_path: Path, tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ def test_the_files_of_any_number_of_ranks_hold_the_same(four: RankPool, tiny_mod
         assert sum(sizes) > 0.5 * total / len(answers)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_of_no_number_of_ranks(four: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """What four have saved, one continues, and the other way round, as if nothing had been saved in between."""
     four.run(saved, tiny_model_path, None, tmp_path / "by four", [0])
@@ -204,6 +205,7 @@ def saved_with_divided_experts(ranks: Ranks, path: Path, checkpoint: Path | None
     return digest
 
 
+@pytest.mark.slow
 def test_checkpoints_of_divided_experts_are_those_of_one_rank(four: RankPool, tmp_path: Path) -> None:
     """One rank goes on from theirs, and they from one rank's, as if nothing had been saved in between."""
     path = write_model(heard(MIXTURES["qwen3_moe"](), std_of_embedding=0.3), tmp_path / "mixture")

@@ -302,6 +302,7 @@ print(codes.count(1))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["2", "3", "4"])
 def test_a_trainer_that_is_replaced_while_it_saves_changes_nothing_of_its_successors(tmp_path: Path, step: str) -> None:
     """Whatever it is about to do when the successor starts and saves: an earlier step, the same one, or a later one."""
