@@ -23,7 +23,8 @@ from penstock.testing.local_bus import temporary_run
 from tests.support import leftovers
 
 ROOT = Path(__file__).resolve().parents[1]
-_RANKS = "tests/unit/backend/ranks/"
+_TOGETHER = ("tests/unit/backend/ranks/", "tests/integration/openai_frontend/")
+"""Folders whose tests share processes: ranks, and routers with their engines."""
 
 # Before torch is imported: two OpenMP threads that share a busy core wait for each other far longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -54,15 +55,15 @@ _configure, structlog.configure = structlog.configure, _configure_uncached
 class Together(LoadScopeScheduling):
     """Workers share the tests file by file, so that a module's fixtures are made once.
 
-    All that start engines are one worker's: two of those at a time would starve each other. Files that share ranks are
-    one worker's too: they start them once.
+    All that start engines are one worker's: two of those at a time would starve each other. Folders that share other
+    processes are one worker's too: they start them once.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         if _starts_engines(ROOT / file):
             return "engines"
-        return "ranks" if file.startswith(_RANKS) else file
+        return next((folder for folder in _TOGETHER if file.startswith(folder)), file)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,7 +90,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first: at the end, no worker plays a long file while the others have nothing to do."""
-    items.sort(key=lambda item: not (item.nodeid.startswith(_RANKS) or _is_slow(item.path)))
+    items.sort(key=lambda item: not (item.nodeid.startswith(_TOGETHER) or _is_slow(item.path)))
     items.sort(key=lambda item: not _starts_engines(item.path))
 
 

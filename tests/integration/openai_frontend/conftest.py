@@ -25,8 +25,9 @@ def renderer() -> Renderer:
 
 @pytest.fixture(scope="package")
 async def whole_harness(nats_url: str, renderer: Renderer) -> AsyncIterator[Harness]:
-    """Everything, once for the tests of this folder. The leases outlast whatever keeps this process busy, which renews
-    them. Idle routers, which follow the bus, would cost all later tests 1% of a core each.
+    """Everything, until a test of another folder comes: idle routers, which follow the bus, take 1% of a core each.
+
+    The leases outlast whatever keeps this process busy, which renews them.
     """
     run = f"test-{uuid.uuid4().hex[:12]}"
     async with contextlib.AsyncExitStack() as stack:
