@@ -64,6 +64,8 @@ class RoutedGenerateClient(Client):
     ) -> generate_pb2.GenerateResponse:
         """Generate one turn; a replica that fails costs only the tokens that it had not delivered.
 
+        An answer with `sampling.constraint` starts over instead: another replica cannot continue it.
+
         Args:
             request: The turn.
             timeout_s: Deadline of one try; a try continues from the tokens of earlier ones.

@@ -32,7 +32,7 @@ ChunkT = TypeVar("ChunkT")
 SlotT = TypeVar("SlotT", bound="AttemptSlot[Any, Any]")
 
 MAX_ATTEMPTS = 3
-"""A turn that this many replicas in a row failed without a token is given up: it may be what breaks them."""
+"""A turn that this many replicas in a row failed without a token to keep is given up: it may be what breaks them."""
 _MAX_FAILURES_FACTOR = 4
 """A turn is also given up after this many times more failures, even if each replica delivered tokens."""
 

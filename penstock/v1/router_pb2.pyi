@@ -216,8 +216,8 @@ class RouteRequest(_message.Message):
     exact_policy_version: _builtins.int
     """The only policy version that may answer; see GenerateRequest.exact_policy_version."""
     reports_prompt: _builtins.bool
-    """Whether the call has prompt_logprobs or routed_experts_from, which PD pairs refuse: while a unified replica holds a
-    lease, only unified ones are chosen.
+    """Whether the call has prompt_logprobs or routed_experts_from, which PD pairs refuse: while a unified replica that can
+    hold its prompt has a lease, only unified ones are chosen.
     """
     @_builtins.property
     def prefix_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -251,7 +251,7 @@ class SlotPool:
 
     def _bind(self, query: Query) -> None:
         """Bind the query to the current pool: the versions of an evaluation, or those inside the staleness bound."""
-        query.wants_unified = query.reports_prompt and self.view.has_unified()
+        query.wants_unified = query.reports_prompt and self.view.has_unified(query.num_tokens)
         if query.exact_version:
             query.min_version = query.exact_version
             query.wants_held_out = self._pool.held_out.policy_version > 0

@@ -27,7 +27,7 @@ class Ticket:
     order: int = 0
     """Its number, ascending; 0 before it first asks."""
     waited_s: float = 0.0
-    """Seconds that it has waited while no replica could take it; a replica that gives it tokens resets this."""
+    """Seconds that it has waited while no replica could take it; a replica that gives it tokens to keep resets this."""
     wait_s: float = 0.0
     """Maximum of `waited_s`, if more than `router.wait_for_replica_s`."""
     is_patient: bool = False

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+from penstock.v1 import common_pb2
 from services.router.balancing.replica_status import UNBOUNDED, ReplicaStatus, UnroutableReason
 
 Need: TypeAlias = tuple[int, int, bool, frozenset[str], int, str]
@@ -102,9 +103,12 @@ class PoolView:
         all are filled to the same level, and one more call is a larger share of a small one."""
         return replica.next_load + min((each.next_load for each in self._partners(replica)), default=0.0)
 
-    def has_unified(self) -> bool:
-        """Return whether a replica answers without a partner."""
-        return any(each.partner_ids is None for each in self.replicas.values())
+    def has_unified(self, num_tokens: int) -> bool:
+        """Return whether a replica that needs no partner takes calls of so many tokens, now or later."""
+        return any(
+            each.role == common_pb2.REPLICA_ROLE_UNIFIED and each.max_tokens >= num_tokens
+            for each in self.replicas.values()
+        )
 
     def sizes(self) -> list[int]:
         """Return the distinct `max_tokens` in the leases, in ascending order."""

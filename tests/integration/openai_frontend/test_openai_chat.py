@@ -177,13 +177,16 @@ async def test_several_choices_are_samples_of_their_own(harness: Harness) -> Non
     assert sum(choice.finish_reason is not None for chunk in chunks for choice in chunk.choices) == 2
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_stop_string_ends_the_answer_and_the_request_in_the_engine(harness: Harness, is_streamed: bool) -> None:
-    """The text ends before it, none of it is sent, and the request is aborted in the engine."""
+@pytest.mark.parametrize(("is_streamed", "form"), [(False, None), (True, None), (False, {"type": "json_object"})])
+async def test_a_stop_string_ends_the_answer_and_the_request_in_the_engine(
+    harness: Harness, is_streamed: bool, form: dict[str, str] | None
+) -> None:
+    """The text ends before it, none of it is sent, and the request is aborted in the engine; also one of a form."""
     harness.says("one two END and " + "more " * 200)
     for engine in harness.engines:
         engine.token_s = 0.01
-    answer = await harness.chat(stop=["never", "END"], stream=is_streamed, max_tokens=1000)
+    asked = {} if form is None else {"response_format": form}
+    answer = await harness.chat(stop=["never", "END"], stream=is_streamed, max_tokens=1000, **asked)
     if is_streamed:
         chunks = await collect(answer)
         text, reason = text_of(chunks), chunks[-1].choices[0].finish_reason

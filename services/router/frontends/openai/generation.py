@@ -48,7 +48,7 @@ async def generating(
     """Generate the choices during the context, which yields their deltas with the choice's index.
 
     Leaving the context early aborts the remaining calls in the engines. The delta of a choice with a form is the whole
-    choice unless it is streamed, because the form starts over if an engine fails.
+    choice, because the form starts over if an engine fails; not so if it is streamed, or its text may end it.
 
     Raises:
         PenstockError: one of the choices failed, or `terms.watch` did; the others are aborted.
@@ -56,7 +56,7 @@ async def generating(
     """
     deltas: asyncio.Queue[tuple[int, ChoiceDelta]] = asyncio.Queue(_MAX_AHEAD)
     prompts = [_serialize(request, index) for index in range(0, len(choices), request.num_choices)]
-    is_whole = not is_streamed and request.sampling.HasField("constraint")
+    is_whole = not (is_streamed or request.is_cut_by_text) and request.sampling.HasField("constraint")
     kept_bytes = sum(prompt.size_bytes for prompt in request.prompts) + terms.restorable_bytes
 
     async def generate(index: int) -> None:

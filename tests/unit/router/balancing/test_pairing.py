@@ -113,9 +113,14 @@ def test_a_call_that_reports_on_its_prompt_is_given_to_unified_replicas() -> Non
     assert str(pool.view.explain(query, 0.0)) == (
         "of 3 replicas 1 at the limit of calls, 2 in PD pairs, which report nothing on a prompt's tokens"
     )
-    assert pool.view.has_unified()
+
+
+def test_a_pool_has_a_unified_replica_only_for_what_that_can_hold() -> None:
+    """A prompt that fits a pair alone is refused there at once, instead of waiting for what will never take it."""
+    pool = Fleet(described("u", max_tokens=100), peer("p", PREFILL), peer("d", DECODE))
+    assert [pool.view.has_unified(num_tokens) for num_tokens in (100, 101)] == [True, False]
     pool.remove("u")
-    assert not pool.view.has_unified()
+    assert not pool.view.has_unified(1)
 
 
 def test_a_prompt_is_given_to_replicas_that_can_hold_it() -> None:
