@@ -325,7 +325,6 @@ grpc: {port: {{ .ports.grpc }}}
 {{/* Sections and settings that several processes read. tests/integration/deploy compares them with the code. */}}
 {{- define "penstock.shared" -}}
 - bus
-- model
 - run.name
 - sampling
 - rollout.context_length

@@ -19,8 +19,9 @@ READERS = (
     service_settings.for_trainer,
     serve.serve,  # of every process
 )
-OWN = {"metrics", "network", "run", "run.dir", "run.folder", "reward.port", "router.port"}
-"""May differ between processes; the chart gives workers the addresses for which they would need the ports."""
+OWN = {"metrics", "model", "model.path", "network", "run", "run.dir", "run.folder", "reward.port", "router.port"}
+"""May differ between processes, such as the folder of the model; the chart gives workers the addresses for which they
+would need the ports."""
 
 
 def test_the_chart_lists_the_settings_that_several_processes_read() -> None:
