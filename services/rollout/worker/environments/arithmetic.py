@@ -7,6 +7,7 @@ and the names below are accepted; sizes are checked before anything large is com
 import ast
 import math
 import re
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Final, TypeAlias
@@ -177,6 +178,8 @@ class _Evaluation:
             raise ArithmeticRefusal(
                 f'{name} needs to know the unit of angles: add "angle_unit": "degrees" or "radians"'
             )
+        if name in ("sin", "cos", "tan") and _lacks_figures(arguments[0]):
+            raise ValueError(f"the {name} of a rounded number of more than 15 figures is not known")
         return Trigonometry(self._angle_unit).compute(name, arguments)
 
 
@@ -237,11 +240,14 @@ def _integer_root(value: int, degree: int) -> int:
 
 def _bounded(value: Number) -> Number:
     """Return the value, rounded if it is exact and too long."""
-    if isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
-        rounded = float(value)
-        if rounded == 0:
+    if isinstance(value, Fraction):
+        if max(value.numerator.bit_length(), value.denominator.bit_length()) <= _MAX_BITS:
+            return value
+        value = float(value)
+        if value == 0:
             raise ArithmeticRefusal(_TOO_SMALL)
-        return rounded
+    if 0 < abs(value) < sys.float_info.min:  # such floats have fewer figures
+        raise ArithmeticRefusal(_TOO_SMALL)
     if not math.isfinite(value):
         raise OverflowError
     return value

@@ -146,6 +146,7 @@ async def test_exact_results_that_are_too_long_are_rounded(expression: str, text
         ("10 ** -300 / 10 ** 300", "a number in it is too small"),
         ("3 ** 640 % 7", "the remainder of a rounded number of more than 15 figures is not known"),
         ("1e-999", "a number in it is too small"),
+        ("3 ** -675", "a number in it is too small"),
         ("1.5 ** (10 ** 299)", "a number in it is too large"),
         ("1.5 ** -(10 ** 299)", "a number in it is too small"),
         ("10 ** 300 * 10 ** 300", "a number in it is too large"),
@@ -197,6 +198,13 @@ def test_angles_without_a_value_are_refused(expression: str) -> None:
     """Instead of 1.6e16."""
     with pytest.raises(ArithmeticRefusal, match=r"no value|not between -1 and 1"):
         evaluate(expression, "degrees")
+
+
+def test_the_sine_of_a_number_that_lacks_figures_is_refused() -> None:
+    """It could be any; the arctangent is known."""
+    with pytest.raises(ArithmeticRefusal, match="the sin of a rounded number of more than 15 figures is not known"):
+        evaluate("sin(3 ** 640)", "degrees")
+    assert evaluate("atan(3 ** 640)", "degrees") == 90
 
 
 _LETTERS = string.digits + "+-*/%^().,e_" + " "
