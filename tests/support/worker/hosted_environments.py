@@ -95,7 +95,8 @@ class Leaves:
 
 
 class GivesUp:
-    """Stops waiting for a verdict as soon as the question has arrived, which a file `asked` in its folder says."""
+    """Stops waiting for two verdicts as soon as the first question has arrived, which a file `asked` in its folder
+    says, and before the second one has been asked."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -110,7 +111,10 @@ class GivesUp:
         asking = asyncio.create_task(self.task.grade("slow"))
         while not (self.folder / "asked").exists():
             await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(self.task.grade("unwanted"))
+        await asyncio.sleep(0)  # it begins
         asking.cancel()
+        waiting.cancel()
         (self.folder / "gave_up").touch()
         if not turn.text:
             return StepResult(observation=say("played on"))

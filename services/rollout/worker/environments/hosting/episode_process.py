@@ -138,8 +138,10 @@ class _Episode:
     def _remaining_s(self) -> float:
         return self._ends_at - time.monotonic()
 
-    def _grade(self, text: str) -> Verdict:
+    def _grade(self, text: str, *, given_up: threading.Event | None = None) -> Verdict:
         with self._asking:
+            if given_up is not None and given_up.is_set():
+                raise PenstockError("nobody waits for the verdict any more")
             if self._number is None:
                 raise RuntimeError("task.grade was called between calls of the environment; call it in reset or step")
             data = self._encode(GradeReply(number=self._number, text=text))
@@ -150,7 +152,11 @@ class _Episode:
         return request.verdict
 
     async def _grade_in_thread(self, text: str) -> Verdict:
-        return await asyncio.to_thread(self._grade, text)
+        given_up = threading.Event()
+        try:
+            return await asyncio.to_thread(self._grade, text, given_up=given_up)
+        finally:
+            given_up.set()
 
 
 async def _wait_for(result: Any) -> Any:
