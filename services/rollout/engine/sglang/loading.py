@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 from penstock.config import NetworkConfig
@@ -15,6 +16,8 @@ from penstock.runtime.ports import held_ports
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang import settings
+
+log = structlog.get_logger()
 
 
 def load(
@@ -60,10 +63,14 @@ def load(
         try:
             return Engine(**args, nccl_port=nccl_port)
         except Exception as error:  # it checks arguments by assertions, too, or by using them
+            log.debug("engine.not_started", exc_info=error)
             raise SetupError(_why_not_started(error, config, model_path)) from error
 
 
 def _why_not_started(error: Exception, config: RolloutConfig, model_path: Path) -> str:
     values = "; check the values in [rollout.sglang]" if config.sglang else ""
-    reason = str(error) or type(error).__name__
-    return f"SGLang did not start with model {model_path}: {reason}{values}; its own log above says more"
+    reason = f"{type(error).__name__}: {error}{values}"
+    return (
+        f"SGLang did not start with model {model_path}: {reason}; its own log above says more, and --log.level=debug "
+        "where it happened"
+    )
