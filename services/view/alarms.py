@@ -58,7 +58,7 @@ def _stuck(
     last: Row = rows[-1] if rows else {"step": 0}
     limit_s = _LONG_S
     if is_evaluating:
-        text = f"no answer for {silent_s:.0f} s in the evaluation that the run waits for"
+        text = f"no step, and no answer in the running evaluation, for {silent_s:.0f} s"
     elif not rows:
         text = f"no first step for {silent_s:.0f} s"
     elif last["step"] >= last.get("num_steps", float("inf")):

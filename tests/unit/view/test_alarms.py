@@ -102,7 +102,7 @@ def test_an_evaluation_that_holds_up_steps_is_no_alarm(tmp_path: Path) -> None:
         assert summarise(RunReader(run))["alarms"] == []
         os.utime(samples, (began, began))
         (alarm,) = summarise(RunReader(run))["alarms"]
-        assert re.fullmatch(r"no answer for 36\d\d s in the evaluation that the run waits for", alarm["text"])
+        assert re.fullmatch(r"no step, and no answer in the running evaluation, for 36\d\d s", alarm["text"])
         with (run / "evaluations.jsonl").open("a") as file:
             file.write('{"step": 30, "sets": {}}\n')
         assert summarise(RunReader(run))["alarms"] == []
@@ -131,7 +131,7 @@ def test_an_earlier_evaluation_may_hold_up_the_next_one(
         assert [alarm["kind"] for alarm in alarms] == ([] if waits else ["stuck"])
         os.utime(samples, (began, began))
         (alarm,) = summarise(RunReader(run))["alarms"]
-        assert ("in the evaluation that the run waits for" in alarm["text"]) == waits
+        assert ("no answer in the running evaluation" in alarm["text"]) == waits
         with (run / "evaluations.jsonl").open("a") as file:
             file.write('{"step": 20, "sets": {}}\n')
         assert summarise(RunReader(run))["alarms"] == []
