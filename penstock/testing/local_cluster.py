@@ -13,7 +13,6 @@ from penstock.runtime.ports import held_ports
 from penstock.testing.freezing import freeze, thaw
 
 _CLUSTER = """\
-server_name: "{name}"
 cluster {{
   name: "penstock"
   listen: "127.0.0.1:{port}"
@@ -21,6 +20,7 @@ cluster {{
   routes: [{routes}]
 }}
 """
+_NAME = re.compile(r"^server_name: .*$", re.MULTILINE)
 _JETSTREAM = re.compile(r"^jetstream .*$", re.MULTILINE)
 
 
@@ -108,12 +108,11 @@ def local_cluster(
             command = server_command(home, port=client_port)
             config = home / "nats.conf"
             text = config.read_text()
+            text = _NAME.sub(f'server_name: "{home.name}"', text)
             if number >= size - without_jetstream:
                 text = _JETSTREAM.sub("", text)
             others = (f'"nats://127.0.0.1:{port}"' for index, port in enumerate(advertised) if index != number)
-            text += _CLUSTER.format(
-                name=home.name, port=route_port, advertised=advertised[number], routes=", ".join(others)
-            )
+            text += _CLUSTER.format(port=route_port, advertised=advertised[number], routes=", ".join(others))
             config.write_text(text)
             url = f"nats://127.0.0.1:{client_port}"
             servers.append(ClusterServer(home.name, url, route_port, command.arguments, home / "nats.log"))

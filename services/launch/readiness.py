@@ -1,11 +1,9 @@
 """Checks whether a process of the run is ready: gRPC servers by grpc.health.v1, nats-server by its greeting."""
 
-import asyncio
-from contextlib import suppress
-
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.bus.greeting import greeting_of
 from penstock.rpc.channel import connect
 from penstock.runtime.security import Security
 
@@ -26,15 +24,4 @@ async def serves_grpc(address: str, security: Security | None = None) -> bool:
 async def serves_nats(address: str) -> bool:
     """Return whether the nats-server at `address` greets clients, which it does before it asks for token or TLS."""
     host, _, port = address.rpartition(":")
-    writer = None
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            return (await reader.read(5)).startswith(b"INFO")
-    except (OSError, TimeoutError):
-        return False
-    finally:
-        if writer is not None:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
+    return await greeting_of(host, int(port)) is not None

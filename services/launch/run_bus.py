@@ -5,12 +5,11 @@ import socket
 from collections.abc import Callable
 
 from penstock.bus.connection import connect
-from penstock.bus.local_server import address_of_last
+from penstock.bus.local_server import last_server
 from penstock.config import NetworkConfig
 from penstock.errors import SetupError
 from penstock.runtime.ports import held_port
 from penstock.runtime.security import Security, is_loopback
-from services.launch.readiness import serves_nats
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import LOCAL
 from services.recipe import Recipe
@@ -40,16 +39,18 @@ async def require_unserved_store(folder: RunFolder) -> None:
     """Check that no nats-server serves the store in `folder`, as far as this machine reaches the last one's address.
 
     Raises:
-        SetupError: one answers there, such as that of `penstock serve nats --config RUN/live.toml`.
+        SetupError: one does, such as that of `penstock serve nats --config RUN/live.toml`.
     """
-    address = address_of_last(folder.nats)
+    server = last_server(folder.nats)
+    if server is None:
+        return
     for _ in range(_NUM_LOOKS):
-        if not address or not await serves_nats(address):
+        if not await server.is_serving():
             return
         await asyncio.sleep(_LOOK_EVERY_S)
     raise SetupError(
-        f"a nats-server answers at {address}, where the last one of {folder.path} listened, and two would destroy its "
-        "store; stop it first"
+        f"the nats-server at {server.address} serves the store of {folder.path}, and two would destroy it; stop it "
+        "first"
     )
 
 

@@ -1,7 +1,6 @@
 """Creates streams, buckets and consumers, and says what is wrong if a server or a cluster does not."""
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -10,6 +9,7 @@ import nats.js.errors
 
 from penstock.bus.answers import RETRY_S, until_answered
 from penstock.bus.failures import BUS_ERRORS, describe
+from penstock.bus.greeting import greeting_of
 from penstock.config import BusConfig
 from penstock.config.nats_url import address_of
 from penstock.errors import SetupError
@@ -18,7 +18,6 @@ CreatedT = TypeVar("CreatedT")
 
 _FORMING_S = 10.0
 """Seconds that the servers of a cluster may take to find each other."""
-_INFO_TIMEOUT_S = 2.0
 _NO_PEERS, _NO_CLUSTER = 10005, 10074
 """JetStream's codes: no suitable peers for placement; replicas > 1 not supported in non-clustered mode."""
 _NO_STORAGE = "insufficient storage"
@@ -79,28 +78,12 @@ def _describe_few_servers(config: BusConfig, what: str, reason: str, without: li
 
 async def servers_without_jetstream(config: BusConfig) -> list[str]:
     """Return the URLs of `config` whose server says in its greeting that it has no JetStream."""
-    answers = await asyncio.gather(*(_greeting_of(server) for server in config.servers))
+    answers = await asyncio.gather(*(greeting_of(*address_of(server)) for server in config.servers))
     return [
         server
         for server, greeting in zip(config.servers, answers, strict=True)
         if greeting is not None and not greeting.get("jetstream")
     ]
-
-
-async def _greeting_of(server: str) -> dict[str, object] | None:
-    """Return what a nats-server says to every client before TLS and token; None if it says nothing."""
-    (host, port), writer = address_of(server), None
-    try:
-        async with asyncio.timeout(_INFO_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port, limit=2**20)
-            line = await reader.readline()
-        greeting = json.loads(line.removeprefix(b"INFO "))
-    except (OSError, TimeoutError, ValueError):
-        return None
-    finally:
-        if writer is not None:
-            writer.transport.abort()
-    return greeting if isinstance(greeting, dict) else None
 
 
 def describe_other_settings(what: str, error: nats.js.errors.BadRequestError, *, found: int | None, wanted: int) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +50,7 @@ async def test_a_run_whose_store_is_served_is_not_started(
     folder.write_config(recipe)
     folder.live_file.write_text("as it was")
     (port,) = free_ports(1)
-    refused = pytest.raises(SetupError, match=rf"127\.0\.0\.1:{port}, where the last one of {tmp_path} listened")
+    refused = pytest.raises(SetupError, match=rf"nats-server at 127\.0\.0\.1:{port} serves the store of {tmp_path}")
     async with local_server(folder.nats, port=port):
         with refused:
             await use(recipe, folder)
@@ -65,7 +66,7 @@ async def test_a_run_whose_store_is_served_is_not_deleted(tmp_path: Path, capsys
     delete = ["runs", "delete", str(folder.path), "--yes"]
     async with local_server(folder.nats, port=port):
         assert await asyncio.to_thread(main, delete) == 2
-    assert f"127.0.0.1:{port}, where the last one of {folder.path} listened" in capsys.readouterr().err
+    assert f"nats-server at 127.0.0.1:{port} serves the store of {folder.path}" in capsys.readouterr().err
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 smtp.example.org\r\n")
@@ -76,16 +77,37 @@ async def test_a_run_whose_store_is_served_is_not_deleted(tmp_path: Path, capsys
     assert not folder.path.exists()
 
 
+async def test_the_server_of_another_store_on_the_port_is_no_obstacle(tmp_path: Path) -> None:
+    """The system gives a port that is free again to the next run."""
+    folder = RunFolder(tmp_path / "run")
+    (port,) = free_ports(1)
+    async with local_server(folder.nats, port=port):
+        pass
+    async with local_server(RunFolder(tmp_path / "other").nats, port=port):
+        await run_bus.require_unserved_store(folder)
+
+
+async def test_a_server_without_a_name_of_ours_counts_as_the_last_one(tmp_path: Path) -> None:
+    """An earlier version of Penstock gave it none; its store is safe from a second server all the same."""
+    folder = RunFolder(tmp_path)
+    (port,) = free_ports(1)
+    async with local_server(folder.nats, port=port):
+        config = folder.nats / "nats.conf"
+        config.write_text(re.sub("(?m)^server_name: .*\n", "", config.read_text()))
+        with pytest.raises(SetupError, match=f"{port} serves the store"):
+            await run_bus.require_unserved_store(folder)
+
+
 async def test_a_server_that_is_ending_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a launcher that was just killed; the run may go on at once."""
-    answers = [True, True, False]
+    answers = [{"server_name": "its"}, {"server_name": "its"}, None]
 
-    async def serves_nats(_: str) -> bool:
+    async def greeting_of(host: str, port: int) -> dict[str, object] | None:
         return answers.pop(0)
 
     folder = RunFolder(tmp_path)
     folder.nats.mkdir()
-    (folder.nats / "nats.conf").write_text('listen: "127.0.0.1:1"\n')
-    monkeypatch.setattr(run_bus, "serves_nats", serves_nats)
+    (folder.nats / "nats.conf").write_text('listen: "127.0.0.1:1"\nserver_name: "its"\n')
+    monkeypatch.setattr("penstock.bus.local_server.greeting_of", greeting_of)
     await run_bus.require_unserved_store(folder)
     assert answers == []

@@ -1,0 +1,23 @@
+"""What a nats-server says to every client, before TLS and token: who it is and what it can do."""
+
+import asyncio
+import json
+
+_TIMEOUT_S = 2.0
+_MAX_BYTES = 2**20
+
+
+async def greeting_of(host: str, port: int) -> dict[str, object] | None:
+    """Return the fields of the greeting of the nats-server at this address; None if none answers."""
+    writer = None
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port, limit=_MAX_BYTES)
+            line = await reader.readline()
+        greeting = json.loads(line.removeprefix(b"INFO "))
+    except (OSError, TimeoutError, ValueError):
+        return None
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    return greeting if isinstance(greeting, dict) else None
