@@ -85,8 +85,15 @@ async def connected_client(config: BusConfig, security: Security, *, timeout_s: 
                 await stack.enter_async_context(kept_connected(client, config))
                 await stack.enter_async_context(beside(_stay_open(client, config)))
                 await _require_jetstream(client, config)
-        except (TimeoutError, OSError, nats.errors.Error, nats.js.errors.Error) as error:
-            reason = "JetStream is not enabled" if isinstance(error, nats.js.errors.Error) else "no answer"
+        except nats.js.errors.Error as error:
+            said = getattr(error, "description", None)  # None: nobody answers for JetStream
+            reason = f" ({said})" if said else ""
+            raise SetupError(
+                f"bus.url = {config.url!r}: the server there offers no JetStream{reason}; start it with `-js` or with "
+                "a jetstream block in its configuration, or start one with `penstock serve nats`"
+            ) from None
+        except (TimeoutError, OSError, nats.errors.Error):
+            reason = "no answer"
             if isinstance(last_error, ssl.SSLError | _PlainTextError):
                 reason = f"no answer that TLS allows ({last_error})"
             raise SetupError(

@@ -3,8 +3,10 @@
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-_PORTS: Final = {"nats": 4222, "tls": 4222, "ws": 80, "wss": 443}
-"""The schemes that nats-py knows, and the port of a URL without one."""
+_SCHEMES: Final = ("nats", "tls")
+"""nats-py knows ws and wss too, but only with aiohttp, which not every process has."""
+_PORT: Final = 4222
+"""That of a URL without one."""
 
 
 def with_scheme(url: str) -> str:
@@ -19,8 +21,8 @@ def fault_of(url: str) -> str:
         parts = urlsplit(with_scheme(url))
     except ValueError:
         return "it is not a URL"
-    if parts.scheme not in _PORTS:
-        return f"its scheme is none of {', '.join(_PORTS)}"
+    if parts.scheme not in _SCHEMES:
+        return f"its scheme is neither {' nor '.join(_SCHEMES)}"
     if not _has_port(parts):
         return "its port is not a number from 1 to 65535"
     return "" if parts.hostname else "it has no host"
@@ -29,7 +31,7 @@ def fault_of(url: str) -> str:
 def address_of(url: str) -> tuple[str, int]:
     """Return host and port of the server at `url`, in which `fault_of` finds nothing."""
     parts = urlsplit(with_scheme(url))
-    return parts.hostname or "", parts.port or _PORTS[parts.scheme]
+    return parts.hostname or "", parts.port or _PORT
 
 
 def _has_port(parts: SplitResult) -> bool:

@@ -24,6 +24,7 @@ from penstock.config import BusConfig
 from penstock.errors import AccessError, SetupError, UnavailableError
 from penstock.runtime.security import Security
 from penstock.testing.freezing import frozen
+from penstock.testing.local_cluster import local_cluster
 from tests.support.bus.work_queue import OpenConsumer, fetch_one, num_messages
 from tests.support.waiting import HANG_S, promptly, until
 
@@ -204,6 +205,17 @@ async def test_what_cannot_be_set_up_is_one_line(workers: OpenConsumer, tmp_path
             for setting_up in (bus.ensure_streams, lambda: bus.bucket("policy"), lambda: workers(bus)):
                 with pytest.raises(SetupError, match=rf"NATS at {url}: .* could not be set up \(nats: timeout\)"):
                     await setting_up()
+
+
+async def test_a_server_without_jetstream_is_one_line(tmp_path: Path, run_name: str) -> None:
+    """Nothing is waited for, because time adds no JetStream; the remedy is the server's configuration."""
+    with local_cluster(tmp_path, size=1, without_jetstream=1) as local:
+        refused = pytest.raises(
+            SetupError, match=f"^bus.url = '{local.url}': the server there offers no JetStream; .* jetstream block"
+        )
+        with refused:
+            async with connect(BusConfig(url=local.url), run=run_name):
+                raise AssertionError
 
 
 async def test_a_frozen_server_delays_what_is_set_up(tmp_path: Path, run_name: str) -> None:
