@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock import config as configuration
 from penstock.config import ModelConfig, RunConfig
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.families.experts import num_experts
@@ -19,7 +18,7 @@ from services.cli.extras import import_with_extra
 from services.cli.hub_models import with_model, with_models
 from services.launch.known_names import require_names
 from services.launch.model_fit import require_fits_model
-from services.launch.run_folder import RunFolder
+from services.launch.run_folder import RunFolder, dump_repeatable
 from services.recipe import Recipe
 from services.reward.config import RewardSettings
 from services.rollout.engine.config import EngineSettings
@@ -178,7 +177,7 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
         demonstrations=recipe.demonstrations,
         context_length=recipe.rollout.context_length,
         metrics=recipe.metrics,
-        recipe_text="" if _has_launcher(recipe.run) else configuration.dump(recipe),
+        recipe_text="" if _has_launcher(recipe.run) else dump_repeatable(recipe),
     )
 
 

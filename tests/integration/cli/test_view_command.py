@@ -76,6 +76,7 @@ def test_a_run_whose_trainer_has_no_launcher_is_shown(
         assert find_runs([tmp_path]) == [tmp_path / run_name]
         recipe = tomllib.loads((tmp_path / run_name / "config.toml").read_text())
         assert (recipe["model"]["path"], recipe["trainer"]["num_steps"]) == ("builtin:tiny-qwen3-vl", num_steps)
+        assert "folder" not in recipe["run"]  # so that `penstock train RUN/config.toml` starts a run like it
     assert "has no column problem" in capsys.readouterr().err
     assert main(["status", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(f"{run_name}: ")
