@@ -1,6 +1,7 @@
 """`penstock config`: prints a recipe's settings as the processes would read it, or the meaning of each setting."""
 
 import difflib
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -34,10 +35,20 @@ def show_config(
             raise ConfigError(
                 f"--help-settings takes sections, for example trainer.optimizer; leave out {overrides[0]}"
             )
-        sys.stdout.write(_explain([str(argument) for argument in arguments]))
+        _print(_explain([str(argument) for argument in arguments]))
     else:
-        sys.stdout.write(configuration.dump(load_recipes(arguments, overrides)))
+        _print(configuration.dump(load_recipes(arguments, overrides)))
     return 0
+
+
+def _print(text: str) -> None:
+    """Write to standard output as UTF-8 in every locale, because recipes are read as UTF-8.
+
+    Names of files that were not decoded come out as the bytes that they were given as.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
+    sys.stdout.write(text)
 
 
 def _explain(wanted: list[str]) -> str:

@@ -71,6 +71,18 @@ def test_config_prints_a_recipe_that_means_the_same(recipe: Path, tmp_path: Path
     assert penstock("config", again).stdout == first.stdout
 
 
+@pytest.mark.parametrize("locale", [{"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "latin-1"}])
+def test_config_prints_utf8_in_every_locale(recipe: Path, tmp_path: Path, locale: dict[str, str]) -> None:
+    """`penstock config > file` writes a recipe, and recipes are read as UTF-8."""
+    recipe.write_text(recipe.read_text().replace("/runs", "/Läufe"), encoding="utf-8")
+    program = "import sys; from services.cli import main; sys.exit(main(['config', sys.argv[1]]))"
+    environment = {**os.environ, "LC_ALL": "C", **locale}
+    command = [sys.executable, "-c", program, recipe]
+    result = subprocess.run(command, capture_output=True, timeout=60, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert tomllib.loads(result.stdout.decode())["run"]["dir"] == f"{tmp_path}/Läufe"
+
+
 def test_overrides_may_stand_before_the_recipe(recipe: Path) -> None:
     """The order of recipe and overrides does not matter; of two overrides of a key the last counts."""
     result = penstock("config", "--run.name=first", recipe, "--run.name=second")
