@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,10 +35,14 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def disk_full_reported(folder: Path, remedy: str) -> Iterator[None]:
+def disk_full_reported(folder: Path, remedy: str | Callable[[], str]) -> Iterator[None]:
     """Report in one line that the disk of `folder` is full.
 
     From errors of several tasks, any that a full disk did not cause are raised instead, because they say more.
+
+    Args:
+        folder: Where the context writes.
+        remedy: What a person must do; a function is called once the disk is full, and returns it.
 
     Raises:
         SetupError: the disk is full; the message ends with `remedy`.
@@ -60,4 +64,5 @@ def disk_full_reported(folder: Path, remedy: str) -> Iterator[None]:
             full = full.exceptions[0]
     else:
         return
-    raise SetupError(f"{folder}: {full}; {free_mib(folder)} are free there; {remedy}") from None
+    said = remedy if isinstance(remedy, str) else remedy()
+    raise SetupError(f"{folder}: {full}; {free_mib(folder)} are free there; {said}") from None

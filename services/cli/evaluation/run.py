@@ -100,7 +100,7 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
     with own_folder(folder, recipe, service="eval", is_new=begun is None):
         run = _Evaluating(recipe, folder, sets, security, begun)
         sys.stdout.write("\n".join([f"run folder {folder.path}", *([] if url else plan.describe()), ""]))
-        with disk_full_reported(folder.path, f"make room and continue with `penstock eval --resume {folder.path}`"):
+        with disk_full_reported(folder.path, run.remedy_for_full_disk):
             code = 0
             if run.is_complete:
                 folder.write_config(recipe)
@@ -154,6 +154,13 @@ class _Evaluating:
     def is_complete(self) -> bool:
         """Whether nothing is left to play."""
         return len(self._kept) == sum(map(len, self._sets.values()))
+
+    def remedy_for_full_disk(self) -> str:
+        """Return how a person goes on: an evaluation without an answer cannot be resumed."""
+        path = self._folder.path
+        if self._begun is None:
+            return f"nothing was played: make room, remove {path} and start the command again"
+        return f"make room and continue with `penstock eval --resume {path}`"
 
     async def with_engines(self, stop: asyncio.Event) -> None:
         """Play with the recipe's model on this machine, until `stop`."""

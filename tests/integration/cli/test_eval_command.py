@@ -322,15 +322,24 @@ def test_an_api_that_is_away_leaves_no_folder(recipe: Path, arguments: list[str]
     assert list((recipe.parent / "runs").iterdir()) == []
 
 
-def test_a_full_disk_is_one_line_with_how_to_go_on(recipe: Path) -> None:
-    """The answers so far are kept."""
+@pytest.mark.parametrize(
+    ("full_from", "remedy"),
+    [
+        (2, "make room and continue with `penstock eval --resume {folder}`"),
+        (0, "nothing was played: make room, remove {folder} and start the command again"),
+    ],
+)
+def test_a_full_disk_is_one_line_with_how_to_go_on(recipe: Path, full_from: int, remedy: str) -> None:
+    """The answers so far are kept; without any there is nothing to resume."""
     program = (
-        "import errno, sys; from services.cli import main; from services.trainer.evaluation import report\n"
-        "write = report.SamplesFile.add\n"
-        "def add(self, outcome):\n"
-        "    if outcome.row == 2: raise OSError(errno.ENOSPC, 'No space left on device')\n"
-        "    write(self, outcome)\n"
-        "report.SamplesFile.add = add; sys.exit(main(sys.argv[1:]))"
+        "import errno, sys; from services.cli import main; from services.cli.evaluation.begun import Begun\n"
+        "from services.trainer.evaluation.report import SamplesFile\n"
+        "def filling(write):\n"
+        "    def add(self, given):\n"
+        f"        if getattr(given, 'row', 0) >= {full_from}: raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "        write(self, given)\n"
+        "    return add\n"
+        "Begun.write = filling(Begun.write); SamplesFile.add = filling(SamplesFile.add); sys.exit(main(sys.argv[1:]))"
     )
     with serving_api() as api:
         options = [f"--url={api.url}", "--worker.concurrency=1"]
@@ -339,8 +348,9 @@ def test_a_full_disk_is_one_line_with_how_to_go_on(recipe: Path) -> None:
     [folder] = (recipe.parent / "runs").iterdir()
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "No space left on device; " in done.stderr
-    assert f"make room and continue with `penstock eval --resume {folder}`" in done.stderr
-    assert [json.loads(line)["row"] for line in (folder / "samples.jsonl").read_text().splitlines()] == [0, 1]
+    assert remedy.format(folder=folder) in done.stderr
+    kept = [json.loads(line)["row"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert kept == list(range(full_from))
 
 
 def test_a_recipe_without_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
