@@ -30,7 +30,8 @@ class ProfileConfig(Config):
     """Share of the score that the format earns, whatever the answer; by default 0, for verl_geo3k 0.1."""
     format_pattern: str | None = None
     r"""Python regular expression that the whole response must match, `.` including line ends; for verl_geo3k by default
-    `<think>.*</think>.*\\boxed\{.*\}.*`. Literals and `.*` are fast; anything else is matched in a worker process."""
+    `<think>.*</think>.*\\boxed\{.*\}.*`. End-of-text tokens at the end are seen by compatible profiles only. Literals
+    and `.*` are fast; anything else is matched in a worker process."""
 
     @pydantic.field_validator("format_pattern")
     @classmethod

@@ -7,6 +7,7 @@ searched here in linear time; any other goes to a worker process, under the item
 
 import re
 
+from services.reward.exact.end_of_text import drop_end_of_text
 from services.reward.isolation.tasks import FormatTask, sendable
 
 _PART = re.compile(r"\.\*\??|\\(?P<escaped>[^A-Za-z0-9])|(?P<plain>[^\\.^$*+?{}\[\]|()])|(?P<other>.)", re.DOTALL)
@@ -15,14 +16,23 @@ _PART = re.compile(r"\.\*\??|\\(?P<escaped>[^A-Za-z0-9])|(?P<plain>[^\\.^$*+?{}\
 class Format:
     """A pattern that the whole of a response must match; `.` matches line ends too."""
 
-    def __init__(self, pattern: str, *, max_chars: int) -> None:
-        """Read `pattern`. A worker sees `max_chars` of a longer response, half from its start, half from its end."""
+    def __init__(self, pattern: str, *, max_chars: int, drops_end_of_text: bool = False) -> None:
+        """Read `pattern`.
+
+        Args:
+            pattern: A regular expression.
+            max_chars: What a worker sees of a longer response, half from its start, half from its end.
+            drops_end_of_text: Whether end-of-text tokens and white space at its end are no part of the response.
+        """
         self._pattern = pattern
         self._max_chars = max_chars
+        self._drops_end_of_text = drops_end_of_text
         self._literals = _split_at_wildcards(pattern)
 
     def check(self, response: str) -> bool | FormatTask:
         """Return whether `response` has the format, or the task that finds out."""
+        if self._drops_end_of_text:
+            response = drop_end_of_text(response)
         if self._literals is not None:
             return _is_sequence(response, self._literals)
         if len(response) > self._max_chars:

@@ -34,6 +34,8 @@ class _Kind:
     format_pattern: str | None = None
     answers_in: Forms | None = None
     """The forms in which an answer counts; None if the profile has no choice of them."""
+    drops_end_of_text: bool = False
+    """Whether a format pattern sees the response without end-of-text tokens; not where the profile imitates a peer."""
 
 
 def make_profiles(config: RewardConfig, verifiers: Mapping[str, str] | None = None) -> dict[str, Profile]:
@@ -50,7 +52,11 @@ def make_profiles(config: RewardConfig, verifiers: Mapping[str, str] | None = No
     for name, spec in (verifiers or {}).items():
         if name in kinds or name == "remote":
             raise ConfigError(f"custom verifier {name} = {spec!r} has the name of a built-in profile; give it another")
-        kinds[name] = _Kind(make=CustomProfile, description=f"Custom verifier {spec}, in a worker process.")
+        kinds[name] = _Kind(
+            make=CustomProfile,
+            description=f"Custom verifier {spec}, in a worker process.",
+            drops_end_of_text=True,
+        )
     for name in config.profiles:
         if name not in kinds:
             hint = "; set reward.remote.url for the profile remote" if name == "remote" else ""
@@ -90,6 +96,7 @@ def _kinds(config: RewardConfig) -> dict[str, _Kind]:
             description="The final answer, in a box or said in words, compared by value: 1 if equal to a gold answer, "
             "else 0.",
             answers_in=Forms.WORDS,
+            drops_end_of_text=True,
         ),
         "geo3k": _Kind(
             make=partial(
@@ -100,12 +107,14 @@ def _kinds(config: RewardConfig) -> dict[str, _Kind]:
             "label (written with a decimal point, or an integer of at least 100), an answer within "
             f"{config.geo3k_tolerance} of it is right.",
             answers_in=Forms.MARKS,
+            drops_end_of_text=True,
         ),
         "mcq": _Kind(
             make=McqProfile,
             description="Multiple choice: the letter that a response chooses, in a box or in words; where a gold "
             "answer is the choice's text, that too.",
             answers_in=Forms.WORDS,
+            drops_end_of_text=True,
         ),
         "slime_math": _Kind(
             make=partial(Prm800kProfile, reading=SLIME_MATH),
@@ -175,9 +184,12 @@ def _scoring(name: str, kind: _Kind, config: RewardConfig) -> Scoring:
             f"reward.profiles.{name}.format_weight = {weight}: the profile has no format of its own; "
             "give format_pattern too"
         )
+    form = None
+    if pattern is not None:
+        form = Format(pattern, max_chars=MAX_RESPONSE_CHARS, drops_end_of_text=kind.drops_end_of_text)
     return Scoring(
         reward_max=1.0 if given.reward_max is None else given.reward_max,
         reward_min=kind.reward_min if given.reward_min is None else given.reward_min,
         format_weight=weight,
-        format=None if pattern is None else Format(pattern, max_chars=MAX_RESPONSE_CHARS),
+        format=form,
     )

@@ -52,6 +52,28 @@ def test_a_scale_is_set_in_part() -> None:
     assert score("math", r"\boxed{5}", format_weight=0.25, format_pattern="<a>.*") == 0.75
 
 
+@pytest.mark.parametrize("ending", ["", "<|im_end|>", "</s>\n<|endoftext|>\n"])
+def test_a_pattern_of_yours_sees_no_end_of_text_token(ending: str) -> None:
+    """slime sends them by default. A profile that imitates slime sees them, as slime does."""
+    settings = {"format_weight": 0.25, "format_pattern": r".*\}"}
+    for profile in ("math", "geo3k"):
+        assert score(profile, r"\boxed{6}" + ending, **settings) == 0.25
+    assert score("slime_math", r"\boxed{5}" + ending, **settings) == (0.75 if ending else 1.0)
+    custom = make_profiles(RewardConfig.model_validate({"profiles": {"mine": settings}}), {"mine": "mine.py:verify"})[
+        "mine"
+    ]
+    assert custom.scoring.check_format(Finding(status=Status.OK), r"\boxed{6}" + ending) is True
+
+
+def test_a_worker_sees_no_end_of_text_token_either() -> None:
+    """Whatever the pattern, and also at the end of a response that is cut for it."""
+    made = Format("^[<]a.*z$", max_chars=10, drops_end_of_text=True)
+    assert made.check("<a..z<|im_end|>") == FormatTask(pattern="^[<]a.*z$", text="<a..z")
+    assert made.check("<aaaaaa" + "-" * 100 + "zzzzzz<|im_end|>\n") == FormatTask(
+        pattern="^[<]a.*z$", text="<aaaazzzzz"
+    )
+
+
 def test_what_could_not_be_judged_earns_nothing_by_its_format() -> None:
     """A fault of the data or of the service is not the policy's merit."""
     scoring = make_profiles(RewardConfig())["verl_geo3k"].scoring
