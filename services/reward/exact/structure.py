@@ -7,6 +7,7 @@ parts are limited, and every split is linear.
 import re
 
 from services.reward.exact.brackets import closes, split, squeeze
+from services.reward.exact.formulas import num_formulas
 from services.reward.exact.intervals import (
     intersect,
     read_bracketed_interval,
@@ -18,7 +19,6 @@ from services.reward.exact.intervals import (
 from services.reward.exact.names import (
     SYMBOL,
     canonical_name,
-    figures_as_variables,
     is_comparison,
     is_name,
     is_quantity,
@@ -317,26 +317,12 @@ def _equality(parts: list[tuple[str, str]], squeezed: str, level: int) -> Node:
         nodes = tuple(read(part, level + 1) for part in texts)
         return Chain(text=squeezed, parts=nodes, is_approximate=approximate)
     nodes = tuple(read(part, level + 1) for part in texts[1:])
-    first = _num_formulas(nodes)
+    first = num_formulas(nodes)
     body = nodes[first]
     if len(nodes) > first + 1:
         approximate = approximate[first + 1 :]
         body = Chain(text=squeezed, parts=nodes[first:], is_approximate=approximate, is_named=True)
     return Named(text=squeezed, name=canonical_name(texts[0]), body=body)
-
-
-def _num_formulas(nodes: tuple[Node, ...]) -> int:
-    r"""Return how many of `nodes` precede the values, if they end in one: 2 of `A = bh = S = 6(4) = 24`."""
-    last = nodes[-1]
-    if not isinstance(last, Scalar) or has_variables(last.number.value):
-        return 0
-    return next(number for number, node in enumerate(nodes) if not _is_formula(node))
-
-
-def _is_formula(node: Node) -> bool:
-    """Return whether it is an expression with variables or figures, or the name of a quantity."""
-    number = node.number if isinstance(node, Scalar) else read_number(figures_as_variables(node.text))
-    return is_name(node.text) if number is None else has_variables(number.value)
 
 
 def read_number_safely(text: str) -> Number | None:

@@ -53,6 +53,11 @@ from tests.support.reward.value_profiles import is_right
         (r"A = bh = 24", "24"), ("65", r"m\angle 1 = 180 - m\angle 2 = 65"), ("60", "V = lwh = 3(4)(5) = 60"),
         ("40", r"m\angle C = \frac{1}{2} m\widehat{AB} = \frac{80}{2} = 40"),
         ("65", r"x = 180 - \angle ABC = 65^\circ"),
+        ("5", r"c = \sqrt{a^2+b^2} = 5"), ("5", r"c = \sqrt{a^{2}+b^{2}} = \sqrt{3^2+4^2} = 5"),
+        ("5", r"s = \sqrt A = 5"), ("5", r"x = \sqrt{a\sqrt{b}} = 5"),
+        ("5", r"d = \sqrt{(x_2-x_1)^2+(y_2-y_1)^2} = \sqrt{9+16} = 5"),
+        ("5", r"AC = \sqrt{AB^2 + BC^2} = 5 \text{ cm}"), ("3", r"s = \sqrt[3]{V} = \sqrt[3]{27} = 3"),
+        (r"3\sqrt{2}", r"r = \sqrt{\frac{A}{\pi}} = 3\sqrt2 \approx 4.24"),
         ("14.1", r"\text{approximately }14.1"), ("14.1", "Approx. 14.1"), (r"10\sqrt{2}", "approximately 14.14"),
     ],
 )  # fmt: skip
@@ -93,7 +98,10 @@ def test_right_structures(gold: str, answer: str) -> None:
         ("65", r"m\angle 1 = 180 - m\angle 2 = 66"), ("65", r"m\angle 1 = 65 = 180 - m\angle 2"),
         ("5", r"x = \sum y = 5"),
         ("bh", "A = bh = 24"), ("25.1", r"C = 25.1 = 8\pi"), ("5", r"x = y = \pm 5"), ("5", "2x = y = 5"),
-        ("5", "x = 6 = y = 5"),
+        ("5", "x = 6 = y = 5"), ("5", r"c = \sqrt{a^2+b^2} = \sqrt{3^2+5^2} = 5"), ("5", r"c = \sqrt{a^2+b^2}"),
+        ("5", r"c = 5 = \sqrt{a^2+b^2}"), ("5", r"c = \sqrt{a^2+b^2} = 5 \text{ or } 6"), ("5", r"x = \sqrt{36} = 5"),
+        ("5", r"x = \sqrt{36 \text{ cm}^2} = 5"), ("5", r"x = \sqrt{6, y} = 5"), ("5", r"2c = \sqrt{y} = 5"),
+        ("5", r"c = \sqrt{\sum y} = 5"), ("5", r"c = \sqrt{a} = 6 = \sqrt{b} = 5"), ("5", r"c = \sqrt{y = 5"),
         ("normal", "approximately normal"), ("0.5", "approx.5"), ("5", "approximately 5 or 6"),
     ],
 )  # fmt: skip
