@@ -82,9 +82,9 @@ class AgentResult:
     """None: the reward service judges the text of the policy's last answer."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Other measurements by name; kept with the sample."""
-    error: str = ""
-    """Why the sample has no reward; it is then not trained on, but kept with its reason. An exception or None becomes
-    text, of which the first 2,000 characters are kept."""
+    error: str | BaseException | None = ""
+    """Why the sample has no reward; it is then not trained on, but kept with its reason. None and "": it has one. The
+    result holds text: an exception becomes its own, None becomes "", and the first 2,000 characters are kept."""
 
     def __post_init__(self) -> None:
         if self.reward is not None:
@@ -123,7 +123,7 @@ class AgentResult:
         return cls(
             reward=value.get("reward"),
             metrics={str(name): number for name, number in metrics.items()},
-            error=value.get("error") or "",
+            error=value.get("error"),
         )
 
 

@@ -1,7 +1,6 @@
 """What runners may return, and what a result makes of it."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from services.rollout.worker.agents.runners import RunnerError, read_result
         ({"reward": 0.5, "metrics": {"n": 2}}, 0.5, {"n": 2}),
         ({"reward": None, "metrics": None, "error": None}, None, {}),
         (AgentResult(reward=2.0), 2.0, {}),
-        (AgentResult(reward=1.0, error=None), 1.0, {}),  # type: ignore[arg-type]
+        (AgentResult(reward=1.0, error=None), 1.0, {}),
     ],
 )
 def test_what_a_runner_may_return(value: object, reward: float | None, metrics: dict[str, float]) -> None:
@@ -55,7 +54,7 @@ def test_what_is_no_result_is_named(value: object, reason: str) -> None:
     ("error", "text"),
     [(ValueError("no browser"), "no browser"), (TimeoutError(), "TimeoutError()"), ("x" * 5000, "x" * 2000)],
 )
-def test_why_there_is_no_reward_is_text(error: Any, text: str) -> None:
+def test_why_there_is_no_reward_is_text(error: str | Exception, text: str) -> None:
     """Of bounded length, whatever a runner gives as its reason."""
     for value in (AgentResult(error=error), {"error": error}):
         assert read_result(value).error == text

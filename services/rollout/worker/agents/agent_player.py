@@ -68,7 +68,7 @@ class AgentEpisode:
     @property
     def error(self) -> str:
         """Why the sample cannot be judged; empty if it can."""
-        return self.result.error
+        return str(self.result.error)
 
     @property
     def needs_verdict(self) -> bool:
@@ -205,7 +205,7 @@ class AgentPlayer:
                     f"agent {prompt.environment!r} asked the policy nothing within {timeout_s:g} s; see why its runner "
                     "hangs, or raise worker.episode_timeout_s"
                 )
-            return None, result.error or "its runner returned without a call"
+            return None, str(result.error) or "its runner returned without a call"
         _check(calls, prompt)
         if result.error:
             ending = "deadline" if ending == "deadline" else "error"
