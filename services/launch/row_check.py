@@ -168,8 +168,7 @@ class _Reader:
             else:
                 if require is not None:
                     require(number, example)
-                known.num_tokens[number] = 0
-                known.images_put_first[number] = example.images_put_first
+                known.add(number, example, 0)
             num_read += 1
             self._progress.show(name, num_read, len(unread))
         if num_read:

@@ -220,10 +220,9 @@ def _refusal(part: _Part, found: Survey) -> str:
         return ""
     if found.num_wrong == found.num_rows:
         return f"all {found.num_wrong} rows are wrong"
-    limit, budget = part.limit, part.source.budget
-    if limit is None or len(found.num_tokens) < found.num_rows or min(found.num_tokens) <= limit.room(budget):
+    if part.limit is None or found.num_overlong < found.num_rows:
         return ""
-    return limit.refusal(num_rows=found.num_rows, shortest=min(found.num_tokens), budget=budget)
+    return part.limit.refusal(num_rows=found.num_rows, shortest=min(found.num_tokens), budget=part.source.budget)
 
 
 def _lines(part: _Part, found: Survey) -> Iterator[str]:

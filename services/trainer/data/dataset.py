@@ -98,11 +98,11 @@ class Dataset:
             DataError: the row is invalid, and `wrong_rows` is refuse.
         """
         name, number = self.row_at(position)
-        source, limit = self.sources[name], self._limit
-        if limit is not None and self.lengths[name].num_tokens[number] > limit.room(source.budget):
+        limit, known = self._limit, self.lengths[name]
+        if limit is not None and known.num_tokens[number] > limit.room(known.budget(number)):
             return FilterReason.OVERLONG_PROMPT
         try:
-            example = source[number]
+            example = self.sources[name][number]
             num_tokens = self._count(name, number, example)
         except DataError as error:
             return self._drop(error)
@@ -126,14 +126,11 @@ class Dataset:
         return FilterReason.WRONG_ROW
 
     def num_passed_over(self) -> int:
-        """Return the number of rows of all sources that are known to be too long, but for limits of their own."""
+        """Return the number of rows of all sources that are known to be too long."""
         limit = self._limit
         if limit is None:
             return 0
-        return sum(
-            int((self.lengths[name].num_tokens > limit.room(source.budget)).sum())
-            for name, source in self.sources.items()
-        )
+        return sum(int(known.is_overlong(limit.room).sum()) for known in self.lengths.values())
 
     def num_wrong(self) -> int:
         """Return the number of rows of all sources that `check` found wrong, where these are dropped."""
@@ -154,8 +151,7 @@ class Dataset:
             for done, number in enumerate(map(int, unknown)):
                 try:
                     example = source[number]
-                    known.num_tokens[number] = self._count(name, number, example)
-                    known.images_put_first[number] = example.images_put_first
+                    known.add(number, example, self._count(name, number, example))
                 except DataError as error:
                     if not self._drops_wrong:
                         raise
@@ -186,7 +182,7 @@ class Dataset:
         if self._limit is None:
             return
         checked, budget = known.num_tokens[:num_checked], source.budget
-        num_overlong = int((checked > self._limit.room(budget)).sum())
+        num_overlong = int(known.is_overlong(self._limit.room)[:num_checked].sum())
         if not num_overlong:
             return
         if num_overlong == len(source):

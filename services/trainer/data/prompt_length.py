@@ -112,6 +112,11 @@ class PromptLimit:
             "filters.overlong_prompts = 'keep'; data.max_prompt_tokens is another limit"
         )
         room = self.room(budget)
+        if shortest <= room:
+            return (
+                f"all {num_rows} prompts leave no room for an answer in their rows' own max_tokens, the shortest of "
+                f"them {shortest}; raise max_tokens in the rows' own limits"
+            )
         if room < self.max_tokens:
             remedy = f"raise data.limits.max_tokens = {budget}, the budget of prompt and answers together"
         return (

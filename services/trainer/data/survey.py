@@ -114,10 +114,9 @@ def _reject(found: Survey, error: DataError) -> None:
 def _measure(source: Source, number: int, example: Example, lengths: Lengths, limit: PromptLimit | None) -> int:
     if lengths.num_tokens[number] == UNKNOWN:
         try:
-            lengths.num_tokens[number] = 0 if limit is None else limit.num_tokens(example)
+            lengths.add(number, example, 0 if limit is None else limit.num_tokens(example))
         except InvalidRequestError as error:
             raise source.wrong(number, error) from None
-        lengths.images_put_first[number] = example.images_put_first
     return int(lengths.num_tokens[number])
 
 

@@ -82,7 +82,7 @@ def test_a_prompt_beyond_its_own_budget_is_a_wrong_row(tmp_path: Path, limits: d
 def test_a_prompt_that_fills_its_own_limit_of_tokens_is_passed_over(
     tmp_path: Path, renderer: Renderer, tiny_model_path: Path
 ) -> None:
-    """One token of room is enough. The start counts them, unless rows have their own, and refuses a source of them."""
+    """One token of room is enough. The start counts them, by the rows' own limits too, and refuses a source of them."""
     limit = PromptLimit(renderer, ImageGrid.of(tiny_model_path), max_tokens=500)
     rows = [{"own": None}, {"problem": "How long?", "own": {"max_tokens": 0}}]
     short, long = (limit.num_tokens(opened(tmp_path, rows)[number]) for number in range(2))
@@ -93,11 +93,28 @@ def test_a_prompt_that_fills_its_own_limit_of_tokens_is_passed_over(
         assert data.num_passed_over() == num_passed_over
     lifted = opened(tmp_path, rows, limit, limits={"max_tokens": short}, limits_column="own")
     assert [lifted.playable(number) is FilterReason.OVERLONG_PROMPT for number in range(2)] == [True, False]
+    assert lifted.num_passed_over() == 1
+    own = [{"own": {"max_tokens": short}}, {"problem": "How long?", "own": {"max_tokens": short + 1}}]
+    with pytest.raises(DataError, match=rf"the shortest of them {short}; raise max_tokens in the rows' own limits"):
+        opened(tmp_path, own, limit, limits_column="own")
     words = (
         rf"all 2 prompts are longer than the {short - 1} tokens .*, the shortest of them {short}; raise data\.limits"
     )
     with pytest.raises(DataError, match=rf"{words}\.max_tokens = {short}, the budget of prompt and answers together"):
         opened(tmp_path, rows, limit, limits={"max_tokens": short})
+
+
+def test_limits_of_rows_are_kept_with_their_lengths(
+    tmp_path: Path, renderer: Renderer, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start measures no row again and counts the same."""
+    limit = PromptLimit(renderer, ImageGrid.of(tiny_model_path), max_tokens=500, model="tiny")
+    rows = [{"own": {"max_tokens": 1 if number < 7 else 400}} for number in range(500)]
+    settings: dict[str, Any] = {"limits_column": "own", "cache_dir": tmp_path / "cache"}
+    assert opened(tmp_path, rows, limit, **settings).num_passed_over() == 7
+    monkeypatch.delattr(PromptLimit, "num_tokens")
+    config = DataConfig(path=str(tmp_path / "a.parquet"), shuffle=False, **settings)
+    assert open_dataset(config, limit=limit).num_passed_over() == 7
 
 
 def test_sources_and_sets_take_over_single_limits() -> None:
