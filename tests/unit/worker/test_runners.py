@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from penstock.agents import AgentSession
+from penstock.agents import AgentResult, AgentSession
 from penstock.config import SecurityConfig
 from penstock.environments import Task
 from penstock.errors import ConfigError
@@ -180,8 +180,8 @@ async def test_a_program_reads_the_session_and_writes_a_result(
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("print('{}')\nprint('{}')", "it answered 2 times; write one JSON object to the output"),
-        ("", "it answered 0 times"),
+        ("print('{}')\nprint('{}')", "it answered more than once; write one JSON object to the output"),
+        ("", "it answered nothing; write one JSON object to the output"),
         ("print('hello')\nprint('{}')", r"holds something beside the result: 'hello\\n\{\}'; write logs to the errors"),
         ("print('[1]')", r"it wrote b'\[1\]\\n'; write one JSON object"),
         ("print('{}')\nsys.exit(3)", "exit code 3: it wrote nothing to its errors"),
@@ -319,8 +319,8 @@ async def test_a_url_that_nobody_can_call_is_refused(url: str) -> None:
         await HttpRunner(url).run(SESSION)
 
 
-def test_nothing_that_a_program_wrote_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of its values is decoded where it stands in one text, so that many take no longer than as many bytes."""
+def test_a_program_that_answers_often_is_read_to_its_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte of small values would hold the event loop for a second."""
     texts, decode = list[str](), json.JSONDecoder.raw_decode
 
     def raw_decode(decoder: json.JSONDecoder, text: str, *where: int) -> tuple[Any, int]:
@@ -329,10 +329,28 @@ def test_nothing_that_a_program_wrote_is_read_twice(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(json.JSONDecoder, "raw_decode", raw_decode)
     output = b"\n" + b"{} \n" * 100
-    with pytest.raises(RunnerError, match="it answered 100 times"):
+    with pytest.raises(RunnerError, match="it answered more than once"):
         command_runner._read_one(output)
-    assert (len(texts), set(texts)) == (100, {output.decode().rstrip()})
+    assert (len(texts), set(texts)) == (2, {output.decode().rstrip()})
     assert command_runner._read_one(b' {"reward": 1}\n') == {"reward": 1}
+
+
+@pytest.mark.parametrize("num_metrics", [1, 5000])
+async def test_a_long_result_is_read_beside_the_event_loop(
+    program: MakeProgram, monkeypatch: pytest.MonkeyPatch, num_metrics: int
+) -> None:
+    """Other episodes go on meanwhile."""
+    threads, read = list[threading.Thread](), AgentResult.read
+
+    def read_here(value: object) -> AgentResult:
+        threads.append(threading.current_thread())
+        return read(value)
+
+    monkeypatch.setattr(AgentResult, "read", read_here)
+    runner = program(f"print(json.dumps(dict(metrics=dict((str(n), n) for n in range({num_metrics})))))")
+    result = await runner.run(SESSION)
+    assert len(result.metrics) == num_metrics
+    assert [each is threading.main_thread() for each in threads] == [num_metrics == 1]
 
 
 def test_an_agent_is_one_of_three(reaper: Reaper) -> None:

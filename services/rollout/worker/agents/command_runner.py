@@ -18,7 +18,7 @@ from penstock.agents import AgentResult, AgentSession
 from penstock.runtime.process import end_task
 from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import VARIABLES
-from services.rollout.worker.agents.runners import MAX_OUTPUT_BYTES, RunnerError, read_result
+from services.rollout.worker.agents.runners import MAX_OUTPUT_BYTES, RunnerError, parse_result
 
 _END_S = 5.0
 _FILTERS_S = 2.0
@@ -70,7 +70,7 @@ class CommandRunner:
             how = f"exit code {status}" if status > 0 else f"signal {-status}"
             last = said.last_complaints() or "it wrote nothing to its errors"
             raise RunnerError(f"the program ended with {how}: {last}")
-        return read_result(_read_one(bytes(said.output)))
+        return await parse_result(_read_one, bytes(said.output))
 
     async def _start(self) -> asyncio.subprocess.Process:
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
@@ -111,9 +111,10 @@ class CommandRunner:
 
 
 def _read_one(output: bytes) -> Mapping[str, Any]:
-    """Return the one JSON object that a program wrote."""
-    decoder, text, found, end = json.JSONDecoder(), output.decode(errors="replace").rstrip(), [], 0
-    while begun := _PRINTED.search(text, end):
+    """Return the one JSON object that a program wrote. Nothing behind a second value is read."""
+    decoder, text, end = json.JSONDecoder(), output.decode(errors="replace").rstrip(), 0
+    found: list[Any] = []
+    while len(found) < 2 and (begun := _PRINTED.search(text, end)):
         start = begun.start()
         try:
             value, end = decoder.raw_decode(text, start)
@@ -124,7 +125,8 @@ def _read_one(output: bytes) -> Mapping[str, Any]:
             ) from None
         found.append(value)
     if len(found) != 1:
-        raise RunnerError(f"it answered {len(found)} times; write one JSON object to the output")
+        number = "more than once" if found else "nothing"
+        raise RunnerError(f"it answered {number}; write one JSON object to the output")
     if not isinstance(found[0], dict):
         raise RunnerError(f"it wrote {output[:_MAX_TOLD_CHARS]!r}; write one JSON object to the output")
     return found[0]

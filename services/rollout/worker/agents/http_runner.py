@@ -7,7 +7,7 @@ import ssl
 import httpx
 
 from penstock.agents import AgentResult, AgentSession
-from services.rollout.worker.agents.runners import MAX_OUTPUT_BYTES, RunnerError, read_result
+from services.rollout.worker.agents.runners import MAX_OUTPUT_BYTES, RunnerError, parse_result
 
 _CONNECT_S = 10.0
 _MAX_SHOWN_BYTES = 500
@@ -49,8 +49,11 @@ class HttpRunner:
         shown = text[:_MAX_SHOWN_BYTES].decode(errors="replace")
         if answer.status_code != 200:
             raise RunnerError(f"{self._url} answered {answer.status_code}: {shown}")
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise RunnerError(f"{self._url} answered {shown!r}, which is not JSON") from None
-        return read_result(value)
+
+        def parse(body: bytes) -> object:
+            try:
+                return json.loads(body)
+            except (ValueError, RecursionError):
+                raise RunnerError(f"{self._url} answered {shown!r}, which is not JSON") from None
+
+        return await parse_result(parse, bytes(text))

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import inspect
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from penstock.agents import AgentResult, AgentSession, Runner
@@ -19,6 +20,8 @@ from services.rollout.worker.agents.config import AgentConfig
 
 MAX_OUTPUT_BYTES = 2**20
 """Maximum size of a result."""
+_SMALL_BYTES = 2**14
+"""Maximum size of a result that is read in the event loop: a millisecond or two."""
 
 
 class RunnerError(Exception):
@@ -97,6 +100,23 @@ def read_result(value: object) -> AgentResult:
         return AgentResult.read(value)
     except (TypeError, ValueError) as error:
         raise RunnerError(str(error)) from None
+
+
+async def parse_result(parse: Callable[[bytes], object], output: bytes) -> AgentResult:
+    """Read the result in what a program or service wrote, in a thread if it is long.
+
+    Args:
+        parse: Returns the JSON value in the output.
+        output: What it wrote.
+
+    Raises:
+        RunnerError: it is not a result, or `parse` raises one.
+    """
+
+    def read() -> AgentResult:
+        return read_result(parse(output))
+
+    return read() if len(output) <= _SMALL_BYTES else await asyncio.to_thread(read)
 
 
 async def _in_thread(function: Runner, session: AgentSession) -> Any:
