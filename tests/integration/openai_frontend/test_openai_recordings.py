@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from penstock.bus.recordings import Recordings
 from penstock.config import BusConfig
 from penstock.errors import UnavailableError
 from penstock.records import RecordedCall, Verdict, VersionSpan
+from penstock.v1 import common_pb2, generate_pb2
 from tests.support.router.openai_harness import HI, PNG, Harness, data_url
 from tests.support.waiting import until
 
@@ -55,6 +57,29 @@ async def test_calls_of_a_session_come_back_in_their_order_whichever_routers_pla
     page = await harness.recordings("order%2Fof%20%C3%A9", limit=4)
     rest = await harness.recordings("order%2Fof%20%C3%A9", after=page[-1]["number"])
     assert [*page, *rest] == calls
+
+
+async def test_a_logprob_that_is_not_finite_is_null_and_never_recorded(harness: Harness) -> None:
+    """Nobody can train on it. The call that asked for the record fails, with an event in a stream."""
+
+    def broken(request: generate_pb2.GenerateRequest, replica: common_pb2.Replica) -> generate_pb2.GenerateResponse:
+        answer = say(request, replica)
+        answer.logprobs[-1] = math.nan
+        return answer
+
+    harness.says("ab")
+    say = harness.engines[0].answer
+    for engine in harness.engines:
+        engine.answer = broken
+    answer = await harness.chat(logprobs=True)
+    assert answer.choices[0].logprobs.content[-1].logprob is None
+    asked = {"user": "broken", "extra_body": RECORD}
+    with pytest.raises(openai.InternalServerError, match="a logprob is not finite, so the call cannot be recorded"):
+        await harness.chat(**asked)
+    with pytest.raises(openai.APIError, match="a logprob is not finite, so the call cannot be recorded"):
+        async for _ in await harness.chat(stream=True, **asked):
+            pass
+    assert await harness.recordings("broken") == []
 
 
 async def test_a_page_is_bounded_in_bytes(harness: Harness) -> None:

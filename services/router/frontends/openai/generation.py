@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -75,6 +76,11 @@ async def generating(
                 chunk = generate_pb2.GenerateChunk.FromString(raw)
                 if request.scores_prompt and not choice.tokens and not chunk.HasField("prompt_logprobs"):
                     raise PenstockError("the engine did not score the prompt; leave out echo and prompt_logprobs")
+                if request.is_recorded and not all(map(math.isfinite, chunk.logprobs)):
+                    raise PenstockError(
+                        "a logprob is not finite, so the call cannot be recorded; see whether the engine's weights are "
+                        "broken"
+                    )
                 await deltas.put((index, choice.take(chunk)))
                 if choice.was_cut:
                     return
