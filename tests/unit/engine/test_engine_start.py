@@ -17,7 +17,7 @@ from penstock.errors import SetupError, UnavailableError
 from services.rollout.engine import server
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.server import _open
-from services.rollout.engine.sglang import loading
+from services.rollout.engine.sglang import loading, settings
 
 
 class Silent:
@@ -49,22 +49,22 @@ async def test_a_taken_port_is_said_before_anything_is_loaded(key: str) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         ports = {"rollout.port": 0, "metrics.port": 0, key: taken.getsockname()[1]}
-        settings: Any = SimpleNamespace(
+        asked: Any = SimpleNamespace(
             network=NetworkConfig(),
             rollout=SimpleNamespace(port=ports["rollout.port"]),
             metrics=SimpleNamespace(port=ports["metrics.port"]),
         )
         with pytest.raises(SetupError, match=rf"{key}: cannot listen on 127\.0\.0\.1:\d+"):
-            await server.serve(settings, asyncio.Event())
+            await server.serve(asked, asyncio.Event())
 
 
 def load(monkeypatch: pytest.MonkeyPatch, start: Callable[..., Any], **sglang: Any) -> Any:
     """Load an engine of which `start` takes the place of SGLang's."""
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.engine", SimpleNamespace(Engine=start))  # type: ignore[arg-type]
-    monkeypatch.setattr(loading.settings, "has_cuda", lambda: False)
-    monkeypatch.setattr(loading.settings, "environment", lambda *_, **__: {})
-    monkeypatch.setattr(loading.settings, "server_args", lambda *_, **__: {})
+    monkeypatch.setattr(settings, "has_cuda", lambda: False)
+    monkeypatch.setattr(settings, "environment", lambda *_, **__: {})
+    monkeypatch.setattr(settings, "server_args", lambda *_, **__: {})
     return loading.load(
         RolloutConfig(sglang=sglang),
         Path("of-mine"),
