@@ -57,7 +57,7 @@ async def generating(
     """
     deltas: asyncio.Queue[tuple[int, ChoiceDelta]] = asyncio.Queue(_MAX_AHEAD)
     prompts = [_serialize(request, index) for index in range(0, len(choices), request.num_choices)]
-    is_whole = not (is_streamed or request.is_cut_by_text) and request.sampling.HasField("constraint")
+    is_whole = request.sampling.HasField("constraint") and not (is_streamed or request.is_cut_by_text)
     kept_bytes = sum(prompt.size_bytes for prompt in request.prompts) + terms.restorable_bytes
 
     async def generate(index: int) -> None:
