@@ -16,9 +16,9 @@ from nats.js import api
 
 from penstock.bus.cluster.creation import create
 from penstock.bus.connection import Bus, Stream
-from penstock.bus.dead_letters import letter_headers
 from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.bus.pull import NO_MESSAGES, PullRequests
+from penstock.bus.stored.dead_letters import letter_headers
 from penstock.runtime.process import end_task
 
 log = structlog.get_logger()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from prometheus_client.core import Metric
 
 from penstock.bus.connection import Bus
-from penstock.bus.stream_report import StreamReport, report_streams
+from penstock.bus.stored.stream_report import StreamReport, report_streams
 from penstock.errors import UnavailableError
 from penstock.telemetry import metrics
 

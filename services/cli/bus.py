@@ -21,7 +21,7 @@ from services.recipe import Recipe
 
 if TYPE_CHECKING:
     from penstock.bus.connection import Bus
-    from penstock.bus.stream_report import StreamReport
+    from penstock.bus.stored.stream_report import StreamReport
 
 _HELP = """List the streams of a run and how much waits in each; show or re-queue dead letters.
 
@@ -50,7 +50,9 @@ def list_streams(
         if config is not None or url or run or as_json:
             raise ConfigError(f"options of `penstock bus {context.invoked_subcommand}` come after its name")
         return 0
-    from penstock.bus.stream_report import report_streams  # imports NATS, so only after the arguments are checked
+    from penstock.bus.stored.stream_report import (
+        report_streams,  # imports NATS, so only after the arguments are checked
+    )
 
     streams = _on_bus(report_streams, context, config, url, run)
     if as_json:
@@ -71,7 +73,7 @@ def letters(
     limit: Annotated[int, typer.Option("--limit", min=1, help="The most letters to list.")] = 100,
 ) -> int:
     """List the dead letters: messages that were given up, each with its reason."""
-    from penstock.bus.dead_letters import list_letters
+    from penstock.bus.stored.dead_letters import list_letters
 
     found = _on_bus(lambda bus: list_letters(bus, after=after, limit=limit), context, config, url, run)
     if as_json:
@@ -85,7 +87,7 @@ def letters(
 @app.command()
 def show(context: typer.Context, number: Number, config: Config = None, url: Url = "", run: Run = "") -> int:
     """Print a dead letter as JSON, whatever record it holds: bytes and arrays as sizes, long text cut."""
-    from penstock.bus.dead_letters import read_letter, show_payload
+    from penstock.bus.stored.dead_letters import read_letter, show_payload
 
     letter = _on_bus(lambda bus: read_letter(bus, number), context, config, url, run)
     _print_json({**_described(letter), "payload": show_payload(letter.payload)})
@@ -98,7 +100,7 @@ def requeue(context: typer.Context, number: Number, config: Config = None, url: 
 
     A trainer ignores a group that it has already counted, so re-queueing the letter of a settled group has no effect.
     """
-    from penstock.bus.dead_letters import requeue_letter
+    from penstock.bus.stored.dead_letters import requeue_letter
 
     letter = _on_bus(lambda bus: requeue_letter(bus, number), context, config, url, run)
     sys.stdout.write(f"message {letter.message_id} is back on queue {letter.subject}\n")

@@ -16,8 +16,8 @@ from penstock.model.template_variables import require_free
 from penstock.model.tokens import require_same_tokens
 from services.cli.extras import import_with_extra
 from services.cli.hub_models import with_model, with_models
-from services.launch.known_names import require_names
-from services.launch.model_fit import require_fits_model
+from services.launch.checks.known_names import require_names
+from services.launch.checks.model_fit import require_fits_model
 from services.launch.run_folder import RunFolder, dump_repeatable
 from services.recipe import Recipe
 from services.reward.config import RewardSettings

@@ -11,8 +11,8 @@ from penstock.model.parameters import own_parameter_sizes
 from penstock.runtime.security import Security
 from services.doctor.finding import Finding, blamed, fault, ok, warning
 from services.doctor.memory import ModelSize
-from services.launch.known_names import require_names
-from services.launch.model_fit import require_fits_model
+from services.launch.checks.known_names import require_names
+from services.launch.checks.model_fit import require_fits_model
 from services.recipe import Recipe
 from services.rollout.engine.sglang import recipe_settings
 from services.trainer.checks.parameter_patterns import linear_layers, matches, rates_of

@@ -13,14 +13,14 @@ from penstock.errors import PenstockError
 from penstock.runtime.ports import held_port, held_ports
 from penstock.runtime.security import Security
 from services.launch.background import background, repeated
-from services.launch.bounded_log import BoundedLog
 from services.launch.gpu_plan import extend_plan, find_gpus, require_own_gpus, without
 from services.launch.metrics import MetricsFollower, describe_run
 from services.launch.process.backend import Backend
+from services.launch.process.bounded_log import BoundedLog
+from services.launch.process.process_trace import ProcessTrace
+from services.launch.process.readiness import serves_nats
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.process.specs import process_specs
-from services.launch.process_trace import ProcessTrace
-from services.launch.readiness import serves_nats
 from services.launch.run_bus import bus_host, reach_of, require_bus
 from services.launch.run_folder import RunFolder
 from services.launch.run_follower import RunFollower

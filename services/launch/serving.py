@@ -7,9 +7,8 @@ from contextlib import asynccontextmanager
 
 from penstock.runtime.security import Security
 from services.launch.background import background, repeated
-from services.launch.bounded_log import BoundedLog
+from services.launch.checks.known_names import require_names
 from services.launch.gpu_plan import find_gpus
-from services.launch.known_names import require_names
 from services.launch.launcher import (
     KILL_MARGIN_S,
     REFRESH_S,
@@ -17,8 +16,9 @@ from services.launch.launcher import (
     look_after,
     start_processes,
 )
+from services.launch.process.bounded_log import BoundedLog
+from services.launch.process.process_trace import ProcessTrace
 from services.launch.process.specs import process_specs
-from services.launch.process_trace import ProcessTrace
 from services.launch.run_bus import require_bus
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import RunPlan, make_plan

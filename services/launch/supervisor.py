@@ -18,12 +18,12 @@ from typing import Any
 from penstock.errors import PenstockError, UserError
 from penstock.runtime.backoff import Backoff
 from penstock.runtime.process import EXIT_INTERRUPTED, EXIT_USER_ERROR
-from services.launch.bounded_log import BoundedLog
-from services.launch.child import Child, State
 from services.launch.process.backend import Backend, Ending
+from services.launch.process.bounded_log import BoundedLog
+from services.launch.process.child import Child, State
 from services.launch.process.local import local_backend
+from services.launch.process.process_trace import ProcessTrace
 from services.launch.process.spec import ProcessSpec, StopPhase
-from services.launch.process_trace import ProcessTrace
 
 MAX_RESTARTS = 10
 """A process that dies more often than this, without a trained step in between, ends the run. A group that kills the

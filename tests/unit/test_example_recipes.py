@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock import config, shipped
-from services.launch.known_names import require_names
+from services.launch.checks.known_names import require_names
 from services.recipe import Recipe
 from services.reward.worker_tasks.custom_verifier import load_verifier
 from services.rollout.worker.environments.loading import load_class

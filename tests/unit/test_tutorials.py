@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock import config, shipped
-from services.launch.row_check import check_rows
+from services.launch.checks.row_check import check_rows
 from services.recipe import Recipe
 from tests.conftest import ROOT
 from tests.support.documents.blocks import blocks_of

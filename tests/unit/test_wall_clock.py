@@ -8,8 +8,8 @@ _ROOT = Path(__file__).parents[2]
 _READERS = {
     # Ages that a person is shown, measured against the stamps of the NATS server; and how long a prompt was queued.
     "services/rollout/worker/prompt_handler.py",
-    "penstock/bus/dead_letters.py",
-    "penstock/bus/stream_report.py",
+    "penstock/bus/stored/dead_letters.py",
+    "penstock/bus/stored/stream_report.py",
     "services/cli/runs/command.py",
     # Stamps of records, answers and evaluations, and names of runs.
     "services/cli/evaluation/run.py",
@@ -22,7 +22,7 @@ _READERS = {
     "services/trainer/starting_point.py",
     # Stamps of rows, kept groups and spans, which are compared with those of samples; and the age of a file.
     "penstock/telemetry/spans.py",
-    "services/launch/process_trace.py",
+    "services/launch/process/process_trace.py",
     "services/trainer/telemetry/span_files.py",
     "services/trainer/telemetry/episodes/log.py",
     "services/trainer/telemetry/metrics_log.py",

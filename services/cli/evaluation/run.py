@@ -26,7 +26,7 @@ from services.cli.evaluation.begun import Begun, read_begun, require_same, requi
 from services.cli.evaluation.progress import EvaluationProgress, open_progress
 from services.cli.own_folder import own_folder
 from services.cli.score.run import private_service, running_at
-from services.launch.known_names import KnownNames, require_names
+from services.launch.checks.known_names import KnownNames, require_names
 from services.launch.run_folder import RunFolder
 from services.launch.serving import plan_serving, serving
 from services.launch.terminal.lasting_output import lasting_output

@@ -25,7 +25,7 @@ from services.view.run_reader import RunReader
 
 if TYPE_CHECKING:
     from penstock.bus.connection import Bus
-    from penstock.bus.stored_runs import StoredRun
+    from penstock.bus.stored.stored_runs import StoredRun
 
 _HELP = """List runs, in folders and on NATS; delete runs from both.
 
@@ -190,13 +190,13 @@ def _on_bus(ask: "Callable[[Bus], Awaitable[ResultT]]", config: BusConfig, secur
 
 
 async def _list_stored(bus: "Bus") -> "list[StoredRun]":
-    from penstock.bus.stored_runs import list_stored_runs
+    from penstock.bus.stored.stored_runs import list_stored_runs
 
     return await list_stored_runs(bus)
 
 
 async def _remove_stored(bus: "Bus", run: str) -> None:
-    from penstock.bus.stored_runs import delete_stored_run
+    from penstock.bus.stored.stored_runs import delete_stored_run
 
     await delete_stored_run(bus, run)
 

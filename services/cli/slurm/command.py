@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, SetupError
 from penstock.runtime.files import write_atomically
 from services.cli import hub_models, service_settings
 from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
-from services.launch.known_names import require_names
+from services.launch.checks.known_names import require_names
 from services.launch.run_folder import RunFolder, dump_repeatable
 from services.launch.run_plan import make_plan
 from services.launch.slurm import submission

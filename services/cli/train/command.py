@@ -67,7 +67,7 @@ def train(
     settings = service_settings.pin_inputs(
         settings, with_sets=settings.evaluation.is_in_training, with_demonstrations=True
     )
-    rows = import_with_extra("services.launch.row_check", "penstock train", extra="trainer")
+    rows = import_with_extra("services.launch.checks.row_check", "penstock train", extra="trainer")
     rows.check_rows(settings, with_sets=settings.evaluation.is_in_training, say=typer.echo)
     is_new = folder is None
     folder = folder or RunFolder.create(settings.run)

@@ -16,9 +16,9 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from services.launch.bounded_log import BoundedLog
 from services.launch.gpu_plan import find_gpus
 from services.launch.on_ray.working_folder import working_folder
+from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.local import LocalProcess, local_backend
 from services.launch.process.spec import ProcessSpec, StopPhase
 

@@ -22,11 +22,11 @@ from penstock.errors import SetupError
 from penstock.runtime.files import write_atomically
 from penstock.runtime.process import unless_stopped
 from penstock.runtime.security import VARIABLES, read_secret
-from services.launch.bounded_log import BoundedLog
 from services.launch.on_ray.actor import GIVEN, Order, ProcessActor, Started
 from services.launch.on_ray.cluster import Cluster, resolved
 from services.launch.on_ray.placement import AT_THE_LAUNCHER, allowed, bundle, label_selector, num_gpus_of
 from services.launch.process.backend import Ending
+from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.spec import ProcessSpec
 from services.launch.run_plan import PlannedProcess
 from services.recipe import Recipe

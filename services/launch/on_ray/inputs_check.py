@@ -71,7 +71,7 @@ def _check_worker(recipe: Recipe, say: Callable[[str], object]) -> None:
 
 def _check_trainer(recipe: Recipe, say: Callable[[str], object]) -> None:
     from services.cli import hub_models, service_settings
-    from services.launch.row_check import check_rows
+    from services.launch.checks.row_check import check_rows
 
     service_settings.require_trainable_without_model(recipe)
     recipe, unfetched = hub_models.with_cached_models(recipe)

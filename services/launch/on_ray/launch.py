@@ -18,9 +18,9 @@ from services.launch.on_ray.placement import (
     describe_processes,
     require_room,
 )
+from services.launch.process.process_trace import ProcessTrace
 from services.launch.process.spec import ProcessSpec
 from services.launch.process.specs import specs_of
-from services.launch.process_trace import ProcessTrace
 from services.launch.run_bus import require_bus
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import PlannedProcess, plan_processes

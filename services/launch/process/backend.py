@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 from typing import Protocol
 
-from services.launch.bounded_log import BoundedLog
+from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.spec import ProcessSpec
 
 

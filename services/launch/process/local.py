@@ -8,8 +8,8 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 
 from penstock.runtime.ports import held_ports
 from penstock.runtime.reaper import Reaper
-from services.launch.bounded_log import BoundedLog
 from services.launch.process.backend import Ending
+from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.spec import ProcessSpec
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.bus.local_server import server_command
 from penstock.runtime.security import NATS_TOKEN, Security
+from services.launch.process.readiness import serves_grpc, serves_nats
 from services.launch.process.spec import ProcessSpec
-from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import PlannedProcess, RunPlan
 

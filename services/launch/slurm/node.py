@@ -15,13 +15,13 @@ from penstock import config as configuration
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
 from services.launch.background import background, repeated
-from services.launch.bounded_log import BoundedLog
 from services.launch.gpu_plan import find_gpus, plan_gpus
 from services.launch.launcher import KILL_MARGIN_S, REFRESH_S, look_after
 from services.launch.metrics import MetricsFollower
+from services.launch.process.bounded_log import BoundedLog
+from services.launch.process.readiness import serves_grpc, serves_nats
 from services.launch.process.spec import StopPhase
 from services.launch.process.specs import process_specs
-from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import PlannedProcess, RunPlan
 from services.launch.slurm.placement import ROLES, NodeShare

@@ -9,8 +9,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from services.launch.child import Child, State
 from services.launch.metrics import StepRow, describe_step
+from services.launch.process.child import Child, State
 from services.launch.terminal.standing import Line, describe_alarm, describe_left, describe_standing
 
 _COLOURS = {State.STARTING: "yellow", State.UP: "green", State.RESTARTING: "red", State.STOPPED: "dim"}

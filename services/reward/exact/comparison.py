@@ -10,15 +10,15 @@ import re
 from dataclasses import dataclass
 
 from services.reward.exact.answer_size import is_small
-from services.reward.exact.brackets import squeeze
 from services.reward.exact.large_powers import read_large
 from services.reward.exact.matching import Outcome, match
 from services.reward.exact.names import canonical_name, is_name
 from services.reward.exact.nodes import Named, Node, Opaque, Scalar, Set, Tuple
-from services.reward.exact.normalisation import normalise
 from services.reward.exact.numbers.algebra import NoValueError
 from services.reward.exact.numbers.scalars import Rules
 from services.reward.exact.structure import check_bounds, read
+from services.reward.exact.text.brackets import squeeze
+from services.reward.exact.text.normalisation import normalise
 
 __all__ = ["Outcome", "Rules", "Side", "compare", "is_structural"]
 

@@ -14,9 +14,9 @@ import enum
 import re
 from collections.abc import Callable, Sequence
 
-from services.reward.exact.emphasis import drop_emphasis, read_plain
-from services.reward.exact.end_of_text import drop_end_of_text
 from services.reward.exact.statements import Span, find_statements
+from services.reward.exact.text.emphasis import drop_emphasis, read_plain
+from services.reward.exact.text.end_of_text import drop_end_of_text
 
 _BOX = re.compile(
     r"\\(?:boxed|fbox)(?:\s*+(?P<open>\{)|\s*+(?P<bare>-?\d[\d.]*+)|\s++(?P<letter>[A-Za-z])(?![A-Za-z]))"

@@ -5,12 +5,12 @@ A formula has variables, so it states no value, and only the values behind it mu
 
 import re
 
-from services.reward.exact.brackets import closes
 from services.reward.exact.names import figures_as_variables, is_name
 from services.reward.exact.nodes import Node, Scalar
 from services.reward.exact.numbers.algebra import has_variables
 from services.reward.exact.numbers.number import read_number
 from services.reward.exact.numbers.units import split_unit
+from services.reward.exact.text.brackets import closes
 
 _ROOT = re.compile(r"\\sqrt *(?:\[ *\d+ *\] *)?(?:(?=\{)|(?P<letter>[A-Za-z]))")
 

@@ -21,7 +21,7 @@ Lists of words that veto a statement, by where they stand:
 
 import re
 
-from services.reward.exact.emphasis import drop_emphasis, read_plain
+from services.reward.exact.text.emphasis import drop_emphasis, read_plain
 
 Span = tuple[int, int, str]
 """Start, end and content."""

@@ -6,7 +6,6 @@ parts are limited, and every split is linear.
 
 import re
 
-from services.reward.exact.brackets import closes, split, squeeze
 from services.reward.exact.formulas import num_formulas
 from services.reward.exact.intervals import (
     intersect,
@@ -44,7 +43,8 @@ from services.reward.exact.numbers.algebra import NoValueError, TooLargeError, a
 from services.reward.exact.numbers.grammar import MAX_DEPTH, MAX_DIGITS
 from services.reward.exact.numbers.number import Number, read_common, read_number
 from services.reward.exact.numbers.units import split_unit
-from services.reward.exact.words import (
+from services.reward.exact.text.brackets import closes, split, squeeze
+from services.reward.exact.text.words import (
     is_plain,
     read_choice,
     read_clock,

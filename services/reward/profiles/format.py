@@ -7,7 +7,7 @@ searched here in linear time; any other goes to a worker process, under the item
 
 import re
 
-from services.reward.exact.end_of_text import drop_end_of_text
+from services.reward.exact.text.end_of_text import drop_end_of_text
 from services.reward.isolation.tasks import FormatTask, sendable
 
 _PART = re.compile(r"\.\*\??|\\(?P<escaped>[^A-Za-z0-9])|(?P<plain>[^\\.^$*+?{}\[\]|()])|(?P<other>.)", re.DOTALL)

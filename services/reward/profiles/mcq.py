@@ -9,13 +9,13 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.verdict_status import Status
-from services.reward.exact.brackets import squeeze
 from services.reward.exact.comparison import Outcome, Rules, Side, compare
 from services.reward.exact.contradiction import contradicts
 from services.reward.exact.extraction import Forms, extract_answer
-from services.reward.exact.letters import find_choices, has_letters, names_another, read_letter
 from services.reward.exact.nodes import Chain, Intervals, Matrix, Named, Node, Ratio, Scalar, Set, Tuple
-from services.reward.exact.normalisation import normalise
+from services.reward.exact.text.brackets import squeeze
+from services.reward.exact.text.letters import find_choices, has_letters, names_another, read_letter
+from services.reward.exact.text.normalisation import normalise
 from services.reward.isolation.tasks import sendable
 from services.reward.item import Item
 from services.reward.profiles.profile import MAX_ANSWER_CHARS, MAX_RESPONSE_CHARS, Decision

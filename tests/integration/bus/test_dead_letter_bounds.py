@@ -4,7 +4,7 @@ import pytest
 
 from penstock.bus import connection
 from penstock.bus.connection import Bus
-from penstock.bus.dead_letters import letter_headers, list_letters
+from penstock.bus.stored.dead_letters import letter_headers, list_letters
 from penstock.config import BusConfig
 
 

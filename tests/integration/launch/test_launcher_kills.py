@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from services.launch.bounded_log import BoundedLog
-from services.launch.child import Child
 from services.launch.process.backend import Backend, Ending
+from services.launch.process.bounded_log import BoundedLog
+from services.launch.process.child import Child
 from services.launch.process.local import LocalBackend, LocalProcess, local_backend
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.supervisor import ProcessFailedError, Supervisor, supervised
@@ -33,8 +33,8 @@ from tests.support.waiting import promptly, until, wait_until
 DEAF = """
 import asyncio, os, sys
 from pathlib import Path
-from services.launch.bounded_log import BoundedLog
-from services.launch.child import Child
+from services.launch.process.bounded_log import BoundedLog
+from services.launch.process.child import Child
 from services.launch.process.local import LocalBackend
 from services.launch.process.spec import ProcessSpec, StopPhase
 from penstock.runtime.reaper import Reaper

@@ -18,14 +18,14 @@ from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.launch import launcher
-from services.launch.bounded_log import BoundedLog
-from services.launch.child import Child, State
 from services.launch.launcher import run_processes
 from services.launch.metrics import MetricsFollower
 from services.launch.process.backend import Ending
+from services.launch.process.bounded_log import BoundedLog
+from services.launch.process.child import Child, State
 from services.launch.process.local import LocalBackend
+from services.launch.process.readiness import serves_grpc, serves_nats
 from services.launch.process.spec import ProcessSpec, StopPhase
-from services.launch.readiness import serves_grpc, serves_nats
 from services.launch.run_folder import RunFolder
 from services.launch.run_follower import RunFollower
 from services.launch.run_status import describe_phase, fetch_run

@@ -11,7 +11,7 @@ import pytest
 from penstock.config import load
 from penstock.runtime.security import Security
 from services.launch import serving as launch_serving
-from services.launch.bounded_log import BoundedLog
+from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.run_folder import RunFolder
 from services.launch.serving import serving

@@ -18,8 +18,8 @@ from penstock.bus.local_server import local_server
 from penstock.config import load
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
-from services.launch import readiness
-from services.launch.bounded_log import BoundedLog
+from services.launch.process import readiness
+from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.spec import ProcessSpec
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import RunPlan

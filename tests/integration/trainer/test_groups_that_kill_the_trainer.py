@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.bus.dead_letters import list_letters
+from penstock.bus.stored.dead_letters import list_letters
 from penstock.config import BusConfig
 from penstock.errors import DataError, InvalidRequestError
 from penstock.records.codec import encode

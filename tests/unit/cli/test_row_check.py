@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import DataError
-from services.launch import row_progress
-from services.launch.row_check import check_rows
+from services.launch.checks import row_progress
+from services.launch.checks.row_check import check_rows
 from services.recipe import Recipe
 from services.trainer.data.lengths import MIN_KEPT_ROWS
 from services.trainer.data.sources.source import Source
@@ -173,7 +173,7 @@ def test_no_tokenizer_is_loaded(tmp_path: Path) -> None:
     """The process that starts the others stays small."""
     recipe = run_of(tmp_path, written(tmp_path / "rows.jsonl", 3))
     program = (
-        "import sys; from services.launch.row_check import check_rows; from services.recipe import Recipe\n"
+        "import sys; from services.launch.checks.row_check import check_rows; from services.recipe import Recipe\n"
         f"check_rows(Recipe.model_validate_json({recipe.model_dump_json()!r}), with_sets=True, say=print)\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

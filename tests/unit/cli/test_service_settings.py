@@ -10,7 +10,7 @@ import pytest
 from penstock.config import ModelConfig, NetworkConfig, SamplingConfig, SecurityConfig
 from penstock.errors import ConfigError
 from services.cli import service_settings
-from services.launch.known_names import require_names
+from services.launch.checks.known_names import require_names
 from services.recipe import Recipe
 from services.reward.config import RewardConfig
 from services.rollout.engine.config import RolloutConfig

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.launch.child import Child, State
 from services.launch.metrics import MetricsFollower
+from services.launch.process.child import Child, State
 from services.launch.run_follower import RunFollower
 from services.launch.terminal.display import LiveDisplay, PlainDisplay
 from services.launch.terminal.standing import describe_standing

@@ -12,7 +12,7 @@ from penstock import config as configuration
 from penstock.errors import ConfigError, DataError
 from services.cli import main, service_settings
 from services.doctor.inputs import check_data
-from services.launch.row_check import check_rows
+from services.launch.checks.row_check import check_rows
 from services.recipe import Recipe
 from services.trainer.demonstrations.config import DemonstrationsConfig
 from services.trainer.demonstrations.opening import open_demonstrations

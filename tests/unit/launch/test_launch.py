@@ -14,9 +14,9 @@ from penstock.errors import SetupError
 from penstock.runtime.reaper_process import groups_left
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2
-from services.launch.bounded_log import BoundedLog
 from services.launch.launcher import addressed
 from services.launch.metrics import MetricsFollower, describe_run, describe_step, describe_waits, sparkline
+from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.spec import StopPhase
 from services.launch.process.specs import child_environment, process_specs
 from services.launch.run_bus import bus_host, reach_of

@@ -12,10 +12,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.config import load
-from services.launch.bounded_log import BoundedLog
 from services.launch.on_ray.actor import Started
 from services.launch.on_ray.placement import Host
 from services.launch.process.backend import Ending
+from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.recipe import Recipe
 from tests.support.launch.fake_ray import RayError, Remote, faking_ray

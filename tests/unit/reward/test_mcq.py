@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
-from services.reward.exact.letters import find_choices, read_letter
+from services.reward.exact.text.letters import find_choices, read_letter
 from services.reward.item import Item
 from services.reward.profiles.profile import Undecided
 from services.reward.profiles.registry import make_profiles

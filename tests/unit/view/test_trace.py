@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.launch.process_trace import ProcessTrace
+from services.launch.process.process_trace import ProcessTrace
 from services.view.trace_events import write_trace_events
 from services.view.trace_reader import Span, TraceReader
 

@@ -16,7 +16,7 @@ from penstock.http.app import ErrorBody
 from penstock.http.json_body import parse_json
 from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
-from services.reward.exact.end_of_text import drop_end_of_text
+from services.reward.exact.text.end_of_text import drop_end_of_text
 from services.reward.frontends.http.label import golds_of, text_of
 from services.reward.item import Item
 from services.reward.profiles.registry import find_profile

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.exact.normalisation import normalise
+from services.reward.exact.text.normalisation import normalise
 
 
 @pytest.mark.parametrize(

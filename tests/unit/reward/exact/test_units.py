@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from services.reward.exact.normalisation import normalise
 from services.reward.exact.numbers.units import DEGREE, PERCENT, split_unit
+from services.reward.exact.text.normalisation import normalise
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 
 from penstock.errors import SetupError
 from penstock.runtime.process import EXIT_FAILURE
-from services.launch.bounded_log import BoundedLog
 from services.launch.process.backend import Backend, Ending, RunningProcess
+from services.launch.process.bounded_log import BoundedLog
+from services.launch.process.process_trace import ProcessTrace
 from services.launch.process.spec import ProcessSpec
-from services.launch.process_trace import ProcessTrace
 
 
 class State(StrEnum):

@@ -15,8 +15,8 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from penstock.errors import DataError
-from services.launch.known_names import KnownNames
-from services.launch.row_progress import RowProgress, open_row_progress
+from services.launch.checks.known_names import KnownNames
+from services.launch.checks.row_progress import RowProgress, open_row_progress
 from services.recipe import Recipe
 from services.trainer.data.dataset import MAX_CHECKED_ROWS
 from services.trainer.data.lengths import UNKNOWN, Lengths, model_digest

@@ -5,10 +5,10 @@ Several letters are no choice: a list of all, `A or B`, `A. 5 B. 6`, `B, c, d`.
 
 import re
 
-from services.reward.exact.emphasis import read_plain
 from services.reward.exact.extraction import are_side_by_side
-from services.reward.exact.normalisation import normalise
 from services.reward.exact.statements import Span, find_statements, is_unsure
+from services.reward.exact.text.emphasis import read_plain
+from services.reward.exact.text.normalisation import normalise
 
 _LETTERED = re.compile(
     r"(?i:(?:the +)?(?:option|choice|answer) *:? *)?"

@@ -1,0 +1,1 @@
+"""What a NATS server keeps of runs, and how a person sees and repairs it."""
