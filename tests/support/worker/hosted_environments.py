@@ -115,6 +115,7 @@ class GivesUp:
         await asyncio.sleep(0)  # it begins
         asking.cancel()
         waiting.cancel()
+        await asyncio.wait({asking, waiting})
         (self.folder / "gave_up").touch()
         if not turn.text:
             return StepResult(observation=say("played on"))
