@@ -5,14 +5,22 @@ A formula has variables, so it states no value, and only the values behind it mu
 
 import re
 
-from services.reward.exact.names import figures_as_variables, is_name
+from services.reward.exact.names import GREEK, figures_as_variables, is_name
 from services.reward.exact.nodes import Node, Scalar
 from services.reward.exact.numbers.algebra import has_variables
 from services.reward.exact.numbers.number import read_number
 from services.reward.exact.numbers.units import split_unit
 from services.reward.exact.text.brackets import closes
 
-_ROOT = re.compile(r"\\sqrt *(?:\[ *\d+ *\] *)?(?:(?=\{)|(?P<letter>[A-Za-z]))")
+_COMPOUND = re.compile(
+    r"\\(?:sqrt *(?:\[ *\d+ *\] *)?(?:(?=\{)|(?P<letter>[A-Za-z]))"
+    r"|(?P<fraction>frac) *(?=\{)"
+    r"|(?:(?:arc)?(?:sin|cos|tan)|cot|sec|csc|ln|log *(?:_ *(?:\d|\{ *\d+ *\}))?) *(?:\^ *(?:\d|\{ *-?\d+ *\}) *)?"
+    rf"(?:(?=[({{])|(?P<argument>\d* *(?:[A-Za-z]{{1,3}}|\\(?:{GREEK}))(?![A-Za-z]))))"
+)
+"""The beginning of a root, a fraction or a function, up to its bracket or with its argument."""
+_VARIABLES = "xyzuvw"
+"""Stand for compounds in turn, so that two of them do not cancel."""
 
 
 def num_formulas(nodes: tuple[Node, ...]) -> int:
@@ -25,25 +33,33 @@ def num_formulas(nodes: tuple[Node, ...]) -> int:
 
 def _is_formula(node: Node) -> bool:
     """Return whether it is an expression with variables or figures, or the name of a quantity."""
-    number = node.number if isinstance(node, Scalar) else read_number(_without_roots(figures_as_variables(node.text)))
+    number = node.number if isinstance(node, Scalar) else read_number(_simplified(figures_as_variables(node.text)))
     return is_name(node.text) if number is None else has_variables(number.value)
 
 
-def _without_roots(text: str) -> str:
-    """Return `text` with each root of an expression with variables as the variable x. Other roots have values."""
+def _simplified(text: str) -> str:
+    """Return `text` with a variable for each root, fraction or function of variables. Others have values."""
     parts: list[str] = []
     copied = position = 0
-    while (root := _ROOT.search(text, position)) is not None:
-        position = root.end()
-        if not root["letter"]:
-            end = closes(text, root.end())
+    while (compound := _COMPOUND.search(text, position)) is not None:
+        position = compound.end()
+        bare = compound["letter"] or compound["argument"]
+        arguments = [bare] if bare else []
+        while len(arguments) < (2 if compound["fraction"] else 1):
+            begin = len(text) - len(text[position:].lstrip())
+            end = closes(text, begin) if text[begin : begin + 1] in ("{", "(") else -1
             if end < 0:
-                break
+                return "".join(parts) + text[copied:]
+            arguments.append(text[begin + 1 : end])
             position = end + 1
-            body, _ = split_unit(_without_roots(text[root.end() + 1 : end]))
-            radicand = read_number(body)
-            if radicand is None or not has_variables(radicand.value):
-                continue
-        parts += [text[copied : root.start()], "(x)"]
-        copied = position
+        if _has_variables(arguments):
+            parts += [text[copied : compound.start()], f"({_VARIABLES[len(parts) // 2 % len(_VARIABLES)]})"]
+            copied = position
     return "".join(parts) + text[copied:]
+
+
+def _has_variables(arguments: list[str]) -> bool:
+    """Return whether each is an expression, and one of them has variables."""
+    numbers = [read_number(split_unit(_simplified(argument))[0]) for argument in arguments]
+    values = [number.value for number in numbers if number is not None]
+    return len(values) == len(numbers) and any(map(has_variables, values))

@@ -2,11 +2,11 @@ r"""The names that answers give to values: `x`, `AB`, `m\\angle ABC`, `f(x)`, `A
 
 import re
 
-_GREEK = (
+GREEK = (
     "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau|phi|chi|psi|omega|ell"
 )
 SYMBOL = (
-    rf"(?:(?!not?\b)[A-Za-z]{{1,12}}|\\(?:{_GREEK}))\d?'?(?: *_ *(?:\w|\{{ *\w{{1,8}} *\}}))?"
+    rf"(?:(?!not?\b)[A-Za-z]{{1,12}}|\\(?:{GREEK}))\d?'?(?: *_ *(?:\w|\{{ *\w{{1,8}} *\}}))?"
     r"(?: ?\( ?[A-Za-z] ?\))?"
 )
 _FIGURE = r"\\(?:angle|overline|triangle|widehat|arc|overarc|vec|hat|bar|odot|overrightarrow|overleftrightarrow)"
@@ -32,7 +32,7 @@ _NAME = re.compile(
     re.IGNORECASE,
 )
 _COMPARED = re.compile(
-    rf"\\(?:sin|cos|tan) *\(? *\\(?:{_GREEK}) *\)?|\\frac *\{{ *[A-Z]{{2}} *\}} *\{{ *[A-Z]{{2}} *\}}"
+    rf"\\(?:sin|cos|tan) *\(? *\\(?:{GREEK}) *\)?|\\frac *\{{ *[A-Z]{{2}} *\}} *\{{ *[A-Z]{{2}} *\}}"
 )
 _NAMED_FIGURE = re.compile(
     r"(?:m *)?\\(?:angle|overline|widehat|arc|overarc) *(?:\{ *[A-Z\d]{1,3} *\}|[A-Z\d]{1,3})", re.ASCII

@@ -58,6 +58,11 @@ from tests.support.reward.value_profiles import is_right
         ("5", r"d = \sqrt{(x_2-x_1)^2+(y_2-y_1)^2} = \sqrt{9+16} = 5"),
         ("5", r"AC = \sqrt{AB^2 + BC^2} = 5 \text{ cm}"), ("3", r"s = \sqrt[3]{V} = \sqrt[3]{27} = 3"),
         (r"3\sqrt{2}", r"r = \sqrt{\frac{A}{\pi}} = 3\sqrt2 \approx 4.24"),
+        ("5", r"h = b\sin\theta = 5"), ("5", r"a = c\cos A = 10 \cos 60^\circ = 5"), ("5", r"x = \frac{a}{b+c} = 5"),
+        ("5", r"x = \frac{AB \cdot CD}{AB + CD} = \frac{20}{4} = 5"), ("5", r"x = \frac{a\sin B}{\sin 2\beta} = 5"),
+        ("5", r"c = \sqrt{a^2+b^2-2ab\cos C} = 5"), ("5", r"c = \frac{\sqrt{a}}{\sqrt{b}} = 5"),
+        ("5", r"\theta = \arctan\left(\frac{a}{b}\right) = 5^\circ"), ("5", r"x = \sqrt{a} - \sqrt{b} = 5"),
+        ("5", r"x = \log_2 y = 5"), ("5", r"x = \sin^2\theta + \cos^2\theta = 5"),
         ("14.1", r"\text{approximately }14.1"), ("14.1", "Approx. 14.1"), (r"10\sqrt{2}", "approximately 14.14"),
     ],
 )  # fmt: skip
@@ -102,6 +107,10 @@ def test_right_structures(gold: str, answer: str) -> None:
         ("5", r"c = 5 = \sqrt{a^2+b^2}"), ("5", r"c = \sqrt{a^2+b^2} = 5 \text{ or } 6"), ("5", r"x = \sqrt{36} = 5"),
         ("5", r"x = \sqrt{36 \text{ cm}^2} = 5"), ("5", r"x = \sqrt{6, y} = 5"), ("5", r"2c = \sqrt{y} = 5"),
         ("5", r"c = \sqrt{\sum y} = 5"), ("5", r"c = \sqrt{a} = 6 = \sqrt{b} = 5"), ("5", r"c = \sqrt{y = 5"),
+        ("5", r"x = \sin\pi = 5"), ("5", r"x = \sin 30^\circ = 5"), ("5", r"x = \frac{6}{2} = 5"),
+        ("5", r"x = \frac{\sqrt{36}}{2} = 5"), ("5", r"x = b\sin\theta"), ("5", r"x = 5 = b\sin\theta"),
+        ("5", r"x = b\sin\theta = 6 = 5"), ("5", r"x = b\sin\theta = 5 \text{ or } 6"), ("5", r"x = \frac{a} = 5"),
+        ("5", r"x = \frac{a}{\sum y} = 5"), ("5", r"x = \sin(a, b) = 5"), ("5", r"x = \sin = 5"),
         ("normal", "approximately normal"), ("0.5", "approx.5"), ("5", "approximately 5 or 6"),
     ],
 )  # fmt: skip
