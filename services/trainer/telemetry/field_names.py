@@ -1,6 +1,7 @@
 """Names of our metrics in other frameworks' dashboards.
 
-A name is listed only if the other framework computes the same number.
+A name is listed only if the other framework computes the same number; docs/metrics.md says where that depends on
+settings or rewards.
 """
 
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dlogp_mean": ("train/train_rollout_logprob_abs_diff", "sampling/sampling_logp_difference/mean"),
         "dlogp_max": ("sampling/sampling_logp_difference/max",),
         "reward_mean": ("critic/score/mean", "critic/rewards/mean", "reward/all/mean", "rollout/raw_reward", "reward"),
-        "pass_rate_0": ("solve_none",),
+        "pass_rate_0": ("solve_none",),  # for rewards of 0 and 1
         "pass_rate_100": ("solve_all",),
         "reward_max": ("critic/score/max", "critic/rewards/max"),
         "reward_min": ("critic/score/min", "critic/rewards/min"),

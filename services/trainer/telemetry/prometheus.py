@@ -78,7 +78,7 @@ _OF_STEP: Final = {
         "zero_std_fraction": "share of groups whose rewards are all equal.",
         "filtered_group_fraction": "share of arrived groups that filters left out.",
         "sample_tokens_mean": "mean of the policy's own tokens of a sample.",
-        "truncated_fraction": "share of samples that ended at sampling.max_new_tokens.",
+        "truncated_fraction": "share of samples cut by length: at sampling.max_new_tokens, the context or a limit.",
         "dlogp_mean": "mean absolute difference of log-probabilities between trainer and engine, in nats.",
         "dlogp_mean_current": "the same of tokens of the current version, which is numerical error alone.",
         "kl_k3": "estimate of KL(engine, trainer), in nats.",
