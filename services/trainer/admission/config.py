@@ -1,6 +1,6 @@
 """Settings of the filters before the batch: section `[filters]` of a recipe."""
 
-from typing import Literal
+from typing import Literal, Self
 
 import pydantic
 
@@ -32,6 +32,16 @@ class FilterConfig(Config):
     max_filtered_share: float = pydantic.Field(default=0.95, gt=0, le=1)
     """The run ends with an error if more than this share of the last 256 groups was filtered; 1 never ends it."""
 
+    @pydantic.model_validator(mode="after")
+    def _has_no_idle_setting(self) -> Self:
+        default = type(self).model_fields["max_compression_ratio"].default
+        if self.repetition == "keep" and self.max_compression_ratio != default:
+            raise ValueError(
+                f"max_compression_ratio = {self.max_compression_ratio:g} has no effect with repetition = 'keep'; set "
+                "repetition = 'mask' or 'drop', or leave it out"
+            )
+        return self
+
 
 def contradiction(filters: FilterConfig, algorithm: AlgorithmConfig) -> str:
     """Return why a run cannot have these settings together; empty if it can."""
@@ -61,6 +71,14 @@ def doubts(filters: FilterConfig, algorithm: AlgorithmConfig, *, max_staleness: 
         found.append(
             "filters.truncated = 'mask' takes the gradient of the longest samples, which "
             f"algorithm.advantage.length_penalty.kind = {algorithm.advantage.length_penalty.kind!r} penalises most"
+        )
+    advantage = algorithm.advantage
+    whitens = advantage.norm != "none" or advantage.kind.startswith("reinforce_pp")
+    if whitens and advantage.length_penalty.kind != "none" and not filters.zero_variance:
+        found.append(
+            f"algorithm.advantage.length_penalty.kind = {advantage.length_penalty.kind!r} teaches as much as right and "
+            "wrong in a batch whose rewards are all equal, because advantages are divided by their deviation over the "
+            "batch; set filters.zero_variance = true, or algorithm.advantage.norm = 'none' with kind = 'dr_grpo'"
         )
     preset = PRESETS[algorithm.preset]
     as_published = (preset.get("anchor"), preset.get("trust_region", {}).get("kind"))

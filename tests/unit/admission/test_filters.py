@@ -25,6 +25,7 @@ from services.trainer.flow.filter_tally import WINDOW, FilterTally, Interval
 from services.trainer.telemetry.step_metrics import describe_filters, describe_groups
 from tests.support.trainer.groups import make_group
 
+OVERLONG = {"kind": "soft_overlong", "max_tokens": 100, "buffer_tokens": 20}
 LOOP = "So the angle is 30 degrees. " * 400
 """What a policy says that does not find the end."""
 
@@ -261,6 +262,16 @@ def test_refuses_an_estimator_that_learns_from_groups_without_spread() -> None:
             {"advantage": {"kind": "dr_grpo", "length_penalty": {"kind": "linear"}}},
             "kind = 'linear' penalises",
         ),
+        (
+            {},
+            {"advantage": {"kind": "reinforce_pp_baseline", "length_penalty": OVERLONG}},
+            "teaches as much as right and wrong in a batch whose rewards are all equal",
+        ),
+        (
+            {},
+            {"preset": "cispo", "advantage": {"length_penalty": {"kind": "linear"}}},
+            "set filters.zero_variance = true",
+        ),
         ({}, {"trust_region": {"kind": "clip"}}, "'clip' never acts with anchor = 'proximal'"),
         ({}, {"preset": "ppo", "anchor": "proximal"}, "'clip' never acts with anchor = 'proximal'"),
         ({}, {"preset": "rlinf_geo3k", "trust_region": {"kind": "cispo"}}, "'cispo' never acts"),
@@ -278,6 +289,13 @@ def test_says_what_may_not_be_meant(filters: dict[str, Any], algorithm: dict[str
     assert doubt in found
     for preset in PRESETS:
         assert doubts(FilterConfig(), AlgorithmConfig.model_validate({"preset": preset}), max_staleness=0) == []
+
+
+def test_a_ratio_that_filters_nothing_is_refused() -> None:
+    """A person who sets it expects repetition to be left out."""
+    with pytest.raises(pydantic.ValidationError, match="max_compression_ratio = 3 has no effect with repetition = 'k"):
+        FilterConfig(max_compression_ratio=3)
+    assert FilterConfig(max_compression_ratio=3, repetition="mask").max_compression_ratio == 3
 
 
 def test_says_that_stale_tokens_have_no_correction() -> None:
