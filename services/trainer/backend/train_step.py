@@ -85,6 +85,8 @@ class _Sums:
     seen: list[ComputedRow] = field(default_factory=list)
     """The rows with gradient."""
     counts: TokenCounts = field(default_factory=TokenCounts)
+    """Of the samples' rows."""
+    demonstration_counts: TokenCounts = field(default_factory=TokenCounts)
     has_images: bool = False
     """Whether any row with gradient had one."""
 
@@ -209,7 +211,7 @@ class TrainStep:
             "loss": loss,
             "step_time_s": self._duration_s,
             "trained_tokens_per_s": sum(map(len, [*batch.sequences, *self._demonstrations])) / self._duration_s,
-            "packing_density": self._sums.counts.packing_density,
+            "packing_density": (self._sums.counts + self._sums.demonstration_counts).packing_density,
             "shared_token_fraction": self._sums.counts.shared_fraction,
         }
 
@@ -306,7 +308,7 @@ class TrainStep:
             return None
         learned = self._demonstration_term.learn(self._demonstrations)
         self._sums.loss += learned.loss
-        self._sums.counts += learned.counts
+        self._sums.demonstration_counts = learned.counts
         self._sums.has_images |= learned.have_images
         return learned
 

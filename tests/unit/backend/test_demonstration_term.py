@@ -276,6 +276,15 @@ def test_pictures_of_demonstrations_alone_train_the_tower(
         assert any("language_model" in name for name in changed)
 
 
+def test_what_samples_share_is_a_share_of_samples(
+    tiny_model_path: Path, groups: list[TrainGroup], learned: list[TrainSequence]
+) -> None:
+    """Demonstrations have no group whose prompt they could share."""
+    alone = step(loaded(tiny_model_path, coef=None), groups, [])
+    together = step(loaded(tiny_model_path), groups, learned)
+    assert together["shared_token_fraction"] == alone["shared_token_fraction"] > 0
+
+
 def test_an_aborted_step_forgets_its_demonstrations(
     tiny_model_path: Path, groups: list[TrainGroup], learned: list[TrainSequence]
 ) -> None:
