@@ -4,7 +4,8 @@ A watch continues if the server comes back without its store and the bucket is c
 
 Invariant: values age up to the last proof that their bucket works, because while it does not (its server is away, or
 its cluster elects a leader) nobody can renew them. After an outage that was noticed, because its leader was asked in
-vain, took unusually long to answer or was silent for their whole time to live, each has that time again.
+vain, took unusually long to answer or was silent for their whole time to live, each that had not expired before has
+that time again.
 """
 
 import asyncio
@@ -165,13 +166,15 @@ class Watch:
         return self._worked_at - self._stalled_s
 
     def _note_work(self) -> None:
-        """Note that the bucket works; if it did not before, all values get their whole time to live."""
+        """Note that the bucket works; if it did not before, unexpired values get their whole time to live."""
         silent_s = time.monotonic() - self._worked_at
+        was_away = self._was_away or silent_s >= (self._ttl_s or math.inf)
+        alive = self.values if was_away else {}  # before their clock moves
         self._stalled_s += max(0.0, silent_s - self._silence_s)
         self._worked_at += silent_s
-        if self._was_away or silent_s >= (self._ttl_s or math.inf):
+        if was_away:
             self._was_away, self._back_at = False, self._worked_at
-            self._values = {key: seen._replace(at=self._now()) for key, seen in self._values.items()}
+            self._values = {key: self._values[key]._replace(at=self._now()) for key in alive}
 
     def _store(self, entry: KeyValue.Entry) -> None:
         """Store an update, or remove the value that it deletes."""

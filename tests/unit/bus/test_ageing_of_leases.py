@@ -110,6 +110,24 @@ async def test_what_others_do_shows_that_the_bucket_works(clock: Any) -> None:
     assert set(watch.values) == {"u"}
 
 
+async def test_an_outage_brings_no_lapsed_lease_back(clock: Any) -> None:
+    """Its engine died long before; only the lease that was alive has its whole time again."""
+    bucket = Bucket()
+    watch = Watch(bucket, ttl_s=TTL_S)  # type: ignore[arg-type]
+    watch._store(renewal(1))
+    for revision, clock.at in enumerate((1.0, 2.0, 3.0), start=2):
+        watch._store(dataclasses.replace(renewal(revision), key="s"))
+    assert set(watch.values) == {"s"}
+    bucket.works = False
+    clock.at = 4.0
+    with pytest.raises(TimeoutError):
+        await watch._ask_leader()
+    bucket.works = True
+    clock.at = 20.0
+    await watch._ask_leader()
+    assert set(watch.values) == {"s"}
+
+
 async def test_silence_is_no_time_to_live(clock: Any) -> None:
     """Beyond the time after which the watch asks, it counts as an outage."""
     watch = Watch(Bucket(), ttl_s=TTL_S)  # type: ignore[arg-type]
