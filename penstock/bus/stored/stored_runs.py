@@ -20,7 +20,7 @@ _STREAM = re.compile(
 _PAGE = 256
 """Streams in one answer of JetStream."""
 _OF_TTL = 0.7
-"""Share of `bus.lease_ttl_s` in which a living trainer renews its lock at least once."""
+"""Share of its run's `bus.lease_ttl_s` in which a living trainer renews its lock at least once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class StoredRun:
 async def list_stored_runs(bus: Bus) -> list[StoredRun]:
     """Return the runs that the servers of `bus` store, by name, whatever run `bus` itself is for.
 
-    Takes most of `bus.lease_ttl_s` if a trainer ended without releasing its lock, or has not ended.
+    Takes most of the longest `bus.lease_ttl_s` among runs whose trainer has not released its lock.
 
     Raises:
         UnavailableError: the server does not answer.
@@ -86,7 +86,8 @@ async def delete_stored_run(bus: Bus, run: str) -> None:
             )
         locks = await _find_stream(bus, f"KV_{run}_locks")
         replicas = 1 if locks is None else locks.config.num_replicas or 1
-        stored = Bus(bus.client, bus.config.model_copy(update={"replicas": replicas}), run)
+        settings = {"replicas": replicas, "lease_ttl_s": await _lease_ttl_s(bus, run)}
+        stored = Bus(bus.client, bus.config.model_copy(update=settings), run)
         if locks is not None:
             await _take_lock(stored, run)
         await stored.delete_run()
@@ -111,9 +112,15 @@ async def _running(bus: Bus, runs: list[str]) -> set[str]:
     running = {run for run in runs if await _engines(bus, run)}
     before = {run: held for run in runs if run not in running and (held := await _lock(bus, run)) is not None}
     if before:
-        await asyncio.sleep(_OF_TTL * bus.config.lease_ttl_s)
+        await asyncio.sleep(_OF_TTL * max([await _lease_ttl_s(bus, run) for run in before]))
         running |= {run for run, held in before.items() if await _lock(bus, run) not in (held, None)}
     return running
+
+
+async def _lease_ttl_s(bus: Bus, run: str) -> float:
+    """Return the run's own `bus.lease_ttl_s`, which its leases have; of a run without leases, that of `bus`."""
+    leases = await _find_stream(bus, f"KV_{run}_replicas")
+    return (leases.config.max_age if leases is not None else None) or bus.config.lease_ttl_s
 
 
 async def _lock(bus: Bus, run: str) -> int | None:
