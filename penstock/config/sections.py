@@ -16,8 +16,9 @@ from penstock.model import hub
 class RunConfig(Config):
     """The run's name, seed and files."""
 
-    name: str = pydantic.Field(default="run", pattern=r"^[A-Za-z0-9_-]+$")
-    """Name of the run: letters, digits, '_' and '-'. It is also the prefix of all names that the run uses in NATS."""
+    name: str = pydantic.Field(default="run", pattern=r"^[A-Za-z0-9_-]+$", max_length=128)
+    """Name of the run: at most 128 letters, digits, '_' and '-'. It is also the prefix of all names that the run uses
+    in NATS."""
     dir: Path = Path("runs")
     """Parent of the run's own folder."""
     folder: Path | None = None

@@ -210,6 +210,14 @@ def test_the_host_that_others_are_told(network: dict[str, str], advertised: str,
     assert (config.advertised, config.local) == (advertised, local)
 
 
+def test_a_name_of_a_run_leaves_room_in_the_names_made_from_it() -> None:
+    """NATS, the store of images and file systems bound those; the trainer would fail late, and name another fault."""
+    longest = "x" * 128
+    assert load(FileConfig, (), [f"--run.name={longest}"]).run.name == longest
+    with pytest.raises(ConfigError, match=r"run\.name = .* at most 128 characters"):
+        load(FileConfig, (), [f"--run.name={longest}x"])
+
+
 @pytest.mark.parametrize("setting", ["host", "advertise_host"])
 @pytest.mark.parametrize("host", ["::", "::1", "[fd00::5]", "10.0.0.5:50051"])
 def test_a_host_is_no_ipv6_address_and_has_no_port(setting: str, host: str) -> None:
