@@ -39,6 +39,9 @@ _CONFIG_FILE = "nats.conf"
 _TOKEN = "PENSTOCK_NATS_SERVER_TOKEN"
 _AUTHORIZATION = f"authorization {{ token: ${_TOKEN} }}\n"
 """The server reads the token from its environment, so that no file holds it."""
+_NUM_LOOKS = 20
+"""For two seconds: what a launcher that was killed has left takes a moment to end."""
+_LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class ServerCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class LastServer:
+class _LastServer:
     """The nats-server that was last started on a store; it may have ended."""
 
     address: str
@@ -95,7 +98,25 @@ def server_command(
     return ServerCommand([binary, "--config", str(config)], environment)
 
 
-def last_server(folder: Path) -> LastServer | None:
+async def require_unserved_store(folder: Path) -> None:
+    """Check that no nats-server serves the store in `folder`, as far as this machine reaches the last one's address.
+
+    Raises:
+        SetupError: one does, such as that of `penstock serve nats --config RUN/live.toml`.
+    """
+    server = _last_server(folder)
+    if server is None:
+        return
+    for _ in range(_NUM_LOOKS):
+        if not await server.is_serving():
+            return
+        await asyncio.sleep(_LOOK_EVERY_S)
+    raise SetupError(
+        f"the nats-server at {server.address} serves the store in {folder}, and two would destroy it; stop it first"
+    )
+
+
+def _last_server(folder: Path) -> _LastServer | None:
     """Return the nats-server that was last started on the store in `folder`; None if none was."""
     try:
         lines = (folder / _CONFIG_FILE).read_text().splitlines()
@@ -104,7 +125,7 @@ def last_server(folder: Path) -> LastServer | None:
     settings = {key: value.strip('"') for key, _, value in (line.partition(": ") for line in lines)}
     if "listen" not in settings:
         return None
-    return LastServer(address=settings["listen"], name=settings.get("server_name", ""))
+    return _LastServer(address=settings["listen"], name=settings.get("server_name", ""))
 
 
 def _name_of(folder: Path) -> str:
@@ -124,7 +145,7 @@ def become_server(config: BusConfig, folder: Path, security: Security) -> NoRetu
 
     Raises:
         ConfigError: the URL has no port, or it names several servers.
-        SetupError: the port is taken, or the binary is not installed.
+        SetupError: the port is taken, a nats-server serves the store already, or the binary is not installed.
     """
     if len(config.servers) > 1:
         raise ConfigError(
@@ -136,8 +157,10 @@ def become_server(config: BusConfig, folder: Path, security: Security) -> NoRetu
     host, port = address.hostname or "127.0.0.1", address.port
     if port is None:
         raise ConfigError(f"bus.url = {url!r} has no port; write nats://host:port")
-    command = server_command(folder, host=host, port=port, security=security)
     require_free_port(host, port, key="bus.url")
+    asyncio.run(require_unserved_store(folder))
+    # Only now, because it writes down where others look for the store's server.
+    command = server_command(folder, host=host, port=port, security=security)
     security.tell_if_open(host, url, secret=NATS_TOKEN)
     os.execve(command.arguments[0], command.arguments, {**os.environ, **command.environment})
 

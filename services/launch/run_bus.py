@@ -1,11 +1,10 @@
 """The NATS of a run: whether the run can have it, and where the run's own one listens."""
 
-import asyncio
 import socket
 from collections.abc import Callable
 
 from penstock.bus.connection import connect
-from penstock.bus.local_server import last_server
+from penstock.bus.local_server import require_unserved_store
 from penstock.config import NetworkConfig
 from penstock.errors import SetupError
 from penstock.runtime.ports import held_port
@@ -13,10 +12,6 @@ from penstock.runtime.security import Security, is_loopback
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import LOCAL
 from services.recipe import Recipe
-
-_NUM_LOOKS = 20
-"""For two seconds: what a launcher that was killed has left takes a moment to end."""
-_LOOK_EVERY_S = 0.1
 
 
 async def require_bus(recipe: Recipe, folder: RunFolder, security: Security) -> None:
@@ -32,26 +27,7 @@ async def require_bus(recipe: Recipe, folder: RunFolder, security: Security) -> 
         async with connect(recipe.bus, run=recipe.run.name, security=security):
             pass
     else:
-        await require_unserved_store(folder)
-
-
-async def require_unserved_store(folder: RunFolder) -> None:
-    """Check that no nats-server serves the store in `folder`, as far as this machine reaches the last one's address.
-
-    Raises:
-        SetupError: one does, such as that of `penstock serve nats --config RUN/live.toml`.
-    """
-    server = last_server(folder.nats)
-    if server is None:
-        return
-    for _ in range(_NUM_LOOKS):
-        if not await server.is_serving():
-            return
-        await asyncio.sleep(_LOOK_EVERY_S)
-    raise SetupError(
-        f"the nats-server at {server.address} serves the store of {folder.path}, and two would destroy it; stop it "
-        "first"
-    )
+        await require_unserved_store(folder.nats)
 
 
 def bus_host(network: NetworkConfig) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from penstock import config as configuration
+from penstock.bus.local_server import require_unserved_store
 from penstock.config import BusConfig, LogConfig, SecurityConfig
 from penstock.errors import ConfigError, PenstockError, SetupError
 from penstock.runtime.security import Security
@@ -143,8 +144,6 @@ def _security_of(url: str, overrides: list[str]) -> SecurityConfig | None:
 
 
 def _delete(found: FolderOfRun, *, keep_bus: bool, yes: bool) -> None:
-    from services.launch.run_bus import require_unserved_store  # imports NATS, so only after the arguments are checked
-
     newer = newer_folders(found) if found.bus.url else []
     has_stored = bool(found.bus.url and found.run) and not keep_bus and not newer
     path, row = found.folder.path, _row_of(found)
@@ -155,7 +154,7 @@ def _delete(found: FolderOfRun, *, keep_bus: bool, yes: bool) -> None:
         sys.stdout.write(f"NATS keeps what it stores of run {found.run!r}: {newer[0]} is a later run of that name\n")
     _confirm(what, yes=yes)
     with deleting(found.folder):
-        asyncio.run(require_unserved_store(found.folder))
+        asyncio.run(require_unserved_store(found.folder.nats))
         if has_stored:
             _on_bus(lambda bus: _remove_stored(bus, found.run), found.bus, found.security)
     sys.stdout.write(f"deleted {what}\n")

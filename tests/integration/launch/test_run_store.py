@@ -2,7 +2,9 @@
 
 import asyncio
 import importlib
+import os
 import re
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from penstock.bus.local_server import local_server
-from penstock.config import load
+from penstock.bus.local_server import become_server, local_server, require_unserved_store
+from penstock.config import BusConfig, load
 from penstock.errors import SetupError
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from services.cli.app import main
-from services.launch import run_bus
 from services.launch.launcher import launch
 from services.launch.run_folder import RunFolder
 from services.launch.serving import serving
@@ -50,7 +51,7 @@ async def test_a_run_whose_store_is_served_is_not_started(
     folder.write_config(recipe)
     folder.live_file.write_text("as it was")
     (port,) = free_ports(1)
-    refused = pytest.raises(SetupError, match=rf"nats-server at 127\.0\.0\.1:{port} serves the store of {tmp_path}")
+    refused = pytest.raises(SetupError, match=rf"nats-server at 127\.0\.0\.1:{port} serves the store in {tmp_path}")
     async with local_server(folder.nats, port=port):
         with refused:
             await use(recipe, folder)
@@ -66,7 +67,7 @@ async def test_a_run_whose_store_is_served_is_not_deleted(tmp_path: Path, capsys
     delete = ["runs", "delete", str(folder.path), "--yes"]
     async with local_server(folder.nats, port=port):
         assert await asyncio.to_thread(main, delete) == 2
-    assert f"nats-server at 127.0.0.1:{port} serves the store of {folder.path}" in capsys.readouterr().err
+    assert f"nats-server at 127.0.0.1:{port} serves the store in {folder.nats}" in capsys.readouterr().err
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 smtp.example.org\r\n")
@@ -77,6 +78,25 @@ async def test_a_run_whose_store_is_served_is_not_deleted(tmp_path: Path, capsys
     assert not folder.path.exists()
 
 
+async def test_a_store_that_is_served_gets_no_second_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any port; a try at a port that is taken does not hide the server from the next one."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda binary, arguments, environment: started.append(arguments))
+    port, other = free_ports(2)
+
+    def serve_nats() -> None:
+        become_server(BusConfig(url=f"nats://127.0.0.1:{other}"), tmp_path, Security())
+
+    async with local_server(tmp_path, port=port):
+        with socket.create_server(("127.0.0.1", other)), pytest.raises(SetupError, match="choose another port"):
+            await asyncio.to_thread(serve_nats)
+        with pytest.raises(SetupError, match=rf"nats-server at 127\.0\.0\.1:{port} serves the store in {tmp_path}"):
+            await asyncio.to_thread(serve_nats)
+    assert started == []
+    await asyncio.to_thread(serve_nats)
+    assert len(started) == 1
+
+
 async def test_the_server_of_another_store_on_the_port_is_no_obstacle(tmp_path: Path) -> None:
     """The system gives a port that is free again to the next run."""
     folder = RunFolder(tmp_path / "run")
@@ -84,7 +104,7 @@ async def test_the_server_of_another_store_on_the_port_is_no_obstacle(tmp_path: 
     async with local_server(folder.nats, port=port):
         pass
     async with local_server(RunFolder(tmp_path / "other").nats, port=port):
-        await run_bus.require_unserved_store(folder)
+        await require_unserved_store(folder.nats)
 
 
 async def test_a_server_without_a_name_of_ours_counts_as_the_last_one(tmp_path: Path) -> None:
@@ -95,7 +115,7 @@ async def test_a_server_without_a_name_of_ours_counts_as_the_last_one(tmp_path: 
         config = folder.nats / "nats.conf"
         config.write_text(re.sub("(?m)^server_name: .*\n", "", config.read_text()))
         with pytest.raises(SetupError, match=f"{port} serves the store"):
-            await run_bus.require_unserved_store(folder)
+            await require_unserved_store(folder.nats)
 
 
 async def test_a_server_that_is_ending_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,5 +129,5 @@ async def test_a_server_that_is_ending_is_waited_for(tmp_path: Path, monkeypatch
     folder.nats.mkdir()
     (folder.nats / "nats.conf").write_text('listen: "127.0.0.1:1"\nserver_name: "its"\n')
     monkeypatch.setattr("penstock.bus.local_server.greeting_of", greeting_of)
-    await run_bus.require_unserved_store(folder)
+    await require_unserved_store(folder.nats)
     assert answers == []
