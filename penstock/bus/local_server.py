@@ -144,7 +144,7 @@ def become_server(config: BusConfig, folder: Path, security: Security) -> NoRetu
     """Replace this process by a nats-server at `bus.url` (by default at the usual port) that stores in `folder`.
 
     Raises:
-        ConfigError: the URL has no port, or it names several servers.
+        ConfigError: the URL has no port or an IPv6 address, or it names several servers.
         SetupError: the port is taken, a nats-server serves the store already, or the binary is not installed.
     """
     if len(config.servers) > 1:
@@ -157,6 +157,10 @@ def become_server(config: BusConfig, folder: Path, security: Security) -> NoRetu
     host, port = address.hostname or "127.0.0.1", address.port
     if port is None:
         raise ConfigError(f"bus.url = {url!r} has no port; write nats://host:port")
+    if ":" in host:
+        raise ConfigError(
+            f"bus.url = {url!r}: its host must be a name or an IPv4 address; IPv6 addresses are not supported"
+        )
     require_free_port(host, port, key="bus.url")
     asyncio.run(require_unserved_store(folder))
     # Only now, because it writes down where others look for the store's server.

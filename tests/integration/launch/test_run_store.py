@@ -14,7 +14,7 @@ import pytest
 
 from penstock.bus.local_server import become_server, local_server, require_unserved_store
 from penstock.config import BusConfig, load
-from penstock.errors import SetupError
+from penstock.errors import ConfigError, SetupError
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from services.cli.app import main
@@ -95,6 +95,12 @@ async def test_a_store_that_is_served_gets_no_second_server(tmp_path: Path, monk
     assert started == []
     await asyncio.to_thread(serve_nats)
     assert len(started) == 1
+
+
+def test_a_server_is_not_started_at_an_ipv6_address(tmp_path: Path) -> None:
+    """It would not listen there, and another port, as its error used to advise, would not help."""
+    with pytest.raises(ConfigError, match=r"bus.url = 'nats://\[::1\]:4222': .* IPv6 addresses are not supported"):
+        become_server(BusConfig(url="nats://[::1]:4222"), tmp_path, Security())
 
 
 async def test_the_server_of_another_store_on_the_port_is_no_obstacle(tmp_path: Path) -> None:
