@@ -242,6 +242,7 @@ def _add_stored(rows: list[_Row], bus_url: str, stored: "Sequence[StoredRun]") -
 
 def _print(rows: Sequence[_Row]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("run", "folder", "state", "step", "last", "size", "on NATS", box=None)
     for row in rows:
@@ -250,11 +251,11 @@ def _print(rows: Sequence[_Row]) -> None:
         step = f"{row.step} of {row.num_steps}" if row.num_steps else "-"
         table.add_row(
             row.run,
-            row.folder or "-",
+            Text(row.folder or "-"),
             row.state,
             step,
             age,
             describe_size(row.size_bytes) if row.folder else "",
-            stored,
+            Text(stored),
         )
     open_console().print(table)
