@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,9 +40,14 @@ class JsonLinesFollower:
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         self._tail = (self._tail + whole + newline)[-_TAIL_BYTES:]
-        new = [row for line in whole.split(b"\n") if (row := read_object(line))]
+        new = [_with_shared_keys(row) for line in whole.split(b"\n") if (row := read_object(line))]
         self.rows += new
         return new
+
+
+def _with_shared_keys(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with keys that all rows share; otherwise they take more memory than the values."""
+    return {sys.intern(key): value for key, value in row.items()}
 
 
 def read_object(line: str | bytes) -> dict[str, Any]:

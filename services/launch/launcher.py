@@ -31,6 +31,7 @@ from services.launch.scaling.fleet import Fleet
 from services.launch.supervisor import Supervisor, supervised
 from services.launch.terminal.display import Display, open_display
 from services.launch.terminal.lasting_output import lasting_output
+from services.launch.terminal.pace import Pace
 from services.recipe import Recipe
 
 _BUS_START_TIMEOUT_S = 60.0
@@ -224,14 +225,18 @@ async def _until_it_listens(address: str, stop: asyncio.Event) -> None:
 async def _watched(
     supervisor: Supervisor, follower: RunFollower, display: Display, own_log: BoundedLog
 ) -> AsyncIterator[None]:
-    """Show the state of the run twice a second, and keep the logs within their bound."""
+    """Show the state of the run, at most twice a second, and keep the logs within their bound."""
+    pace = Pace()
 
-    async def look() -> None:
-        await look_after(supervisor, display.write, own_log)
+    def show() -> None:
         new_rows = follower.poll(display.write)
         if new_rows:
             supervisor.note_progress()
         display.show(supervisor.children, follower.rows, new_rows, follower.standing(is_running=True))
+
+    async def look() -> None:
+        await look_after(supervisor, display.write, own_log)
+        pace.when_due(show)
 
     async with background(repeated(look, every_s=REFRESH_S)):
         yield

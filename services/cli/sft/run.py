@@ -15,6 +15,7 @@ from services.launch.metrics import describe_validation
 from services.launch.run_folder import RunFolder
 from services.launch.terminal.display import Display, open_display
 from services.launch.terminal.lasting_output import lasting_output
+from services.launch.terminal.pace import Pace
 from services.recipe import Recipe
 from services.trainer.sft.loop import Observer
 from services.trainer.sft.main import train as train_supervised
@@ -24,11 +25,13 @@ from services.view.summary import standing
 class _Shown(Observer):
     """Shows a run on the terminal; its folder keeps the recipe once model and rows have not refused it."""
 
-    def __init__(self, display: Display, folder: RunFolder, recipe: Recipe) -> None:
+    def __init__(self, display: Display, folder: RunFolder, recipe: Recipe, pace: Pace) -> None:
         self._display = display
         self._folder = folder
         self._recipe = recipe
+        self._pace = pace
         self._rows: list[dict[str, Any]] = []
+        self._num_shown = 0
 
     def opened(self, *, num_rows: int, num_too_long: int, step: int, num_steps: int) -> None:
         self._folder.write_config(self._recipe)
@@ -38,10 +41,17 @@ class _Shown(Observer):
 
     def trained(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
-        self._display.show([], self._rows, [row], standing(self._rows, [], is_running=True, silent_s=0.0))
+        self._pace.when_due(self.catch_up)
 
     def validated(self, row: dict[str, Any]) -> None:
+        self.catch_up()
         self._display.write(describe_validation(row))
+
+    def catch_up(self) -> None:
+        """Show the steps that are not shown yet."""
+        if new_rows := self._rows[self._num_shown :]:
+            self._num_shown = len(self._rows)
+            self._display.show([], self._rows, new_rows, standing(self._rows, [], is_running=True, silent_s=0.0))
 
 
 def train(recipe: Recipe, folder: RunFolder | None) -> int:
@@ -66,13 +76,15 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
         async def run(stop: asyncio.Event) -> None:
             nonlocal is_interrupted, model
             display = open_display(f"run folder {folder.path}")
+            shown = _Shown(display, folder, recipe, Pace())
             try:
                 display.write(f"run folder {folder.path}")
-                model = await train_supervised(settings, folder.path, stop, _Shown(display, folder, recipe))
+                model = await train_supervised(settings, folder.path, stop, shown)
             except asyncio.CancelledError:  # a second Ctrl-C does not wait for the current step
                 display.close()
                 os._exit(process.EXIT_INTERRUPTED)
             finally:
+                shown.catch_up()
                 display.close()
             is_interrupted = stop.is_set()
 

@@ -14,6 +14,7 @@ from services.launch.metrics import MetricsFollower
 from services.launch.process.child import Child, State
 from services.launch.run_follower import RunFollower
 from services.launch.terminal.display import LiveDisplay, PlainDisplay
+from services.launch.terminal.pace import Pace
 from services.launch.terminal.standing import describe_standing
 from services.view.summary import standing
 from tests.support.view_runs import step_row, write_rows
@@ -103,6 +104,23 @@ def test_elsewhere_than_on_a_terminal_there_are_plain_lines(capsys: pytest.Captu
     assert lines[0].startswith("step 1/200  reward 0.304")
     assert lines[0].endswith("  2.0 s  about 7 min left")
     assert lines[2].startswith("ALARM skipped at step 2: 1 steps changed no weights")
+
+
+@pytest.mark.parametrize(("look_s", "num_looks"), [(0.0, 1000), (0.5, 10)])
+def test_showing_a_run_takes_a_twentieth_of_its_time_at_most(look_s: float, num_looks: int) -> None:
+    """The table of a hundred thousand steps takes half a second; a short run is shown as often as it can be."""
+    now, looked = 0.0, 0
+
+    def look() -> None:
+        nonlocal now, looked
+        now, looked = now + look_s, looked + 1
+
+    pace = Pace(now=lambda: now)
+    for _ in range(1000):
+        pace.when_due(look)
+        now += 0.1
+    assert looked == num_looks
+    assert looked * look_s <= now / 20
 
 
 def test_supervised_training_has_a_loss_and_no_reward() -> None:

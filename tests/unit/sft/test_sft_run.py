@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import json
 import math
 import threading
@@ -14,6 +15,10 @@ import structlog
 
 from penstock.errors import ConfigError, DataError, SetupError
 from services.cli.service_settings import for_sft
+from services.cli.sft.run import _Shown
+from services.launch.run_folder import RunFolder
+from services.launch.terminal.display import PlainDisplay
+from services.launch.terminal.pace import Pace
 from services.recipe import Recipe
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
@@ -105,6 +110,24 @@ def test_a_run_that_was_stopped_and_resumed_is_the_unbroken_one_to_the_bit(
     assert broken == unbroken
     assert [step for step, _ in unbroken] == [0, 3, 6]
     assert unbroken[-1][1] < unbroken[0][1]
+
+
+def test_steps_that_are_not_shown_at_once_are_shown_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the validation that follows them, and at the end: a person's log has every step."""
+    shown = _Shown(PlainDisplay(), RunFolder(tmp_path), Recipe(), Pace(now=itertools.count().__next__))
+
+    def words() -> list[str]:
+        return [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()]
+
+    for step in (1, 2, 3):
+        shown.trained({"step": step, "num_steps": 4, "loss": 1.5})
+    assert words() == ["step 1/4"]
+    shown.validated({"step": 3, "validation_loss": 1.5, "validation_loss_held_out": 1.5, "validation_s": 0.5})
+    assert words() == ["step 2/4", "step 3/4", "validation of step 3"]
+    shown.trained({"step": 4, "num_steps": 4, "loss": 1.5})
+    shown.catch_up()
+    shown.catch_up()
+    assert words() == ["step 4/4"]
 
 
 def test_every_metric_is_explained(tiny_model_path: Path, tmp_path: Path) -> None:

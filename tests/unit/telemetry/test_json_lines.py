@@ -20,3 +20,11 @@ def test_a_file_that_replaced_another_is_read_from_its_beginning(tmp_path: Path)
         file.write('{"number": 5}\n')
     assert [row["number"] for row in follower.poll()] == [5]
     assert (follower.generation, len(follower.rows)) == (1, 4)
+
+
+def test_rows_share_the_memory_of_their_keys(tmp_path: Path) -> None:
+    """A long run has a hundred thousand rows of the same sixty keys."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"reward_mean": 1.5}\n{"reward_mean": 2.5}\n')
+    [(first,), (second,)] = JsonLinesFollower(path).poll()
+    assert first is second

@@ -1,0 +1,27 @@
+"""How often a run is shown: what looks at all of its steps takes longer the more there are."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Final
+
+_REST: Final = 20.0
+"""Time between two looks, as a multiple of the time that a look takes."""
+
+
+class Pace:
+    """Keeps the share of time that goes into showing a run below a twentieth, however long it becomes."""
+
+    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
+        """Let the first look be due at once."""
+        self._now = now
+        self._due_at = -math.inf
+
+    def when_due(self, look: Callable[[], None]) -> None:
+        """Call `look`, unless it is too soon after the last time."""
+        began = self._now()
+        if began < self._due_at:
+            return
+        look()
+        ended = self._now()
+        self._due_at = ended + _REST * (ended - began)
