@@ -1,5 +1,6 @@
 """Output of `penstock data`: the report and the page of examples."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +64,8 @@ def look(recipe: Recipe, *, max_rows: int | None, sheet: Path | None, num_exampl
     Raises:
         UserError: the data or the model are missing, or the page cannot be written.
     """
+    if sheet is not None:
+        _require_writable(sheet)  # to read all rows may take hours
     recipe = _checked(recipe, is_sft=is_sft)
     limit = _limit(recipe, is_sft=is_sft)
     require = None if is_sft else KnownNames.of(recipe).require
@@ -280,11 +283,24 @@ def _entries(parts: Sequence[_Part], num_examples: int) -> Iterator[Entry]:
             yield Entry(origin=origin, example=example, num_tokens=num_tokens if num_tokens > 0 else None)
 
 
+def _require_writable(file: Path) -> None:
+    if os.path.isdir(file):
+        raise _unwritable(file, "it is a folder")
+    if not os.path.isdir(file.parent):
+        raise _unwritable(file, f"there is no folder {file.parent}")
+    if not os.access(file if os.path.exists(file) else file.parent, os.W_OK):
+        raise _unwritable(file, "you have no permission")
+
+
 def _write(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SetupError(f"--sheet {file} cannot be written: {error.strerror}; choose another file") from None
+        raise _unwritable(file, error.strerror) from None
+
+
+def _unwritable(file: Path, reason: str | None) -> SetupError:
+    return SetupError(f"--sheet {file} cannot be written: {reason}; choose another file")
 
 
 def _counted(number: int, word: str) -> str:

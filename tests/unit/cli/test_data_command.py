@@ -287,15 +287,18 @@ def test_the_page_of_examples_shows_rows_and_runs_nothing(tmp_path: Path, capsys
     [
         (["--data.path=/no/such.parquet"], "there is no such file"),
         (["--data.answer_column=solution"], "has no column 'solution'"),
-        (["--sheet=/no/folder/x.html"], "--sheet /no/folder/x.html cannot be written"),
+        (["--sheet=/no/folder/x.html"], "--sheet /no/folder/x.html cannot be written: there is no folder /no/folder; "),
+        (["--sheet=/proc"], "--sheet /proc cannot be written: it is a folder; choose another file"),
+        (["--examples=3"], "--examples 3 is for the page of examples; give --sheet FILE as well"),
         (["--model.path=/no/model"], "this folder has no config.json"),
     ],
 )
 def test_mistakes_are_answered_in_a_line(
     tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, like every command."""
+    """Exit code 2, like every command, before the rows are read."""
     assert main(["data", recipe(tmp_path, [SOUND]), *arguments]) == 2
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == ""
     assert words in err
     assert err.strip().count("error: ") == 1
