@@ -1,6 +1,8 @@
 """`penstock init`: copies a recipe that comes with Penstock to a file to edit."""
 
+import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +21,9 @@ def init(
         str | None, typer.Argument(metavar="NAME", help="Recipe to copy; without it, all are listed.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="Where to; default: NAME.toml here.", show_default=False)
-    ] = None,
+        Path,
+        typer.Argument(metavar="FILE", help="Where to; in a folder, by default here, NAME.toml.", show_default=False),
+    ] = Path(),
 ) -> int:
     """Copy a recipe that comes with Penstock to a file of your own, and the schema with which editors check it."""
     if name is None:
@@ -30,7 +33,7 @@ def init(
             sys.stdout.write(f"{each}\n    {_summary(path)}\n    {use}\n")
         return 0
     source = shipped.named_recipe(name)
-    target = Path(f"{name}.toml") if file is None else file
+    target = file / f"{name}.toml" if os.path.isdir(file) else file  # Path.is_dir may raise PermissionError
     schema = target.with_name(shipped.schema_file().name)
     _write_new(target, _as_copy(source.read_text(), name, target))
     if not schema.exists():
@@ -39,8 +42,8 @@ def init(
     if command is None:
         sys.stdout.write(f"{target}: {_OVERLAY}\n")
     else:
-        doctor = "doctor --sft" if command == "sft" else "doctor"
-        sys.stdout.write(f"{target}: edit it, then `penstock {doctor} {target}` and `penstock {command} {target}`\n")
+        doctor, given = "doctor --sft" if command == "sft" else "doctor", shlex.quote(str(target))
+        sys.stdout.write(f"{target}: edit it, then `penstock {doctor} {given}` and `penstock {command} {given}`\n")
     return 0
 
 
@@ -66,7 +69,7 @@ def _summary(recipe: Path) -> str:
 
 def _as_copy(text: str, name: str, target: Path) -> str:
     """Return the recipe's text for `target`: its commands name the copy, and other recipes by name."""
-    return _MENTION.sub(lambda mention: str(target) if mention[1] == name else mention[1], text)
+    return _MENTION.sub(lambda mention: shlex.quote(str(target)) if mention[1] == name else mention[1], text)
 
 
 def _write_new(file: Path, text: str) -> None:

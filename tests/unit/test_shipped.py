@@ -47,6 +47,30 @@ def test_a_copy_names_itself_and_what_comes_with_penstock(elsewhere: Path) -> No
     assert Path("mine/recipe.schema.json").read_text() == (ROOT / "recipes/recipe.schema.json").read_text()
 
 
+@pytest.mark.parametrize("folder", [".", "..", "mine", ""])
+def test_a_copy_goes_into_a_folder_that_is_given(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    """Under the recipe's name, with the schema beside it."""
+    (elsewhere / "here" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere / "here")
+    assert main(["init", "tiny-cpu", folder]) == 0
+    copy = Path(folder, "tiny-cpu.toml")
+    assert copy.is_file()
+    assert copy.with_name("recipe.schema.json").is_file()
+    assert f"`penstock train {copy}`" in capsys.readouterr().out
+
+
+def test_the_commands_of_a_copy_can_be_pasted_into_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also with a space in its path: those that `penstock init` prints, and those in the copy."""
+    assert main(["init", "tiny-cpu", "my recipe.toml"]) == 0
+    said = capsys.readouterr().out
+    assert said == (
+        "my recipe.toml: edit it, then `penstock doctor 'my recipe.toml'` and `penstock train 'my recipe.toml'`\n"
+    )
+    assert re.search(r"^# +penstock train +'my recipe\.toml'", Path("my recipe.toml").read_text(), re.MULTILINE)
+
+
 def test_all_but_two_are_whole_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     """`penstock init` says of each how it is run, by a line of its opening comment."""
     assert main(["init"]) == 0
