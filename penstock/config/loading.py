@@ -6,6 +6,7 @@ suggest fixes for mistyped keys or keep text settings as text. Only the merging 
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 _SELECTORS = ("preset", "kind")
 """Keys whose value decides the meaning of the other keys of their table."""
+_UNQUOTED_LIST = re.compile(r"""\[([^\[\]{}"']+)\]""")
+"""A list of TOML without the quotes around its items."""
 
 
 def load(model: type[ConfigT], recipes: Sequence[Path], overrides: Iterable[str] = ()) -> ConfigT:
@@ -33,7 +36,8 @@ def load(model: type[ConfigT], recipes: Sequence[Path], overrides: Iterable[str]
         model: The model of a whole recipe.
         recipes: TOML files. A table in a later one adds to the earlier; every other value replaces it.
             Without any, all settings have their defaults.
-        overrides: `--a.b=c` each; c is read as a TOML value, and as text if it is not one.
+        overrides: `--a.b=c` each; c is read as a TOML value; if it is not one, as a list of texts if it looks like
+            `[a, b]`, and else as text.
 
     Raises:
         ConfigError: names each wrong key, its value and what would be right.
@@ -114,7 +118,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[tuple[str, ...
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
+        value = _read_unquoted(text)
     *sections, leaf = key.split(".")
     node = tree
     for section in sections:
@@ -127,18 +131,29 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[tuple[str, ...
     return (*sections, leaf), text
 
 
+def _read_unquoted(text: str) -> str | list[str]:
+    """Return the items of a list whose quotes the shell has removed, `[a, b]`; any other text as it is."""
+    found = _UNQUOTED_LIST.fullmatch(text)
+    items = [item.strip() for item in found[1].split(",")] if found else []
+    return items if items and all(items) else text
+
+
 def _take_as_text(tree: dict[str, Any], texts: dict[tuple[str, ...], str], error: pydantic.ValidationError) -> None:
+    """Replace by their texts the overrides that were read as another type, and that the error says must be text."""
     for detail in error.errors():
-        if detail["type"] in ("string_type", "path_type") and detail["loc"] in texts:
-            *sections, leaf = (str(part) for part in detail["loc"])
+        key = tuple(str(part) for part in detail["loc"])
+        if key not in texts and key[-1:] == ("str",):  # one of several types that the setting can have
+            key = key[:-1]
+        if detail["type"] in ("string_type", "path_type") and key in texts:
+            *sections, leaf = key
             node = tree
             for section in sections:
                 node = node[section]
-            node[leaf] = texts[(*sections, leaf)]
+            node[leaf] = texts[key]
 
 
 def _explain(model: type[Config], detail: Any) -> str:
-    """Format one validation error as `section.key = value: what is wrong`."""
+    """Format one validation error as `section.key = value: what is wrong`; one about several sections has no key."""
     location = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         return f"unknown key {location}; {_suggest(model, tuple(map(str, detail['loc'])))}"
@@ -146,10 +161,16 @@ def _explain(model: type[Config], detail: Any) -> str:
         return f"key {location} is missing; add it to the recipe or give --{location}=..."
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "tuple_type":
-        message = f"give a list in brackets, such as [{json.dumps(str(detail['input']))}]"
+        message = f"give a list in brackets, such as {_example_of_list(detail['input'])}"
     if isinstance(detail["input"], dict):
-        return f"{location}: {message}"
+        return f"{location}: {message}" if location else message
     return f"{location} = {str(detail['input'])!r}: {message}"
+
+
+def _example_of_list(given: Any) -> str:
+    """Return a list in TOML: of the text that was given in its place, unless that already tries to be one."""
+    is_item = isinstance(given, str) and not given.startswith("[")
+    return f"[{json.dumps(given)}]" if is_item else '["a", "b"] or [0.9, 0.95]'
 
 
 def _suggest(model: type[Config], location: tuple[str, ...]) -> str:

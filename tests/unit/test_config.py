@@ -29,6 +29,10 @@ class OuterConfig(Config):
     """A count."""
     names: tuple[str, ...] = ()
     """Names."""
+    paths: str | tuple[str, ...] = ""
+    """A path, or several."""
+    shares: tuple[float, float] = (0.5, 0.5)
+    """Two numbers."""
 
 
 class FileConfig(Config):
@@ -85,11 +89,17 @@ def test_reads_the_file_and_fills_in_defaults(recipe: Path) -> None:
         ("--run.name=2026-11-21", lambda c: c.run.name, "2026-11-21"),
         ("--run.name=true", lambda c: c.run.name, "true"),
         ("--run.dir=2026", lambda c: str(c.run.dir), "2026"),
+        ("--outer.paths=2026", lambda c: c.outer.paths, "2026"),
+        ("--outer.paths=2026-11-21", lambda c: c.outer.paths, "2026-11-21"),
         ("--outer.names=[1, 2]", lambda c: c.outer.names, None),
+        ("--outer.names=[a]", lambda c: c.outer.names, ("a",)),
+        ("--outer.names=[a, b/c.d]", lambda c: c.outer.names, ("a", "b/c.d")),
+        ("--outer.paths=[2026-11-21,x]", lambda c: c.outer.paths, ("2026-11-21", "x")),
+        ("--outer.shares=[0.9,.95]", lambda c: c.outer.shares, (0.9, 0.95)),
     ],
 )
 def test_overrides_go_before_the_file(recipe: Path, override: str, get, value: object) -> None:
-    """Values are read as TOML, and as plain text where they are none or where text is wanted."""
+    """Values are read as TOML, as lists without quotes, and as plain text where they are neither or text is wanted."""
     if value is None:
         with pytest.raises(ConfigError, match=r"outer\.names\.0 = '1': Input should be a valid string"):
             load(FileConfig, [recipe], [override])
@@ -122,7 +132,13 @@ def test_an_override_can_begin_a_section_that_the_file_has_not(recipe: Path) -> 
         ("--run.name=a b", r"run.name = 'a b': "),
         ("--sampling.temperature=0", r"sampling.temperature = '0': Input should be greater than 0"),
         ("--outer.inner=3", r"outer.inner = '3'"),
-        ("--outer.names=x", r"""outer.names = 'x': give a list in brackets, such as \["x"\]"""),
+        ("--outer.names=x", r"""outer.names = 'x': give a list in brackets, such as \["x"\]$"""),
+        (
+            '--outer.names=["a", b]',
+            r"""= '\["a", b\]': give a list in brackets, such as \["a", "b"\] or \[0.9, 0.95\]$""",
+        ),
+        ("--outer.shares=0.9", r"""= '0.9': give a list in brackets, such as \["a", "b"\] or \[0.9, 0.95\]$"""),
+        ("--outer.shares=[0.9,x]", r"outer.shares.1 = 'x': Input should be a valid number"),
     ],
 )
 def test_a_wrong_override_is_explained(recipe: Path, override: str, message: str) -> None:
@@ -140,6 +156,14 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
     assert str(caught.value).count(";") >= 2
     for part in ("run.nme", "run.seed = 'x'", "sampling.top_p = '2.0'"):
         assert part in str(caught.value)
+
+
+def test_a_contradiction_of_several_sections_is_told_as_it_is() -> None:
+    """It names the settings itself."""
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.router_replay = true does not go with prefill and decode engines"
+    ):
+        load(Recipe, (), ["--trainer.router_replay=true", "--rollout.prefill=1"])
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
