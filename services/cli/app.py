@@ -4,6 +4,7 @@ The recipe is read and checked before any heavy import, so that a mistyped key i
 is reported in one line, `error: ...`, with exit code 2 and no traceback if a person can fix it.
 """
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -72,7 +73,12 @@ app.add_typer(runs.app, name="runs")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2 if a person must change something, 1 for other failures."""
+    """Run the command line and return the exit code: 2 if a person must change something, 1 for other failures.
+
+    What the locale's encoding lacks, such as the bars of a course, is printed as a question mark.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes such characters in any case
+        sys.stdout.reconfigure(errors="replace")
     if "_PENSTOCK_COMPLETE" in os.environ:
         # typer wraps helps at the terminal's width, and fish offers each line as a completion
         os.environ["TERMINAL_WIDTH"] = _UNWRAPPED

@@ -137,7 +137,7 @@ def _worst(findings: Sequence[Finding]) -> Status:
 
 def _as_json(findings: Sequence[Finding]) -> str:
     checks = [{"name": each.name, "status": each.status, "seen": each.seen, "remedy": each.remedy} for each in findings]
-    return json.dumps({"status": _worst(findings), "checks": checks}, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps({"status": _worst(findings), "checks": checks}, indent=1) + "\n"
 
 
 def _show(findings: Sequence[Finding]) -> None:

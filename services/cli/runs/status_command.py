@@ -34,7 +34,7 @@ def status(
         found = summarise(run)
         has_alarm |= bool(found["alarms"])
         if as_json:
-            sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
+            sys.stdout.write(json.dumps(found) + "\n")
         else:
             _, rows = run.steps()
             sys.stdout.write("\n".join(_lines(found, rows)) + "\n")

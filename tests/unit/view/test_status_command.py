@@ -1,7 +1,10 @@
 """`penstock status`."""
 
 import fcntl
+import io
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,22 @@ def test_it_says_where_a_run_stands(tmp_path: Path, capsys: pytest.CaptureFixtur
         main(["status", str(run)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["run: running", "  step       30/200         after 60 s, about 6 min left"]
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_what_the_locale_cannot_encode_is_a_question_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """As the bars of the course with LANG=en_US; JSON has escapes."""
+    run, written = make_run(tmp_path / "läuft"), io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    assert main(["status", str(run)]) == 0
+    sys.stdout.flush()
+    lines = written.getvalue().decode(encoding)
+    assert re.search(r"^  reward +0\.420 +\?{20,}$", lines, re.MULTILINE)
+    assert main(["status", str(run), "--json"]) == 0
+    sys.stdout.flush()
+    assert json.loads(written.getvalue().decode(encoding).removeprefix(lines))["folder"] == str(run)
 
 
 def test_an_alarm_is_told_and_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
