@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from penstock.errors import ConfigError
-from penstock.runtime.disk_space import disk_full_reported, flush
+from penstock.errors import ConfigError, SetupError
+from penstock.runtime.disk_space import disk_full_reported, flush, is_disk_full
 from penstock.weights.manifest import dtype_of
 from services.trainer.backend.files.tensor_files import writing_safetensors
 
@@ -44,18 +44,17 @@ def cast_model(
 
     Raises:
         ConfigError: `target` already exists, or `model` has no safetensors files.
-        SetupError: there is no room for it.
+        SetupError: there is no room for it, or it cannot be made.
     """
     if target.exists():
         raise ConfigError(f"{target} is there already; name a folder that is not")
     files = sorted(path for path in model.iterdir() if path.is_file())
     if not any(path.name.endswith(_WEIGHTS) for path in files):
         raise ConfigError(f"{model} has no {_WEIGHTS} files; name a run, a checkpoint or a model folder that has")
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    partial.mkdir()
     try:
         with disk_full_reported(target.parent, "make room there, or name a folder on another disk"):
+            _make(partial, target)
             sizes = [_write(path, partial / path.name, dtype, change) for path in files if path.name.endswith(_WEIGHTS)]
             for path in files:
                 if not path.name.endswith(_WEIGHTS):
@@ -67,6 +66,16 @@ def cast_model(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sum(sizes)
+
+
+def _make(partial: Path, target: Path) -> None:
+    """Make the folder that will be renamed to `target`, and its parents."""
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        if is_disk_full(error):
+            raise
+        raise SetupError(f"{target} cannot be made: {error.strerror}; name another folder") from None
 
 
 def _write(source: Path, target: Path, dtype: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> int:

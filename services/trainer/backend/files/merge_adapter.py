@@ -29,7 +29,7 @@ def merge_adapter(adapter: Path, target: Path, *, dtype: str, base: Path | None 
 
     Raises:
         ConfigError: the base is not there, or the adapters are not of it; or `target` already exists.
-        SetupError: there is no room for it.
+        SetupError: there is no room for it, or it cannot be made.
     """
     config = read_adapter_config(adapter)
     base = base or Path(config["base_model_name_or_path"])

@@ -1,9 +1,12 @@
 """`penstock export`: what a run has trained, as a model folder that transformers loads."""
 
+import errno
 import json
+import os
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,14 +82,34 @@ def test_it_is_complete_or_absent(run: Path, tmp_path: Path, capsys: pytest.Capt
     assert f"{run}/checkpoints/step-000004/model, weights in bfloat16" in capsys.readouterr().out
 
 
+def test_a_disk_too_full_for_the_folder_is_told(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one that is too full for a file."""
+    mkdir = os.mkdir
+
+    def refuse(path: Any, *options: Any) -> None:
+        if str(path).endswith(".partial"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        mkdir(path, *options)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    assert main(["export", str(run), str(tmp_path / "exported")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}: [Errno 28] No space left on device")
+    assert said.endswith("make room there, or name a folder on another disk\n")
+
+
 def test_what_cannot_be_exported_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By name, with what to do."""
     (tmp_path / "taken").mkdir()
+    (tmp_path / "file").write_text("")
     (tmp_path / "no-weights").mkdir()
     (tmp_path / "no-weights/config.json").write_text("{}")
     for source, target, options, message in (
         (run, "new", ["--step", "3"], "has no complete checkpoint of step 3; there are checkpoints of: 2, 4"),
         (run, "taken", [], "taken is there already; name a folder that is not"),
+        (run, "file/new", [], f"{tmp_path}/file/new cannot be made: Not a directory; name another folder"),
         (tmp_path, "new", [], "is neither a model folder (config.json), nor a checkpoint (model/), nor a run"),
         (tmp_path / "no-weights", "new", [], "has no .safetensors files"),
         (run, "new", ["--dtype", "int8"], "int8"),
