@@ -13,7 +13,7 @@ from importlib.metadata import version as installed_version
 import typer
 from typer.exceptions import TyperException
 
-from penstock.errors import PenstockError, UserError
+from penstock.errors import PenstockError, SetupError, UserError
 from penstock.runtime import process
 from services.cli import bus
 from services.cli.arguments import TAKES_OVERRIDES, RecipeCommand
@@ -89,6 +89,12 @@ def main(arguments: list[str] | None = None) -> int:
         return process.report_error(UserError(f"{message}; see `penstock --help`"))
     except PenstockError as error:
         return process.report_error(error)
+    except PermissionError as error:  # up to Python 3.11 also of `Path.exists`, where another user closed a folder
+        if error.filename is None:
+            raise
+        return process.report_error(
+            SetupError(f"{error.filename}: {error.strerror}; change its rights or its folder's, or name another path")
+        )
     except (KeyboardInterrupt, typer.Abort):
         return process.EXIT_INTERRUPTED
     return code if isinstance(code, int) else 0
