@@ -25,6 +25,9 @@ Several recipes lie over each other from left to right: `penstock train base.tom
 `penstock serve router --config base.toml --config overlay.toml`.
 Tables add to each other; every other value is replaced.
 A table that names its `preset` replaces the earlier one, and one that names its `kind` drops the earlier one's values.
+A path may begin with `~`, your home folder, or `~name`, that of another user.
+An empty path, as in `--run.folder=`, counts as unset.
+`run.dir`, `model.path` and the files of `[security]` must not be empty.
 
 `penstock config RECIPE...` prints the result with all defaults filled in.
 `penstock --install-completion` makes the shell complete commands and settings: `--trainer.opt<TAB>`.

@@ -9,6 +9,7 @@ import pydantic
 from penstock import shipped
 from penstock.config.base import Config
 from penstock.config.nats_url import address_of, fault_of, with_scheme
+from penstock.config.paths import EXPANDED, OptionalPath, UserPath
 from penstock.errors import ConfigError
 from penstock.model import hub
 
@@ -19,9 +20,9 @@ class RunConfig(Config):
     name: str = pydantic.Field(default="run", pattern=r"^[A-Za-z0-9_-]+$", max_length=128)
     """Name of the run: at most 128 letters, digits, '_' and '-'. It is also the prefix of all names that the run uses
     in NATS."""
-    dir: Path = Path("runs")
+    dir: UserPath = Path("runs")
     """Parent of the run's own folder."""
-    folder: Path | None = None
+    folder: OptionalPath = None
     """The run's own folder. Unset: `penstock train` makes <dir>/<name>-<start>; `penstock serve` uses <dir>/<name>."""
     seed: int = pydantic.Field(default=0, ge=0, le=2**63 - 1)
     """Seed of all random choices outside the engines."""
@@ -121,11 +122,12 @@ class BusConfig(Config):
 class SecurityConfig(Config):
     """TLS for every gRPC, HTTP and NATS connection. Tokens are not settings: they come from the environment only."""
 
-    tls_cert: Path | None = None
+    # No OptionalPath: a variable that is not set must not switch TLS off.
+    tls_cert: UserPath | None = None
     """This process's certificate, followed by its intermediates (PEM). Setting it or tls_ca switches TLS on."""
-    tls_key: Path | None = None
+    tls_key: UserPath | None = None
     """The certificate's key (PEM, without a passphrase)."""
-    tls_ca: Path | None = None
+    tls_ca: UserPath | None = None
     """Certificates of the authorities that sign servers, and with `mutual` clients (PEM). Unset: the public ones."""
     tls_server_name: str = ""
     """The name in every server's certificate, for hosts whose names no certificate can know beforehand, such as scaled
@@ -158,7 +160,8 @@ def _name_model(folder: Path) -> str:
 
 ModelPath = Annotated[
     Path,
-    pydantic.BeforeValidator(_find_model),
+    pydantic.BeforeValidator(_find_model),  # after the next
+    EXPANDED,
     pydantic.PlainSerializer(_name_model, return_type=str, when_used="json"),
 ]
 """Path of a model folder, or `owner/name[@revision]` of a model on the Hugging Face Hub, which `hub.fetch` replaces by

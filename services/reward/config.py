@@ -3,11 +3,12 @@
 import dataclasses
 import re
 from decimal import Decimal
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import pydantic
 
 from penstock.config import Config, MetricsConfig, NetworkConfig, RunConfig
+from penstock.config.paths import expand_home
 
 ATTEMPTS: Final = 3
 """Maximum attempts of the profile `remote` if the service fails: two more bridge a restart of seconds."""
@@ -105,7 +106,7 @@ class RewardConfig(Config):
     point, or an integer of at least 100 in absolute value; 0 is strict."""
     profiles: dict[str, ProfileConfig] = pydantic.Field(default_factory=dict)
     """Scales of the profiles, by profile: [reward.profiles.math] reward_min = -1."""
-    verifiers: dict[str, str] = pydantic.Field(default_factory=dict)
+    verifiers: dict[str, Annotated[str, pydantic.AfterValidator(expand_home)]] = pydantic.Field(default_factory=dict)
     """Custom verifiers, each a profile, by name: "path/to/file.py:function" or "package.module:function"."""
     remote: RemoteConfig = RemoteConfig()
     """The service that the profile `remote` asks."""

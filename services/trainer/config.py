@@ -6,7 +6,6 @@ Imports nothing heavy, so that a mistyped key is reported before torch is loaded
 import dataclasses
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import ClassVar, Final, Literal, Self
 
 import pydantic
@@ -21,6 +20,7 @@ from penstock.config import (
     SamplingConfig,
     TraceConfig,
 )
+from penstock.config.paths import OptionalPath
 from services.trainer.admission.config import FilterConfig
 from services.trainer.algorithm.axes import Axis
 from services.trainer.algorithm.config import AlgorithmConfig
@@ -139,7 +139,7 @@ class WeightSyncConfig(Config):
     over gRPC while engines still generate: only what changed to a replica that holds the version before and is one
     process, all weights to others. It needs time and one more copy in memory in the trainer, and room in TMPDIR of
     trainer and engines."""
-    files_dir: Path | None = None
+    files_dir: OptionalPath = None
     """Folder in which each version is written as weight files, from which replicas that join later load it: in a folder
     of the run's name, where the newest two versions are kept. Unset: only transport disk writes them, to `weights` in
     the run's folder."""

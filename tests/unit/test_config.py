@@ -1,8 +1,10 @@
 """A recipe is read strictly; every message names the key, the value and the remedy."""
 
+import pwd
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pydantic
 import pytest
@@ -105,6 +107,54 @@ def test_overrides_go_before_the_file(recipe: Path, override: str, get, value: o
             load(FileConfig, [recipe], [override])
         return
     assert get(load(FileConfig, [recipe], [override])) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "get"),
+    [
+        ("run.dir", lambda c: c.run.dir),
+        ("run.folder", lambda c: c.run.folder),
+        ("model.path", lambda c: c.model.path),
+        ("data.path", lambda c: Path(c.data.path)),
+        ("data.image_folder", lambda c: c.data.image_folder),
+        ("data.cache_dir", lambda c: c.data.cache_dir),
+        ("data.sources.own.path", lambda c: Path(c.data.sources["own"].path)),
+        ("evaluation.sets.own.path", lambda c: Path(c.evaluation.sets["own"].path)),
+        ("demonstrations.path", lambda c: Path(c.demonstrations.path)),
+        ("algorithm.kl.reference", lambda c: c.algorithm.kl.reference),
+        ("trainer.weight_sync.files_dir", lambda c: c.trainer.weight_sync.files_dir),
+        ("security.tls_ca", lambda c: c.security.tls_ca),
+        ("reward.verifiers.own", lambda c: Path(c.reward.verifiers["own"])),
+    ],
+)
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, key: str, get: Any) -> None:
+    """In every setting that is a path; shells leave it as it is after `=`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    user = pwd.getpwuid(0)
+    kind = "--algorithm.kl.kind=k3"
+    for given, path in (("~/x", "/home/me/x"), (f"~{user.pw_name}/x", f"{user.pw_dir}/x"), ("x/~", "x/~")):
+        assert get(load(Recipe, [], [kind, f"--{key}={given}"])) == Path(path)
+    with pytest.raises(ConfigError, match=re.escape(f"{key} = '~no-one/x': no home folder is known for '~no-one'")):
+        load(Recipe, [], [kind, f"--{key}=~no-one/x"])
+
+
+def test_a_tilde_in_a_list_of_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each; rows are selected as ever."""
+    monkeypatch.setenv("HOME", "/home/me")
+    recipe = load(Recipe, [], ['--data.path=["~/a.jsonl@[:10]", "b/*.jsonl"]'])
+    assert recipe.data.path == ("/home/me/a.jsonl@[:10]", "b/*.jsonl")
+
+
+def test_an_empty_path_is_not_the_working_directory() -> None:
+    """As of a variable that is not set: what can be unset is, and TLS is not switched off by it."""
+    unset = ("run.folder", "data.image_folder", "data.cache_dir", "algorithm.kl.reference")
+    unset += ("trainer.weight_sync.files_dir",)
+    assert load(Recipe, [], ["--algorithm.kl.kind=k3", *(f"--{key}=" for key in unset)]) == load(
+        Recipe, [], ["--algorithm.kl.kind=k3"]
+    )
+    for key in ("run.dir", "model.path", "security.tls_ca"):
+        with pytest.raises(ConfigError, match=f"^{key} = '': is empty; give a path$"):
+            load(Recipe, [], [f"--{key}="])
 
 
 def test_the_last_override_wins(recipe: Path) -> None:

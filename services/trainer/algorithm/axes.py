@@ -4,11 +4,12 @@ Each rejects contradictory values, and values that its kind does not read. `conf
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 
 from penstock.config import Config, ModelPath
+from penstock.config.paths import UNSET_IF_EMPTY
 
 
 class Axis(Config):
@@ -236,7 +237,7 @@ class KlConfig(Axis):
     unbiased: bool = False
     """Weight the penalty by the ratio to the engine, so that it estimates the policy's divergence on stale tokens
     too (k2, k3, k3_plus)."""
-    reference: ModelPath | None = None
+    reference: Annotated[ModelPath | None, UNSET_IF_EMPTY] = None
     """The reference, for example a teacher, a folder or a model on the Hugging Face Hub as in model.path: it has the
     architecture, the sizes and the tokens of the trained one. Unset: the model that the run began with."""
     refresh: Literal["never", "copy", "ema"] = "never"

@@ -1,12 +1,12 @@
 """Settings of the data: section `[data]` of a recipe."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import pydantic
 
 from penstock.config import Config
+from penstock.config.paths import OptionalPath, expand_home
 from penstock.names import SINGLE_TURN
 from services.trainer.data.limits import LimitsConfig
 
@@ -79,7 +79,7 @@ class SourceConfig(Config):
     images_first: bool = False
     """Put the images of a row whose text has no `<image>` before its first user message's text. Otherwise such a row is
     rejected. The number of these rows is logged."""
-    image_folder: Path | None = None
+    image_folder: OptionalPath = None
     """Folder that image paths are relative to and may not leave. Unset: the data file's."""
     image_urls: bool = False
     """Download images whose cell is an http address: at most 64 MiB, in 10 s at each of four attempts, kept in
@@ -101,6 +101,11 @@ class SourceConfig(Config):
     def paths(self) -> tuple[str, ...]:
         """All paths; empty for the built-in data set."""
         return ((self.path,) if self.path else ()) if isinstance(self.path, str) else self.path
+
+    @pydantic.field_validator("path")
+    @classmethod
+    def _expand_home(cls, path: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        return expand_home(path) if isinstance(path, str) else tuple(map(expand_home, path))
 
     @pydantic.model_validator(mode="after")
     def _is_meant(self) -> Self:
@@ -171,7 +176,7 @@ class DataConfig(SourceConfig):
     the row. drop: they are passed over, counted and logged."""
     memory_gib: float = pydantic.Field(default=4.0, gt=0)
     """Memory for decoded rows, in GiB. Larger files are read piece by piece, as rows are played."""
-    cache_dir: Path | None = None
+    cache_dir: OptionalPath = None
     """Folder for prompt lengths and downloaded images. Unset: `penstock` in XDG_CACHE_HOME or ~/.cache."""
     pools: PoolConfig = PoolConfig()
     sources: dict[str, MixedSourceConfig] = pydantic.Field(default_factory=dict)

@@ -72,6 +72,22 @@ def test_recipes_are_utf_8_in_every_locale(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_folders_begin_in_the_home_of_a_person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder `~` is made in the working directory."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RunFolder.create(load(Recipe, [], ["--run.dir=~/runs"]).run).path.parent == tmp_path / "runs"
+    assert RunFolder.create(load(Recipe, [], ["--run.folder=~/mine"]).run).path == tmp_path / "mine"
+    assert list(Path().iterdir()) == []
+
+
+def test_no_run_is_made_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the variable is not set that was to name its folder, it has one of its own."""
+    monkeypatch.chdir(tmp_path)
+    assert RunFolder.create(load(Recipe, [], ["--run.folder="]).run).path.parent == Path("runs")
+
+
 def test_given_folder_is_used_once(recipe: Recipe, tmp_path: Path) -> None:
     """run.folder is taken as it is, and refused when it holds a run."""
     run = recipe.run.model_copy(update={"folder": tmp_path / "mine"})
