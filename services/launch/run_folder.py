@@ -124,6 +124,11 @@ class RunFolder:
         return self.path / "nats"
 
     @property
+    def had_launcher(self) -> bool:
+        """Whether a launcher has ever worked in the folder: its lock stays."""
+        return self._lock_file.exists()
+
+    @property
     def _lock_file(self) -> Path:
         return self.path / ".lock"
 

@@ -183,11 +183,12 @@ def add_group(
 
 
 def make_run(folder: Path, *, num_steps: int = 30, **recipe: Any) -> Path:
-    """A run of some steps with a group each, traces and an evaluation."""
+    """A run of some steps with a group each, traces and an evaluation, which a launcher has started."""
     write_rows(folder, [step_row(step) for step in range(1, num_steps + 1)])
     settings = {"num_steps": 200, **recipe}
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
-    (folder / "config.toml").write_text("[trainer]\n" + "\n".join(lines) + "\n")
+    (folder / "config.toml").write_text('[run]\nname = "run"\n[trainer]\n' + "\n".join(lines) + "\n")
+    (folder / ".lock").touch()
     files = EpisodeFiles(folder / "episodes", last_step=num_steps, max_bytes=1e12)
     trace = folder / "trace" / "trainer.jsonl"
     trace.parent.mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ from penstock.telemetry import log
 from services.cli.arguments import RecipeGroup, overrides_of
 from services.cli.console import describe_age, describe_size, open_console
 from services.cli.runs.deletion import deleting, newer_folders
-from services.cli.runs.folders import FolderOfRun, read_folder, without_bus
+from services.cli.runs.folders import FolderOfRun, is_run_folder, read_folder, without_bus
 from services.recipe import Recipe
 from services.view.run_reader import RunReader
 
@@ -116,7 +116,7 @@ def delete(
             _delete_stored(run, _bus_at(url), security, yes=yes)
         return 0
     for path in runs:
-        if path.is_symlink() or not (path / "config.toml").is_file():
+        if path.is_symlink() or not is_run_folder(path):
             raise SetupError(
                 f"{path} is no run folder; give runs/<name>-<start>, or --url to delete a run from NATS by its name"
             )

@@ -13,6 +13,7 @@ import pydantic
 from penstock.config import BusConfig, SecurityConfig
 from penstock.errors import ConfigError
 from services.launch.run_folder import RunFolder
+from services.trainer.checkpoint.store import CheckpointStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,18 @@ class FolderOfRun:
         return self.folder.config_file.stat().st_mtime
 
 
+def is_run_folder(path: Path) -> bool:
+    """Return whether Penstock has run in the folder at `path`.
+
+    A config.toml alone may be another program's, or a recipe that a person wrote. That of a run has the run's name, and
+    beside it a launcher left its lock, or a trainer without one the folder of its checkpoints' writer.
+    """
+    folder = RunFolder(path)
+    if not folder.config_file.is_file() or not _run_name(_read(folder.config_file)):
+        return False
+    return folder.had_launcher or CheckpointStore(path / "checkpoints", keep=1).had_writer
+
+
 def read_folder(path: Path) -> FolderOfRun:
     """Return the run folder at `path`, which holds a config.toml.
 
@@ -58,13 +71,13 @@ def read_folder(path: Path) -> FolderOfRun:
     except pydantic.ValidationError as error:
         reason = error.errors(include_url=False, include_input=False)[0]["msg"]
         raise ConfigError(f"{folder.config_file}: [bus] or [security] cannot be read: {reason}; correct it") from None
-    return FolderOfRun(folder=folder, run=str(_section(recipe, "run").get("name", "")), bus=bus, security=security)
+    return FolderOfRun(folder=folder, run=_run_name(recipe), bus=bus, security=security)
 
 
 def without_bus(path: Path) -> FolderOfRun:
     """Return the run folder at `path`, whose recipe does not say where its NATS is, as one without a NATS."""
     folder = RunFolder(path)
-    run = str(_section(_read(folder.config_file), "run").get("name", ""))
+    run = _run_name(_read(folder.config_file))
     return FolderOfRun(folder=folder, run=run, bus=BusConfig(), security=SecurityConfig())
 
 
@@ -73,6 +86,10 @@ def _read(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+
+
+def _run_name(recipe: dict[str, Any]) -> str:
+    return str(_section(recipe, "run").get("name", ""))
 
 
 def _section(recipe: dict[str, Any], name: str) -> dict[str, Any]:

@@ -73,6 +73,11 @@ class CheckpointStore:
         self._writer = folder / f"{_WRITER}{uuid.uuid4().hex}"
         self._is_claimed = False
 
+    @property
+    def had_writer(self) -> bool:
+        """Whether a store, this one or an earlier one, has ever claimed the folder: the last one's own folder stays."""
+        return any(self.folder.glob(f"{_WRITER}*"))
+
     def claim(self) -> None:
         """Become the only store that may write here, and finish what an earlier one had begun. Blocks.
 

@@ -16,6 +16,7 @@ from penstock.bus.buckets.leases import held
 from penstock.bus.buckets.lock import TRAINER, locked
 from penstock.bus.connection import Bus
 from services.cli.app import main
+from services.trainer.checkpoint.store import CheckpointStore
 from tests.support.nfs import rename_open_files
 from tests.support.view_runs import make_run
 
@@ -125,14 +126,30 @@ async def test_a_run_that_is_live_stays(bus: Bus, run_name: str, tmp_path: Path)
 
 
 async def test_only_run_folders_are_deleted(tmp_path: Path) -> None:
-    """Neither any other folder nor what a link leads to."""
+    """Neither any other folder, whatever its config.toml is, nor what a link leads to."""
     run, other = make_run(tmp_path / "run", num_steps=1), tmp_path / "other"
     other.mkdir()
     (tmp_path / "link").symlink_to(run)
-    for path in (other, tmp_path / "link", tmp_path / "missing"):
+    recipe = tmp_path / "with-a-recipe"
+    recipe.mkdir()
+    (recipe / "config.toml").write_text('[run]\nname = "mine"\n')
+    project = tmp_path / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "config.toml").write_text("[server]\nport = 8501\n")
+    (project / ".lock").touch()
+    for path in (other, tmp_path / "link", tmp_path / "missing", recipe, project):
         refused = await penstock_runs("delete", run, path, "--yes")
         assert (refused.returncode, f"{path} is no run folder" in refused.stderr) == (2, True)
     assert run.exists()
+
+
+def test_a_run_without_a_launcher_is_deleted(tmp_path: Path) -> None:
+    """As in containers, where nobody takes a lock; its trainer has claimed the checkpoints."""
+    folder = tmp_path / "run"
+    CheckpointStore(folder / "checkpoints", keep=1).claim()
+    (folder / "config.toml").write_text('[run]\nname = "run"\n')
+    assert main(["runs", "delete", str(folder), "--yes"]) == 0
+    assert not folder.exists()
 
 
 def test_a_folder_on_nfs_is_deleted_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

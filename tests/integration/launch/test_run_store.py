@@ -62,7 +62,8 @@ async def test_a_run_whose_store_is_served_is_not_deleted(tmp_path: Path, capsys
     """Once the server has ended it is, although another program listens on the server's port."""
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    folder.write_config(load(Recipe, []))
+    with folder.locked():
+        folder.write_config(load(Recipe, []))
     (port,) = free_ports(1)
     delete = ["runs", "delete", str(folder.path), "--yes"]
     async with local_server(folder.nats, port=port):

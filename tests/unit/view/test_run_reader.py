@@ -125,6 +125,10 @@ def test_a_run_is_running_while_its_launcher_holds_the_lock(tmp_path: Path) -> N
 def test_settings_have_dotted_names(tmp_path: Path) -> None:
     """As people write them on the command line."""
     make_run(tmp_path, num_steps=1, max_staleness=2)
-    assert RunReader(tmp_path).settings() == {"trainer.num_steps": 200, "trainer.max_staleness": 2}
+    assert RunReader(tmp_path).settings() == {
+        "run.name": "run",
+        "trainer.num_steps": 200,
+        "trainer.max_staleness": 2,
+    }
     (tmp_path / "config.toml").write_text("broken")
     assert RunReader(tmp_path).settings() == {}
