@@ -156,6 +156,19 @@ async def test_what_goes_wrong_in_a_runner_costs_its_sample_alone(
         assert sample.num_own_tokens == len(engine.answer.ids("The answer is \\boxed{3}"))  # type: ignore[attr-defined]
 
 
+async def test_a_runner_that_cuts_a_verdict_short_has_no_reward(
+    bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str
+) -> None:
+    """Its 0 may stand for a reward service that is away."""
+    recipe = await make_harness({"impatient": f"{RUNNERS}:cut_a_verdict_short"})
+    await publish(bus, make_prompt(run_name, environment="impatient", num_samples=1, sampling=LONG, **TEXT))
+    async with working(recipe):
+        [group] = await until_done(bus, 1)
+    [sample] = group.samples
+    assert (sample.reward, sample.finish_reason) == (None, "error")
+    assert "was not judged: the wait for the verdict was cut short" in sample.error
+
+
 async def test_a_runner_that_never_ends_is_ended(
     bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str, tmp_path: Path
 ) -> None:

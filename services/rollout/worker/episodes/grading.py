@@ -4,10 +4,14 @@ Invariant: a failed grading never becomes a reward, whatever the environment doe
 the group. A step whose reward may rest on an unjudged answer leaves its sample unjudged.
 """
 
+import asyncio
+
 from penstock.errors import InvalidRequestError, PenstockError, UserError
 from penstock.records import Prompt, Verdict
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.episodes.clock import EpisodeClock
+
+_NOT_AWAITED = "the wait for the verdict was cut short"
 
 
 class Grading:
@@ -21,6 +25,7 @@ class Grading:
         self._clock = clock
         self._fault: PenstockError | None = None
         self._unjudged = ""
+        self._num_pending = 0
 
     async def grade(self, text: str) -> Verdict:
         """Return the verdict on `text`; see `penstock.environments.Grade`.
@@ -28,6 +33,7 @@ class Grading:
         Raises:
             PenstockError: the reward service cannot judge: it has not answered for a long time, or refuses the golds.
         """
+        self._num_pending += 1
         try:
             with self._clock.paused():
                 [verdict] = await self._answer_verifier.verify(self._prompt, [(self._item_id, text)])
@@ -36,6 +42,11 @@ class Grading:
                 self._fault = error
             self._unjudged = str(error)
             raise
+        except asyncio.CancelledError:
+            self._unjudged = _NOT_AWAITED
+            raise
+        finally:
+            self._num_pending -= 1
         if not verdict.is_judged:
             self._unjudged = f"verdict {verdict.status}"
         return verdict
@@ -51,6 +62,6 @@ class Grading:
             raise self._fault
 
     def take_unjudged(self) -> str:
-        """Return why a text was not judged since the last call; empty if all were."""
+        """Return why a text was not judged since the last call, or is not judged yet; empty if all were."""
         unjudged, self._unjudged = self._unjudged, ""
-        return unjudged
+        return unjudged or (_NOT_AWAITED if self._num_pending else "")

@@ -1,7 +1,8 @@
 """What a sample is worth: its steps' rewards, or else the verdict on its last turn; and what is never a wrong 0."""
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from penstock.environments import StepResult, Task
 from penstock.errors import DeadlineError, InvalidRequestError, PenstockError, SetupError, UnavailableError
 from penstock.model.chat_template import Renderer
-from penstock.records import Group, Limits
+from penstock.records import Group, Limits, Verdict
 from penstock.records.codec import decode, encode
 from penstock.v1 import reward_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
@@ -186,6 +187,30 @@ async def test_what_nobody_judged_is_no_wrong_answer(
     sample = episode.to_sample(None)
     assert (sample.reward, sample.finish_reason, episode.needs_verdict) == (None, "error", False)
     assert reason in sample.error
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [asyncio.wait_for, lambda asking, timeout_s: asyncio.wait({asking}, timeout=timeout_s)],
+    ids=["takes the question back", "leaves the question open"],
+)
+async def test_a_verdict_that_nobody_waited_for_is_no_wrong_answer(
+    renderer: Renderer, wait: Callable[[asyncio.Task[Verdict], float], Awaitable[object]]
+) -> None:
+    """An environment that bounds its wait by itself does not make a wrong answer of a service that is away."""
+    answers, questions = asyncio.Event(), list[asyncio.Task[Verdict]]()
+
+    async def check_impatiently(task: Task) -> StepResult:
+        questions.append(asyncio.create_task(task.grade("\\boxed{3}")))
+        with contextlib.suppress(TimeoutError):
+            await wait(questions[0], 0.01)
+        return StepResult(observation=None, reward=0.0)
+
+    episode = await play_one(renderer, Boxes(before=answers.wait), check_impatiently)
+    assert (episode.reward, episode.finish_reason, episode.needs_verdict) == (None, "error", False)
+    assert "the wait for the verdict was cut short" in episode.error
+    answers.set()
+    await asyncio.wait(questions)
 
 
 @pytest.mark.parametrize(
