@@ -363,9 +363,20 @@ def test_an_agent_is_one_of_three(reaper: Reaper) -> None:
         AgentConfig(url="agents:9000")
     with pytest.raises(ValueError, match=r"\['a'\] are names of agents and of environments; rename one"):
         WorkerConfig.model_validate({"agents": {"a": {"function": "os:getcwd"}}, "environments": {"a": "os:getcwd"}})
-    for path in ("os", "os:nothing", "nowhere:f"):
+    for path in ("os", "os:nothing", "nowhere:f", ":f", ".agent:f"):
         with pytest.raises(ConfigError, match=rf'worker.agents.x.function = "{path}" cannot be loaded'):
             load_runner("x", AgentConfig(function=path), reaper)
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(3)", "import os\nos.environ['ABSENT']", "def play("])
+def test_an_agent_whose_module_fails_is_refused_with_the_reason(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reaper: Reaper
+) -> None:
+    """Whatever it raises while it is imported."""
+    (tmp_path / "failing_agent.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"cannot be loaded \((SystemExit: 3|KeyError: 'ABSENT'|SyntaxError: .*)\);"):
+        load_runner("x", AgentConfig(function="failing_agent:play"), reaper)
 
 
 def test_a_session_key_opens_its_session_and_says_nothing_of_the_token() -> None:

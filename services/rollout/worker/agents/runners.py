@@ -58,8 +58,8 @@ def load_runner(name: str, config: AgentConfig, reaper: Reaper) -> RunnerCaller:
     problem = ""
     try:
         function: object = getattr(importlib.import_module(module_name), attribute) if colon else None
-    except (ImportError, AttributeError) as error:
-        function, problem = None, f" ({error})"
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a boundary: importing a module runs a person's code
+        function, problem = None, f" ({type(error).__name__}: {error})"
     if not callable(function):
         raise ConfigError(
             f'worker.agents.{name}.function = "{config.function}" cannot be loaded{problem}; write '
