@@ -154,11 +154,11 @@ async def test_what_a_function_raises_is_the_reason() -> None:
 
     with pytest.raises(RunnerError, match="nobody has cancelled it"):
         await FunctionRunner(cancel_itself).run(SESSION)
-    with pytest.raises(RunnerError, match="SystemExit: bye"):
+    with pytest.raises(RunnerError, match=r"^SystemExit: bye$"):
         await FunctionRunner(leave).run(SESSION)
     with pytest.raises(RunnerError, match=r"SystemExit\('of the whole worker'\)"):
         await FunctionRunner(leave_in_a_coroutine).run(SESSION)
-    with pytest.raises(RunnerError, match="TimeoutError: of its own"):
+    with pytest.raises(RunnerError, match=r"^TimeoutError: of its own$"):
         await FunctionRunner(fail).run(SESSION)
 
 

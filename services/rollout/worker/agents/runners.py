@@ -85,6 +85,8 @@ class FunctionRunner:
                     value = await _in_thread(self._function, session)
                     if inspect.isawaitable(value):  # an object whose call is a coroutine
                         value = await value
+        except RunnerError:
+            raise  # the thread's, which has its reason already
         except Exception as error:  # a boundary: runners are other people's code
             raise RunnerError(f"{type(error).__name__}: {error}") from error
         return read_result(value)
