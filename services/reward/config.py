@@ -12,6 +12,9 @@ from penstock.config.paths import expand_home
 
 ATTEMPTS: Final = 3
 """Maximum attempts of the profile `remote` if the service fails: two more bridge a restart of seconds."""
+MAX_DEADLINE_S: Final = 50.0
+"""Maximum seconds of an item: less than the minute that workers first wait for a group's verdicts, enough for three
+attempts of a remote service, and too short for hostile items to hold the workers for long."""
 _WITH_USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 
 
@@ -52,7 +55,7 @@ class RemoteConfig(Config):
     """Where to POST {"prompt", "response", "label"}, as slime does; empty: there is no profile `remote`. It has no user
     and password: the service gets `PENSTOCK_REMOTE_TOKEN`."""
     timeout_s: float = pydantic.Field(default=10.0, gt=0)
-    """Seconds for one attempt, of three. An item without a deadline has the time of all three, at most 30 s."""
+    """Seconds for one attempt, of three. An item without a deadline has the time of all three, at most 50 s."""
     max_concurrency: int = pydantic.Field(default=64, ge=1, le=4096)
     """Requests at once; further items wait."""
 
@@ -90,9 +93,10 @@ class RewardConfig(Config):
     times that in memory once their JSON is read; further ones are told to come back later."""
     workers: int = pydantic.Field(default=2, ge=1, le=256)
     """Worker processes for symbolic comparison; each has one item at a time."""
-    deadline_s: float = pydantic.Field(default=1.0, gt=0)
+    deadline_s: float = pydantic.Field(default=1.0, gt=0, le=MAX_DEADLINE_S)
     """Wall-clock limit of one item without its own, in seconds from when a worker takes it; then the worker is killed.
-    An item may ask for 30 s at most."""
+    At most 50 s, as for items that ask for their own: workers first wait a minute for a group's verdicts. What takes
+    longer belongs in an environment or agent of your own."""
     memory_limit_mb: int = pydantic.Field(default=192, ge=128)
     """Memory that a worker process may take, in MiB of address space, beyond what it starts with: its libraries and the
     custom verifiers. All workers together may take 192 MiB, or as much as one if that is more."""

@@ -19,7 +19,7 @@ _ITEM_SECONDS = metrics.histogram(
     "penstock_reward_item_seconds",
     "Seconds that an item took, queueing excluded.",
     ("method",),
-    buckets=(0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0),
+    buckets=(0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0),
 )
 _QUEUE = metrics.reading("penstock_reward_queue_items", "Items in the service, running ones included.")
 _QUEUE_MAX = metrics.reading("penstock_reward_queue_max_items", "The most items that the service admits at once.")

@@ -12,7 +12,7 @@ from penstock.errors import InvalidRequestError
 from penstock.runtime.security import Tls
 from penstock.verdict_status import Status
 from services.reward.admission_queue import MAX_ITEMS, AdmissionQueue
-from services.reward.config import RewardConfig
+from services.reward.config import MAX_DEADLINE_S, RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.isolation.tasks import sendable
 from services.reward.item import Item
@@ -26,9 +26,6 @@ log = structlog.get_logger()
 
 _TURN_S = 0.005
 """Seconds that the cheap decisions of a batch may hold the event loop at a time."""
-_MAX_DEADLINE_S = 30.0
-"""Maximum seconds that an item may ask for: enough for three attempts of a remote service, and too short for hostile
-items to hold the workers for long."""
 _SHARE_FOR_ITEM = 0.9
 """Share of the caller's remaining time; the rest is for returning the answer."""
 _LEAST_S = 0.01
@@ -115,7 +112,7 @@ class Verifier:
             return await self._verify(plans)
 
     def _plans(self, items: Sequence[Item], within_s: float | None) -> list[_Plan]:
-        longest_s = _MAX_DEADLINE_S
+        longest_s = MAX_DEADLINE_S
         if within_s is not None:
             longest_s = min(longest_s, _SHARE_FOR_ITEM * max(0.0, within_s))
         return [

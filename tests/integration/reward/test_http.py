@@ -12,7 +12,7 @@ import pytest
 from penstock.clients import RewardClient
 from penstock.errors import ConfigError
 from services.reward.admission_queue import MAX_ITEMS
-from services.reward.config import RewardConfig
+from services.reward.config import MAX_DEADLINE_S, RewardConfig
 from services.reward.frontends.http.openrlhf import response_in
 from services.reward.server import RunningService, running
 from tests.support.reward.service import item_of
@@ -28,7 +28,9 @@ async def serving(
     *, max_items: int = MAX_ITEMS, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, RunningService]]:
     """A service whose items have time on a busy machine too, and a client of its HTTP frontend."""
-    async with running(RewardConfig.model_validate({"deadline_s": HANG_S, **settings}), max_items=max_items) as service:
+    async with running(
+        RewardConfig.model_validate({"deadline_s": MAX_DEADLINE_S, **settings}), max_items=max_items
+    ) as service:
         limits = httpx.Limits(max_connections=None)
         url = f"http://{service.http.address}"
         async with httpx.AsyncClient(base_url=url, timeout=30.0, limits=limits) as client:

@@ -13,12 +13,12 @@ from penstock.clients import RewardClient
 from penstock.errors import InvalidRequestError, OverloadedError, UnavailableError
 from penstock.rpc.channel import connect
 from penstock.v1 import reward_pb2, reward_pb2_grpc
-from services.reward.config import RewardConfig
+from services.reward.config import MAX_DEADLINE_S, RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.server import running
 from tests.support.processes import is_alive
 from tests.support.reward.service import EASY, HANGS, OK, TIMEOUT, item_of, reward_service
-from tests.support.waiting import HANG_S, promptly, until
+from tests.support.waiting import promptly, until
 
 pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")
 
@@ -71,7 +71,7 @@ async def test_a_full_queue_refuses() -> None:
 
 async def test_calls_in_progress_finish_when_the_service_stops() -> None:
     """Draining waits for them; then no process is left."""
-    config = RewardConfig(workers=2, deadline_s=HANG_S)
+    config = RewardConfig(workers=2, deadline_s=MAX_DEADLINE_S)
     async with contextlib.AsyncExitStack() as stack:
         server, pool, _ = await stack.enter_async_context(running(config))
         pids = pool.worker_pids
@@ -88,7 +88,9 @@ async def test_calls_in_progress_finish_when_the_service_stops() -> None:
 async def test_what_outlasts_the_grace_period_is_stopped() -> None:
     """The service stops in time, whatever its workers do."""
     async with contextlib.AsyncExitStack() as stack:
-        server, pool, _ = await stack.enter_async_context(running(RewardConfig(workers=1, deadline_s=300), grace_s=0.3))
+        server, pool, _ = await stack.enter_async_context(
+            running(RewardConfig(workers=1, deadline_s=MAX_DEADLINE_S), grace_s=0.3)
+        )
         pids = pool.worker_pids
         client = RewardClient(server.address)
         pending = asyncio.create_task(client.verify_batch([item_of(*HANGS)], timeout_s=600))

@@ -26,7 +26,7 @@ from penstock.runtime.security import Security
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import generate_pb2, reward_pb2, trainer_pb2_grpc
 from penstock.verdict_status import Status
-from services.reward.config import RemoteConfig, RewardConfig
+from services.reward.config import MAX_DEADLINE_S, RemoteConfig, RewardConfig
 from services.reward.item import Item
 from services.reward.remote import RemoteVerifier
 from services.reward.server import running
@@ -58,7 +58,7 @@ def turn(**fields: object) -> generate_pb2.GenerateRequest:
 
 async def test_reward(certificates: SecurityConfig, secured: Security) -> None:
     """Both frontends, with a judge in a worker process."""
-    async with running(RewardConfig(workers=1, deadline_s=HANG_S), security=secured) as service:
+    async with running(RewardConfig(workers=1, deadline_s=MAX_DEADLINE_S), security=secured) as service:
         for token in ("", WRONG):
             stranger = stranger_of(certificates, token)
             await assert_rpc_is_closed(service.rpc.address, "/penstock.v1.RewardService/Verify", security=stranger)
@@ -76,7 +76,7 @@ async def test_processes_that_judge_have_no_secret(monkeypatch: pytest.MonkeyPat
     """They hold what strangers wrote; the service that starts them has the token in its environment."""
     monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
     before = set(psutil.Process().children())
-    config = RewardConfig(workers=1, deadline_s=HANG_S)
+    config = RewardConfig(workers=1, deadline_s=MAX_DEADLINE_S)
     async with running(config) as service, RewardClient(service.rpc.address) as client:
         await client.verify(item_of(*EASY), timeout_s=20.0)
         [forkserver] = set(psutil.Process().children()) - before  # workers are forks of it

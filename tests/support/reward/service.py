@@ -7,10 +7,9 @@ from pathlib import Path
 from penstock.clients import RewardClient
 from penstock.v1 import reward_pb2
 from services.reward.admission_queue import MAX_ITEMS
-from services.reward.config import RewardConfig
+from services.reward.config import MAX_DEADLINE_S, RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.server import MAX_OVERTIME, running
-from tests.support.waiting import HANG_S
 
 OK = reward_pb2.VERDICT_STATUS_OK
 TIMEOUT = reward_pb2.VERDICT_STATUS_TIMEOUT
@@ -43,7 +42,7 @@ async def reward_service(
     **settings: object,
 ) -> AsyncIterator[tuple[RewardClient, WorkerPool]]:
     """A service with two workers, whose items have time on a busy machine too, and a client of it."""
-    config = RewardConfig.model_validate({"workers": 2, "deadline_s": HANG_S, **settings})
+    config = RewardConfig.model_validate({"workers": 2, "deadline_s": MAX_DEADLINE_S, **settings})
     service = running(config, grace_s=grace_s, max_overtime=max_overtime, max_items=max_items)
     async with service as (server, pool, _), RewardClient(server.address) as client:
         yield client, pool

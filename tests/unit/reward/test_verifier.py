@@ -1,13 +1,16 @@
 """The service without its frontends: what one item's fault does to the others."""
 
+import pydantic
 import pytest
 
 from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
+from services.reward.isolation.tasks import Task, WorkerReply
 from services.reward.item import Item
 from services.reward.profiles.profile import Decision, Profile, Scoring
 from services.reward.verifier import Verifier
+from services.rollout.worker.answer_verifier import _VERIFY_TIMEOUT_S
 
 
 class _Crashing(Profile):
@@ -26,3 +29,31 @@ async def test_a_profile_that_crashes_costs_its_item_only(capsys: pytest.Capture
     logged = capsys.readouterr().out
     assert "profile.crashed" in logged
     assert "RecursionError" in logged
+
+
+class _Deadlines(WorkerPool):
+    """Notes the deadlines of its items, and takes all for right."""
+
+    def __init__(self) -> None:
+        super().__init__(num_workers=1, memory_limit_bytes=2**28, recycle_after=1)
+        self.given_s: list[float] = []
+
+    async def run(self, task: Task, deadline_s: float) -> tuple[WorkerReply, float]:
+        self.given_s.append(deadline_s)
+        return WorkerReply(status=Status.OK, credit=1.0), 0.0
+
+
+async def test_a_deadline_of_the_settings_is_the_item_s() -> None:
+    """Also a long one, within the minute that workers wait. An item may ask for its own, up to the same maximum."""
+    pool = _Deadlines()
+    verifier = Verifier(RewardConfig(deadline_s=45), pool, {"mine": "mine.py:verify"})
+    for deadline_s in (0.0, 1.0, 120.0):
+        item = Item(golds=["5"], response="5", profile="mine", deadline_s=deadline_s)
+        await verifier.verify([item], within_s=_VERIFY_TIMEOUT_S)
+    assert pool.given_s == [45.0, 1.0, 50.0]
+
+
+def test_a_deadline_that_workers_do_not_wait_for_is_refused() -> None:
+    """With the configuration, not by verdicts that come too early."""
+    with pytest.raises(pydantic.ValidationError, match=r"deadline_s\n +Input should be less than or equal to 50"):
+        RewardConfig(deadline_s=120)
