@@ -35,7 +35,8 @@ class ProfileConfig(Config):
     format_pattern: str | None = None
     r"""Python regular expression that the whole response must match, `.` including line ends; for verl_geo3k by default
     `<think>.*</think>.*\\boxed\{.*\}.*`. End-of-text tokens at the end are seen by compatible profiles only. Literals
-    and `.*` are fast; anything else is matched in a worker process."""
+    and `.*` are fast; anything else is matched in a worker process. It counts by `format_weight`, and
+    is refused where that is left at 0."""
 
     @pydantic.field_validator("format_pattern")
     @classmethod

@@ -46,7 +46,8 @@ def make_profiles(config: RewardConfig, verifiers: Mapping[str, str] | None = No
         verifiers: The location of each custom verifier, by name.
 
     Raises:
-        ConfigError: a custom verifier has a profile's name, or a scale names no profile or is incomplete.
+        ConfigError: a custom verifier has a profile's name, or the settings of a profile name none or contradict each
+            other.
     """
     kinds = _kinds(config)
     for name, spec in (verifiers or {}).items():
@@ -176,6 +177,11 @@ def _forms(name: str, kind: _Kind, config: RewardConfig) -> dict[str, Forms]:
 
 
 def _scoring(name: str, kind: _Kind, config: RewardConfig) -> Scoring:
+    """Return the profile's scale with the settings.
+
+    Raises:
+        ConfigError: the settings have a format without weight, a weight without format, or one score for everything.
+    """
     given = config.profiles.get(name, ProfileConfig())
     weight = kind.format_weight if given.format_weight is None else given.format_weight
     pattern = kind.format_pattern if given.format_pattern is None else given.format_pattern
@@ -184,12 +190,24 @@ def _scoring(name: str, kind: _Kind, config: RewardConfig) -> Scoring:
             f"reward.profiles.{name}.format_weight = {weight}: the profile has no format of its own; "
             "give format_pattern too"
         )
+    if given.format_pattern is not None and given.format_weight is None and weight == 0:
+        raise ConfigError(
+            f"reward.profiles.{name}.format_pattern = {given.format_pattern!r} has no effect while format_weight is 0; "
+            "give format_weight too"
+        )
+    reward_max = 1.0 if given.reward_max is None else given.reward_max
+    reward_min = kind.reward_min if given.reward_min is None else given.reward_min
+    if reward_max == reward_min:
+        raise ConfigError(
+            f"reward.profiles.{name}.reward_max = {reward_max:g} is its reward_min too, so all responses score "
+            "the same; give another reward_max or reward_min"
+        )
     form = None
     if pattern is not None:
         form = Format(pattern, max_chars=MAX_RESPONSE_CHARS, drops_end_of_text=kind.drops_end_of_text)
     return Scoring(
-        reward_max=1.0 if given.reward_max is None else given.reward_max,
-        reward_min=kind.reward_min if given.reward_min is None else given.reward_min,
+        reward_max=reward_max,
+        reward_min=reward_min,
         format_weight=weight,
         format=form,
     )

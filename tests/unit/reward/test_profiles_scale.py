@@ -50,6 +50,8 @@ def test_a_scale_is_set_in_part() -> None:
     assert score("verl_geo3k", r"<think></think>\boxed{5}", format_weight=0.5, reward_max=10) == 10.0
     assert score("math", "<a>5", format_weight=0.25, format_pattern="<a>.*") == 0.25
     assert score("math", r"\boxed{5}", format_weight=0.25, format_pattern="<a>.*") == 0.75
+    assert score("math", r"\boxed{5}", format_weight=0, format_pattern="<a>.*") == 1.0
+    assert score("math", r"\boxed{5}", reward_max=0, reward_min=1) == 0.0
 
 
 @pytest.mark.parametrize("ending", ["", "<|im_end|>", "</s>\n<|endoftext|>\n"])
@@ -91,6 +93,14 @@ def test_what_could_not_be_judged_earns_nothing_by_its_format() -> None:
         (
             {"profiles": {"math": {"format_weight": 0.1}}},
             r"reward.profiles.math.format_weight = 0.1.*give format_pattern",
+        ),
+        (
+            {"profiles": {"math": {"format_pattern": "<a>.*"}}},
+            r"reward.profiles.math.format_pattern = '<a>\.\*' has no effect .* give format_weight too",
+        ),
+        (
+            {"profiles": {"dapo": {"reward_max": -1}}},
+            r"reward.profiles.dapo.reward_max = -1 is its reward_min too.*give another reward_max or reward_min",
         ),
         (
             {"profiles": {"dapo": {"answers_in": "box"}}},
