@@ -137,7 +137,7 @@ class WorkerPool:
                 try:
                     permit.start(self._on_overtime)
                     async with asyncio.timeout(deadline_s - spent_s):
-                        reply = await worker.ask(task, cpu_limit_s=math.ceil(deadline_s) + 1)
+                        reply = await worker.ask(task, cpu_limit_s=_cpu_limit_s(task, deadline_s))
                 except TimeoutError:
                     self.num_killed += 1
                     return WorkerReply(status=Status.TIMEOUT), spent_s + time.monotonic() - started
@@ -240,3 +240,12 @@ class WorkerPool:
         """End surplus idle workers: lent ones, and those back from overtime."""
         while len(self._workers) > self._num_ready and not self._idle.empty():
             self._discard(self._idle.get_nowait())
+
+
+def _cpu_limit_s(task: Task, deadline_s: float) -> int:
+    """Return more processor time than `task` can take until its deadline: what ends a worker that nobody kills.
+
+    Custom verifiers may compute in threads, whose times add up.
+    """
+    num_cores = (os.cpu_count() or 1) if isinstance(task, VerifierTask) else 1
+    return num_cores * (math.ceil(deadline_s) + 1)

@@ -3,6 +3,7 @@
 It has no deadline of its own: the server keeps it and kills. The limits here are for when the server cannot.
 """
 
+import math
 import resource
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ def work(fd: int, memory_limit_bytes: int, *, is_confined: bool) -> None:
     with open(fd, "rb") as requests:
         while header := requests.read(HEADER.size):
             request = decoder.decode(requests.read(HEADER.unpack(header)[0]))
-            cpu_limit_s = int(time.process_time()) + request.cpu_limit_s
+            cpu_limit_s = math.ceil(time.process_time()) + request.cpu_limit_s
             if hard_cpu_limit_s != resource.RLIM_INFINITY:
                 cpu_limit_s = min(cpu_limit_s, hard_cpu_limit_s)
             resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, hard_cpu_limit_s))

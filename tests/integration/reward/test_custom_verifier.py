@@ -17,7 +17,7 @@ from tests.support.reward.service import EASY, OK, TIMEOUT, item_of, reward_serv
 
 _FAILED = reward_pb2.VERDICT_STATUS_FAILED
 _VERIFIERS = """
-import asyncio, os, time
+import asyncio, os, resource, time
 from types import SimpleNamespace
 
 def contains(golds, response, prompt):
@@ -28,6 +28,10 @@ def half(golds, response, prompt):
 
 def record(golds, response, prompt):
     return SimpleNamespace(credit=1, extracted="it")
+
+def limit(golds, response, prompt):
+    limit_s, _ = resource.getrlimit(resource.RLIMIT_CPU)
+    return {"credit": 1, "extracted": str(limit_s - time.process_time())}
 
 def misbehave(golds, response, prompt):
     if response == "raise":
@@ -44,10 +48,10 @@ def misbehave(golds, response, prompt):
 
 @pytest.fixture
 def verifiers(tmp_path: Path) -> dict[str, str]:
-    """Settings of four verifiers in a file."""
+    """Settings of five verifiers in a file."""
     path = tmp_path / "mine.py"
     path.write_text(_VERIFIERS)
-    return {name: f"{path}:{name}" for name in ("contains", "half", "record", "misbehave")}
+    return {name: f"{path}:{name}" for name in ("contains", "half", "record", "limit", "misbehave")}
 
 
 def _item(profile: str, response: str, **fields: object) -> reward_pb2.VerifyItem:
@@ -91,6 +95,16 @@ async def test_a_verifier_that_fails_is_a_status_with_a_logged_reason(
     assert "CancelledError" in logged
     assert "it returned nan; return a number from 0 to 1" in logged
     assert "it returned extracted = 5; return text" in logged
+
+
+async def test_a_verifier_may_compute_on_all_cores_until_its_deadline(
+    verifiers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor time of its threads adds up. One that computes for ever is stopped, whatever its server does."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    async with reward_service(verifiers=verifiers) as (client, _):
+        [verdict] = await client.verify_batch([_item("limit", "", deadline_s=20.0)], timeout_s=30.0)
+    assert 8 * 20 < float(verdict.extracted) < 9 * 20
 
 
 @pytest.mark.parametrize(
