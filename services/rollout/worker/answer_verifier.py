@@ -11,6 +11,7 @@ import structlog
 
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.records import Prompt, Verdict, text_for_verifiers
+from penstock.runtime.text import printable
 from penstock.telemetry import spans
 from penstock.v1 import reward_pb2
 from penstock.verdict_status import UNJUDGED, Status
@@ -62,7 +63,7 @@ class AnswerVerifier:
         asked = text_for_verifiers(prompt.messages)
         items = [
             reward_pb2.VerifyItem(
-                item_id=item_id, golds=prompt.golds, response=text, profile=prompt.profile, prompt=asked
+                item_id=item_id, golds=prompt.golds, response=printable(text), profile=prompt.profile, prompt=asked
             )
             for item_id, text in answers
         ]

@@ -137,6 +137,18 @@ async def test_an_environment_may_ask_for_verdicts(renderer: Renderer) -> None:
     assert (episode.reward, episode.finish_reason, verifier.judged) == (1.0, "stop", ["\\boxed{3}"])
 
 
+async def test_half_a_character_can_be_graded(renderer: Renderer) -> None:
+    """As JSON's escapes can spell it in the arguments of a call; it is judged as U+FFFD."""
+
+    async def check_call(task: Task) -> StepResult:
+        verdict = await task.grade("\ud800\\boxed{3}")
+        return StepResult(observation=None, reward=verdict.score)
+
+    verifier = Boxes()
+    episode = await play_one(renderer, verifier, check_call)
+    assert (episode.reward, episode.error, verifier.judged) == (1.0, "", ["\ufffd\\boxed{3}"])
+
+
 @pytest.mark.parametrize("answer", [check, check_carelessly])
 @pytest.mark.parametrize("where", ["reset", "step"])
 async def test_a_wrong_gold_reaches_the_group(renderer: Renderer, answer: Any, where: str) -> None:
