@@ -62,7 +62,6 @@ class GroupRollout:
         try:
             images = await GroupImages.load(self._images, prompt)
         except MissingImageError as error:
-            metrics.GROUPS.labels("lost").inc()
             return Group(
                 id=prompt.id,
                 purpose=prompt.purpose,

@@ -29,8 +29,7 @@ VERDICT_SECONDS = metrics.histogram(
 
 
 def count_group(samples: Sequence[Sample], elapsed_s: float) -> None:
-    """Count a played group and its samples."""
-    GROUPS.labels("played").inc()
+    """Count the samples of a played group."""
     _GROUP_SECONDS.observe(elapsed_s)
     for sample in samples:
         _SAMPLES.labels(sample.finish_reason).inc()

@@ -40,12 +40,12 @@ class PromptHandler:
 
     async def give_up(self, delivery: Delivery, reason: str) -> None:
         """Report to the trainer that the group has no samples, and why."""
-        metrics.GROUPS.labels("given_up").inc()
         try:
             prompt = decode(delivery.payload, Prompt)
         except CorruptMessageError:
             # Without a prompt there is no group to report, but the message id still names the one that will not come.
             await self._bus.publish(self._bus.groups, delivery.payload, message_id=delivery.message_id)
+            metrics.GROUPS.labels("given_up").inc()
             return
         await self._publish(
             Group(
@@ -78,5 +78,6 @@ class PromptHandler:
             about["size_bytes"] = len(payload)
             stored = await self._bus.publish(self._bus.groups, payload, message_id=message_id)
             about["is_new"] = stored.is_new
+        metrics.GROUPS.labels("lost" if group.is_lost else "given_up" if group.error else "played").inc()
         if group.error:
             log.warning("group.unplayed", group=message_id, error=group.error)

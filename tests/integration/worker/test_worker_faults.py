@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from penstock.bus.image_store import hash_of
 from penstock.errors import InvalidRequestError, PoisonError, SetupError, UnavailableError
 from penstock.records import Prompt
 from penstock.records.codec import decode, encode
+from penstock.telemetry import metrics
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import service_settings
 from services.recipe import Recipe
@@ -25,6 +27,12 @@ from tests.support.worker.prompts import (
     until_done,
     working,
 )
+
+
+async def published() -> Counter[str]:
+    """Groups that workers of this process have counted as published, by outcome."""
+    counts = re.findall(r'penstock_worker_groups_total\{outcome="(\w+)"\} (\d+)', (await metrics.page()).decode())
+    return Counter({outcome: int(number) for outcome, number in counts})
 
 
 async def test_a_prompt_that_can_never_be_played_is_reported_and_buried_at_once(
@@ -53,9 +61,10 @@ async def test_a_group_that_no_message_can_carry_is_given_up_at_once(
     run_name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It would be as large the next time: the trainer and a person get the reason, and it is played once."""
+    """It would be as large the next time: the trainer and a person get the reason, and it is played once. It counts as
+    one group."""
     monkeypatch.setattr("penstock.bus.connection._MAX_RECORD_BYTES", 20_000)
-    prompt = make_prompt(run_name, num_samples=64)
+    before, prompt = await published(), make_prompt(run_name, num_samples=64)
     await publish(bus, prompt)
     async with working(make_recipe(engine.replica.address)):
         [group] = await until_done(bus, 1)
@@ -63,6 +72,7 @@ async def test_a_group_that_no_message_can_carry_is_given_up_at_once(
     assert re.search(r"of \d+ bytes is over .* or make groups smaller", group.error)
     assert len(engine.requests) == 64
     assert await count(bus, bus.dead) == 1
+    assert await published() - before == {"given_up": 1}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +103,7 @@ async def test_garbage_on_the_queue_is_buried(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """It goes to the dead letters, and on to the trainer, whom its id tells which group will not come."""
+    before = await published()
     await bus.publish(bus.prompts, b"\xc1 garbage", message_id=f"{run_name}/7/0/a")
     async with working(make_recipe(engine.replica.address)):
 
@@ -103,6 +114,7 @@ async def test_garbage_on_the_queue_is_buried(
     assert await read(bus, bus.groups) == [b"\xc1 garbage"]
     [letter] = await read(bus, bus.dead)
     assert letter == b"\xc1 garbage"
+    assert await published() - before == {"given_up": 1}
 
 
 async def test_a_prompt_that_fails_again_and_again_is_given_up(
