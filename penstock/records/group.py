@@ -27,6 +27,8 @@ class Group(Envelope, frozen=True, kw_only=True):
     """Whether an image of its prompt is no longer stored, so that it was not played. The trainer admits it again."""
     num_deliveries: int = 1
     """Deliveries of its prompt to workers: above 1, earlier samples were drawn and lost."""
+    temperature: float | None = None
+    """At which its samples were drawn; None: there are none, or a worker of an earlier release played them."""
 
     def __post_init__(self) -> None:
         if self.error == "" and len(self.samples) != self.num_samples:

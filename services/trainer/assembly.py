@@ -177,6 +177,7 @@ async def assemble(
         crashes=crashes,
         filters=settings.filters,
         tally=tally,
+        temperature=settings.sampling.temperature,
         evaluator=evaluator,
         pools=pools,
         episodes=logs.episodes,

@@ -85,6 +85,7 @@ class GroupRollout:
             samples=samples,
             worker_id=self._worker_id,
             num_deliveries=num_deliveries,
+            temperature=prompt.sampling.temperature,
         )
 
     async def _play_all(self, prompt: Prompt, images: GroupImages) -> list[Played]:

@@ -72,6 +72,9 @@ class Collector:
     filters: FilterConfig
     tally: FilterTally
     """Ends the run when nearly everything is filtered."""
+    temperature: float
+    """At which the trainer computes log-probabilities. A group that was sampled at another one, for an earlier start of
+    the run, is not taken: its prompt is published again."""
     evaluator: Evaluator | None = None
     """Takes the groups of evaluations."""
     pools: RowPools | None = None
@@ -83,7 +86,7 @@ class Collector:
     num_duplicate: int = 0
     """Duplicate groups since this trainer started."""
     num_foreign: int = 0
-    """Groups of other runs since this trainer started."""
+    """Groups of other runs, or of another temperature, since this trainer started."""
     num_unreadable: int = 0
     """Unreadable groups since this trainer started. They count as failed too."""
     _caught_up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -125,8 +128,9 @@ class Collector:
             await self._release(delivery)
             return
         index, attempt = group.id.index, group.id.attempt
-        if group.id.run_id != self.run_id:
+        if self._is_foreign(group):
             self.num_foreign += 1
+            log.info("group.foreign_ignored", group=group.id.message, temperature=group.temperature)
             await self._release(delivery)
             return
         if not self.ledger.wants(index, attempt):
@@ -157,6 +161,9 @@ class Collector:
             log.info("group.duplicate_ignored", group=group.id.message)
         delivery.forget_payload()
         self.ledger.keep_receipt(index, delivery)
+
+    def _is_foreign(self, group: Group) -> bool:
+        return group.id.run_id != self.run_id or group.temperature not in (None, self.temperature)
 
     async def _release(self, delivery: Delivery) -> None:
         """Acknowledge a message that no checkpoint accounts for; a replaced trainer would remove its successor's."""

@@ -176,6 +176,25 @@ async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path)
     assert flow.ledger.wants(0, 0)
 
 
+async def test_groups_of_another_temperature_are_played_again(bus: Bus, tiny_model_path: Path) -> None:
+    """A run that is resumed with another one must not compare the log-probabilities of both, whatever the version."""
+    left, played_again = (
+        msgspec.structs.replace(make_group(tiny_model_path, version=1), temperature=temperature)
+        for temperature in (0.5, 1.0)
+    )
+    await publish(bus, left)
+    async with running(bus, tiny_model_path, trainer_epoch="b") as flow, asyncio.timeout(HANG_S):
+        await flow.collector.wait_until_caught_up()
+        flow.announce(1)
+        await until(lambda: flow.ledger.status(0) is not GroupStatus.UNADMITTED)
+        assert (flow.ledger.status(0), flow.collector.num_foreign) == (GroupStatus.ADMITTED, 1)
+        async with flow.feeder.publishing:  # held until the prompt is on the bus
+            assert (await num_prompts(bus), await num_stored(bus)) == (1, 0)
+        await publish(bus, played_again, copy="/again")
+        (finished,) = await flow.next_batch(1)
+    assert finished.played.temperature == 1.0
+
+
 async def test_trainer_that_was_replaced_leaves_its_successors_groups(bus: Bus, tiny_model_path: Path) -> None:
     """They are of a run that it does not know; it ends instead of removing them."""
     async with open_flow(bus, tiny_model_path, run_id="replaced-run") as flow:

@@ -111,6 +111,13 @@ async def test_a_prompt_whose_image_is_gone_is_reported_as_lost() -> None:
     assert group.error == f"image {'0a' * 32} is not stored"
 
 
+async def test_a_group_says_at_which_temperature_it_was_sampled() -> None:
+    """A trainer that resumes with another one has its prompt played again."""
+    prompt = msgspec.structs.replace(PROMPT, sampling=Sampling(temperature=0.5))
+    group = await make_player(with_status(reward_pb2.VERDICT_STATUS_OK)).play(prompt)
+    assert group.temperature == 0.5
+
+
 async def test_every_sample_gets_its_own_verdict() -> None:
     """Samples and verdicts stay in the order of their numbers."""
     verifier = ScriptedVerifier(

@@ -122,6 +122,7 @@ async def main(url: str, run: str, folder: Path, mode: str) -> None:
                 crashes=crashes,
                 filters=FilterConfig(),
                 tally=FilterTally(max_share=1.0),
+                temperature=1.0,
             )
             batches = BatchSource(
                 ledger=ledger,

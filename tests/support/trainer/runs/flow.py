@@ -100,7 +100,7 @@ async def open_flow(
         GroupLedger(gate) if state is None else GroupLedger.from_state(state, gate)
     )
     position = Position(num_steps=NUM_STEPS, step=0, version=0)
-    changes, tally = Changes(), FilterTally(max_share=filters.max_filtered_share)
+    changes, tally, sampling = Changes(), FilterTally(max_share=filters.max_filtered_share), Sampling(temperature=1.0)
     images = ImageStore(bus)
     await images.ensure()
     feeder = Feeder(
@@ -111,7 +111,7 @@ async def open_flow(
         tally=tally,
         bus=bus,
         images=images,
-        sampling=Sampling(temperature=1.0),
+        sampling=sampling,
         run_id=run_id,
         trainer_epoch=trainer_epoch,
         samples_per_group=4,
@@ -135,6 +135,7 @@ async def open_flow(
                 crashes=CrashRecord(folder / "in_hand.json", run_id="run", is_resumed=False),
                 filters=filters,
                 tally=tally,
+                temperature=sampling.temperature,
                 pools=pools,
                 on_received=feeder.wake,
             )
