@@ -201,6 +201,7 @@ async def assemble(
         samples_per_group=config.samples_per_group,
         pools=pools,
     )
+    stack.callback(feeder.close)
     collector.on_received = feeder.wake
     publication = Publication(
         position=position,

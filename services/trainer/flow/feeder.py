@@ -6,10 +6,12 @@ groups that then arrive twice.
 """
 
 import asyncio
+import contextvars
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -33,6 +35,8 @@ from services.trainer.position import Position
 
 log = structlog.get_logger()
 
+ReadT = TypeVar("ReadT")
+
 _POOL_REASONS = {Pool.EASY: FilterReason.EASY_POOL, Pool.HARD: FilterReason.HARD_POOL}
 
 _PUBLISHES_AT_A_TIME = 32
@@ -41,7 +45,7 @@ _PUBLISHES_AT_A_TIME = 32
 
 @dataclass(slots=True, kw_only=True)
 class Feeder:
-    """Publishes the prompts that the ledger admits."""
+    """Publishes the prompts that the ledger admits. Close it after use."""
 
     dataset: Dataset
     ledger: GroupLedger[Any, Any]
@@ -62,6 +66,12 @@ class Feeder:
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while admitted prompts are on their way to the bus: until then a missing one is not lost."""
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="rows"))
+    """Read rows. Those may wait for a download, which no push, step or checkpoint must wait for."""
+
+    def close(self) -> None:
+        """End the threads; drop waiting reads, and wait for none."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self) -> None:
         """Admit groups whenever `wake` is called, until cancelled.
@@ -86,13 +96,18 @@ class Feeder:
         """
         async with self.publishing:
             while self._num_admissible():
-                rows = [] if self.pools is None else await asyncio.to_thread(self._rows, self.ledger.next_index)
+                rows = [] if self.pools is None else await self._read(self._rows, self.ledger.next_index)
                 if not (admissions := self._admit(rows)):
                     return  # the next row is still being played
                 self.changes.notify()  # one of them may have been in hand before it was admitted
                 await self._publish(
                     [each for each in admissions if self.ledger.status(each.index) is GroupStatus.ADMITTED]
                 )
+
+    async def _read(self, read: Callable[[int], ReadT], index: int) -> ReadT:
+        """Call `read` in one of the threads, which log as this task does."""
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: context.run(read, index))
 
     def _rows(self, first: int) -> list[Row]:
         """Return the rows of the most groups that the gate can admit."""
@@ -168,7 +183,7 @@ class Feeder:
 
     async def _publish_one(self, admission: Admission) -> None:
         began = time.monotonic()
-        example = await asyncio.to_thread(self.dataset.playable, admission.index)
+        example = await self._read(self.dataset.playable, admission.index)
         if isinstance(example, FilterReason):
             self._pass_over(admission, example)
             return

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from penstock.bus.consumer import consuming
 from penstock.errors import DataError
 from penstock.records import Limits, Prompt
 from penstock.records.codec import decode
+from services.trainer.admission.filters import FilterReason
 from services.trainer.admission.group_state import GroupStatus
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
+from services.trainer.data.rows.example import Example
 from tests.support.trainer.groups import picture
 from tests.support.trainer.runs.flow import num_prompts, open_flow
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, promptly, until
 
 TOOL = {"type": "function", "function": {"name": "zoom"}}
 
@@ -145,3 +148,27 @@ async def test_a_row_cannot_have_more_tokens_than_the_run(bus: Bus, tmp_path: Pa
         flow.announce(1)
         with pytest.raises(DataError, match=r"max_new_tokens = 513 is above sampling\.max_new_tokens = 512; raise"):
             await flow.feeder.admit()
+
+
+async def test_rows_that_wait_for_downloads_leave_threads_for_others(
+    bus: Bus, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines are paused for a push, and the trainer verifies it in a thread beside."""
+    has_begun, is_downloaded = threading.Event(), threading.Event()
+    read = Dataset.playable
+
+    def download(rows: Dataset, position: int) -> Example | FilterReason:
+        has_begun.set()
+        assert is_downloaded.wait(HANG_S)
+        return read(rows, position)
+
+    monkeypatch.setattr(Dataset, "playable", download)
+    async with open_flow(bus, tiny_model_path, groups_per_step=32) as flow, asyncio.TaskGroup() as tasks:
+        flow.announce(1)
+        tasks.create_task(flow.feeder.admit())
+        try:
+            await until(has_begun.is_set)
+            await promptly(asyncio.to_thread(lambda: None))
+        finally:
+            is_downloaded.set()
+    assert await num_prompts(bus) == 32
