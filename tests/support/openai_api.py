@@ -19,6 +19,10 @@ class Api:
     """Given first, one to each request for a completion."""
     retry_after: str = ""
     """The header that goes with them; empty: none."""
+    breaks_at: str = ""
+    """Text of the prompts at which it fails; empty: none."""
+    moved_to: str = ""
+    """URL of the API to which it redirects every request; empty: it answers itself."""
     is_reasoning: bool = False
     """Whether it refuses `max_tokens`, and temperatures other than 1, as OpenAI does for its reasoning models."""
     text: str = "so \\boxed{3}"
@@ -42,11 +46,20 @@ def serving_api() -> Iterator[Api]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if found.moved_to:
+                self._redirect()
+                return
             self._send(200, {"data": [{"id": name} for name in found.models]})
 
         def do_POST(self) -> None:
             found.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             found.keys.add(self.headers.get("Authorization", ""))
+            if found.moved_to:
+                self._redirect()
+                return
+            if found.breaks_at and found.breaks_at in json.dumps(found.requests[-1]["messages"]):
+                self._send(500, {"error": "internal error"})
+                return
             if found.refusals:
                 status, reason = found.refusals.pop(0)
                 self._send(status, {"error": reason})
@@ -61,6 +74,12 @@ def serving_api() -> Iterator[Api]:
                 return
             choice = {"message": {"content": found.text}, "finish_reason": found.finish_reason}
             self._send(200, {"choices": [choice], "usage": {"completion_tokens": 7}})
+
+        def _redirect(self) -> None:
+            self.send_response(301)
+            self.send_header("Location", f"{found.moved_to}{self.path.removeprefix('/v1')}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def _send(self, status: int, content: dict[str, Any]) -> None:
             body = json.dumps(content).encode()

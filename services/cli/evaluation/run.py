@@ -34,7 +34,8 @@ from services.recipe import Recipe
 from services.trainer.evaluation.bus_player import play_on_bus
 from services.trainer.evaluation.evaluation import OnPlayed
 from services.trainer.evaluation.kept_answers import read_kept_answers, write_set_settings
-from services.trainer.evaluation.openai_player import OpenAiPlayer, read_api_key, require_single_turn
+from services.trainer.evaluation.openai_player import OpenAiPlayer, require_single_turn
+from services.trainer.evaluation.openai_server import read_api_key
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.report import RESULTS_FILE, SAMPLES_FILE, SamplesFile, describe, write_results
 from services.trainer.evaluation.samples_page import PAGE_FILE, write_page

@@ -29,7 +29,7 @@ from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
 from services.rollout.testing.engine_process import START_TIMEOUT_S
-from services.trainer.evaluation.openai_player import read_api_key
+from services.trainer.evaluation.openai_server import read_api_key
 from services.view.trace_reader import TraceReader
 from tests.support.openai_api import serving_api
 
@@ -308,8 +308,8 @@ def test_an_api_that_is_away_leaves_no_folder(recipe: Path, arguments: list[str]
     program = (
         "import pytest; from tests.support.nfs import rename_open_files; rename_open_files(pytest.MonkeyPatch()); "
         "import sys; from penstock.runtime.backoff import Backoff; from services.cli import main; "
-        "from services.trainer.evaluation import openai_player; "
-        "openai_player._BACKOFF = Backoff(first_s=0.001, max_s=0.001); sys.exit(main(sys.argv[1:]))"
+        "from services.trainer.evaluation import openai_server; "
+        "openai_server._BACKOFF = Backoff(first_s=0.001, max_s=0.001); sys.exit(main(sys.argv[1:]))"
     )
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from penstock.v1 import reward_pb2
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
 from services.trainer.data.config import DataConfig
-from services.trainer.evaluation import openai_player
+from services.trainer.evaluation import openai_server
 from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetConfig
 from services.trainer.evaluation.openai_player import OpenAiPlayer
 from services.trainer.evaluation.outcome import PlayedPrompt
@@ -69,13 +69,19 @@ def make_sets(folder: Path, **settings: object) -> dict[str, EvaluationSet]:
 
 
 async def play(
-    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet], *, model: str = "", key: str = ""
+    api: Api,
+    verifier: RewardClient,
+    sets: dict[str, EvaluationSet],
+    *,
+    model: str = "",
+    key: str = "",
+    played: Collection[tuple[str, int]] = (),
 ) -> list[PlayedPrompt]:
-    """The outcomes in the order of the rows."""
-    played: list[PlayedPrompt] = []
+    """The outcomes in the order of the rows, without those of `played`."""
+    outcomes: list[PlayedPrompt] = []
     async with OpenAiPlayer(api.url, model=model, api_key=key, verifier=verifier, concurrency=2) as player:
-        await promptly(player.play(sets, on_played=played.append))
-    return sorted(played, key=lambda each: each.row)
+        await promptly(player.play(sets, on_played=outcomes.append, played=played))
+    return sorted(outcomes, key=lambda each: each.row)
 
 
 async def test_every_row_is_asked_and_judged(api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]) -> None:
@@ -149,9 +155,9 @@ async def test_a_cut_answer_is_truncated(api: Api, verifier: RewardClient, sets:
 async def test_a_busy_server_is_asked_again(
     api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too many requests and failures of the server are waited out."""
-    monkeypatch.setattr(openai_player, "_BACKOFF", Backoff(first_s=0.001, max_s=0.001))
-    api.refusals = [(429, "busy"), (503, "starting")]
+    """Too many requests, failures of the server, and what it refuses only for now are waited out."""
+    monkeypatch.setattr(openai_server, "_BACKOFF", Backoff(first_s=0.001, max_s=0.001))
+    api.refusals = [(429, "busy"), (503, "starting"), (408, "slow"), (409, "locked"), (425, "early")]
     assert [len(each.samples) for each in await play(api, verifier, sets)] == [2, 2]
 
 
@@ -159,7 +165,7 @@ async def test_a_limit_per_minute_is_waited_out(
     api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often the server refuses: it answers, only not now."""
-    monkeypatch.setattr(openai_player, "_BACKOFF", Backoff(first_s=0.001, max_s=0.001))
+    monkeypatch.setattr(openai_server, "_BACKOFF", Backoff(first_s=0.001, max_s=0.001))
     api.refusals, api.retry_after = [(429, "slow down")] * 20, "0.001"
     assert [len(each.samples) for each in await play(api, verifier, sets)] == [2, 2]
 
@@ -186,7 +192,7 @@ async def test_a_limit_that_stays_ends_the_evaluation(
     words: str,
 ) -> None:
     """With what to do about it."""
-    monkeypatch.setattr(openai_player, "_LIMITED_PATIENCE_S", patience_s)
+    monkeypatch.setattr(openai_server, "_LIMITED_PATIENCE_S", patience_s)
     api.refusals = [(429, reason)] * 4
     with pytest.raises(ExceptionGroup) as raised:
         await play(api, verifier, sets)
@@ -208,8 +214,8 @@ async def test_a_limit_that_stays_ends_the_evaluation(
 def test_how_long_a_server_asks_to_wait(value: str, seconds: float) -> None:
     """In seconds, or until a date by its own clock."""
     headers = {"retry-after": value, "date": "Fri, 27 Nov 2026 08:00:00 GMT"}
-    assert openai_player.retry_after_s(headers) == seconds
-    assert openai_player.retry_after_s({"retry-after": "Fri, 27 Nov 2026 08:00:30 GMT"}) == 0.0
+    assert openai_server.retry_after_s(headers) == seconds
+    assert openai_server.retry_after_s({"retry-after": "Fri, 27 Nov 2026 08:00:30 GMT"}) == 0.0
 
 
 async def test_a_refused_prompt_fails_alone(api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]) -> None:
@@ -217,6 +223,34 @@ async def test_a_refused_prompt_fails_alone(api: Api, verifier: RewardClient, se
     api.refusals = [(400, "too long")]
     outcomes = await play(api, verifier, sets)
     assert sorted("too long" in each.error for each in outcomes) == [False, True]
+
+
+@pytest.mark.parametrize("played", [[], [("s", 0)]], ids=["beside another", "the only one left"])
+async def test_a_prompt_that_breaks_the_server_fails_alone(
+    *,
+    api: Api,
+    verifier: RewardClient,
+    sets: dict[str, EvaluationSet],
+    monkeypatch: pytest.MonkeyPatch,
+    played: list[tuple[str, int]],
+) -> None:
+    """Also after --resume, where no other is asked: the server answers one that is not of the set."""
+    monkeypatch.setattr(openai_server, "_BACKOFF", Backoff(first_s=0.001, max_s=0.001))
+    api.breaks_at = "1 + 1?"
+    *answered, broken = await play(api, verifier, sets, played=played)
+    assert [each.error for each in answered] == [""] * (1 - len(played))
+    assert broken.error.startswith(f"{api.url} fails at the prompt: HTTP 500: ")
+
+
+async def test_a_server_that_fails_at_everything_ends_the_evaluation(
+    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is at fault, and not the prompts, which are played when it is back."""
+    monkeypatch.setattr(openai_server, "_BACKOFF", Backoff(first_s=0.001, max_s=0.001))
+    api.refusals = [(500, "out of memory")] * 100
+    with pytest.raises(ExceptionGroup) as raised:
+        await play(api, verifier, sets)
+    assert raised.group_contains(SetupError, match="does not answer: HTTP 500: .*out of memory.*; start it")
 
 
 async def test_a_reasoning_model_is_asked_by_its_own_names(api: Api, verifier: RewardClient, tmp_path: Path) -> None:
@@ -271,6 +305,19 @@ async def test_one_of_several_models_must_be_named(
         await play(api, verifier, sets)
     await play(api, verifier, sets, model="b")
     assert {request["model"] for request in api.requests} == {"b"}
+
+
+async def test_an_address_that_redirects_names_the_other(
+    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet]
+) -> None:
+    """As one of http whose server wants https: a request that is followed would lose its body, or its key."""
+    api.moved_to = "https://example.test/v1"
+    words = r"--url http://\S+ redirects to https://example\.test/v1, .*give the address of the API itself"
+    with pytest.raises(ConfigError, match=words):
+        await play(api, verifier, sets)
+    with pytest.raises(ExceptionGroup) as raised:
+        await play(api, verifier, sets, model="m")
+    assert raised.group_contains(ConfigError, match=words)
 
 
 async def test_nobody_at_the_address(verifier: RewardClient, sets: dict[str, EvaluationSet]) -> None:
