@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import resource
 import signal
 import sys
@@ -20,6 +21,8 @@ ResultT = TypeVar("ResultT")
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CANCEL_EVERY_S = 0.5
+_CANCELLED_GRACE_S = 10.0
+"""Seconds for a cancelled process to end in order: twice what a launcher takes to kill its processes."""
 EXIT_FAILURE = 1
 """Exit code of all other failures."""
 EXIT_USER_ERROR = 2
@@ -34,7 +37,8 @@ def run(
     """Run `main(stop)` and return the exit code.
 
     SIGINT, SIGTERM and SIGHUP set `stop`, upon which `main` must end in order; a second signal cancels it, unless it is
-    SIGHUP, which a closed terminal and its shell both send. Where SIGHUP is ignored, as under nohup, it stays so. All
+    SIGHUP, which a closed terminal and its shell both send. A process that has not ended 10 s after that exits with
+    130, since nothing can interrupt a thread that waits. Where SIGHUP is ignored, as under nohup, it stays so. All
     are unblocked first: a thread of Ray that blocks one hands that down to the processes that it starts. An error that
     Penstock raised on purpose is printed, a `UserError` as one line; the log gets the traceback of any other. The
     open-file limit is raised to the hard limit.
@@ -188,6 +192,7 @@ async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> 
         nonlocal was_signalled
         if was_signalled and number != signal.SIGHUP:
             task.cancel()
+            loop.call_later(_CANCELLED_GRACE_S, _leave)  # also while the loop waits for its threads, after `main`
         was_signalled = True
         stop.set()
         log.info("signal.received", signal=number.name)
@@ -203,6 +208,11 @@ async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> 
             raise
         raise error from None
     return was_signalled
+
+
+def _leave() -> None:
+    log.warning("process.left", reason=f"it did not end within {_CANCELLED_GRACE_S:g} s after a second signal")
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _first_reported(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:

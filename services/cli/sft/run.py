@@ -1,7 +1,6 @@
 """Runs `penstock sft`: trains in this process, and shows the falling loss."""
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,9 +79,9 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
             try:
                 display.write(f"run folder {folder.path}")
                 model = await train_supervised(settings, folder.path, stop, shown)
-            except asyncio.CancelledError:  # a second Ctrl-C does not wait for the current step
-                display.close()
-                os._exit(process.EXIT_INTERRUPTED)
+            except asyncio.CancelledError:  # a second Ctrl-C
+                is_interrupted = True
+                raise
             finally:
                 shown.catch_up()
                 display.close()

@@ -16,7 +16,15 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import DataError, SetupError, UnavailableError
-from penstock.runtime.process import EXIT_FAILURE, EXIT_USER_ERROR, end_task, others_code, run, unless_stopped
+from penstock.runtime.process import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    end_task,
+    others_code,
+    run,
+    unless_stopped,
+)
 from tests.conftest import ROOT
 from tests.support.waiting import HANG_S
 
@@ -191,6 +199,46 @@ async def test_a_process_whose_parent_blocks_signals_is_stopped_by_them(number: 
             assert await process.stdout.readline() == b"running\n"
             process.send_signal(number)
             assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+_STUCK_PROGRAM = """
+import asyncio, sys, threading
+from penstock.telemetry import log
+from penstock.runtime import process
+from penstock.config import LogConfig
+
+async def main(stop):
+    stuck = asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    print("running", flush=True)
+    await {awaited}
+
+log.configure(LogConfig(), service="test")
+process._CANCELLED_GRACE_S = 0.0
+sys.exit(process.run(main))
+"""
+
+
+@pytest.mark.parametrize("awaited", ["stuck", "stop.wait()"])
+async def test_a_second_signal_ends_a_process_whose_thread_never_ends(awaited: str) -> None:
+    """As one that reads a checkpoint from a disk that hangs; also if all else has ended in order."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _STUCK_PROGRAM.format(awaited=awaited)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(HANG_S):
+            assert await process.stdout.readline() == b"running\n"
+            process.send_signal(signal.SIGINT)
+            assert b"signal.received" in await process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            assert await process.wait() == EXIT_INTERRUPTED
     finally:
         if process.returncode is None:
             process.kill()
