@@ -61,8 +61,8 @@ class FailureCheck:
             self._num_failed[outcome.set_name] += 1
             if self._num_failed[outcome.set_name] >= MAX_FAILURES_AT_FIRST:
                 raise DataError(
-                    f"the first {MAX_FAILURES_AT_FIRST} prompts of evaluation.sets.{outcome.set_name} all failed; the "
-                    f"last: {outcome.error}"
+                    f"the first {MAX_FAILURES_AT_FIRST} prompts of evaluation.sets.{outcome.set_name} all failed; mend "
+                    f"the set, or go on without it. The last one: {outcome.error}"
                 )
 
 

@@ -88,7 +88,8 @@ async def test_rows_that_fail_end_it_only_if_none_was_played(
     if goes_on:
         await running.receive(failed(MAX_FAILURES_AT_FIRST - 1))
     else:
-        with pytest.raises(DataError, match=f"the first {MAX_FAILURES_AT_FIRST} prompts of evaluation.sets.s"):
+        words = f"the first {MAX_FAILURES_AT_FIRST} prompts of evaluation.sets.s all failed; mend the set.* is too long"
+        with pytest.raises(DataError, match=words):
             await running.receive(failed(MAX_FAILURES_AT_FIRST - 1))
     await end_task(publishing)
     assert len(outcomes) == MAX_FAILURES_AT_FIRST
