@@ -21,6 +21,8 @@ class Api:
     """The header that goes with them; empty: none."""
     breaks_at: str = ""
     """Text of the prompts at which it fails; empty: none."""
+    breaks_with: int = 500
+    """Status with which it fails there; 0: none, it closes the connection."""
     moved_to: str = ""
     """URL of the API to which it redirects every request; empty: it answers itself."""
     is_reasoning: bool = False
@@ -58,7 +60,9 @@ def serving_api() -> Iterator[Api]:
                 self._redirect()
                 return
             if found.breaks_at and found.breaks_at in json.dumps(found.requests[-1]["messages"]):
-                self._send(500, {"error": "internal error"})
+                if found.breaks_with:
+                    self._send(found.breaks_with, {"error": "internal error"})
+                self.close_connection = True
                 return
             if found.refusals:
                 status, reason = found.refusals.pop(0)

@@ -34,6 +34,8 @@ _REFUSED = frozenset({401, 403, 404})
 _TOO_MANY: Final = 429
 _PASSING = frozenset({408, 409, 425, _TOO_MANY})
 """Statuses below 500 that the same request may not get again."""
+_AT_A_PROMPT = frozenset({500, 504})
+"""Statuses that one prompt may cause again and again; others from 500 on tell how the server is."""
 _COMPLETIONS: Final = "/chat/completions"
 _MAX_TOKENS: Final = "max_tokens"
 _NEWER_MAX_TOKENS: Final = "max_completion_tokens"
@@ -143,7 +145,8 @@ class OpenAiServer:
                     continue
             num_failures += 1
             if num_failures == max_attempts:
-                if response is not None and body is not None and await self._answers_another(body):
+                may_be_the_prompt = response is None or response.status_code in _AT_A_PROMPT
+                if may_be_the_prompt and body is not None and await self._answers_another(body):
                     raise InvalidRequestError(f"{self.url} fails at the prompt: {reason}")
                 raise SetupError(f"--url {self.url} does not answer: {reason}; start it, or check the address")
             await self._pause(reason, _wait_after(num_failures))

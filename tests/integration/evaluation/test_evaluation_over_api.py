@@ -240,6 +240,20 @@ async def test_a_prompt_that_breaks_the_server_fails_alone(
     *answered, broken = await play(api, verifier, sets, played=played)
     assert [each.error for each in answered] == [""] * (1 - len(played))
     assert broken.error.startswith(f"{api.url} fails at the prompt: HTTP 500: ")
+    api.breaks_with = 0
+    *_, broken = await play(api, verifier, sets, played=played)
+    assert broken.error.startswith(f"{api.url} fails at the prompt: RemoteProtocolError: ")
+
+
+async def test_a_server_that_is_too_busy_for_a_prompt_ends_the_evaluation(
+    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that it is at fault, although it has an answer to a short prompt; --resume goes on later."""
+    monkeypatch.setattr(openai_server, "_BACKOFF", Backoff(first_s=0.001, max_s=0.001))
+    api.breaks_at, api.breaks_with = "1 + 1?", 503
+    with pytest.raises(ExceptionGroup) as raised:
+        await play(api, verifier, sets)
+    assert raised.group_contains(SetupError, match="does not answer: HTTP 503: ")
 
 
 async def test_a_server_that_fails_at_everything_ends_the_evaluation(
