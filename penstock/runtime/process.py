@@ -22,7 +22,7 @@ ResultT = TypeVar("ResultT")
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CANCEL_EVERY_S = 0.5
 _CANCELLED_GRACE_S = 10.0
-"""Seconds for a cancelled process to end in order: twice what a launcher takes to kill its processes."""
+"""Seconds for a cancelled process to end in order: a launcher first kills its processes."""
 EXIT_FAILURE = 1
 """Exit code of all other failures."""
 EXIT_USER_ERROR = 2
@@ -37,11 +37,11 @@ def run(
     """Run `main(stop)` and return the exit code.
 
     SIGINT, SIGTERM and SIGHUP set `stop`, upon which `main` must end in order; a second signal cancels it, unless it is
-    SIGHUP, which a closed terminal and its shell both send. A process that has not ended 10 s after that exits with
-    130, since nothing can interrupt a thread that waits. Where SIGHUP is ignored, as under nohup, it stays so. All
-    are unblocked first: a thread of Ray that blocks one hands that down to the processes that it starts. An error that
-    Penstock raised on purpose is printed, a `UserError` as one line; the log gets the traceback of any other. The
-    open-file limit is raised to the hard limit.
+    SIGHUP, which a closed terminal and its shell both send. If `main`, or a thread of the loop that it began, has not
+    ended 10 s after that, the process exits with 130, since nothing can interrupt a thread that waits. Where SIGHUP is
+    ignored, as under nohup, it stays so. All are unblocked first: a thread of Ray that blocks one hands that down to
+    the processes that it starts. An error that Penstock raised on purpose is printed, a `UserError` as one line; the
+    log gets the traceback of any other. The open-file limit is raised to the hard limit.
 
     Args:
         main: The process's work.
@@ -211,8 +211,10 @@ async def _until_signalled(main: Callable[[asyncio.Event], Awaitable[None]]) -> 
 
 
 def _leave() -> None:
-    log.warning("process.left", reason=f"it did not end within {_CANCELLED_GRACE_S:g} s after a second signal")
-    os._exit(EXIT_INTERRUPTED)
+    try:
+        log.warning("process.left", reason=f"it did not end within {_CANCELLED_GRACE_S:g} s after a second signal")
+    finally:  # a log that cannot be written must not keep it
+        os._exit(EXIT_INTERRUPTED)
 
 
 def _first_reported(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:

@@ -201,7 +201,7 @@ async def assemble(
         samples_per_group=config.samples_per_group,
         pools=pools,
     )
-    stack.callback(feeder.close)
+    stack.push_async_callback(asyncio.to_thread, feeder.close)
     collector.on_received = feeder.wake
     publication = Publication(
         position=position,

@@ -70,8 +70,8 @@ class Feeder:
     """Read rows. Those may wait for a download, which no push, step or checkpoint must wait for."""
 
     def close(self) -> None:
-        """End the threads; drop waiting reads, and wait for none."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the threads, and drop the reads that wait for one. Blocks until the others have ended."""
+        self._threads.shutdown(cancel_futures=True)
 
     async def run(self) -> None:
         """Admit groups whenever `wake` is called, until cancelled.

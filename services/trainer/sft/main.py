@@ -22,7 +22,7 @@ async def train(
 ) -> Path | None:
     """Train until the recipe's last step or until `stop`, draw the curves, and return the newest model folder.
 
-    A cancellation waits for nothing, neither a step nor what is being read or sent: the caller must end the process.
+    A cancellation waits for nothing, neither a step nor what is being read or sent: the process must end after it.
 
     Args:
         settings: Of the run.

@@ -150,7 +150,7 @@ async def open_flow(
             )
             yield Flow(bus, ledger, collector, feeder, batches, position)
     finally:
-        feeder.close()
+        await asyncio.to_thread(feeder.close)
         await until(lambda: _remove(folder))
 
 
