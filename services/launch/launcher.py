@@ -14,7 +14,7 @@ from penstock.runtime.ports import held_port, held_ports
 from penstock.runtime.security import Security
 from services.launch.background import background, repeated
 from services.launch.gpu_plan import extend_plan, find_gpus, require_own_gpus, without
-from services.launch.metrics import MetricsFollower, describe_run
+from services.launch.metrics import MetricsFollower, StepRow, describe_run
 from services.launch.process.backend import Backend
 from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.process_trace import ProcessTrace
@@ -225,21 +225,26 @@ async def _until_it_listens(address: str, stop: asyncio.Event) -> None:
 async def _watched(
     supervisor: Supervisor, follower: RunFollower, display: Display, own_log: BoundedLog
 ) -> AsyncIterator[None]:
-    """Show the state of the run, at most twice a second, and keep the logs within their bound."""
+    """Note the run's progress twice a second, show it at most as often, and keep the logs within their bound."""
     pace = Pace()
+    unshown: list[StepRow] = []
 
     def show() -> None:
-        new_rows = follower.poll(display.write)
-        if new_rows:
-            supervisor.note_progress()
+        new_rows = unshown.copy()
+        unshown.clear()
         display.show(supervisor.children, follower.rows, new_rows, follower.standing(is_running=True))
 
     async def look() -> None:
         await look_after(supervisor, display.write, own_log)
+        if new_rows := follower.poll(display.write):
+            supervisor.note_progress()
+            unshown.extend(new_rows)
         pace.when_due(show)
 
     async with background(repeated(look, every_s=REFRESH_S)):
         yield
+    if unshown:
+        show()
 
 
 @asynccontextmanager

@@ -7,10 +7,12 @@ from typing import Final
 
 _REST: Final = 20.0
 """Time between two looks, as a multiple of the time that a look takes."""
+_MAX_REST_S: Final = 30.0
+"""However long a look took: it also waits for a terminal that has stopped, as by Ctrl-S."""
 
 
 class Pace:
-    """Keeps the share of time that goes into showing a run below a twentieth, however long it becomes."""
+    """Keeps the share of time that goes into showing a run below a twentieth, for looks of up to 1.5 s."""
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         """Let the first look be due at once."""
@@ -24,4 +26,4 @@ class Pace:
             return
         look()
         ended = self._now()
-        self._due_at = ended + _REST * (ended - began)
+        self._due_at = ended + min(_MAX_REST_S, _REST * (ended - began))

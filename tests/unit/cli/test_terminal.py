@@ -123,6 +123,16 @@ def test_showing_a_run_takes_a_twentieth_of_its_time_at_most(look_s: float, num_
     assert looked * look_s <= now / 20
 
 
+def test_a_terminal_that_stopped_is_written_to_within_half_a_minute() -> None:
+    """A look that waited for it says nothing of the next one."""
+    times = iter([0.0, 120.0, 150.0, 150.0, 150.0])
+    looks: list[None] = []
+    pace = Pace(now=lambda: next(times))
+    for _ in range(2):
+        pace.when_due(lambda: looks.append(None))
+    assert len(looks) == 2
+
+
 def test_supervised_training_has_a_loss_and_no_reward() -> None:
     """And the speed at which the trainer reads."""
     rows: list[dict[str, Any]] = [{"step": 1, "num_steps": 4, "loss": 1.5, "trained_tokens_per_s": 1000.4}]
