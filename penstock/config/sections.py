@@ -2,7 +2,7 @@
 
 import socket
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import pydantic
 
@@ -13,11 +13,14 @@ from penstock.config.paths import EXPANDED, OptionalPath, UserPath
 from penstock.errors import ConfigError
 from penstock.model import hub
 
+MAX_NAME_CHARS: Final = 128
+"""Of a run's name: the names in NATS that are made from it have limits of their own."""
+
 
 class RunConfig(Config):
     """The run's name, seed and files."""
 
-    name: str = pydantic.Field(default="run", pattern=r"^[A-Za-z0-9_-]+$", max_length=128)
+    name: str = pydantic.Field(default="run", pattern=r"^[A-Za-z0-9_-]+$", max_length=MAX_NAME_CHARS)
     """Name of the run: at most 128 letters, digits, '_' and '-'. It is also the prefix of all names that the run uses
     in NATS."""
     dir: UserPath = Path("runs")

@@ -15,7 +15,8 @@ from penstock.bus.buckets.lock import EVALUATION, locked
 from penstock.bus.connection import Bus, connect
 from penstock.bus.span_stream import SEND_EVERY_S
 from penstock.clients import RewardClient
-from penstock.errors import DeadlineError, SetupError, UnavailableError
+from penstock.config.sections import MAX_NAME_CHARS
+from penstock.errors import ConfigError, DeadlineError, SetupError, UnavailableError
 from penstock.runtime import process
 from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.process import end_task
@@ -87,6 +88,11 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
     else:
         plan = plan_serving(recipe)
     name = recipe.run.name if begun else f"{recipe.run.name}-eval"
+    if len(name) > MAX_NAME_CHARS:
+        raise ConfigError(
+            f"run.name = {recipe.run.name!r}: the evaluation's own name, {name!r}, has more than {MAX_NAME_CHARS} "
+            "characters; give a shorter --run.name"
+        )
     recipe = recipe.model_copy(
         update={
             "run": recipe.run.model_copy(update={"name": name}),

@@ -242,6 +242,7 @@ async def test_an_evaluation_with_engines_goes_on(recipe: Path, engine: Simulate
         (["--model=nowhere"], "--model nowhere is neither a model folder"),
         (["--model=a", "--url=http://b/v1"], "--url http://b/v1 and --model a exclude each other"),
         (["--url-model=a"], "--url-model a needs --url"),
+        ([f"--run.name={'a' * 124}"], f"run.name = '{'a' * 124}': the evaluation's own name"),
     ],
 )
 def test_mistakes_end_it_before_anything_starts(
