@@ -142,14 +142,15 @@ def _take_as_text(tree: dict[str, Any], texts: dict[tuple[str, ...], str], error
     """Replace by their texts the overrides that were read as another type, and that the error says must be text."""
     for detail in error.errors():
         key = tuple(str(part) for part in detail["loc"])
-        if key not in texts and key[-1:] == ("str",):  # one of several types that the setting can have
+        is_one_of_types = key not in texts and key[-1:] == ("str",)  # that the setting can have; a list is another
+        if is_one_of_types:
             key = key[:-1]
         if detail["type"] in ("string_type", "path_type") and key in texts:
             *sections, leaf = key
             node = tree
             for section in sections:
                 node = node[section]
-            node[leaf] = texts[key]
+            node[leaf] = _read_unquoted(texts[key]) if is_one_of_types else texts[key]
 
 
 def _explain(model: type[Config], detail: Any) -> str:

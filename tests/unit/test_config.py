@@ -93,6 +93,8 @@ def test_reads_the_file_and_fills_in_defaults(recipe: Path) -> None:
         ("--run.dir=2026", lambda c: str(c.run.dir), "2026"),
         ("--outer.paths=2026", lambda c: c.outer.paths, "2026"),
         ("--outer.paths=2026-11-21", lambda c: c.outer.paths, "2026-11-21"),
+        ("--outer.paths=[2026-11-21]", lambda c: c.outer.paths, ("2026-11-21",)),
+        ("--outer.paths=[2026, 2025]", lambda c: c.outer.paths, ("2026", "2025")),
         ("--outer.names=[1, 2]", lambda c: c.outer.names, None),
         ("--outer.names=[a]", lambda c: c.outer.names, ("a",)),
         ("--outer.names=[a, b/c.d]", lambda c: c.outer.names, ("a", "b/c.d")),
