@@ -19,7 +19,7 @@ _COMPOUND = re.compile(
     rf"(?:(?=[({{])|(?P<argument>\d* *(?:[A-Za-z]{{1,3}}|\\(?:{GREEK}))(?![A-Za-z]))))"
 )
 """The beginning of a root, a fraction or a function, up to its bracket or with its argument."""
-_VARIABLES = "xyzuvw"
+_VARIABLES = "xyzuvwpqrst"
 """Stand for compounds in turn, so that two of them do not cancel."""
 
 
@@ -40,6 +40,7 @@ def _is_formula(node: Node) -> bool:
 def _simplified(text: str) -> str:
     """Return `text` with a variable for each root, fraction or function of variables. Others have values."""
     parts: list[str] = []
+    free = [letter for letter in _VARIABLES if letter not in text] or _VARIABLES
     copied = position = 0
     while (compound := _COMPOUND.search(text, position)) is not None:
         position = compound.end()
@@ -53,7 +54,7 @@ def _simplified(text: str) -> str:
             arguments.append(text[begin + 1 : end])
             position = end + 1
         if _has_variables(arguments):
-            parts += [text[copied : compound.start()], f"({_VARIABLES[len(parts) // 2 % len(_VARIABLES)]})"]
+            parts += [text[copied : compound.start()], f"({free[len(parts) // 2 % len(free)]})"]
             copied = position
     return "".join(parts) + text[copied:]
 

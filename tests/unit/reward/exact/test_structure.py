@@ -62,6 +62,7 @@ from tests.support.reward.value_profiles import is_right
         ("5", r"x = \frac{AB \cdot CD}{AB + CD} = \frac{20}{4} = 5"), ("5", r"x = \frac{a\sin B}{\sin 2\beta} = 5"),
         ("5", r"c = \sqrt{a^2+b^2-2ab\cos C} = 5"), ("5", r"c = \frac{\sqrt{a}}{\sqrt{b}} = 5"),
         ("5", r"\theta = \arctan\left(\frac{a}{b}\right) = 5^\circ"), ("5", r"x = \sqrt{a} - \sqrt{b} = 5"),
+        ("5", r"h = \sqrt{a} - x = 5"),
         ("5", r"x = \log_2 y = 5"), ("5", r"x = \sin^2\theta + \cos^2\theta = 5"),
         ("14.1", r"\text{approximately }14.1"), ("14.1", "Approx. 14.1"), (r"10\sqrt{2}", "approximately 14.14"),
     ],
