@@ -75,10 +75,11 @@ def doubts(filters: FilterConfig, algorithm: AlgorithmConfig, *, max_staleness: 
     advantage = algorithm.advantage
     whitens = advantage.norm != "none" or advantage.kind.startswith("reinforce_pp")
     if whitens and advantage.length_penalty.kind != "none" and not filters.zero_variance:
+        filtered = "" if advantage.kind == "reinforce_pp" else "filters.zero_variance = true, or "
         found.append(
             f"algorithm.advantage.length_penalty.kind = {advantage.length_penalty.kind!r} teaches as much as right and "
             "wrong in a batch whose rewards are all equal, because advantages are divided by their deviation over the "
-            "batch; set filters.zero_variance = true, or algorithm.advantage.norm = 'none' with kind = 'dr_grpo'"
+            f"batch; set {filtered}algorithm.advantage.norm = 'none' with kind = 'dr_grpo'"
         )
     preset = PRESETS[algorithm.preset]
     as_published = (preset.get("anchor"), preset.get("trust_region", {}).get("kind"))

@@ -269,6 +269,11 @@ def test_refuses_an_estimator_that_learns_from_groups_without_spread() -> None:
         ),
         (
             {},
+            {"advantage": {"kind": "reinforce_pp", "length_penalty": OVERLONG}},
+            "over the batch; set algorithm.advantage.norm = 'none' with kind = 'dr_grpo'",
+        ),
+        (
+            {},
             {"preset": "cispo", "advantage": {"length_penalty": {"kind": "linear"}}},
             "set filters.zero_variance = true",
         ),
