@@ -48,6 +48,8 @@ async def serve(
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(settings.bus, run=settings.run.name, security=security))
         await bus.ensure_streams()
+        # Before the lock: `penstock runs` reads there how often its holder renews it.
+        await bus.bucket("replicas", ttl_s=settings.bus.lease_ttl_s)
         lock = await stack.enter_async_context(locked(bus, TRAINER, ttl_s=settings.bus.lease_ttl_s))
         start = await find_starting_point(settings, bus)
         await asyncio.to_thread(_keep_recipe, settings, start.folder)
