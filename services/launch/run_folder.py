@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import glob
+import json
 import os
 import shutil
 import time
@@ -134,9 +135,10 @@ class RunFolder:
 
     def forget_targets(self) -> None:
         """Remove the addresses for Prometheus that killed processes left."""
-        folder = targets_folder(self.path)
-        for file in folder.glob(f"{glob.escape(self.path.absolute().name)}.*.json"):
-            file.unlink(missing_ok=True)
+        folder, name = targets_folder(self.path), self.path.absolute().name
+        for file in folder.glob(f"{glob.escape(name)}.*.json"):
+            if _run_of_target(file) == name:  # and not a neighbour with a dot in its name
+                file.unlink(missing_ok=True)
         with suppress(OSError):  # it is another run's too
             folder.rmdir()
 
@@ -252,3 +254,12 @@ def _made(path: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def _run_of_target(file: Path) -> str:
+    """Return the run whose process Prometheus finds by the file; empty if it is gone or foreign."""
+    try:
+        [target] = json.loads(file.read_text())
+        return str(target["labels"]["run"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""

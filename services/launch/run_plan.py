@@ -1,7 +1,7 @@
 """Plans what `penstock train` starts: processes, addresses, GPUs and order. Pure: nothing is opened or written."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from penstock.errors import ConfigError
 from services.launch.gpu_plan import TRAINER, GpuPlan, plan_gpus
@@ -96,6 +96,7 @@ def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool, trains: 
         ConfigError: there are too few GPUs, or several processes would have the same port.
     """
     processes = plan_processes(recipe, own_bus=own_bus, trains=trains)
+    _require_different_ports(recipe, {process.service for process in processes})
     gpus = plan_gpus(
         devices,
         [process.name for process in processes if process.service == "rollout"],
@@ -117,6 +118,18 @@ def _require_own_ports(recipe: Recipe) -> None:
             raise ConfigError(
                 f"{key} = {port} cannot be had by the {count} {kind} of one machine; set it to 0, and each takes a "
                 "free one"
+            )
+
+
+def _require_different_ports(recipe: Recipe, services: Collection[str]) -> None:
+    keys: dict[int, str] = {}
+    for section, name in PORTS:
+        port = getattr(getattr(recipe, section), name)
+        key = f"{section}.{name}"
+        if section in services and port and keys.setdefault(port, key) != key:
+            raise ConfigError(
+                f"{key} = {port} is {keys[port]} too, and only one server of a machine can have it; give another, or "
+                "leave it out for a free one"
             )
 
 

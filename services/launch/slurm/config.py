@@ -47,7 +47,8 @@ class SlurmConfig(Config):
     @classmethod
     def _are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
         for option in options:
-            name = option.partition("=")[0].partition(" ")[0]
+            is_short = not option.startswith("--")
+            name = option[:2] if is_short else option.partition("=")[0].partition(" ")[0]
             if not option.startswith("-") or "\n" in option:
                 raise ValueError(f"{option!r} is not an option of sbatch; write it as --name=value")
             if name in _OF_COMMAND:

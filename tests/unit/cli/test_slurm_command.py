@@ -200,6 +200,7 @@ def test_a_run_in_a_given_folder_is_repeated_in_another(tmp_path: Path) -> None:
         (("--slurm.time=tomorrow",), ("slurm.time = 'tomorrow'",)),
         (('--slurm.options=["constraint=h100"]',), ("'constraint=h100' is not an option of sbatch",)),
         (('--slurm.options=["--nodes=4"]',), ("give the number of nodes as `penstock slurm --nodes`",)),
+        (('--slurm.options=["-N4"]',), ("'-N4': give the number of nodes as `penstock slurm --nodes`",)),
         (('--slurm.options=["--signal=USR1"]',), ("is set by `penstock slurm` itself",)),
         (("--slurm.time=5",), ("time = '5' is over before signal_s = 300", "lower signal_s")),
         (("--slurm.time=0-0:4",), ("is over before signal_s",)),

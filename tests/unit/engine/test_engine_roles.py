@@ -15,10 +15,12 @@ from penstock.errors import ConfigError, InvalidRequestError, NotReadyError, Set
 from penstock.v1 import common_pb2, generate_pb2
 from services.launch.run_plan import make_plan
 from services.recipe import Recipe
+from services.reward.config import RewardConfig
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.pd_barrier import PdBarrier
 from services.rollout.worker.config import WorkerConfig
+from services.router.config import RouterConfig
 
 LOCAL = NetworkConfig()
 
@@ -54,6 +56,10 @@ def test_one_port_is_not_for_two(tmp_path: Path) -> None:
     workers = recipe.model_copy(update={"rollout": RolloutConfig(), "worker": WorkerConfig(num=3, port=7004)})
     with pytest.raises(ConfigError, match=r"worker\.port = 7004 cannot be had by the 3 workers"):
         make_plan(workers, [], own_bus=False)
+    services = {"router": RouterConfig(port=7001), "reward": RewardConfig(port=7000, http_port=7001)}
+    shared = recipe.model_copy(update={"rollout": RolloutConfig(), **services})
+    with pytest.raises(ConfigError, match=r"router\.port = 7001 is reward\.http_port too"):
+        make_plan(shared, [], own_bus=False)
 
 
 def test_train_starts_each_role(tmp_path: Path) -> None:
