@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         return process.report_error(UserError(f"{message}; see `penstock --help`"))
     except PenstockError as error:
         return process.report_error(error)
-    except PermissionError as error:  # up to Python 3.11 also of `Path.exists`, where another user closed a folder
+    except PermissionError as error:  # also of `Path.exists`, where another user closed a folder
         if error.filename is None:
             raise
         return process.report_error(

@@ -287,7 +287,7 @@ def _require_writable(file: Path) -> None:
     if os.path.isdir(file):
         raise _unwritable(file, "it is a folder")
     if not os.path.isdir(file.parent):
-        raise _unwritable(file, f"there is no folder {file.parent}")
+        raise _unwritable(file, f"there is no folder {file.parent}, or it is closed to you")
     if not os.access(file if os.path.exists(file) else file.parent, os.W_OK):
         raise _unwritable(file, "you have no permission")
 

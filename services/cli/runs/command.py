@@ -118,7 +118,8 @@ def delete(
     for path in runs:
         if path.is_symlink() or not is_run_folder(path):
             raise SetupError(
-                f"{path} is no run folder; give runs/<name>-<start>, or --url to delete a run from NATS by its name"
+                f"{path} is no run folder, which has a config.toml with run.name, and a lock or checkpoints; give "
+                "runs/<name>-<start>, or --url to delete a run from NATS by its name"
             )
     for path in runs:
         _delete(read_folder(path), keep_bus=keep_bus, yes=yes)
