@@ -149,6 +149,10 @@ def test_an_error_counts_rows_from_the_start_of_the_file(tmp_path: Path) -> None
         (["x.json", "y.json"], {}, "01"),
         (["dev/x.json"], {}, "0"),
         (["train.parquet", "train.jsonl", "dataset_infos.json", "README.txt"], {}, "0"),
+        (["train.jsonl.gz", "test.jsonl"], {}, "0"),
+        (["train.jsonl", "test.parquet"], {"split": "train"}, "0"),
+        (["train.csv", "val.jsonl"], {}, "0"),
+        (["hard/train.csv", "hard/test.parquet", "test.parquet"], {"hub_config": "hard"}, "0"),
     ],
 )
 def test_a_folder_has_splits_by_its_names(

@@ -78,7 +78,7 @@ def choose_files(
 
     Args:
         names: Paths of all files, relative to the folder.
-        suffixes: The readable formats; if a folder has several, the first of these counts.
+        suffixes: The readable formats; if a split has files of several, those of the first of these count.
         config: Name of the configuration; empty for the only or the default one.
         split: Name of the split; empty for `train`, or the only one.
         card: The front matter of the folder's README.md.
@@ -87,15 +87,12 @@ def choose_files(
     Raises:
         DataError: the configuration or split does not exist, or a shard is missing.
     """
-    found = [each for each in sorted(names) if PurePosixPath(each).name not in _NOT_DATA and not _is_hidden(each)]
-    if not _of_first_format(found, suffixes):
+    found = [each for each in sorted(names) if _is_data(each, suffixes)]
+    if not found:
         raise DataError(f"{name} has no file that can be read; the formats are {', '.join(suffixes)}")
     entry = _find_in_card(card, config, name)
-    if entry is None:
-        by_split = _named_by_files(_of_first_format(found, suffixes), config, name)
-    else:
-        in_card = entry.by_split(found)
-        by_split = {split: files for split, each in in_card.items() if (files := _of_first_format(each, suffixes))}
+    of_formats = _named_by_files(found, config, name) if entry is None else entry.by_split(found)
+    by_split = {split: _of_first_format(each, suffixes) for split, each in of_formats.items() if each}
     if not by_split:
         raise DataError(
             f"{name}: its README.md names no file that is there and can be read; the formats are {', '.join(suffixes)}"
@@ -105,6 +102,22 @@ def choose_files(
         raise DataError(f"{name} has no split {wanted!r}; it has {', '.join(by_split)}. Name one with --data.split=...")
     _require_all_shards(by_split[wanted], name)
     return by_split[wanted]
+
+
+def split_of(name: str) -> str:
+    """Return the split that the name of a file says, its folders' names included; `train` if none does."""
+    path = PurePosixPath(name)
+    if shard := _SHARD.fullmatch(_stem(path)):
+        return shard["split"]
+    words = [
+        word for part in (_stem(path), *reversed(path.parts[:-1])) for word in re.split(r"[^a-z0-9]+", part.lower())
+    ]
+    return next((split for word in words for split, known in _WORDS.items() if word in known), DEFAULT_SPLIT)
+
+
+def _is_data(name: str, suffixes: Sequence[str]) -> bool:
+    is_readable = name.lower().endswith(tuple(suffixes))
+    return is_readable and PurePosixPath(name).name not in _NOT_DATA and not _is_hidden(name)
 
 
 def _of_first_format(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
@@ -179,18 +192,8 @@ def _named_by_files(names: Sequence[str], config: str, name: str) -> dict[str, l
 def _by_names(names: Sequence[str]) -> dict[str, list[str]]:
     by_split: dict[str, list[str]] = {}
     for each in names:
-        by_split.setdefault(_split_of(each), []).append(each)
+        by_split.setdefault(split_of(each), []).append(each)
     return by_split
-
-
-def _split_of(name: str) -> str:
-    path = PurePosixPath(name)
-    if shard := _SHARD.fullmatch(_stem(path)):
-        return shard["split"]
-    words = [
-        word for part in (_stem(path), *reversed(path.parts[:-1])) for word in re.split(r"[^a-z0-9]+", part.lower())
-    ]
-    return next((split for word in words for split, known in _WORDS.items() if word in known), DEFAULT_SPLIT)
 
 
 def _stem(path: PurePosixPath) -> str:

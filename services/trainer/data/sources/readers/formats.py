@@ -12,7 +12,7 @@ from services.trainer.data.sources.readers.parquet import ParquetTable
 from services.trainer.data.sources.table import Table
 
 SUFFIXES: Final = (".parquet", ".arrow", ".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz")
-"""Readable suffixes, in order of preference if a folder has several."""
+"""Readable suffixes, in order of preference if a split has files of several."""
 
 
 def open_table(file: Path, blocks: BlockCache) -> Table:
