@@ -164,6 +164,43 @@ def test_a_folder_has_splits_by_its_names(
     assert "".join(answers(tmp_path, **settings)) == expected
 
 
+def test_a_file_has_the_split_that_its_name_says(tmp_path: Path) -> None:
+    """As in a folder, but for a file or a glob without a split, which is read whatever its name."""
+    for number, name in enumerate(("train.jsonl", "test.jsonl", "geometry.jsonl")):
+        write(tmp_path / name, rows(number, number + 1))
+    assert answers(tmp_path / "test.jsonl", split="test") == ["1"]
+    assert answers(tmp_path / "geometry.jsonl", split="train") == ["2"]
+    assert answers(str(tmp_path / "*.jsonl")) == ["2", "1", "0"]
+
+
+@pytest.mark.parametrize("check", [require_files, open_dataset])
+@pytest.mark.parametrize(
+    ("path", "settings", "words"),
+    [
+        (
+            "train.jsonl",
+            {"split": "test"},
+            "is of one split, 'train' by its name, so split = 'test' .*; give the",
+        ),
+        ("all.jsonl@[:1]", {"split": "test"}, "is of one split, 'train'"),
+        ("*.jsonl", {"split": "test"}, r"all\.jsonl' is of one split, 'train'"),
+        (
+            "train.jsonl",
+            {"hub_config": "hard"},
+            "has no configurations, so hub_config = 'hard' would change nothing",
+        ),
+    ],
+)
+def test_settings_that_choose_nothing_of_a_file_are_refused(
+    tmp_path: Path, check: Callable[[DataConfig], object], path: str, settings: dict[str, str], words: str
+) -> None:
+    """An evaluation set that takes the path of training would be measured on training rows."""
+    for name in ("train.jsonl", "test.jsonl", "all.jsonl"):
+        write(tmp_path / name, rows(0, 1))
+    with pytest.raises(ConfigError, match=words):
+        check(DataConfig(path=str(tmp_path / path), **settings))
+
+
 @pytest.mark.parametrize(
     "hidden", [".ipynb_checkpoints/train-checkpoint.jsonl", "__MACOSX/train.jsonl", "._train.jsonl"]
 )
@@ -193,11 +230,13 @@ def test_folders_that_datasets_saved(tmp_path: Path) -> None:
 
     save(tmp_path / "one", [rows(0, 5), rows(5, 7)])
     assert answers(tmp_path / "one") == list("0123456")
+    with pytest.raises(ConfigError, match=r"one' is of one split, 'train' by its name, so split = 'test' would change"):
+        answers(tmp_path / "one", split="test")
     save(tmp_path / "dict" / "train", [rows(0, 1)])
     save(tmp_path / "dict" / "test", [rows(1, 2)])
     (tmp_path / "dict" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     assert answers(tmp_path / "dict") == ["0"]
-    assert answers(tmp_path / "dict", split="test") == ["1"]
+    assert answers(tmp_path / "dict", split="test") == answers(tmp_path / "dict" / "test", split="test") == ["1"]
     with pytest.raises(DataError, match="has no split 'val'; it has train, test"):
         answers(tmp_path / "dict", split="val")
     (tmp_path / "one" / "state.json").write_text(json.dumps({"_data_files": [{}]}))

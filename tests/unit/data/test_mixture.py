@@ -101,6 +101,16 @@ def test_a_source_takes_from_data_what_it_leaves_out(tmp_path: Path) -> None:
     }
 
 
+def test_a_split_of_the_mixture_holds_for_files_of_that_split(tmp_path: Path) -> None:
+    """Of another one, a source says that its file is meant all the same."""
+    both = sources(tmp_path, {"a": 1, "b": 1})
+    assert open_dataset(DataConfig.model_validate({"split": "train", "sources": both})).num_rows == 2
+    with pytest.raises(ConfigError, match=r"a\.parquet' is of one split, 'train' by its name, .*; .* set split = \"\""):
+        open_dataset(DataConfig.model_validate({"split": "test", "sources": both}))
+    both = {name: {**source, "split": ""} for name, source in both.items()}
+    assert open_dataset(DataConfig.model_validate({"split": "test", "sources": both})).num_rows == 2
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [

@@ -61,6 +61,14 @@ def test_a_set_takes_what_it_leaves_out_from_data_and_sampling(tmp_path: Path, r
     assert configuration.load(Recipe, [again]) == loaded
 
 
+def test_a_split_of_the_file_that_training_reads_is_refused(tmp_path: Path, rows: str) -> None:
+    """The set would be measured on the rows that are trained on."""
+    trained = Path(rows).rename(tmp_path / "train.jsonl")
+    loaded = recipe(tmp_path, data={"path": str(trained)}, evaluation={"sets": {"s": {"split": "test"}}})
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.s: data\.path '.*train\.jsonl' is of one split, 'train'"):
+        open_sets(loaded.evaluation, loaded.data)
+
+
 def test_rows_keep_the_order_of_the_file(tmp_path: Path, rows: str) -> None:
     """The first num_prompts of them, and the prompt of each may be played by one version only."""
     found = opened(tmp_path, path=rows, num_prompts=2, samples_per_prompt=4, temperature=0, profile="math")

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, DataError
 from services.trainer.data.config import DataConfig, SourceConfig
 from services.trainer.data.sources import hub
 from services.trainer.data.sources.readers.formats import SUFFIXES
-from services.trainer.data.sources.splits import choose_files
+from services.trainer.data.sources.splits import choose_files, split_of
 
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
@@ -60,7 +60,7 @@ def find_files(config: SourceConfig) -> list[Files]:
     """Return the files of each of a source's paths. Data sets on the Hub are downloaded if the cache lacks them.
 
     Raises:
-        ConfigError: a file does not exist.
+        ConfigError: a file does not exist, or is of another split than the settings name.
         DataError: a data set or split does not exist.
         UnavailableError: the Hub cannot be reached, and the cache has no complete copy.
     """
@@ -71,12 +71,12 @@ def require_files(config: SourceConfig) -> None:
     """Check that the files exist, without asking the Hub; cheap enough to run before anything else starts.
 
     Raises:
-        ConfigError: a file does not exist, or a data set on the Hub is one of several paths.
+        ConfigError: as for `find_files`, or a data set on the Hub is one of several paths.
     """
     for given in config.paths:
         path, _ = split_slice(given)
         if not hub.is_hub_id(path):
-            _existing(path)
+            _existing(path, config)
         elif len(config.paths) > 1:
             raise ConfigError(
                 f"data.path: {path!r}, on the Hugging Face Hub, is one of several paths; give each data set a source "
@@ -113,7 +113,7 @@ def _find(given: str, config: SourceConfig) -> Files:
     if hub.is_hub_id(path):
         snapshot = hub.fetch(path, config=config.hub_config, split=config.split, revision=config.revision)
         return Files(path=path, files=snapshot.files, rows=rows, revision=snapshot.revision)
-    found = _existing(path)
+    found = _existing(path, config)
     if found == [Path(path)] and Path(path).is_dir():
         return Files(path=path, files=_in_folder(Path(path), config), rows=rows)
     return Files(path=path, files=found, rows=rows)
@@ -126,20 +126,38 @@ def _commit(config: SourceConfig) -> str:
     return config.revision
 
 
-def _existing(path: str) -> list[Path]:
+def _existing(path: str, config: SourceConfig) -> list[Path]:
     """Return the file or folder, or the files of the glob."""
-    if Path(path).exists():
-        return [Path(path)]
-    found = [Path(each) for each in sorted(glob.glob(path, recursive=True)) if Path(each).is_file()]
+    found = [Path(path)]
+    if not Path(path).exists():
+        found = [Path(each) for each in sorted(glob.glob(path, recursive=True)) if Path(each).is_file()]
     if not found:
         raise ConfigError(
             f"data.path = {path!r}: there is no such file; give a file ({', '.join(SUFFIXES)}), a folder, a glob or a "
             "data set on the Hugging Face Hub (owner/name), or leave it out for the built-in data set"
         )
+    for each in found:
+        if not each.is_dir():
+            _require_split(each, split_of(each.name), config)
     return found
 
 
+def _require_split(path: Path, split: str, config: SourceConfig) -> None:
+    """Refuse settings that choose among the files of a folder, and would do nothing to data of one split."""
+    if config.hub_config:
+        raise ConfigError(
+            f"data.path {str(path)!r} has no configurations, so hub_config = {config.hub_config!r} would change "
+            'nothing; remove it, or set hub_config = "" where a source takes it from [data]'
+        )
+    if config.split not in ("", split):
+        raise ConfigError(
+            f"data.path {str(path)!r} is of one split, {split!r} by its name, so split = {config.split!r} would change "
+            'nothing; give the file of that split or the folder of all, or set split = "" to read these rows'
+        )
+
+
 def _in_folder(folder: Path, config: SourceConfig) -> list[Path]:
+    split = split_of(folder.name)
     if (folder / "dataset_dict.json").is_file():  # as DatasetDict.save_to_disk writes it
         splits = _read(folder / "dataset_dict.json", _SavedDict).splits
         split = config.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
@@ -150,6 +168,7 @@ def _in_folder(folder: Path, config: SourceConfig) -> list[Path]:
             )
         folder = folder / split
     if (folder / "state.json").is_file():  # as Dataset.save_to_disk writes it
+        _require_split(folder, split, config)
         return [folder / each.filename for each in _read(folder / "state.json", _SavedState).data_files]
     names = [each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()]
     chosen = choose_files(
