@@ -49,6 +49,10 @@ PICTURE = {"bytes": png(), "path": None}
             Columns(text="question", gold="answer", images=("decoded_image",)),
         ),
         (
+            {"problem": "?", "answer": "1", "images": [PICTURE], "original": "images/1.jpg", "files": ["a.png"]},
+            Columns(text="problem", gold="answer", images=("images",)),
+        ),
+        (
             {"problem": "a.png", "answer": "b.png", "note": "a.png is\nnot b.png", "page": "http://x.org/png"},
             Columns(text="problem", gold="answer", images=()),
         ),
@@ -82,6 +86,17 @@ def test_published_names_are_found(row: dict[str, Any], found: Columns) -> None:
         ({"problem": "?", "answer": "1", "pic": {"bytes": None, "path": "a.gif"}}, "'pic' holds images that would"),
         ({"problem": "?", "answer": "1", "pic": {"url": "http://x.org/a.jpeg"}}, "'pic' holds images that would not"),
         ({"problem": "?", "answer": "1", "pics": [None, {"image": PICTURE}]}, "'pics' holds images that would not be"),
+        (
+            {"question": "?", "answer": "1", "image": PICTURE, "image_2": PICTURE, "image_3": PICTURE},
+            r"'image_2' holds images that would not be read beside those of 'image'; read all with "
+            r'--data\.images_column=\["image","image_2","image_3"\], or one with --data\.images_column=image$',
+        ),
+        ({"problem": "?", "answer": "1", "images": [PICTURE], "after": [png()]}, "'after' holds images that would not"),
+        ({"problem": "?", "answer": "1", "image": None, "pic": "data:image/png;base64,xx"}, "'pic' holds images that"),
+        (
+            {"question": "?", "answer": "1", "image": "1.jpg", "left": PICTURE, "right": PICTURE},
+            "'left' holds images that would not be read beside those of 'image'",
+        ),
     ],
 )
 def test_what_could_mean_two_things_is_asked(row: dict[str, Any], words: str) -> None:
@@ -103,6 +118,13 @@ def test_a_column_of_images_may_begin_without_one(tmp_path: Path, suffix: str) -
     with pytest.raises(DataError, match="column 'shown' holds images that would not be read"):
         open_dataset(DataConfig(path=str(file)))
     assert open_dataset(DataConfig(path=f"{file}@[:2]"))[0].images == ()
+
+
+def test_a_column_of_images_beside_another_can_be_left_out() -> None:
+    """By naming those that are meant, in the form that the error shows."""
+    row = {"question": "?", "answer": "1", "image": PICTURE, "image_2": PICTURE}
+    assert find_columns(row, DataConfig(images_column="image"), name="x").images == ("image",)
+    assert find_columns(row, DataConfig(images_column=("image", "image_2")), name="x").images == ("image", "image_2")
 
 
 def test_settings_name_columns_and_paths_into_structs() -> None:

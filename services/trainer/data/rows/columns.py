@@ -12,16 +12,17 @@
     MathVista, MathVision            question, answer, image string (the name of a file), decoded_image struct
 
 Invariant: without settings, a column is chosen only if no other one could be meant. A column that looks like images is
-never silently left unread, but for the names of files beside a column with these images.
+never silently left unread, but for the names of files beside another column of images.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.errors import DataError
 from services.trainer.data.config import SourceConfig
-from services.trainer.data.rows.images import has_image, looks_like_image, names_image
+from services.trainer.data.rows.images import has_image, names_image
 from services.trainer.data.rows.messages import read_roles
 
 _TEXT = (("problem", "prompt"), ("question", "query", "input", "messages", "conversations"))
@@ -130,14 +131,8 @@ def _with_the_rest(row: Mapping[str, Any], config: SourceConfig, *, text: str, g
     for key in ("profile_column", "environment_column", "sampling_column", "tools_column", "limits_column"):
         if wanted := getattr(config, key):
             _one(row, wanted, (), key, name=name, what="")
-    if not columns.images and config.images_column == "":
-        read = (columns.text, columns.gold)
-        unread = [column for column, value in row.items() if column not in read and looks_like_image(value)]
-        if unread:
-            raise DataError(
-                f"{name}: column {unread[0]!r} holds images that would not be read; name it with "
-                f"--data.images_column={unread[0]}, or train on the text alone with --data.images_column=[]"
-            )
+    if config.images_column == "":
+        _require_all_images(row, columns, name=name)
     return replace(columns, extra=_extra(row, columns, config, name=name))
 
 
@@ -147,6 +142,24 @@ def _image_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -
         return () if found is None else (_with_images(row, found),)
     wanted = (config.images_column,) if isinstance(config.images_column, str) else config.images_column
     return tuple(_one(row, column, (), "images_column", name=name, what="images") for column in wanted)
+
+
+def _require_all_images(row: Mapping[str, Any], columns: Columns, *, name: str) -> None:
+    """Refuse images that no column reads; beside a column of images, names of files may stay unread."""
+    read = (columns.text, columns.gold, *columns.images)
+    is_alone = not columns.images
+    unread = [column for column, value in row.items() if column not in read and has_image(value, or_its_name=is_alone)]
+    if unread and is_alone:
+        raise DataError(
+            f"{name}: column {unread[0]!r} holds images that would not be read; name it with "
+            f"--data.images_column={unread[0]}, or train on the text alone with --data.images_column=[]"
+        )
+    if unread:
+        every = json.dumps([*columns.images, *unread], separators=(",", ":"), ensure_ascii=False)
+        raise DataError(
+            f"{name}: column {unread[0]!r} holds images that would not be read beside those of {columns.images[0]!r}; "
+            f"read all with --data.images_column={every}, or one with --data.images_column={columns.images[0]}"
+        )
 
 
 def _with_images(row: Mapping[str, Any], found: str) -> str:

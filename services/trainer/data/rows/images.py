@@ -107,19 +107,24 @@ class ImageReader:
         return Path(file)
 
 
-def looks_like_image(cell: Any) -> bool:
-    """Return whether a cell holds an image or a list of images, or names the files of some."""
+def has_image(cell: Any, *, or_its_name: bool = False) -> bool:
+    """Return whether a cell holds an image or a list of images, as bytes or data URIs.
+
+    Args:
+        cell: The cell.
+        or_its_name: Whether the path or the address of an image file counts too.
+    """
     match cell:
-        case bytes() | {"bytes": bytes()}:
-            return has_image(cell)
+        case bytes(data) | {"bytes": bytes(data)}:
+            return data.startswith(_MAGIC)
         case {"path": str(path)} if path:
-            return names_image(path)
+            return or_its_name and names_image(path)
         case str(text):
-            return text.startswith("data:image/") or names_image(text)
+            return text.startswith("data:image/") or (or_its_name and names_image(text))
         case [*cells]:
-            return looks_like_image(next((each for each in cells if each is not None), None))
+            return has_image(next((each for each in cells if each is not None), None), or_its_name=or_its_name)
         case Mapping():
-            return any(looks_like_image(cell.get(key)) for key in _KEYS)
+            return any(has_image(cell.get(key), or_its_name=or_its_name) for key in _KEYS)
     return False
 
 
@@ -133,14 +138,6 @@ def names_image(text: str) -> bool:
         except ValueError:  # a text that only begins like an address
             return False
     return text.lower().endswith(_SUFFIXES)
-
-
-def has_image(cell: Any) -> bool:
-    """Return whether a cell holds the bytes of an image."""
-    match cell:
-        case bytes(data) | {"bytes": bytes(data)}:
-            return data.startswith(_MAGIC)
-    return False
 
 
 def _bound(cell: Any, key: str) -> int:
