@@ -70,6 +70,7 @@ def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop
         checkpoint_every=config.checkpoint_every,
         validate_every=sft.validate_every,
         step=step,
+        num_samples=0 if checkpoint is None else _num_samples(checkpoint),
         num_rows=dataset.num_rows,
         num_too_long=dataset.num_passed_over(),
         batches=BatchesAhead(
@@ -100,13 +101,15 @@ def _with_steps(settings: SftSettings, dataset: Dataset, checkpoint: Checkpoint 
     """Return the trainer's settings with the number of steps that the epochs make.
 
     A run that goes on keeps the number that it began with: more rows may be known to be wrong or too long by now, and
-    the learning rate would jump.
+    the learning rate would jump. With other epochs, rows or batches, it takes the steps that the rest of them makes.
     """
     sft, trainer = settings.sft, settings.trainer
     if not sft.epochs:
         return trainer
     num_rows = dataset.num_rows - dataset.num_passed_over() - dataset.num_wrong()
-    num_steps = max(1, math.ceil(sft.epochs * num_rows / sft.batch_size))
+    step, num_samples = (0, 0) if checkpoint is None else (checkpoint.step, _num_samples(checkpoint))
+    num_left = max(0.0, sft.epochs * num_rows - num_samples)
+    num_steps = max(1, step + math.ceil(num_left / sft.batch_size))
     if checkpoint is not None and checkpoint.state.get("num_steps_of") == _num_steps_of(sft, dataset):
         num_steps = int(checkpoint.state["num_steps"])
     try:
@@ -116,6 +119,11 @@ def _with_steps(settings: SftSettings, dataset: Dataset, checkpoint: Checkpoint 
         raise ConfigError(
             f"sft.epochs = {sft.epochs:g} makes {num_steps} steps of {num_rows} rows: {message}"
         ) from None
+
+
+def _num_samples(checkpoint: Checkpoint) -> int:
+    """Return the samples that were learned; in checkpoints of earlier releases, with the rows passed over."""
+    return int(checkpoint.state.get("num_samples", checkpoint.state["position"]))
 
 
 def _num_steps_of(sft: SftConfig, dataset: Dataset) -> list[float]:

@@ -62,6 +62,8 @@ class SftLoop:
     """Steps; 0 never validates."""
     step: int
     """Optimizer steps taken."""
+    num_samples: int
+    """Samples learned in them."""
     num_rows: int
     """Rows of an epoch."""
     num_too_long: int
@@ -96,6 +98,7 @@ class SftLoop:
                 data_wait_s = time.monotonic() - started
                 metrics = await asyncio.to_thread(self.backend.step, batch.sequences)
                 self.step += 1
+                self.num_samples += len(batch.sequences)
                 self.batches.learned(batch)
                 metrics |= {"data_wait_s": data_wait_s, "num_passed_over_samples": float(batch.num_passed_over)}
                 self._report(metrics, step_s=time.monotonic() - started)
@@ -150,6 +153,7 @@ class SftLoop:
             "run_id": self.run_id,
             "step": self.step,
             "position": self.batches.position,
+            "num_samples": self.num_samples,
             "num_steps": self.num_steps,
             "num_steps_of": self.num_steps_of,
             "base_model": str(self.base_model),

@@ -197,6 +197,7 @@ async def test_a_run_that_is_cancelled_waits_for_nothing(tmp_path: Path, monkeyp
         checkpoint_every=9,
         validate_every=0,
         step=0,
+        num_samples=0,
         num_rows=9,
         num_too_long=0,
         batches=BatchesAhead(reader, 0),
@@ -256,6 +257,19 @@ def test_epochs_do_not_count_wrong_rows_and_a_run_keeps_their_number(tiny_model_
     settings = settings_of(tiny_model_path, data=data, sft={"batch_size": 2, "epochs": 2, "max_tokens": 80})
     assert [row["num_steps"] for row in run(settings, tmp_path / "run")] == [4] * 4
     assert run(settings, tmp_path / "another", stop_after=1)[0]["num_steps"] == 3
+
+
+def test_epochs_are_every_row_once_whatever_batches_a_run_goes_on_with(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Of eight rows, four are learned in two steps; two more one by one; and the last two in one step."""
+    rows = [{"prompt": f"Say {n}.", "completion": str(n)} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(tmp_path / "rows.jsonl"), "answer_format": "", "cache_dir": tmp_path / "cache"}
+    for batch_size, stop_after in ((2, 2), (1, 4), (2, None)):
+        settings = settings_of(tiny_model_path, data=data, sft={"batch_size": batch_size, "epochs": 1})
+        found = run(settings, tmp_path / "run", stop_after=stop_after)
+    assert [row["num_steps"] for row in found] == [4, 4, 6, 6, 5]
+    assert [row["num_samples"] for row in found] == [2, 2, 1, 1, 2]
+    assert found[-1]["epoch"] == 1
 
 
 def test_a_wrong_row_costs_no_step_before_it(
