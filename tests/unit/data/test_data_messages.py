@@ -172,6 +172,7 @@ ASKED = {"role": "user", "content": "a", "weight": 0}
             "message 1, .* with reasoning_content, which .*; put it into the con",
         ),
         ({"content": "b", "reasoning": "c"}, "message 1, .* with reasoning, .*, between <think> and </think>"),
+        ({"content": "b", "thinking": "c"}, "message 1, .* with thinking, .*, between <think> and </think>"),
         ({"content": "b", "weight": 0}, "message 1, .* with weight = 0, .*; remove the message or the row"),
         ({"content": "b", "weight": 0.0}, "message 1, .* with weight = 0"),
     ],
@@ -188,7 +189,7 @@ def test_what_a_demonstration_would_not_learn_as_it_says_is_refused(message: dic
 
 def test_fields_of_other_rows_say_nothing_in_a_demonstration() -> None:
     """Columns of structs have them in every message."""
-    empty = {"reasoning_content": None, "reasoning": "", "weight": None}
+    empty = {"reasoning_content": None, "reasoning": "", "thinking": None, "weight": None}
     cell = [{**ASKED, **empty}, {"role": "assistant", "content": "b", **empty, "weight": 1}]
     assert read_demonstration(cell) == read_turns(cell)
     assert read_demonstration("a") == read_turns("a")

@@ -24,7 +24,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image_url", "image", "url")
-_THOUGHT_KEYS = ("reasoning_content", "reasoning")
+_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 _BOUND_KEYS = ("min_pixels", "max_pixels")
 
 
