@@ -69,6 +69,13 @@ ASKED, SAID, ASKED_AGAIN = ("user", "Find x."), ("assistant", "5"), ("user", "Ar
             {"prompt_suffix": " Now."},
             [("user", "Find x. Now."), SAID, ("user", "Thanks.")],
         ),
+        ({"system_prompt": "", "system": None, "question": "Find x.", "response": "5"}, {}, [ASKED, SAID]),
+        ({"system": "Be brief.", "prompt": "Find x.", "completion": "5"}, {"extra_columns": ()}, [ASKED, SAID]),
+        (
+            {"system": "Be brief.", "messages": [{"role": "system", "content": "Be brief."}, USER, ASSISTANT]},
+            {},
+            [("system", "Be brief."), ASKED, SAID],
+        ),
     ],
     ids=str,
 )
@@ -108,6 +115,17 @@ def test_images_of_a_row_stand_at_their_marks(tmp_path: Path) -> None:
             {"instruction": "Add.", "input": "", "output": "5"},
             {"problem_column": "input"},
             "message 0, the user's, is empty",
+        ),
+        (
+            {"system_prompt": "Be brief.", "question": "Find x.", "response": "5"},
+            {},
+            r"column 'system_prompt' holds a system message .*; make the prompt a list of messages that begins with "
+            r"it, or leave all further columns out with --data\.extra_columns=\[\]",
+        ),
+        (
+            {"system": "Be brief.", "conversations": [USER, ASSISTANT]},
+            {"system_prompt": "Be kind."},
+            "column 'system' holds a system message that would not be learned from",
         ),
         ({"messages": [ASSISTANT, USER]}, {}, "its assistant speaks before any user"),
         ({"messages": [{"role": "system", "content": "x"}, ASSISTANT]}, {}, "it has no user message"),

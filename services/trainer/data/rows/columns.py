@@ -33,6 +33,8 @@ _IMAGES = (("images", "image"),)
 _CONVERSATION = (("messages", "conversations"), ("problem", "prompt"), ("question", "query", "input"))
 _COMPLETION = (("completion", "response", "output"),)
 """Names by rank: those of a later rank are read if none of the earlier ranks exists."""
+_SYSTEM = ("system", "system_prompt")
+"""Names of columns that hold a row's system message apart from its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +80,13 @@ def find_demonstration_columns(row: Mapping[str, Any], config: SourceConfig, *, 
         name: Name of the table in error messages.
 
     Raises:
-        DataError: as for `find_columns`.
+        DataError: as for `find_columns`, or a column holds the system message of a row whose messages have none.
     """
     text = _text_column(row, config, _CONVERSATION, name=name, what="the conversation or the prompt")
-    gold = _completion_column(row, config, read_roles(cell(row, text)), name=name)
+    roles = read_roles(cell(row, text))
+    gold = _completion_column(row, config, roles, name=name)
+    if "*" in config.extra_columns and "system" not in roles:
+        _require_no_system_message(row, (text, gold), name=name)
     return _with_the_rest(row, config, text=text, gold="" if gold == text else gold, name=name)
 
 
@@ -123,6 +128,16 @@ def _completion_column(row: Mapping[str, Any], config: SourceConfig, roles: Sequ
         if "assistant" in roles:  # in earlier turns of a prompt, or before a last word of the user's
             return _find(row, _COMPLETION, "answer_column", name=name, what=what) or ""
     return _one(row, config.answer_column, (*_COMPLETION, *_GOLD), "answer_column", name=name, what=what)
+
+
+def _require_no_system_message(row: Mapping[str, Any], read: Sequence[str], *, name: str) -> None:
+    """Refuse a system message in a column that nothing reads."""
+    for column in _SYSTEM:
+        if column not in read and isinstance(text := row.get(column), str) and text.strip():
+            raise DataError(
+                f"{name}: column {column!r} holds a system message that would not be learned from; make the prompt a "
+                "list of messages that begins with it, or leave all further columns out with --data.extra_columns=[]"
+            )
 
 
 def _with_the_rest(row: Mapping[str, Any], config: SourceConfig, *, text: str, gold: str, name: str) -> Columns:
