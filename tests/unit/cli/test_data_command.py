@@ -287,7 +287,10 @@ def test_the_page_of_examples_shows_rows_and_runs_nothing(tmp_path: Path, capsys
     [
         (["--data.path=/no/such.parquet"], "there is no such file"),
         (["--data.answer_column=solution"], "has no column 'solution'"),
-        (["--sheet=/no/folder/x.html"], "--sheet /no/folder/x.html cannot be written: there is no folder /no/folder, or it is closed to you; "),
+        (
+            ["--sheet=/no/folder/x.html"],
+            "--sheet /no/folder/x.html cannot be written: there is no folder /no/folder, or it is closed to you; ",
+        ),
         (["--sheet=/proc"], "--sheet /proc cannot be written: it is a folder; choose another file"),
         (["--examples=3"], "--examples 3 is for the page of examples; give --sheet FILE as well"),
         (["--model.path=/no/model"], "this folder has no config.json"),
