@@ -96,15 +96,16 @@ async def test_a_folder_of_another_machine_is_not_made(tmp_path: Path) -> None:
 
 
 async def test_a_launch_forgets_what_killed_processes_left(run: RunConfig, tmp_path: Path) -> None:
-    """Its own, not those of a run whose name begins alike; and the folder goes with the last of them."""
-    folder = RunFolder(tmp_path / "first-1")
+    """Its own, not those of runs whose names begin alike; and the folder goes with the last of them."""
     left = tmp_path / "prometheus"
     left.mkdir()
-    for name in ("first-1.worker-0.json", "first-10.worker-0.json"):
-        (left / name).write_text("[]")
-    folder.forget_targets()
-    assert [path.name for path in left.iterdir()] == ["first-10.worker-0.json"]
-    RunFolder(tmp_path / "first-10").forget_targets()
+    for name in ("first-1", "first-10", "first-1.b"):
+        target = {"targets": ["127.0.0.1:1"], "labels": {"run": name}}
+        (left / f"{name}.worker-0.json").write_text(json.dumps([target]))
+    RunFolder(tmp_path / "first-1").forget_targets()
+    assert sorted(path.name for path in left.iterdir()) == ["first-1.b.worker-0.json", "first-10.worker-0.json"]
+    for name in ("first-10", "first-1.b"):
+        RunFolder(tmp_path / name).forget_targets()
     assert not left.exists()
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -196,15 +195,3 @@ def test_a_file_system_without_locks_is_named(recipe: Recipe, monkeypatch: pytes
     folder = RunFolder.create(recipe.run)
     with pytest.raises(SetupError, match=rf"{folder.path} cannot be locked: .*flock.*run\.dir"), folder.locked():
         pass
-
-
-def test_a_run_leaves_its_neighbours_targets(tmp_path: Path) -> None:
-    """Also of one whose name goes on after a dot; a file of nobody's stays as well."""
-    run, targets = RunFolder(tmp_path / "exp"), tmp_path / "prometheus"
-    targets.mkdir()
-    for name, file in (("exp", "exp.trainer"), ("exp", "exp.rollout-0"), ("exp.2", "exp.2.trainer")):
-        target = [{"targets": ["127.0.0.1:1"], "labels": {"run": name}}]
-        (targets / f"{file}.json").write_text(json.dumps(target))
-    (targets / "exp.notes.json").write_text("{}")
-    run.forget_targets()
-    assert sorted(path.name for path in targets.iterdir()) == ["exp.2.trainer.json", "exp.notes.json"]
