@@ -151,6 +151,8 @@ def test_an_error_counts_rows_from_the_start_of_the_file(tmp_path: Path) -> None
         (["train.parquet", "train.jsonl", "dataset_infos.json", "README.txt"], {}, "0"),
         (["train.jsonl.gz", "test.jsonl"], {}, "0"),
         (["train.jsonl", "test.parquet"], {"split": "train"}, "0"),
+        (["test.parquet", "metadata.json"], {}, "0"),
+        (["geo-00000-of-00001.parquet", "scores.csv"], {}, "0"),
         (["train.csv", "val.jsonl"], {}, "0"),
         (["hard/train.csv", "hard/test.parquet", "test.parquet"], {"hub_config": "hard"}, "0"),
     ],
@@ -170,6 +172,9 @@ def test_a_file_has_the_split_that_its_name_says(tmp_path: Path) -> None:
         write(tmp_path / name, rows(number, number + 1))
     assert answers(tmp_path / "test.jsonl", split="test") == ["1"]
     assert answers(tmp_path / "geometry.jsonl", split="train") == ["2"]
+    assert answers(tmp_path / "geometry.jsonl", split="geometry") == ["2"]
+    write(tmp_path / "val/hard.jsonl", rows(3, 4))
+    assert answers(str(tmp_path / "val/*.jsonl"), split="validation") == ["3"]
     assert answers(str(tmp_path / "*.jsonl")) == ["2", "1", "0"]
 
 

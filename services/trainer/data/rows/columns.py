@@ -35,6 +35,8 @@ _COMPLETION = (("completion", "response", "output"),)
 """Names by rank: those of a later rank are read if none of the earlier ranks exists."""
 _SYSTEM = ("system", "system_prompt")
 """Names of columns that hold a row's system message apart from its prompt."""
+_NAMED = ("profile_column", "environment_column", "sampling_column", "tools_column", "limits_column")
+"""Settings that name a further column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +82,13 @@ def find_demonstration_columns(row: Mapping[str, Any], config: SourceConfig, *, 
         name: Name of the table in error messages.
 
     Raises:
-        DataError: as for `find_columns`, or a column holds the system message of a row whose messages have none.
+        DataError: as for `find_columns`, or a column holds a system message and the row's messages have none.
     """
     text = _text_column(row, config, _CONVERSATION, name=name, what="the conversation or the prompt")
     roles = read_roles(cell(row, text))
     gold = _completion_column(row, config, roles, name=name)
     if "*" in config.extra_columns and "system" not in roles:
-        _require_no_system_message(row, (text, gold), name=name)
+        _require_no_system_message(row, (text, gold, *(getattr(config, key) for key in _NAMED)), name=name)
     return _with_the_rest(row, config, text=text, gold="" if gold == text else gold, name=name)
 
 
@@ -143,11 +145,11 @@ def _require_no_system_message(row: Mapping[str, Any], read: Sequence[str], *, n
 def _with_the_rest(row: Mapping[str, Any], config: SourceConfig, *, text: str, gold: str, name: str) -> Columns:
     """Add the columns of images and the further columns."""
     columns = Columns(text=text, gold=gold, images=_image_columns(row, config, name=name))
-    for key in ("profile_column", "environment_column", "sampling_column", "tools_column", "limits_column"):
+    for key in _NAMED:
         if wanted := getattr(config, key):
             _one(row, wanted, (), key, name=name, what="")
     if config.images_column == "":
-        _require_all_images(row, columns, name=name)
+        _require_all_images(row, columns, kept=config.extra_columns, name=name)
     return replace(columns, extra=_extra(row, columns, config, name=name))
 
 
@@ -159,9 +161,12 @@ def _image_columns(row: Mapping[str, Any], config: SourceConfig, *, name: str) -
     return tuple(_one(row, column, (), "images_column", name=name, what="images") for column in wanted)
 
 
-def _require_all_images(row: Mapping[str, Any], columns: Columns, *, name: str) -> None:
-    """Refuse images that no column reads; beside a column of images, names of files may stay unread."""
-    read = (columns.text, columns.gold, *columns.images)
+def _require_all_images(row: Mapping[str, Any], columns: Columns, *, kept: Sequence[str], name: str) -> None:
+    """Refuse images that no column reads; beside a column of images, names of files may stay unread.
+
+    Columns that are `kept` by name are for environments and verifiers.
+    """
+    read = (columns.text, columns.gold, *columns.images, *kept)
     is_alone = not columns.images
     unread = [column for column, value in row.items() if column not in read and has_image(value, or_its_name=is_alone)]
     if unread and is_alone:

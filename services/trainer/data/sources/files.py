@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, DataError
 from services.trainer.data.config import DataConfig, SourceConfig
 from services.trainer.data.sources import hub
 from services.trainer.data.sources.readers.formats import SUFFIXES
-from services.trainer.data.sources.splits import choose_files, split_of
+from services.trainer.data.sources.splits import choose_files, split_of, split_of_folder
 
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
@@ -149,7 +149,7 @@ def _require_split(path: Path, split: str, config: SourceConfig) -> None:
             f"data.path {str(path)!r} has no configurations, so hub_config = {config.hub_config!r} would change "
             'nothing; remove it, or set hub_config = "" where a source takes it from [data]'
         )
-    if config.split not in ("", split):
+    if config.split not in ("", split, path.name.partition(".")[0], split_of_folder(path.parent.name)):
         raise ConfigError(
             f"data.path {str(path)!r} is of one split, {split!r} by its name, so split = {config.split!r} would change "
             'nothing; give the file of that split or the folder of all, or set split = "" to read these rows'

@@ -91,6 +91,9 @@ def choose_files(
     if not found:
         raise DataError(f"{name} has no file that can be read; the formats are {', '.join(suffixes)}")
     entry = _find_in_card(card, config, name)
+    if entry is None:  # what says no split and is of another format is no data, as metadata.json beside test.parquet
+        data = _of_first_format(found, suffixes)
+        found = [each for each in found if _said_split(each) or each in data]
     of_formats = _named_by_files(found, config, name) if entry is None else entry.by_split(found)
     by_split = {split: _of_first_format(each, suffixes) for split, each in of_formats.items() if each}
     if not by_split:
@@ -106,13 +109,22 @@ def choose_files(
 
 def split_of(name: str) -> str:
     """Return the split that the name of a file says, its folders' names included; `train` if none does."""
+    return _said_split(name) or DEFAULT_SPLIT
+
+
+def split_of_folder(name: str) -> str:
+    """Return the split whose files are in a folder of this name, if it is one of a split at all."""
+    return next((split for split, known in _WORDS.items() if name.lower() in known), name)
+
+
+def _said_split(name: str) -> str:
     path = PurePosixPath(name)
     if shard := _SHARD.fullmatch(_stem(path)):
         return shard["split"]
     words = [
         word for part in (_stem(path), *reversed(path.parts[:-1])) for word in re.split(r"[^a-z0-9]+", part.lower())
     ]
-    return next((split for word in words for split, known in _WORDS.items() if word in known), DEFAULT_SPLIT)
+    return next((split for word in words for split, known in _WORDS.items() if word in known), "")
 
 
 def _is_data(name: str, suffixes: Sequence[str]) -> bool:
