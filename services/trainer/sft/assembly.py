@@ -70,7 +70,7 @@ def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop
         checkpoint_every=config.checkpoint_every,
         validate_every=sft.validate_every,
         step=step,
-        num_samples=0 if checkpoint is None else _num_samples(checkpoint),
+        num_samples=0 if checkpoint is None else _num_samples(checkpoint, dataset),
         num_rows=dataset.num_rows,
         num_too_long=dataset.num_passed_over(),
         batches=BatchesAhead(
@@ -106,8 +106,8 @@ def _with_steps(settings: SftSettings, dataset: Dataset, checkpoint: Checkpoint 
     sft, trainer = settings.sft, settings.trainer
     if not sft.epochs:
         return trainer
-    num_rows = dataset.num_rows - dataset.num_passed_over() - dataset.num_wrong()
-    step, num_samples = (0, 0) if checkpoint is None else (checkpoint.step, _num_samples(checkpoint))
+    num_rows = _num_learnable(dataset)
+    step, num_samples = (0, 0) if checkpoint is None else (checkpoint.step, _num_samples(checkpoint, dataset))
     num_left = max(0.0, sft.epochs * num_rows - num_samples)
     num_steps = max(1, step + math.ceil(num_left / sft.batch_size))
     if checkpoint is not None and checkpoint.state.get("num_steps_of") == _num_steps_of(sft, dataset):
@@ -121,9 +121,16 @@ def _with_steps(settings: SftSettings, dataset: Dataset, checkpoint: Checkpoint 
         ) from None
 
 
-def _num_samples(checkpoint: Checkpoint) -> int:
-    """Return the samples that were learned; in checkpoints of earlier releases, with the rows passed over."""
-    return int(checkpoint.state.get("num_samples", checkpoint.state["position"]))
+def _num_learnable(dataset: Dataset) -> int:
+    return dataset.num_rows - dataset.num_passed_over() - dataset.num_wrong()
+
+
+def _num_samples(checkpoint: Checkpoint, dataset: Dataset) -> int:
+    """Return the samples that were learned. Checkpoints of earlier releases only have the rows with those passed over,
+    of which the learned ones are taken to be as many as among all."""
+    if "num_samples" in checkpoint.state:
+        return int(checkpoint.state["num_samples"])
+    return round(int(checkpoint.state["position"]) * _num_learnable(dataset) / dataset.num_rows)
 
 
 def _num_steps_of(sft: SftConfig, dataset: Dataset) -> list[float]:

@@ -272,6 +272,25 @@ def test_epochs_are_every_row_once_whatever_batches_a_run_goes_on_with(tiny_mode
     assert found[-1]["epoch"] == 1
 
 
+def test_a_run_of_an_earlier_release_has_the_epochs_that_are_left(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoints count rows, also those too long: half of twelve, so an epoch is three steps."""
+    save = CheckpointStore.save
+
+    def save_as_before(store: CheckpointStore, step: int, state: dict[str, Any], write: Any) -> Any:
+        return save(store, step, {key: value for key, value in state.items() if key != "num_samples"}, write)
+
+    monkeypatch.setattr(CheckpointStore, "save", save_as_before)
+    rows = [{"prompt": f"Say {n}.", "completion": "much " * 99 if n % 2 == 0 else str(n)} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(tmp_path / "rows.jsonl"), "answer_format": "", "cache_dir": tmp_path / "cache"}
+    for epochs in (1, 2):
+        sft = {"batch_size": 2, "epochs": epochs, "max_tokens": 80}
+        found = run(settings_of(tiny_model_path, data={**data, "shuffle": False}, sft=sft), tmp_path / "run")
+    assert [row["num_steps"] for row in found] == [3, 3, 3, 6, 6, 6]
+
+
 def test_a_wrong_row_costs_no_step_before_it(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
