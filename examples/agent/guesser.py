@@ -1,8 +1,8 @@
 """An agent that Penstock trains: a loop of your own around the OpenAI client, in your own process.
 
-    PYTHONPATH=examples/agent penstock train RECIPE --worker.agents.guesser.function=guesser:play
+    PYTHONPATH=examples/agent penstock train RECIPE guesser.toml
 
-docs/rollouts/agents.md says how it is trained.
+docs/rollouts/agents.md shows guesser.toml, and says how the agent is trained.
 """
 
 import json

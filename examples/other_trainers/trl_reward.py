@@ -62,8 +62,10 @@ def _ask(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         raise RuntimeError(
             "PENSTOCK_REWARD_URL is not set; set it to the reward service, such as http://127.0.0.1:8080"
         )
-    body = json.dumps({"items": items}).encode()
-    request = urllib.request.Request(f"{url}/v1/verify:batch", body, {"Content-Type": "application/json"})
+    body, headers = json.dumps({"items": items}).encode(), {"Content-Type": "application/json"}
+    if token := os.environ.get("PENSTOCK_TOKEN"):
+        headers["Authorization"] = f"Bearer {token}"
+    request = urllib.request.Request(f"{url}/v1/verify:batch", body, headers)
     give_up_at = time.monotonic() + float(os.environ.get("PENSTOCK_REWARD_RETRY_S", "120"))
     wait_s = 0.1
     while True:

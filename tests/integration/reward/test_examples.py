@@ -103,12 +103,15 @@ def test_nobody_there_is_an_error_and_no_zero(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_service_that_is_away_or_full_is_asked_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that breaks, a full queue, and then a verdict."""
+    """A connection that breaks, a full queue, and then a verdict; each time with the token, if there is one."""
     replies = [None, 429, 503, 200]
+    tokens: list[str | None] = []
+    monkeypatch.setenv("PENSTOCK_TOKEN", "of-the-service")
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
+            tokens.append(self.headers["Authorization"])
             status = replies.pop(0)
             if status is None:
                 return  # the connection closes without an answer
@@ -131,6 +134,7 @@ def test_a_service_that_is_away_or_full_is_asked_again(name: str, monkeypatch: p
             server.shutdown()
             thread.join()
     assert replies == []
+    assert tokens == ["Bearer of-the-service"] * 4
 
 
 @pytest.mark.usefixtures("here")
