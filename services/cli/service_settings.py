@@ -229,10 +229,11 @@ def require_inputs(recipe: Recipe) -> None:
 
     Raises:
         ConfigError: there is no model or no data, a setting does not fit them (see `for_trainer` and
-            `require_fits_model`), or it names an unknown profile or environment.
+            `require_fits_model`), it names an unknown profile or environment, or agents have no API to call.
         UnavailableError: a model is on the Hub, which cannot be reached.
     """
     recipe = with_models(recipe)
+    _require_agents_api(recipe)
     for_engine(recipe)
     for_trainer(recipe)
     require_names(recipe, sets=recipe.evaluation.is_in_training)
@@ -243,10 +244,12 @@ def require_at_launcher(recipe: Recipe) -> None:
     """Check what the launcher of a run uses itself, if engines, workers and trainer may be on other hosts.
 
     Raises:
-        ConfigError: the sampling cannot be trained on, a name is unknown, or the router needs a model that is not here.
+        ConfigError: the sampling cannot be trained on, a name is unknown, agents have no API to call, or the router
+            needs a model that is not here.
         UnavailableError: a model is on the Hub, which cannot be reached.
     """
     recipe.sampling.require_trainable()
+    _require_agents_api(recipe)
     require_names(recipe, sets=recipe.evaluation.is_in_training)
     for_router(recipe)
 
@@ -349,6 +352,11 @@ def _address(recipe: Recipe, given: str, port: int, service: str) -> str:
             f"or --{service}.port=..."
         )
     return given or f"{recipe.network.local}:{port}"
+
+
+def _require_agents_api(recipe: Recipe) -> None:
+    if recipe.worker.agents:
+        _router_url(recipe)
 
 
 def _router_url(recipe: Recipe) -> str:

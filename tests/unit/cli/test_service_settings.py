@@ -259,6 +259,8 @@ def test_a_worker_with_agents_finds_the_routers_http_api(model: ModelConfig) -> 
         ConfigError, match=r"worker\.agents needs .* router\.http_port is None; set it to a port, or give"
     ):
         service_settings.for_worker(without)
+    with pytest.raises(ConfigError, match=r"router\.http_port is None; set it to a port"):
+        service_settings.require_at_launcher(without)
     assert service_settings.for_worker(without.model_copy(update={"worker": WorkerConfig()})).router_url == ""
 
 
