@@ -17,6 +17,7 @@ from tests.support.waiting import HANG_S
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.leaves_behind("a process that is killed with -9 has no time to remove its temporary files", "file"),
 ]

@@ -166,6 +166,7 @@ async def test_ctrl_c_keeps_what_was_played(recipe: Path, engine: SimulatedEngin
     assert not (folder / "evaluation.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ending",
     [
@@ -323,6 +324,7 @@ def test_an_api_that_is_away_leaves_no_folder(recipe: Path, arguments: list[str]
     assert list((recipe.parent / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("full_from", "remedy"),
     [

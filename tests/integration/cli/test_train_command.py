@@ -134,6 +134,7 @@ def test_an_interrupt_without_a_reader(train: Callable[..., TrainCommand]) -> No
     assert command.survivors() == []
 
 
+@pytest.mark.slow
 def test_killed_launcher_leaves_no_service(train: Callable[..., TrainCommand]) -> None:
     """kill -9 of `penstock train` ends nats-server, the services and their worker processes."""
     command = train()

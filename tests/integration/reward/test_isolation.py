@@ -249,6 +249,7 @@ async def test_a_killed_forkserver_is_started_again() -> None:
         assert [reply.credit for reply in replies] == [1.0] * 20
 
 
+@pytest.mark.slow
 async def test_a_forkserver_that_is_ready_too_late_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its word that it is ready is nobody's process: another one is started, and its workers are the pool's."""
     async with _running(num_workers=1) as pool:

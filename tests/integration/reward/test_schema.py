@@ -27,6 +27,7 @@ def api() -> Iterator[schemathesis.BaseSchema]:
         yield schemathesis.openapi.from_url(f"{service.url}/openapi.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
 def test_answers_are_as_described(api: schemathesis.BaseSchema, mode: schemathesis.GenerationMode) -> None:
     """Statuses, headers and bodies; no request, by the page or against it, is an internal error."""

@@ -44,6 +44,7 @@ print(json.dumps(rows))
 """
 
 
+@pytest.mark.slow
 def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     """Four steps, then a resume from step 2 with another value: each step once, with its newest value."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -60,6 +61,7 @@ def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> N
     assert set(events.Tags()["scalars"]) == {"step", "reward_mean"}
 
 
+@pytest.mark.slow
 def test_a_step_whose_push_was_interrupted_reaches_trackers_after_the_resume(tmp_path: Path) -> None:
     """The trainer died between the checkpoint of step 2 and the end of its push, and dies once more: still one row."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

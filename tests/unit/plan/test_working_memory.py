@@ -71,6 +71,7 @@ def test_frozen_parts_are_not_trained(tmp_path: Path) -> None:
         shape.trained({"towr": 0.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3"])
 def test_tensors_without_memory_take_what_real_ones_take(family: str) -> None:
     """At the same moment as many bytes, to a thousandth, which torch's tracker confirms."""
@@ -125,6 +126,7 @@ def test_few_layers_say_what_many_take(
     assert working_bytes(shape, ROW, **SETTINGS | settings) == pytest.approx(predicted, rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [pytest.param(family, marks=pytest.mark.variant if family in COUNTED_BELOW else ()) for family in FAMILIES],

@@ -23,6 +23,7 @@ _SETTINGS: dict[str, Any] = {"lora": _LORA, "optimizer": {"learning_rate": 1e-2}
 _KL = {"kl": {"kind": "k3", "refresh": "copy", "refresh_every": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -86,6 +87,7 @@ def saved_adapters(
     return saved(ranks, path, checkpoint, folder, seeds, algorithm=_KL, **_SETTINGS)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_of_no_number_of_ranks(two: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """What one has saved, two write again to the bit, in the one file that PEFT reads; and the other way round."""
     digest, files = saved_adapters(ALONE, tiny_model_path, None, tmp_path / "by one", [0, 1])
@@ -109,6 +111,7 @@ def of_the_push(ranks: Ranks, path: Path) -> dict[str, int]:
     return dict(backend_of(ranks, path, **_SETTINGS).export().base_digests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_near", [2, 1])
 def test_a_push_carries_the_adapters_of_all_ranks(two: RankPool, tiny_model_path: Path, num_near: int) -> None:
     """Every byte, in its place, also if a rank cannot open the memory; and the digests of the whole base."""

@@ -85,6 +85,7 @@ def test_two_ranks_push_every_byte(
     assert written == gathered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "num_near"),
     [
@@ -142,6 +143,7 @@ def place(ranks: Ranks, path: Path) -> int:
     return ranks.num_collectives() - before
 
 
+@pytest.mark.slow
 def test_what_is_sent_moves_no_rank_ahead(four: RankPool, tiny_model_path: Path) -> None:
     """Or the watch over ranks that wait for each other would take one that has written for one that is late."""
     assert len(set(four.run(place, tiny_model_path))) == 1

@@ -130,6 +130,7 @@ def test_two_ranks_take_the_steps_of_one_with_a_mixture_of_experts(
         assert_same(alone, together)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.variant)])
 def test_offloading_changes_no_bit_of_what_two_ranks_compute(two: RankPool, tiny_model_path: Path, dtype: str) -> None:
     """Shards, gradients and averages are in the host's memory, with a reference and a part that is frozen."""
@@ -157,6 +158,7 @@ READS_OTHERS = ("m2po", "gspo", "kl in reward", "normalised")
 """Algorithms that read of other rows in different ways: statistics of the batch, whole samples, a reference."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

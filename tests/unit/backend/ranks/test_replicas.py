@@ -13,6 +13,8 @@ from tests.unit.algorithm.test_chunks import ALGORITHMS
 from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, trained, weights_of
 from tests.unit.backend.ranks.test_sharded_checkpoints import saved
 
+pytestmark = pytest.mark.slow
+
 _REPLICAS = {"hsdp_replicas": 2}
 
 
@@ -66,7 +68,6 @@ def saved_by_replicas(
     return digest, sum(file.endswith(".safetensors") for file in files)
 
 
-@pytest.mark.slow
 def test_replicas_write_each_tensor_once_and_any_ranks_go_on(
     four: RankPool, tiny_model_path: Path, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def assert_equal_files(one: Path, other: Path) -> None:
             assert (other / "model" / path.name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_files_of_any_number_of_ranks_hold_the_same(four: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """What many read from one rank's checkpoint and write again is that checkpoint: weights, averages, reference."""
     saved(ALONE, tiny_model_path, None, tmp_path / "by one", [0])
@@ -117,6 +118,7 @@ def test_shares_are_copies(two: RankPool, tiny_model_path: Path, tmp_path: Path)
         assert copied == read != updated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_many_ranks_write_experts_as_published(four: RankPool, tmp_path: Path, kind: str) -> None:
     """The published names and layouts, with an index that says where each tensor is; one rank reads them."""
@@ -158,6 +160,7 @@ def refused(ranks: Ranks, folder: Path, error: Exception) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "told"),
     [
