@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import nats.js.errors
+import structlog
 
 from penstock.bus.answers import RETRY_S, until_answered
 from penstock.bus.failures import BUS_ERRORS, describe
@@ -14,12 +15,18 @@ from penstock.config import BusConfig
 from penstock.config.nats_url import address_of
 from penstock.errors import SetupError
 
+log = structlog.get_logger()
+
 CreatedT = TypeVar("CreatedT")
 
-_FORMING_S = 10.0
-"""Seconds that the servers of a cluster may take to find each other."""
+_SETTLING_S = 10.0
+"""Seconds that the servers of a cluster may take to find each other, and a server to write what it had begun."""
 _NO_PEERS, _NO_CLUSTER = 10005, 10074
 """JetStream's codes: no suitable peers for placement; replicas > 1 not supported in non-clustered mode."""
+_CONSUMER_NOT_WRITTEN = 10012
+"""JetStream's code for a consumer whose files cannot be written. A server that is busy may still write the state of a
+removed consumer while one of the same name is made, and moves the file of the new one away (nats-server 2.15,
+`consumerFileStore.writeState` and `delete`)."""
 _NO_STORAGE = "insufficient storage"
 
 
@@ -41,15 +48,19 @@ async def create(
     Raises:
         SetupError: the servers do not create it.
     """
-    formed_at = time.monotonic() + _FORMING_S
+    settled_at = time.monotonic() + _SETTLING_S
     while True:
         try:
             return await until_answered(config, what, attempt)
         except BUS_ERRORS as error:
             code = getattr(error, "err_code", None)
+            if code == _CONSUMER_NOT_WRITTEN and time.monotonic() < settled_at:
+                log.warning("bus.not_set_up", what=what, error=describe(error))
+                await asyncio.sleep(RETRY_S)
+                continue
             if code in (_NO_PEERS, _NO_CLUSTER):
                 without = await servers_without_jetstream(config)
-                if code == _NO_PEERS and not without and time.monotonic() < formed_at:
+                if code == _NO_PEERS and not without and time.monotonic() < settled_at:
                     await asyncio.sleep(RETRY_S)
                     continue
                 raise SetupError(_describe_few_servers(config, what, describe(error), without)) from None

@@ -77,6 +77,25 @@ async def test_a_refusal_is_no_election() -> None:
         await creation.create(config, "stream S", Attempts([full]))
 
 
+def not_written() -> Exception:
+    """What a server says that moves the new consumer's file away while it writes the removed one's last state."""
+    description = "rename /store/obs/trainer/o.dat.tmp /store/obs/trainer/o.dat: no such file or directory"
+    return nats.js.errors.ServerError(code=500, err_code=10012, description=description)
+
+
+async def test_a_consumer_is_made_though_the_removed_one_is_still_written() -> None:
+    """A trainer, or an evaluation, that starts at a busy server."""
+    attempts = Attempts([not_written(), not_written()])
+    assert await creation.create(BusConfig(url="nats://a:4222"), "consumer C of stream S", attempts) == "made"
+
+
+async def test_a_consumer_that_cannot_be_written_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full, or broken."""
+    monkeypatch.setattr(creation, "_SETTLING_S", 0.0)
+    with pytest.raises(SetupError, match=r"consumer C of stream S could not be set up \(rename .*o.dat"):
+        await creation.create(BusConfig(url="nats://a:4222"), "consumer C of stream S", Attempts([not_written()]))
+
+
 class Streams:
     """Of a server that leaves every first question about a stream unanswered, after it did what was asked."""
 
