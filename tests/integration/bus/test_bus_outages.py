@@ -229,6 +229,19 @@ async def test_a_frozen_server_delays_what_is_set_up(tmp_path: Path, run_name: s
             await promptly(pending)
 
 
+async def test_a_consumer_whose_file_was_in_use_is_made_again(
+    workers: OpenConsumer, tmp_path: Path, run_name: str
+) -> None:
+    """As at a busy server that still writes the state of a removed consumer of the same name: it fails once."""
+    async with local_server(tmp_path) as url, connect(BusConfig(url=url), run=run_name) as bus:
+        await bus.ensure_streams()
+        (folder,) = tmp_path.glob(f"**/streams/{bus.prompts.name}")
+        (folder / "obs/workers/o.dat.tmp").mkdir(parents=True)
+        with capture_logs() as events:
+            await workers(bus)
+        assert [event["event"] for event in events].count("bus.not_set_up") == 1
+
+
 async def test_bounds_of_streams_need_no_room(bus: Bus, run_name: str, tmp_path: Path) -> None:
     """By default NATS refuses bounds above three quarters of the free disk, however little is stored."""
     bound = min(shutil.disk_usage(tmp_path).free, 9 * 2**40 // 10)
