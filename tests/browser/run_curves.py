@@ -35,7 +35,7 @@ async def test_charts_that_are_drawn_anew_are_freed(page: Page, runs: list[Path]
         await expect(page.locator("#status")).to_contain_text(f"step {step} of 200", timeout=10_000)
     await page.wait_for_timeout(500)
     kept = await page.evaluate(
-        "import('/vendor/uPlot.mjs').then(({ default: uPlot }) => uPlot.sync('steps').plots.length)"
+        "import('/vendor/uPlot.mjs').then(({ default: uPlot }) => uPlot.sync('step').plots.length)"
     )
     assert kept == await page.locator("figure .uplot").count() > 0
 
@@ -70,6 +70,73 @@ async def _num_coloured(canvas: Locator) -> int:
         }"""
     )
     return found
+
+
+async def test_a_metric_that_single_steps_have_is_drawn(page: Page, runs: list[Path]) -> None:
+    """A value between gaps is part of no line."""
+    metrics = runs[0] / "metrics.jsonl"
+    rows = [step_row(step) for step in range(1, 31)]
+    for row in rows[::2]:
+        del row["dlogp_mean_current"]
+    metrics.with_name("new").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics.with_name("new").replace(metrics)
+    await page.reload()
+    await expect(page.locator("h1")).to_have_text("Curves")
+    assert await _num_coloured(page.locator("figure", has_text="dlogp_mean_current").locator("canvas")) > 0
+
+
+async def test_charts_over_steps_are_not_zoomed_to_hours(page: Page) -> None:
+    """Scores are always over steps."""
+    await page.get_by_label("Over").select_option("time")
+    await expect(page.locator("figure").first).to_contain_text("hours")
+    whole = await _shown(page, "hours")
+    of_scores = await _shown(page, "step")
+    await _zoom(page, page.locator("figure .u-over").first)
+    ((low, high),) = await _shown(page, "hours")
+    assert whole == {(2 / 3600, 60 / 3600)}
+    assert 2 / 3600 < low < high < 60 / 3600
+    assert await _shown(page, "step") == of_scores
+
+
+async def test_a_double_click_shows_all_of_every_chart(page: Page, runs: list[Path]) -> None:
+    """Also on the scores, whose steps are fewer. Until then charts that are drawn anew are zoomed, too."""
+    file = runs[0] / "evaluations.jsonl"
+    row = json.loads(file.read_text())
+    file.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in (14, 16)))
+    await page.reload()
+    await expect(page.locator("h1")).to_have_text("Curves")
+    whole = {(1, 30), (14, 16)}
+    assert await _shown(page, "step") == whole
+    await _zoom(page, page.locator("figure .u-over").first)
+    zoomed = await _shown(page, "step")
+    ((low, high),) = zoomed
+    assert 1 < low < 14 < 16 < high < 30
+    await page.locator("#theme").click()  # draws them anew
+    await expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    await page.wait_for_timeout(500)
+    assert await _shown(page, "step") == zoomed
+    await page.locator("figure", has_text="Held-out score").locator(".u-over").dblclick()
+    assert await _shown(page, "step") == whole
+
+
+async def _zoom(page: Page, surface: Locator) -> None:
+    """Drag over the middle half of a chart."""
+    box = await surface.bounding_box()
+    assert box is not None
+    await page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 20)
+    await page.mouse.down()
+    await page.mouse.move(box["x"] + 3 * box["width"] / 4, box["y"] + 20, steps=5)
+    await page.mouse.up()
+
+
+async def _shown(page: Page, label: str) -> set[tuple[float, float]]:
+    """From where to where the charts over `label` are drawn."""
+    found: list[tuple[float, float]] = await page.evaluate(
+        """(label) => import('/vendor/uPlot.mjs').then(({ default: uPlot }) =>
+            uPlot.sync(label).plots.map(({ scales: { x } }) => [x.min, x.max]))""",
+        label,
+    )
+    return {(low, high) for low, high in found}
 
 
 async def test_alarms_are_counted_and_explained(page: Page) -> None:

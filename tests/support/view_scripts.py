@@ -27,7 +27,7 @@ class ViewScripts:
             const document = {{ getElementById: () => ({element}) }};
             const loaded = {{}};
             function load(name) {{
-              if (name.startsWith("vendor/")) return {{ default: {{ sync: () => ({{}}) }} }}; // draws
+              if (name.startsWith("vendor/")) return {{}}; // draws
               if (!(name in loaded)) {{
                 loaded[name] = {{}};
                 new Function("exports", sourceOf(name))(loaded[name]);
@@ -40,10 +40,13 @@ class ViewScripts:
     def call(self, script: str, function: str, *arguments: Any, undefined: str | None = None) -> Any:
         """Return what the exported function `function` of `script` returns; both ways as JSON.
 
-        `undefined` is what stands for undefined, which JSON turns into null or leaves out.
+        `undefined` is what stands for undefined both ways, which JSON turns into null or leaves out.
         """
-        given = json.dumps(arguments)
-        shown = "" if undefined is None else f", (_, it) => it === undefined ? {json.dumps(undefined)} : it"
+        given, shown = json.dumps(arguments), ""
+        if undefined is not None:
+            mark = json.dumps(undefined)
+            given = f"JSON.parse({json.dumps(given)}, (_, it) => it === {mark} ? undefined : it)"
+            shown = f", (_, it) => it === undefined ? {mark} : it"
         found = self._context.eval(f"JSON.stringify(load({json.dumps(script)}).{function}(...{given}){shown})")
         return None if found is None else json.loads(found)
 

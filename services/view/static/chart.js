@@ -5,11 +5,10 @@ import { ink } from "./colours.js";
 import { h } from "./dom.js";
 import { number } from "./format.js";
 
-const together = uPlot.sync("steps");
 const HEIGHT = 190;
 const MOST_TICKS = 60; // more would be a bar
 
-let zoomed = null; // {label, min, max} of x, which all charts over the same x share, also when they are drawn anew
+const zoomed = new Map(); // by the label of x: {min, max}, which all charts over it share, also when they are drawn anew
 let shown = []; // charts of the page, and of one that is being drawn
 
 // series: [{label, colour, values, dashed?}] over one list of x; marks: [{x, text, isTick?}]; pick gets the x that is clicked.
@@ -19,14 +18,18 @@ export function chart(title, x, series, { xLabel = "step", marks = [], low, note
   const options = {
     width: 400,
     height: HEIGHT,
-    cursor: { sync: { key: together.key }, drag: { x: true, y: false } },
+    cursor: {
+      sync: { key: xLabel },
+      drag: { x: true, y: false },
+      bind: { dblclick: (_, __, showAll) => (event) => { zoomed.delete(xLabel); showAll(event); } },
+    },
     scales: { x: { time: false }, y: { range: (_, min, max) => range(min, max, low) } },
     axes: [axis(), axis({ size: 64, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) })],
     series: [
       { label: xLabel },
       ...series.map((each) => ({
         label: each.label, class: each.thin ? "thin" : undefined, stroke: each.colour, width: each.thin ? 1 : 1.75, dash: each.dashed ? [5, 4] : undefined,
-        alpha: each.thin ? 0.35 : 1, spanGaps: false, points: { show: isAlone(each.values) }, value: (_, value) => number(value),
+        alpha: each.thin ? 0.35 : 1, spanGaps: false, points: pointsOf(each.values), value: (_, value) => number(value),
       })),
     ],
     hooks: {
@@ -35,7 +38,7 @@ export function chart(title, x, series, { xLabel = "step", marks = [], low, note
     },
   };
   const plot = new uPlot(options, [x, ...series.map((each) => each.values)], box);
-  if (zoomed?.label === xLabel) plot.setScale("x", zoomed);
+  if (zoomed.has(xLabel)) plot.setScale("x", zoomed.get(xLabel));
   if (pick) onClick(plot.over, () => { if (plot.cursor.idx !== null) pick(x[plot.cursor.idx]); });
   requestAnimationFrame(() => { isDrawn = true; });
   const resize = () => plot.setSize({ width: Math.max(200, box.clientWidth - 18), height: HEIGHT });
@@ -55,16 +58,25 @@ export function forgetCharts() {
   shown = shown.filter((each) => each.box.isConnected);
 }
 
-// Whether there is no line that a value would be part of.
-export function isAlone(values) {
-  return values.filter((value) => value !== null && value !== undefined).length < 2;
+// The places of values that are part of no line: on both sides the next place that is not undefined is null, or there is none.
+export function alone(values) {
+  const ends = (place) => (values[place] ?? null) === null;
+  const known = [...values.keys()].filter((place) => values[place] !== undefined);
+  return known.filter((place, order) => !ends(place) && ends(known[order - 1]) && ends(known[order + 1]));
+}
+
+// What is part of no line is a point.
+function pointsOf(values) {
+  const places = alone(values);
+  return { show: false, filter: () => (places.length ? places : null) };
 }
 
 function zoomAll(plot, label, x) {
   const { min, max } = plot.scales.x;
+  const known = zoomed.get(label);
   const isWhole = min <= x[0] && max >= x.at(-1);
-  if (isWhole ? zoomed === null : zoomed?.label === label && zoomed.min === min && zoomed.max === max) return;
-  zoomed = isWhole ? null : { label, min, max };
+  if (known ? known.min === min && known.max === max : isWhole) return;
+  zoomed.set(label, { min, max });
   for (const each of shown) {
     if (each.plot !== plot && each.xLabel === label && each.box.isConnected) each.plot.setScale("x", { min, max });
   }

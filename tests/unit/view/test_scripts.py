@@ -192,7 +192,7 @@ def test_supervised_training_has_a_loss_in_place_of_a_reward(scripts: ViewScript
 
 
 def test_scores_of_runs_go_on_over_the_steps_of_others(scripts: ViewScripts) -> None:
-    """Runs need not be evaluated at the same steps; a set that an evaluation lacks is a gap, and one point is drawn."""
+    """Runs need not be evaluated at the same steps; a set that an evaluation lacks is a gap."""
     runs = [
         {"name": name, "rows": [{"step": step, "sets": {each: {"score": {"value": 0.5}} for each in sets}}
          for step, sets in evaluations.items()]}
@@ -205,8 +205,23 @@ def test_scores_of_runs_go_on_over_the_steps_of_others(scripts: ViewScripts) -> 
         "one: b": [0.5, None, None, 0.5],
         "other: a": ["-", 0.5, "-", "-"],
     }
-    alone = [scripts.call("chart.js", "isAlone", values) for values in ([None, 0.5], [0.5, None, 0])]
-    assert alone == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "places"),
+    [
+        ([None, 1, None, 2, 3, None], [1]),
+        ([1, None, 2, 2, None, 3], [0, 5]),
+        ([None, "-", 1, "-", None, 2, "-", 3], [2]),
+        (["-", 1, "-"], [1]),
+        ([1, 2], []),
+        ([None, "-"], []),
+        ([], []),
+    ],
+)
+def test_a_value_between_gaps_is_a_point(scripts: ViewScripts, values: list[Any], places: list[int]) -> None:
+    """A metric that only some steps have would be an empty chart. A line goes on over the places of other runs."""
+    assert scripts.call("chart.js", "alone", values, undefined="-") == places
 
 
 def test_a_page_is_drawn_again_for_what_it_shows(scripts: ViewScripts) -> None:
