@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Sequence
 from urllib.parse import unquote
 
+from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -61,9 +62,15 @@ def _parameter(query: Sequence[str], name: str) -> str:
 
 
 def _cookie_name(scope: Scope) -> str:
-    """Return a name of its own for each port, because browsers send a host's cookies to all of its ports."""
-    server = scope.get("server")
-    return f"penstock_view_{server[1] if server else 0}"
+    """Return a name of its own for each port, because browsers send a host's cookies to all of its ports.
+
+    The browser's port counts: `ssh -L 7091:127.0.0.1:7090` forwards another one to a server than its own.
+    """
+    _, _, port = Headers(scope=scope).get("host", "").rpartition(":")
+    if not port.isdecimal():
+        server = scope.get("server")
+        port = str(server[1]) if server else "0"
+    return f"penstock_view_{port}"
 
 
 def _cookie(scope: Scope, name: str) -> str:

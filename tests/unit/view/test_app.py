@@ -93,6 +93,24 @@ async def test_cookies_of_other_programs_lock_nobody_out(theirs: str) -> None:
     assert seen == [f"Bearer {token}".encode("latin-1")] * 2
 
 
+async def test_servers_behind_forwarded_ports_do_not_sign_each_other_out() -> None:
+    """`ssh -L 7091:127.0.0.1:7090` leads to a server with another port; that counts where an address has none."""
+    seen: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.extend(value for key, value in scope["headers"] if key == b"authorization")
+        await Response()(scope, receive, send)
+
+    transport = httpx.ASGITransport(SignIn(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7090") as client:
+        hosts = {"localhost:7091": "one", "[::1]:7092": "two", "runs.example": "three"}
+        for host, token in hosts.items():
+            await client.get(f"/?token={token}", headers={"host": host})
+        for host in hosts:
+            await client.get("/", headers={"host": host})
+    assert seen == [b"Bearer one", b"Bearer two", b"Bearer three"]
+
+
 @pytest.mark.parametrize("name", ["token", "key"])
 async def test_a_plus_of_the_token_is_a_plus(name: str) -> None:
     """Tokens are often base64, and people put them into the address as they are. The rest of it stays as it is."""
