@@ -45,6 +45,18 @@ async def test_a_page_that_comes_late_does_not_replace_the_one_that_was_chosen_a
     await expect(page.locator("h1")).to_have_text("Settings")
 
 
+async def test_a_link_can_be_clicked_slowly(page: Page) -> None:
+    """The list of pages is brought up to date every two seconds; a click begins and ends on the same link."""
+    link = page.get_by_role("link", name="Samples")
+    await link.hover()
+    await page.mouse.down()
+    for _ in range(2):  # the second is asked for when the first has been shown
+        async with page.expect_response("**/api/runs"):
+            pass
+    await page.mouse.up()
+    await expect(page.locator("h1")).to_have_text("Samples")
+
+
 async def test_an_exported_file_is_used_without_a_server(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
     """Every page, the filters and their order, the pictures; and it asks for nothing."""
     add_spans(runs[0])

@@ -44,6 +44,10 @@ const context = {
 
 const current = () => location.hash.slice(1).split("?")[0] || "curves";
 
+// Made once: a click is lost if its link is replaced between the button's way down and up.
+const count = h("span", { class: "count", hidden: true }); // of alarms
+const links = LINKED.map((name) => h("a", {}, PAGES[name].title, name === "alarms" ? count : null));
+
 let drawn = ""; // the page that is shown
 let seen = ""; // the page's news when it was drawn
 let isStale = false; // steps have come that it does not show
@@ -85,15 +89,7 @@ async function draw() {
 }
 
 function drawHeader() {
-  const shown = current() === "group" ? "samples" : current();
-  const nav = document.getElementById("nav");
-  const focused = controls(nav).indexOf(document.activeElement);
-  nav.replaceChildren(...LINKED.map((name) => {
-    const count = name === "alarms" ? context.runs[context.run]?.num_alarms : 0;
-    return h("a", { href: context.link(name), "aria-current": name === shown ? "page" : undefined },
-      PAGES[name].title, count ? h("span", { class: "count", "aria-label": `: ${count}` }, String(count)) : null);
-  }));
-  controls(nav)[focused]?.focus({ preventScroll: true });
+  drawLinks();
   const choice = document.getElementById("run");
   if (choice.options.length !== context.runs.length) {
     choice.replaceChildren(...context.runs.map((run) => h("option", { value: run.number }, run.name)));
@@ -111,6 +107,19 @@ function drawHeader() {
     note.hidden = false;
     note.textContent = `Exported ${exported.time}. ${leftOut.length ? `Left out: ${leftOut.join("; ")}.` : "Nothing was left out."}`;
   }
+}
+
+function drawLinks() {
+  const shown = current() === "group" ? "samples" : current();
+  LINKED.forEach((name, order) => {
+    links[order].href = context.link(name);
+    if (name === shown) links[order].setAttribute("aria-current", "page");
+    else links[order].removeAttribute("aria-current");
+  });
+  const number = context.runs[context.run]?.num_alarms ?? 0;
+  count.hidden = number === 0;
+  count.textContent = number;
+  count.setAttribute("aria-label", `: ${number}`);
 }
 
 // On a phone the pages' list is wider than the screen. scrollIntoView would move the place from which Tab goes on.
@@ -193,6 +202,7 @@ async function start() {
     document.getElementById("page").replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
     return;
   }
+  document.getElementById("nav").append(...links);
   addEventListener("hashchange", draw);
   await draw();
   if (!exported) setTimeout(poll, EVERY_MS);
