@@ -1,5 +1,6 @@
 """The HTTP application: the pages' files, and the runs' data as JSON."""
 
+import math
 import mimetypes
 import secrets
 from collections.abc import Sequence
@@ -120,9 +121,9 @@ def view_app(runs: Sequence[RunReader]) -> FastAPI:
         return _json([step for step in run_of(number).trace() if first_step <= step["step"] <= last_step])
 
     @app.get("/api/runs/{number}/processes")
-    def processes(number: int, first: float, last: float) -> Response:
+    def processes(number: int, first: float, last: float | None = None) -> Response:
         run = run_of(number)
-        return _json(timeline_of(run.spans(first, last), run.episodes()))
+        return _json(timeline_of(run.spans(first, math.inf if last is None else last), run.episodes()))
 
     @app.get("/api/runs/{number}/images/{name}")
     def image(number: int, name: str) -> Response:

@@ -6,7 +6,7 @@ from pathlib import Path
 from playwright.async_api import Page, expect
 
 from tests.browser.pages import LONGEST_CLICKS, num_clicks
-from tests.support.view_runs import add_spans
+from tests.support.view_runs import add_end, add_spans
 
 
 async def test_the_push_that_paused_longest_is_three_clicks_away(page: Page, runs: list[Path]) -> None:
@@ -82,3 +82,16 @@ async def test_the_timeline_is_used_by_keys(page: Page, runs: list[Path]) -> Non
     await expect(page.locator("main")).to_contain_text("sample 0, 6 tokens")
     await page.keyboard.press("Enter")
     await expect(page.locator("h1")).to_have_text("Group")
+
+
+async def test_the_evaluation_of_the_last_step_is_on_the_timeline(page: Page, runs: list[Path]) -> None:
+    """It comes after the last step."""
+    add_spans(runs[0])
+    add_end(runs[0])
+    await page.get_by_role("link", name="Timeline").click()
+    await expect(page.get_by_text("The trainer's time:")).to_be_visible()
+    await page.locator("canvas").focus()
+    await page.keyboard.press("ArrowRight")
+    for _ in range(4):  # pushes, calls, pauses, evaluations
+        await page.keyboard.press("ArrowDown")
+    await expect(page.locator("main")).to_contain_text("evaluation, 20.0 s")

@@ -229,3 +229,17 @@ def add_spans(folder: Path, *, num_steps: int = 30) -> None:
     ended = ["process", 1_700_000_000.0, 9.0, {"service": "x", "start": 1, "exit_code": 1, "was_stopped": False}]
     row = {"sequence": 0, "stored": None, "batch": batch | {"process": "launcher", "spans": [*started, ended]}}
     (folder / "trace" / "launcher-1700000000000.jsonl").write_text(json.dumps(row) + "\n")
+
+
+def add_end(folder: Path, *, num_steps: int = 30) -> None:
+    """Add to `add_spans` what came after the last step: its evaluation, of 20 s, and a process's end."""
+    began = 1_700_000_000.0 + 2 * num_steps + 2.5
+    batch = {"host": "a", "pid": 1, "start": "s", "number": 2, "dropped": 0, "sent": began + 20.0}
+    played = ["evaluation", began, 20.0, {"step": num_steps, "version": num_steps + 1}]
+    row = {"sequence": 3, "stored": began + 20.0, "batch": batch | {"process": "trainer", "spans": [played]}}
+    with (folder / "trace" / "spans-1700000000000.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    ended = ["process", 1_700_000_000.0, 2 * num_steps + 23.0, {"service": "rollout-0", "start": 1, "exit_code": 0}]
+    row = {"sequence": 0, "stored": None, "batch": batch | {"process": "launcher", "spans": [ended]}}
+    with (folder / "trace" / "launcher-1700000000000.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")

@@ -1,6 +1,7 @@
 """Takes from a run what fits into an exported page, and says what it leaves out."""
 
 import base64
+import math
 import mimetypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ def excerpt_of(number: int, run: RunReader, *, max_bytes: int) -> Excerpt:
         "trace": trace,
         "num_kept": len(index),
     }
-    spans, num_short = _spans(run, index, trace, most=min(_MAX_SPANS, max_bytes // 4 // _SPAN_BYTES))
+    stretches = list(_stretches(trace, last_step=rows[-1]["step"] if rows else 0))
+    spans, num_short = _spans(run, index, stretches, most=min(_MAX_SPANS, max_bytes // 4 // _SPAN_BYTES))
     used = len(msgspec.json.encode([data, spans]))
     groups, images = _groups(run, index, max_bytes=max_bytes - used)
     for span in spans:
@@ -106,11 +108,10 @@ def _timed_steps(run: RunReader, rows: Sequence[Mapping[str, Any]]) -> tuple[lis
 
 
 def _spans(
-    run: RunReader, index: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]], *, most: int
+    run: RunReader, index: Sequence[Mapping[str, Any]], stretches: Sequence[tuple[float, float]], *, most: int
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return at most `most` spans of what processes did in these steps, and how many were left out."""
+    """Return at most `most` spans of what processes did in these times, and how many were left out."""
     found, num_left_out = [], 0
-    stretches = list(_stretches(trace))
     for first, last in stretches:
         drawn = timeline_of(run.spans(first, last), index, most=most // len(stretches))
         found += drawn["spans"]
@@ -118,14 +119,15 @@ def _spans(
     return found, num_left_out
 
 
-def _stretches(trace: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
-    """Yield begin and end of each row of consecutive steps."""
+def _stretches(trace: Sequence[Mapping[str, Any]], *, last_step: int) -> Iterator[tuple[float, float]]:
+    """Yield begin and end of each row of consecutive steps; the run's last step has all that came after it."""
     stretch: list[Mapping[str, Any]] = []
     for step in [*trace, None]:
         if stretch and (step is None or step["step"] != stretch[-1]["step"] + 1):
             times = [(start, start + length) for each in stretch for _, start, length in each["spans"]]
             if times:
-                yield min(start for start, _ in times), max(end for _, end in times)
+                is_last = stretch[-1]["step"] == last_step
+                yield min(start for start, _ in times), math.inf if is_last else max(end for _, end in times)
             stretch = []
         if step is not None:
             stretch.append(step)

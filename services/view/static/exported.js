@@ -11,7 +11,7 @@ function open({ exported: time, runs }) {
     episodes: (run, _, parameters) => filter(run, parameters),
     spans: (run, _, { first_step = 0, last_step = Infinity }) => run.index.filter((entry) => isBetween(entry.step, first_step, last_step)),
     trace: (run, _, { first_step = 0, last_step = Infinity }) => run.trace.filter((step) => isBetween(step.step, first_step, last_step)),
-    processes: (run, _, { first, last }) => ({ num_left_out: 0,
+    processes: (run, _, { first, last = Infinity }) => ({ num_left_out: 0,
       spans: run.processes.filter((span) => span.start <= last && span.start + span.length >= first) }),
   };
   return {

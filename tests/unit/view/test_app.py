@@ -278,3 +278,5 @@ async def test_what_processes_did_is_found_by_time(client: httpx.AsyncClient, ru
     found = (await client.get("/api/runs/0/processes", params={"first": 49, "last": 60})).json()
     (drawn,) = found["spans"]
     assert (drawn["process"], drawn["name"], drawn["length"], drawn["group"]) == ("worker-0", "episode", 2.0, 4)
+    until_the_end = (await client.get("/api/runs/0/processes", params={"first": 49})).json()
+    assert [span["start"] for span in until_the_end["spans"]] == [50.0, 70.0]

@@ -9,7 +9,7 @@ from services.view.fleet import fleet_of
 from services.view.run_reader import RunReader
 from services.view.summary import fleet_now
 from services.view.trace_reader import Span
-from tests.support.view_runs import add_spans, make_run
+from tests.support.view_runs import add_end, add_spans, make_run
 
 _NOW = 1000.0
 
@@ -133,6 +133,18 @@ def test_a_run_that_has_ended_is_shown_as_it_was_at_its_end(tmp_path: Path) -> N
     states = {each["process"]: (each["state"], each["exit_code"]) for each in fleet["processes"]}
     assert states == {"rollout-0": ("lost", None), "router": ("", None), "trainer": ("", None), "x": ("ended", 1)}
     assert (fleet["num_replicas"], fleet["published_version"]) == (2, 31)
+
+
+def test_a_run_ends_with_its_processes(tmp_path: Path) -> None:
+    """The evaluation of the last step comes after it, and then the processes end."""
+    run = make_run(tmp_path / "run")
+    add_spans(run)
+    add_end(run)
+    fleet = fleet_now(RunReader(run))
+    assert fleet["now"] == 1_700_000_000.0 + 2 * 30 + 23.0
+    found = {each["process"]: (each["state"], each["silent_s"]) for each in fleet["processes"]}
+    assert found["rollout-0"] == ("ended", pytest.approx(21.1))
+    assert found["trainer"] == ("", pytest.approx(0.5))
 
 
 def test_a_run_without_spans_has_no_engines(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from services.trainer.telemetry.episodes.files import EpisodeFiles
 from services.view.episode_query import EpisodeQuery
 from services.view.export.excerpt import excerpt_of
 from services.view.run_reader import RunReader
-from tests.support.view_runs import add_group, make_run
+from tests.support.view_runs import add_end, add_group, add_spans, make_run
 from tests.support.view_scripts import ViewScripts
 
 
@@ -139,6 +140,28 @@ def test_a_timeline_of_very_many_bars_has_an_extent(scripts: ViewScripts) -> Non
     bars = [{"start": start, "length": 9 if start == 7 else 0.5} for start in range(200_000)]
     assert scripts.call("pages/timeline.js", "extent", bars) == [0, 199_999.5]
     assert scripts.call("pages/timeline.js", "extent", bars[3:9]) == [3, 16]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "step", "shown"), [("evaluated", 0, 1), ("evaluated", 20, 21), ("trained", 20, 20), ("failed", 0, 1)]
+)
+def test_a_group_leads_to_the_timeline_of_when_it_was_played(
+    scripts: ViewScripts, outcome: str, step: int, shown: int
+) -> None:
+    """The weights of a step are evaluated beside the next one."""
+    assert scripts.call("pages/group.js", "timelineStep", {"outcome": outcome, "step": step}) == shown
+
+
+def test_an_exported_timeline_goes_on_after_the_last_step(tmp_path: Path) -> None:
+    """The page asks for spans there without an end, and finds its evaluation."""
+    run = make_run(tmp_path / "run")
+    add_spans(run)
+    add_end(run)
+    excerpt = excerpt_of(0, RunReader(run), max_bytes=10**7)
+    data = msgspec.json.decode(msgspec.json.encode({"exported": "now", "runs": [{**excerpt.data, "left_out": []}]}))
+    asked = {"first": 1_700_000_062.0}
+    found = ViewScripts(data).call("exported.js", "exported.get", "api/runs/0/processes", asked)
+    assert [(span["name"], span["length"]) for span in found["spans"]] == [("evaluation", 20.0)]
 
 
 def test_gaps_of_a_curve_stay_gaps(scripts: ViewScripts) -> None:

@@ -47,7 +47,12 @@ function facts(context, group) {
     group.reason ? h("span", {}, group.reason) : null,
     group.error ? h("span", { class: "error" }, group.error) : null,
     h("a", { href: context.link("samples", { row: `${group.source}/${group.row}`, sort: "step", descending: "false" }) }, "the same prompt over versions"),
-    h("a", { href: context.link("timeline", { from: Math.max(1, group.step), to: Math.max(1, group.step) }) }, "in the timeline"));
+    h("a", { href: context.link("timeline", { from: timelineStep(group), to: timelineStep(group) }) }, "in the timeline"));
+}
+
+// The step whose timeline has a group: a step's weights, and those of step 0, are evaluated beside the next step.
+export function timelineStep({ step, outcome }) {
+  return outcome === "evaluated" ? step + 1 : Math.max(1, step);
 }
 
 function siblings(context, group, chosen) {

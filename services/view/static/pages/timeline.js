@@ -30,8 +30,11 @@ export default {
       get(`api/runs/${context.run}/spans`, { first_step: from, last_step: to }),
     ]);
     if (!steps.length) return [tools(context, from, to, last), empty("These steps have no trace.")];
-    const [first, end] = extent(steps.flatMap((step) => step.spans.map(([, start, length]) => ({ start, length }))));
-    const found = await get(`api/runs/${context.run}/processes`, { first, last: end });
+    const parts = steps.flatMap((step) => step.spans.map(([, start, length]) => ({ start, length })));
+    const [first, trained] = extent(parts);
+    const isLast = to === last; // what came after it, such as its evaluation, is on no other timeline
+    const found = await get(`api/runs/${context.run}/processes`, { first, last: isLast ? undefined : trained });
+    const end = isLast ? extent([...parts, ...found.spans])[1] : trained;
     const clipped = found.spans.map((span) => clip(span, first, end));
     const recorded = processLanes(clipped);
     const lanes = [...trainerLanes(steps), ...(recorded.some((lane) => lane.isEngine) ? recorded : [...engineLanes(spans), ...recorded])];
