@@ -3,7 +3,7 @@
 import uPlot from "./vendor/uPlot.mjs";
 import { ink } from "./colours.js";
 import { h } from "./dom.js";
-import { number } from "./format.js";
+import { number, tickLabel } from "./format.js";
 
 const HEIGHT = 190;
 const MOST_TICKS = 60; // more would be a bar
@@ -24,7 +24,7 @@ export function chart(title, x, series, { xLabel = "step", marks = [], low, note
       bind: { dblclick: (_, __, showAll) => (event) => { zoomed.delete(xLabel); showAll(event); } },
     },
     scales: { x: { time: false }, y: { range: (_, min, max) => range(min, max, low) } },
-    axes: [axis(), axis({ size: 64, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) })],
+    axes: [axis(), axis({ size: 64 })],
     series: [
       { label: xLabel },
       ...series.map((each) => ({
@@ -90,7 +90,8 @@ function onClick(element, act) {
 }
 
 function axis(more = {}) {
-  return { stroke: ink("faint"), grid: { stroke: ink("line"), width: 1 }, ticks: { stroke: ink("line") }, ...more };
+  const values = (_, ticks, __, ___, step) => ticks.map((tick) => tickLabel(tick, step));
+  return { stroke: ink("faint"), grid: { stroke: ink("line"), width: 1 }, ticks: { stroke: ink("line") }, values, ...more };
 }
 
 function range(min, max, low) {

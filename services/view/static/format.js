@@ -9,12 +9,25 @@ export function number(value, digits = 4) {
 
 const SPACE = "\u00a0"; // a number and its unit stay on one line
 
-export function seconds(value) {
+// A duration; of ticks that are `step` seconds apart, with the decimals that tell them apart.
+export function seconds(value, step) {
   if (value === null || value === undefined) return "–";
-  if (value < 1) return `${(1000 * value).toFixed(0)}${SPACE}ms`;
-  if (value < 90) return `${value.toFixed(1)}${SPACE}s`;
-  if (value < 5400) return `${(value / 60).toFixed(1)}${SPACE}min`;
-  return `${(value / 3600).toFixed(1)}${SPACE}h`;
+  const size = Math.abs(value);
+  const [unit, unitS, digits] = size < 1 ? ["ms", 1e-3, 0] : size < 90 ? ["s", 1, 1] : size < 5400 ? ["min", 60, 1] : ["h", 3600, 1];
+  return `${(value / unitS).toFixed(step === undefined ? digits : decimals(step / unitS))}${SPACE}${unit}`;
+}
+
+// The label of a tick of an axis whose ticks are `step` apart, with the decimals that tell them apart.
+export function tickLabel(value, step) {
+  const rounded = Number(value.toFixed(decimals(step)));
+  const size = Math.abs(rounded);
+  return size > 0 && (size < 1e-3 || size >= 1e6) ? rounded.toExponential() : String(rounded);
+}
+
+// Decimals of the first two digits of a step: none of 10, one of 2.5, two of 0.25.
+function decimals(step) {
+  const [digits, exponent] = step.toExponential(1).split("e");
+  return Math.min(100, Math.max(0, (digits.endsWith(".0") ? 0 : 1) - Number(exponent)));
 }
 
 export function mean(values) {

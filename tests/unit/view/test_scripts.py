@@ -272,3 +272,34 @@ def test_a_page_is_drawn_again_for_what_it_shows(scripts: ViewScripts) -> None:
 def test_numbers_are_short(scripts: ViewScripts, value: float | None, text: str) -> None:
     """With four digits."""
     assert scripts.call("format.js", "number", value) == text
+
+
+@pytest.mark.parametrize(
+    ("step", "labels"),
+    [
+        (2.5, {1230: "1230", 1232.5: "1232.5", 1235: "1235"}),
+        (0.25, {0: "0", 0.25: "0.25", 0.5: "0.5"}),
+        (0.1, {0.1 + 0.2: "0.3", -0.1: "-0.1"}),
+        (5e-7, {0: "0", 5e-7: "5e-7", 1e-6: "1e-6"}),
+        (2500, {1_000_000: "1e+6", 1_002_500: "1.0025e+6"}),
+    ],
+)
+def test_ticks_of_a_chart_differ(scripts: ViewScripts, step: float, labels: dict[float, str]) -> None:
+    """With as many decimals as their distance has."""
+    assert [scripts.call("format.js", "tickLabel", value, step) for value in labels] == [*labels.values()]
+
+
+@pytest.mark.parametrize(
+    ("step", "labels"),
+    [
+        (2, {900: "15.000 min", 902: "15.033 min", 904: "15.067 min"}),
+        (20, {-20: "-20 s", 0: "0 ms", 20: "20 s", 7200: "2.0000 h"}),
+        (0.01, {0.25: "250 ms", 1.25: "1.25 s"}),
+        (None, {0.25: "250 ms", 20: "20.0 s", 902: "15.0 min", 7200: "2.0 h"}),
+    ],
+)
+def test_ticks_of_the_timeline_differ(scripts: ViewScripts, step: float | None, labels: dict[float, str]) -> None:
+    """Steps of two seconds a quarter of an hour after the start, for one. A duration alone has one decimal."""
+    given = [] if step is None else [step]
+    found = [scripts.call("format.js", "seconds", value, *given) for value in labels]
+    assert [text.replace("\u00a0", " ") for text in found] == [*labels.values()]

@@ -278,14 +278,14 @@ function drawAxis(pen, width, height, low, high, x, first) {
   const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= wanted);
   pen.strokeStyle = ink("line");
   pen.fillStyle = ink("faint");
-  for (let time = Math.ceil(low / step) * step; time <= high; time += step) {
-    const place = x(first + time);
+  for (let tick = Math.ceil(low / step); tick * step <= high; tick += 1) {
+    const place = x(first + tick * step);
     if (place < LEFT) continue;
     pen.beginPath();
     pen.moveTo(place, AXIS - 6);
     pen.lineTo(place, height);
     pen.stroke();
-    pen.fillText(seconds(time), place + 3, 13);
+    pen.fillText(seconds(tick * step, step), place + 3, 13);
   }
 }
 
