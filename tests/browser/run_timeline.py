@@ -95,3 +95,17 @@ async def test_the_evaluation_of_the_last_step_is_on_the_timeline(page: Page, ru
     for _ in range(4):  # pushes, calls, pauses, evaluations
         await page.keyboard.press("ArrowDown")
     await expect(page.locator("main")).to_contain_text("evaluation, 20.0 s")
+
+
+async def test_a_swipe_to_the_side_does_not_zoom(page: Page) -> None:
+    """A trackpad sends it as many turns of a wheel that have no height."""
+    await page.get_by_role("link", name="Timeline").click()
+    await expect(page.get_by_text("The trainer's time:")).to_be_visible()
+    surface = page.locator("canvas")
+    await surface.hover()
+    drawn = [await surface.evaluate("canvas => canvas.toDataURL()")]
+    for x, y in ((200, 10), (0, -100)):
+        await page.mouse.wheel(x, y)
+        await page.wait_for_timeout(500)
+        drawn.append(await surface.evaluate("canvas => canvas.toDataURL()"))
+    assert drawn[0] == drawn[1] != drawn[2]

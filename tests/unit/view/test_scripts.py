@@ -142,6 +142,19 @@ def test_a_timeline_of_very_many_bars_has_an_extent(scripts: ViewScripts) -> Non
     assert scripts.call("pages/timeline.js", "extent", bars[3:9]) == [3, 16]
 
 
+def test_a_timeline_can_be_zoomed_out_again(scripts: ViewScripts) -> None:
+    """A swipe over a trackpad is many turns of a wheel. The moment at the mouse stays where it is."""
+    assert scripts.call("pages/timeline.js", "zoomed", 0, 10, 5, 0.8) == [pytest.approx(1), pytest.approx(9)]
+    low, middle, high = 1_700_000_000.0, 1_700_000_030.0, 1_700_000_100.0
+    for _ in range(100):
+        low, high = scripts.call("pages/timeline.js", "zoomed", low, high, middle, 0.8)
+    assert high - low == pytest.approx(1e-3, abs=1e-6)
+    assert low < middle < high
+    for _ in range(60):
+        low, high = scripts.call("pages/timeline.js", "zoomed", low, high, middle, 1.25)
+    assert high - low > 100
+
+
 @pytest.mark.parametrize(
     ("outcome", "step", "shown"), [("evaluated", 0, 1), ("evaluated", 20, 21), ("trained", 20, 20), ("failed", 0, 1)]
 )

@@ -12,6 +12,7 @@ const GAP = 10;
 const AXIS = 22;
 const TALL = 216; // pixels of a lane, from which its rows are thinner
 const STEPS = 12; // shown at first
+const SHORTEST_S = 1e-3; // shown at least; seconds since 1970 have no digits for much less
 const NAMES = { train_s: "training", wait_s: "waiting for groups", data_wait_s: "waiting for prompts",
   demonstration_wait_s: "waiting for demonstrations", push_wait_s: "waiting for a push", checkpoint_wait_s: "waiting for files",
   evaluation_wait_s: "waiting for an evaluation", push: "push" };
@@ -164,7 +165,7 @@ const rowOf = (lane) => Math.max(3, Math.min(ROW, Math.floor(TALL / lane.rows.le
 function plot(context, lanes) {
   const all = lanes.flatMap((lane) => lane.rows.flat());
   const [first, end] = extent(all);
-  let [low, high] = [first, Math.max(end, first + 1e-3)];
+  let [low, high] = [first, Math.max(end, first + SHORTEST_S)];
   const height = AXIS + lanes.reduce((sum, lane) => sum + lane.rows.length * rowOf(lane) + GAP, 0);
   const note = h("p", { class: "faint", "aria-live": "polite" }, " ");
   let placed = [];
@@ -233,10 +234,11 @@ function plot(context, lanes) {
   view.surface.onpointerup = view.surface.onpointercancel = () => { drag = null; };
   view.surface.onclick = (event) => { if (!hasMoved) open(at(event)); };
   const zoom = (middle, factor) => {
-    [low, high] = [middle - (middle - low) * factor, middle + (high - middle) * factor];
+    [low, high] = zoomed(low, high, middle, factor);
     view.redraw();
   };
   view.surface.addEventListener("wheel", (event) => {
+    if (Math.abs(event.deltaX) >= Math.abs(event.deltaY)) return; // a swipe to the side is the browser's
     event.preventDefault();
     const share = Math.max(0, (event.offsetX - LEFT) / (view.box.clientWidth - LEFT));
     zoom(low + share * (high - low), event.deltaY > 0 ? 1.25 : 0.8);
@@ -258,6 +260,12 @@ function plot(context, lanes) {
     choose(next);
   };
   return h("div", {}, view.box, note);
+}
+
+// Begin and end of the time that is shown after a zoom around `middle`: never less than SHORTEST_S.
+export function zoomed(low, high, middle, factor) {
+  const scale = Math.max(factor, SHORTEST_S / (high - low));
+  return [middle - (middle - low) * scale, middle + (high - middle) * scale];
 }
 
 // The bar to which an arrow key leads: along the lane, or to the one of the next lane that begins next.
