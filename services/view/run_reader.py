@@ -2,6 +2,7 @@
 
 import fcntl
 import math
+import os
 import re
 import threading
 import tomllib
@@ -42,8 +43,8 @@ class RunReader:
 
     @property
     def name(self) -> str:
-        """The folder's name, by which people know the run."""
-        return self.folder.name
+        """The folder's name, by which people know the run; also where the folder is given as `.` or `..`."""
+        return Path(os.path.abspath(self.folder)).name
 
     @property
     def is_running(self) -> bool:

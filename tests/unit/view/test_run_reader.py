@@ -122,6 +122,16 @@ def test_a_run_is_running_while_its_launcher_holds_the_lock(tmp_path: Path) -> N
     assert not run.is_running
 
 
+def test_a_run_is_known_by_its_folder_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from within; a link has a name of its own."""
+    run = make_run(tmp_path / "first", num_steps=1)
+    (tmp_path / "best").symlink_to(run)
+    monkeypatch.chdir(run / "trace")
+    names = [RunReader(folder).name for folder in (run, Path(".."), Path("../../best"))]
+    monkeypatch.chdir(run)
+    assert [*names, RunReader(Path()).name] == ["first", "first", "best", "first"]
+
+
 def test_settings_have_dotted_names(tmp_path: Path) -> None:
     """As people write them on the command line."""
     make_run(tmp_path, num_steps=1, max_staleness=2)

@@ -34,6 +34,15 @@ def test_it_says_where_a_run_stands(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert lines[:2] == ["run: running", "  step       30/200         after 60 s, about 6 min left"]
 
 
+def test_a_run_has_a_name_from_within_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is given as a dot."""
+    monkeypatch.chdir(make_run(tmp_path / "run"))
+    assert main(["status", "."]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "run: not running"
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
 def test_what_the_locale_cannot_encode_is_a_question_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
