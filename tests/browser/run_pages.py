@@ -45,6 +45,28 @@ async def test_a_page_that_comes_late_does_not_replace_the_one_that_was_chosen_a
     await expect(page.locator("h1")).to_have_text("Settings")
 
 
+async def test_a_page_that_failed_comes_once_the_server_is_back(browser: Browser, url: str) -> None:
+    """The first one, and one that is chosen later."""
+    is_away = True
+
+    async def answer(route: Route) -> None:
+        await (route.abort() if is_away else route.continue_())
+
+    context = await browser.new_context()
+    page = await context.new_page()
+    await page.route("**/api/**", answer)
+    await page.goto(url)
+    await expect(page.get_by_role("alert")).to_be_visible()
+    is_away = False
+    await expect(page.locator("h1")).to_have_text("Curves", timeout=10_000)
+    is_away = True
+    await page.get_by_role("link", name="Samples").click()
+    await expect(page.get_by_role("alert")).to_be_visible()
+    is_away = False
+    await expect(page.locator("h1")).to_have_text("Samples", timeout=10_000)
+    await context.close()
+
+
 async def test_a_link_can_be_clicked_slowly(page: Page) -> None:
     """The list of pages is brought up to date every two seconds; a click begins and ends on the same link."""
     link = page.get_by_role("link", name="Samples")

@@ -51,6 +51,7 @@ const links = LINKED.map((name) => h("a", {}, PAGES[name].title, name === "alarm
 let drawn = ""; // the page that is shown
 let seen = ""; // the page's news when it was drawn
 let isStale = false; // steps have come that it does not show
+let hasFailed = false; // an error is shown in its place
 let isTouched = false; // somebody has begun to use its fields since it was drawn
 let turn = 0; // number of the drawing that was begun last: an earlier one that ends later shows nothing
 
@@ -62,6 +63,7 @@ async function draw() {
   const page = PAGES[name || "curves"];
   seen = newsOf(page);
   isStale = false;
+  hasFailed = false;
   drawHeader();
   const root = document.getElementById("page");
   if (!page) {
@@ -84,8 +86,17 @@ async function draw() {
     isTouched = false;
     document.title = `${page.title} · ${context.runs[context.run]?.name ?? "Penstock"}`;
   } catch (error) {
-    if (mine === turn) root.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
+    if (mine !== turn) return;
+    hasFailed = true;
+    showError(error);
   }
+}
+
+// An error that is shown already stays: a screen reader would read a new element out again.
+function showError(error) {
+  const root = document.getElementById("page");
+  const shown = h("p", { class: "error", role: "alert" }, error.message);
+  if (!shown.isEqualNode(root.firstChild)) root.replaceChildren(shown);
 }
 
 function drawHeader() {
@@ -155,7 +166,8 @@ async function poll() {
     drawHeader();
     const isBusy = isMarked() || (isTouched && document.querySelector("#page :focus"));
     const page = PAGES[current()];
-    if ((isStale || newsOf(page) !== seen) && page?.isLive && !isBusy) await draw();
+    const isOld = page?.isLive && (isStale || newsOf(page) !== seen);
+    if ((hasFailed || isOld) && !isBusy) await draw();
   } catch (error) {
     document.getElementById("status").textContent = `no answer: ${error.message}`;
   }
@@ -190,16 +202,15 @@ function remembered(name) {
   }
 }
 
+// Reads the runs, asking again until the server answers, draws the first page and goes on to ask for news.
 async function start() {
-  followTheme();
-  const root = document.getElementById("page");
-  for (const kind of ["pointerdown", "keydown"]) root.addEventListener(kind, () => { isTouched = true; });
   try {
     context.runs = await get("api/runs");
     context.steps = context.runs.map((run) => new Steps(run.number));
     await Promise.all(context.steps.map((steps) => steps.poll()));
   } catch (error) {
-    document.getElementById("page").replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
+    showError(error);
+    if (!exported) setTimeout(start, EVERY_MS);
     return;
   }
   document.getElementById("nav").append(...links);
@@ -208,4 +219,6 @@ async function start() {
   if (!exported) setTimeout(poll, EVERY_MS);
 }
 
+followTheme();
+for (const kind of ["pointerdown", "keydown"]) document.getElementById("page").addEventListener(kind, () => { isTouched = true; });
 start();
