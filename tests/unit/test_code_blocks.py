@@ -49,6 +49,7 @@ def test_the_code_blocks_of_a_document_hold(document: str) -> None:
         ("    python bench/bench_push.py --gigabytes 2", "bench/bench_push.py has no option --gigabytes"),
         ("    python -m tools.profile_tables", "there is no tools/profile_tables.py"),
         ("    pip install '.[al]'", "there is no extra al"),
+        ("    pip install 'penstock[reward]'", "penstock on PyPI is another project"),
         ("    pytest tests/unit/test_nothing.py", "there is no tests/unit/test_nothing.py"),
         ("    [trainer]\n    max_stalenes = 1", "trainer.max_stalenes"),
         (

@@ -156,8 +156,10 @@ def _torchrun_problems(words: list[str]) -> Iterator[str]:
 
 
 def _pip_problems(words: list[str]) -> Iterator[str]:
+    if any(word.partition("[")[0] == "penstock" for word in words):
+        yield "penstock on PyPI is another project: install a checkout ('.[reward]') or a wheel"
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for asked in re.findall(r"(?:\.|penstock|\.whl)\[([\w,-]+)\]", " ".join(words)):
+    for asked in re.findall(r"(?:\.|\.whl)\[([\w,-]+)\]", " ".join(words)):
         yield from (f"there is no extra {extra}" for extra in asked.split(",") if extra not in known)
 
 
