@@ -1,7 +1,8 @@
 """TRL: `GRPOTrainer(reward_funcs=penstock_reward, ...)`. See README.md.
 
 TRL calls a reward function with lists over the batch, prompts and completions as text or as chat messages, and the
-dataset's other columns by name (trl/rewards/accuracy_rewards.py); a reward of None leaves the sample out.
+dataset's other columns by name (trl/rewards/accuracy_rewards.py). TRL 1.6 and later leave a sample with reward None
+out; earlier versions give it 0.
 """
 
 import http.client
