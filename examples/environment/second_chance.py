@@ -17,7 +17,8 @@ class SecondChance:
         verdict = await self.task.grade(turn.text)
         is_first = self.num_turns == 1
         metrics = {"first_attempt": verdict.score} if is_first and verdict.is_judged else {}
-        if verdict.score == 1.0 or not is_first:
+        # A reward of an answer that was not judged leaves the sample unjudged: an outage is not a wrong answer.
+        if not is_first or not verdict.is_judged or verdict.score == 1.0:
             reward = verdict.score if is_first else 0.5 * verdict.score
             return StepResult(observation=None, reward=reward, metrics=metrics)
         reply = Message(role="user", parts=(TextPart(text="That is wrong. Look again."),))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.model.chat_template import Renderer
+from penstock.v1 import reward_pb2
 from tests.conftest import ROOT
 from tests.support.worker.scripted_episodes import END, ScriptedPolicy, make_player, make_prompt, play
 from tests.support.worker.verifiers import Boxes
@@ -43,3 +44,13 @@ async def test_the_environment_of_the_guide_plays(
     sample = episode.to_sample(None)
     assert (sample.reward, sample.metrics, len(sample.turns)) == (reward, metrics, len(said))
     assert ("That is wrong. Look again." in renderer.decode(episode.trajectory.token_ids)) == (len(said) == 2)
+
+
+async def test_an_answer_that_was_not_judged_is_not_called_wrong(renderer: Renderer, second_chance: str) -> None:
+    """Its sample ends unjudged, with no second chance at half the reward."""
+    policy = ScriptedPolicy(renderer, [("\\boxed{3}" + END, 4)] * 2)
+    verifier = Boxes(status=reward_pb2.VERDICT_STATUS_TIMEOUT)
+    player = make_player(renderer, policy, verifier=verifier, environments={"second_chance": second_chance})
+    sample = (await play(player, make_prompt("second_chance"))).to_sample(None)
+    assert (len(sample.turns), sample.reward, sample.metrics) == (1, None, {})
+    assert "verdict TIMEOUT" in sample.error
