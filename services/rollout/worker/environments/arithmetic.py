@@ -22,6 +22,9 @@ _MAX_BITS: Final = 1000
 """Maximum bits of an exact numerator or denominator: about 300 digits, the range of floats."""
 _NO_DECIMALS_FROM: Final = 2**53
 """Rounded numbers from here on are integers, with figures missing at their end."""
+_ERROR: Final = 1e-12
+_ERROR_ULPS: Final = 8
+"""Maximum error of a rounded number after a few operations: absolute, or in units of its last place if that is more."""
 _LITERAL = re.compile(r"[0-9]{0,300}(\.[0-9]{0,300})?([eE][+-]?[0-9]{1,3})?")
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "π": "pi", "√": "sqrt"})
 _TOO_SMALL: Final = "a number in it is too small"
@@ -82,17 +85,27 @@ def _round(value: Number, places: Number = Fraction(0)) -> Number:
 
 
 def _floor(value: Number) -> Number:
-    return value if _lacks_figures(value) else Fraction(math.floor(value))
+    return value if _lacks_figures(value) else Fraction(math.floor(_settled(value)))
 
 
 def _ceil(value: Number) -> Number:
-    return value if _lacks_figures(value) else Fraction(math.ceil(value))
+    return value if _lacks_figures(value) else Fraction(math.ceil(_settled(value)))
 
 
 def _modulo(value: Number, divisor: Number) -> Number:
-    if _lacks_figures(value / divisor):
+    quotient = value / divisor
+    if _lacks_figures(quotient):
         raise ValueError("the remainder of a rounded number of more than 15 figures is not known")
-    return value % divisor
+    quotient = _settled(quotient)
+    return Fraction(0) if quotient == math.floor(quotient) else value % divisor
+
+
+def _settled(value: Number) -> Number:
+    """Return the integer from which a rounded number differs by its error alone, as sqrt(3)^2 from 3; else `value`."""
+    if isinstance(value, Fraction):
+        return value
+    integer = round(value)
+    return Fraction(integer) if abs(value - integer) <= max(_ERROR, _ERROR_ULPS * math.ulp(value)) else value
 
 
 def _lacks_figures(value: Number) -> bool:

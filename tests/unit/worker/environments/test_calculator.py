@@ -56,6 +56,33 @@ def test_rational_results_are_exact(expression: str, value: Fraction) -> None:
 
 
 @pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("floor(log(243, 3))", 5),
+        ("floor(tan(60)^2)", 3),
+        ("floor(-sqrt(2)^2)", -2),
+        ("ceil(sqrt(2)^2)", 2),
+        ("ceil(-log(243, 3))", -5),
+        ("ceil(sqrt(2)^2 - 2)", 0),
+        ("exp(ln(5)) // 1", 5),
+        ("sqrt(3)^2 % 3", 0),
+        ("5 % sqrt(5)^2", 0),
+        ("floor(sqrt(3)^2 * 10^12)", 3 * 10**12),
+        ("floor(10^12*sqrt(3))", 1732050807568),
+        ("ceil(10^12*sqrt(2))", 1414213562374),
+        ("floor(4.999999999)", 4),
+        ("floor(5 - 10^-15)", 4),
+        ("ceil(ln(2))", 1),
+    ],
+)
+def test_an_integer_but_for_rounding_is_that_integer(expression: str, value: int) -> None:
+    """What rounds down or up would be off by 1. Exact numbers and differences beyond rounding count as they are."""
+    result = evaluate(expression, "degrees")
+    assert isinstance(result, Fraction)
+    assert result == value
+
+
+@pytest.mark.parametrize(
     ("expression", "unit", "value"),
     [
         ("sin(30)", "degrees", Fraction(1, 2)),
