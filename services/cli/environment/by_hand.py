@@ -19,33 +19,48 @@ def play(task: Task, factory: EnvironmentFactory, runner: asyncio.Runner, *, pic
 
     Raises:
         SetupError: `pictures` cannot be written.
-        PenstockError: the environment raised it.
+        PenstockError: the environment raised it, or the reward service refuses to grade the last turn.
     """
     table = _Table(pictures)
     environment = factory()
     try:
         table.show(runner.run(environment.reset(task)))
-        total, num_turns = 0.0, 0
+        rewards: list[float] = []
+        num_turns, last_turn = 0, ""
         while task.max_turns is None or num_turns < task.max_turns:
             text = _read_turn(num_turns + 1)
             if text is None:
                 table.say(f"left after {num_turns} turns")
                 return 0
-            num_turns += 1
+            num_turns, last_turn = num_turns + 1, text
             result = runner.run(environment.step(AssistantTurn.parse(text)))
-            total += result.reward or 0.0
+            rewards += [] if result.reward is None else [result.reward]
             table.say(
                 f"{result.kind or 'step'}: reward {_number(result.reward)}"
                 + "".join(f", {name} {value:g}" for name, value in result.metrics.items())
             )
             if result.observation is None:
-                table.say(f"the episode ended{' (cut short)' if result.truncated else ''}; reward in all {total:g}")
-                return 0
+                ending = f"the episode ended{' (cut short)' if result.truncated else ''}"
+                break
             table.show(result.observation)
-        table.say(f"the episode has no further turn (max_turns = {task.max_turns}); reward in all {total:g}")
+        else:
+            ending = f"the episode has no further turn (max_turns = {task.max_turns})"
+        table.say(f"{ending}; {runner.run(_worth(rewards, task, last_turn))}")
         return 0
     finally:
         runner.run(environment.close())
+
+
+async def _worth(rewards: Sequence[float], task: Task, last_turn: str) -> str:
+    """Return what the episode is worth in training, in words: its steps' rewards, or else the last turn's verdict."""
+    if rewards:
+        return f"reward in all {sum(rewards):g}"
+    if not task.golds:
+        return "no reward; with --gold ANSWER the reward service judges the last turn"
+    verdict = await task.grade(last_turn)
+    if not verdict.is_judged:
+        return f"the last turn was not judged ({verdict.status})"
+    return f"the reward service gives the last turn {verdict.score:g} ({verdict.status})"
 
 
 class _Table:
