@@ -64,8 +64,24 @@ def test_what_lmms_eval_sends_is_taken(task: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [(r"so \boxed{3}", 1.0), (r"\boxed{4} no, \boxed{ 3 }", 1.0), (r"\boxed{3} \boxed{4}", 0), ("3", 0)],
+    [(r"so \boxed{3}", 1.0), (r"\boxed{4} no, \boxed{ 3 }", 1.0), (r"\boxed{3} \boxed{4}", 0), ("3", 0), ("3}", 0)],
 )
 def test_the_last_box_is_scored(task: Any, text: str, value: float) -> None:
     """As it is written."""
     assert task.score({"answer": "3"}, [text]) == {"exact_box": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "value"),
+    [
+        (r"\boxed{3\sqrt{2}}", r"3\sqrt{2}", 1.0),
+        (r"\boxed{\frac{\sqrt{2}}{2}}.", r"\frac{\sqrt{2}}{2}", 1.0),
+        (r"\boxed{x = \left\{ 1 \right.}", r"x = \left\{ 1 \right.", 1.0),
+        (r"\boxed{3} no, \boxed{3\sqrt{2}}", "3", 0.0),
+        (r"\boxed{3} no, \boxed{4", "3", 0.0),
+        (r"\boxed{\sqrt{2}", r"\sqrt{2", 0.0),
+    ],
+)
+def test_a_box_ends_at_the_brace_that_closes_it(task: Any, text: str, answer: str, value: float) -> None:
+    """A box that is never closed holds nothing, and hides those before it."""
+    assert task.score({"answer": answer}, [text]) == {"exact_box": value}
