@@ -12,6 +12,7 @@ from penstock.testing import length_verifier
 from services.cli import service_settings
 from services.cli.app import main
 from services.recipe import Recipe
+from tests.support.documents.shell import shell_problems
 from tools.run_recipes import COMMANDS, OVERLAY, Ran, find_faults, overrides
 
 ROOT = Path(__file__).parents[2]
@@ -222,6 +223,30 @@ def test_a_line_that_differs_says_why(name: str) -> None:
     assert without_a_reason(re.sub(r"(seed = 0 .*); .*", r"\1", text), name) == ["run.seed"]
     assert without_a_reason(re.sub(r"(seed = 0)  .*", r"\1", text), name) == ["run.seed"]
     assert without_a_reason(f"{text}\n[filters]\noverlong_prompts = 'keep'", name) == ["filters.overlong_prompts"]
+
+
+def commands_of(recipe: Path) -> list[str]:
+    """The commands that a recipe's comments show, each on a line."""
+    text = recipe.read_text().replace("\\\n#", "")
+    return [line.removeprefix("#").strip() for line in text.splitlines() if re.match(r"# {5}\w", line)]
+
+
+@pytest.mark.parametrize("name", list(shipped.recipes()))
+def test_the_commands_that_a_recipe_shows_are_accepted(name: str) -> None:
+    """Commands, options and recipes exist, and the recipe takes the settings."""
+    commands = commands_of(shipped.named_recipe(name))
+    assert commands
+    assert shell_problems("\n".join(commands)) == []
+
+
+def test_a_zoom_in_place_of_the_check_gets_rows_that_explain_no_check() -> None:
+    """In training and evaluation; and boxes are in the unit in which the recipe's model writes them."""
+    file = shipped.named_recipe("qwen3-vl-geo3k-multi-turn")
+    [command] = [each for each in commands_of(file) if "geo3k_zoom" in each]
+    recipe = load(Recipe, [file], [word for word in command.split() if word.startswith("--")])
+    for rows in (recipe.data, recipe.evaluation.sets["test"]):
+        assert (rows.environment, rows.path) == ("geo3k_zoom", "chenhegu/geo3k_imgurl")
+    assert recipe.worker.environments["geo3k_zoom"].args == {"unit": "thousandth"}
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
