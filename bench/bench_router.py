@@ -18,7 +18,6 @@ import itertools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,38 +60,49 @@ class Result:
 
 
 async def measure(subject: Subject, *, num_in_flight: int, latency_s: float, duration_s: float) -> Result:
-    """Keep this many calls in flight for a while, after a second of warming up."""
+    """Keep this many calls in flight, and measure those that end within `duration_s` seconds.
+
+    These seconds begin after the first calls have ended, and calls begin until they are over: as many begin as end
+    meanwhile, so the router's time is that of whole calls, however long a call takes.
+
+    Raises:
+        SystemExit: no call was answered within these seconds.
+    """
+    clock = asyncio.get_running_loop().time
     over_ms: list[float] = []
     num_failed = 0
-    counting_from = time.monotonic() + 1.0
-    until = counting_from + duration_s
+    counting, over = asyncio.Event(), asyncio.Event()
 
     async def play(number: int) -> None:
         nonlocal num_failed
         await asyncio.sleep(latency_s * number / num_in_flight)  # arrivals are even, not in bursts
         for turn in itertools.count():
-            started = time.monotonic()
-            if turn > 0 and started >= until:
+            if over.is_set():
                 return
+            started = clock()
             try:
                 await subject.call(f"session-{number}-{turn % 16}", latency_s)
             except (PenstockError, aiohttp.ClientError, TimeoutError) as error:
                 num_failed += 1
                 sys.stderr.write(f"{subject.name}: {error}\n")
             else:
-                if started >= counting_from:
-                    over_ms.append((time.monotonic() - started - latency_s) * 1e3)
+                if counting.is_set() and not over.is_set():
+                    over_ms.append((clock() - started - latency_s) * 1e3)
 
     calls = [asyncio.create_task(play(number)) for number in range(num_in_flight)]
-    await asyncio.sleep(max(1.0, min(latency_s, duration_s)))
-    cpu_before, started = cpu_s(subject.router), time.monotonic()
+    await asyncio.sleep(1.0 + latency_s)
+    counting.set()
+    cpu_before = cpu_s(subject.router)
     await asyncio.sleep(duration_s / 2)
     pss = pss_mib(subject.router)
     await asyncio.sleep(duration_s / 2)
-    cpu, elapsed_s = cpu_s(subject.router) - cpu_before, time.monotonic() - started
+    over.set()
+    used_s = cpu_s(subject.router) - cpu_before
     await asyncio.gather(*calls)
-    rate = num_in_flight / (latency_s + statistics.mean(over_ms) / 1e3)
-    return Result(over_ms=sorted(over_ms), num_failed=num_failed, cpu_ms=cpu / elapsed_s / rate * 1e3, pss_mib=pss)
+    if not over_ms:
+        raise SystemExit(f"{subject.name}: no call was answered within --duration-s {duration_s:g}; give more seconds")
+    cpu_ms = used_s / len(over_ms) * 1e3
+    return Result(over_ms=sorted(over_ms), num_failed=num_failed, cpu_ms=cpu_ms, pss_mib=pss)
 
 
 async def hold(subject: Subject, *, num_in_flight: int, latency_s: float) -> tuple[int, float]:
