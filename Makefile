@@ -193,8 +193,12 @@ demo: setup ## Train a tiny vision-language model from start to end, in about te
 demo-multi-turn: setup ## Train a tiny vision-language model to zoom in before it answers, in eight to twelve minutes on two cores.
 	@$(BIN)/penstock train recipes/tiny-multi-turn.toml $(ARGS)
 
-bench: setup ## Run the benchmarks.
-	@shopt -s nullglob; for script in bench/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+# bench_http.py needs the URLs of servers that run.
+bench: setup ## Run all benchmarks but bench_http.py, in some hours, and name those that failed at the end.
+	@failed=(); for script in $(filter-out bench/bench_http.py,$(sort $(wildcard bench/bench_*.py))); do \
+		echo "$$script"; $(BIN)/python -W ignore "$$script" || failed+=("$$script"); \
+	done; \
+	[ $${#failed[@]} = 0 ] || { echo "failed: $${failed[*]}"; exit 1; }
 
 bench-reward: setup ## Measure the reward service against other verifiers; ARGS="--only accuracy" picks.
 	@$(BIN)/python bench/bench_reward.py $(ARGS)
