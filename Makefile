@@ -272,5 +272,5 @@ lock: .uv/bin/uv ## Resolve the dependencies anew.
 		--python-version 3.11 --output-file docs/site/requirements.lock docs/site/requirements.in
 
 clean: ## Remove what setup and the tools made; runs/ stays.
-	rm -rf .venv .uv .clients build .lmms-eval .mooncake .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-trl .uv .clients build .lmms-eval .mooncake .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
