@@ -320,11 +320,13 @@ def step_flops(model: Any, rows: Sequence[Any], sequences: Sequence[TrainSequenc
     """Return the model's arithmetic of a step: forward once, backward twice; recomputing does not count.
 
     Text layers over computed tokens, attention over the tokens that each token sees, the head over own tokens. The
-    tower counts its layers over patches and its attention inside each picture.
+    tower counts its layers over patches, its mergers over the tokens that patches are merged into, and its attention
+    inside each picture; positions are looked up.
     """
     text, vision = model.config.text_config, model.config.vision_config
-    layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
-    tower = sum(p.numel() for p in model.model.visual.parameters())
+    layers, tower = _num_parameters(model.model.language_model.layers), model.model.visual
+    per_patch = _num_parameters(tower.patch_embed, tower.blocks)
+    per_token = _num_parameters(tower.merger, tower.deepstack_merger_list)
     width = text.num_attention_heads * text.head_dim
     num_tokens, num_seen, patches = 0, 0, {}
     for row in rows:
@@ -338,8 +340,14 @@ def step_flops(model: Any, rows: Sequence[Any], sequences: Sequence[TrainSequenc
     num_own = sum(sequence.num_own_tokens for sequence in sequences)
     multiplications = num_tokens * layers + num_seen * 2 * width * text.num_hidden_layers
     multiplications += num_own * text.vocab_size * text.hidden_size
-    multiplications += sum(p * tower + p * p * 2 * vision.hidden_size * vision.depth for p in patches.values())
+    for p in patches.values():
+        multiplications += p * per_patch + p // vision.spatial_merge_size**2 * per_token
+        multiplications += p * p * 2 * vision.hidden_size * vision.depth
     return 6.0 * multiplications
+
+
+def _num_parameters(*modules: torch.nn.Module) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def main() -> int:
