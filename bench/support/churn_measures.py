@@ -48,10 +48,12 @@ def shares(lives: Iterable[Life], sessions: Iterable[Sequence[Turn]], *, until: 
 
     At any moment the even share of a replica is its max_running divided by that of all present replicas. For a call,
     the share at the moment when the call was given counts; for the load, the share at each moment times the calls then
-    in flight.
+    in flight. What a replica still does after it began to leave, or after `until`, is nobody's load: it has no share of
+    it then.
     """
     by_id = {life.replica_id: life for life in lives}
-    attempts = [attempt for turn in itertools.chain.from_iterable(sessions) for attempt in _attempts(turn, by_id)]
+    turns = itertools.chain.from_iterable(sessions)
+    attempts = [attempt for turn in turns for attempt in _attempts(turn, by_id, until=until)]
     num_calls, load_s = dict.fromkeys(by_id, 0), dict.fromkeys(by_id, 0.0)
     for replica_id, start, end in attempts:
         num_calls[replica_id] += 1
@@ -88,12 +90,16 @@ def shares(lives: Iterable[Life], sessions: Iterable[Sequence[Turn]], *, until: 
     return found
 
 
-def _attempts(turn: Turn, by_id: dict[str, Life]) -> Iterable[tuple[str, float, float]]:
-    """Return replica, beginning and end of each part of a call; a part ends when its replica begins to leave."""
+def _attempts(turn: Turn, by_id: dict[str, Life], *, until: float) -> Iterable[tuple[str, float, float]]:
+    """Return replica, beginning and end of each part of a call that was given before `until`.
+
+    A part ends when its replica begins to leave, and at `until` at the latest.
+    """
     start = turn.started_at
-    for number, replica_id in enumerate(turn.replica_ids, 1):
-        is_last = number == len(turn.replica_ids)
-        end = turn.ended_at if is_last else min(max(start, by_id[replica_id].left_at), turn.ended_at)
+    for replica_id in turn.replica_ids:
+        if start >= until:
+            return
+        end = min(max(start, by_id[replica_id].left_at), turn.ended_at, until)
         yield replica_id, start, end
         start = end
 
