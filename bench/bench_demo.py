@@ -9,14 +9,15 @@ Every run is a whole `penstock train` with all its real processes, one after the
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.demo.penstock_run import running
+from bench.support.termination import exit_on_sigterm
+
 COLUMNS = (
     "seed", "steps", "first 10", "last 10", "gain", "wall s", "s/step", "train s", "wait s", "push s", "pause s",
     "samples/s", "max staleness", "max dlogp, same version", "stale", "failed", "trained twice",
@@ -31,19 +32,16 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, help="where to keep the run folders; default: a folder that is removed")
     parser.add_argument("overrides", nargs="*", help="--section.key=value, after a --")
     arguments = parser.parse_args()
+    exit_on_sigterm()
     sys.stdout.write(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n")
     with tempfile.TemporaryDirectory() as scratch:
         runs = arguments.runs or Path(scratch)
         for seed in arguments.seeds:
             started = time.monotonic()
             overrides = [f"--run.seed={seed}", f"--run.dir={runs / f'seed-{seed}'}", *arguments.overrides]
-            ended = subprocess.run(
-                [sys.executable, "-m", "services.cli", "train", arguments.recipe, *overrides],
-                cwd=ROOT,
-                stdout=subprocess.DEVNULL,
-            )
-            if ended.returncode:
-                return ended.returncode
+            with running("train", arguments.recipe, *overrides) as process:
+                if code := process.wait():
+                    return code
             (metrics,) = (runs / f"seed-{seed}").glob("*/metrics.jsonl")
             rows = [json.loads(line) for line in metrics.read_text().splitlines()]
             values = describe(seed, rows, time.monotonic() - started)

@@ -29,6 +29,7 @@ from bench.bench_trainer import trl_python
 from bench.demo.penstock_run import RECIPE, follow, training
 from bench.demo.processor_time import core_seconds
 from bench.demo.task import write_task
+from bench.support.termination import exit_on_sigterm
 from penstock import config as configuration
 from services.launch.metrics import StepRow
 from services.recipe import Recipe
@@ -121,7 +122,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error(f"--steps {arguments.steps}: seconds count from the end of the first step; give 2 or more")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run ends too
+    exit_on_sigterm()
     os.chdir(ROOT)
     overrides = [f"--trainer.num_steps={arguments.steps}", f"--run.seed={arguments.seed}", *arguments.overrides]
     recipe = configuration.load(Recipe, [RECIPE], overrides)

@@ -11,7 +11,6 @@ step. The seconds need a quiet machine; processor time does not, apart from the 
 import argparse
 import collections
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import psutil
 
 from bench.demo.penstock_run import follow, training
 from bench.demo.processor_time import core_seconds
+from bench.support.termination import exit_on_sigterm
 from services.launch.metrics import StepRow
 
 _WAYS = {
@@ -77,7 +77,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not 0 < arguments.warm_up < arguments.steps - 2:
         parser.error(f"--warm-up {arguments.warm_up} must be above 0 and leave two of the {arguments.steps} --steps")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run ends too
+    exit_on_sigterm()
     found: dict[str, list[Run]] = {way: [] for way in _WAYS}
     sys.stdout.write("| round | | s/step | core-s/step | recorded, kB/step | load |\n|---|---|---|---|---|---|\n")
     with tempfile.TemporaryDirectory(prefix="recording-", ignore_cleanup_errors=True) as scratch:

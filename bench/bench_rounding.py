@@ -15,7 +15,6 @@ at a time with its own attention: a third computation that shares no code with t
 import argparse
 import copy
 import itertools
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.demo.penstock_run import run_to_end
+from bench.support.termination import exit_on_sigterm
 from penstock.model.tokens import forbidden_token_ids
 from services.trainer.admission.filters import screen
 from services.trainer.backend.policy.load_model import load_policy
@@ -36,7 +37,6 @@ from services.trainer.batching.sequences import TrainSequence, open_reader
 from services.trainer.replay.recording import Recording, recorded_steps
 from services.trainer.replay.run import RecordedRun
 
-ROOT = Path(__file__).resolve().parent.parent
 BOUNDS = (0.0, 1.0, 3.0, 6.0, np.inf)
 """Of -logp, for the table by probability."""
 
@@ -68,6 +68,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=3, help="measure every so many recorded steps")
     parser.add_argument("overrides", nargs="*", help="--section.key=value, after a --")
     arguments = parser.parse_args()
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as scratch:
         run = arguments.run or train(arguments.recipe, Path(scratch) / "run", arguments.overrides)
         parts = list(measured_steps(RecordedRun(run), arguments.every))
@@ -80,9 +81,7 @@ def main() -> int:
 def train(recipe: str, folder: Path, overrides: Sequence[str]) -> Path:
     """Train, and return the run folder."""
     kept = ["--trainer.record_groups=true", "--trainer.checkpoint_every=1", "--trainer.keep_checkpoints=1000"]
-    command = [sys.executable, "-m", "services.cli", "train", recipe, f"--run.folder={folder}"]
-    fresh = "--trainer.max_staleness=0"
-    subprocess.run([*command, fresh, *kept, *overrides], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    run_to_end("train", recipe, f"--run.folder={folder}", "--trainer.max_staleness=0", *kept, *overrides)
     return folder
 
 

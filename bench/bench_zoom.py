@@ -14,14 +14,15 @@ use the tool rises; and the run, less the evaluation after its last step, takes 
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.demo.penstock_run import run_to_end
+from bench.support.termination import exit_on_sigterm
+
 RECIPE = "tiny-multi-turn"
 SET = "held_out"
 COLUMNS = (
@@ -87,6 +88,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, help="where to keep the run folders; default: a folder that is removed")
     parser.add_argument("overrides", nargs="*", help="--section.key=value, after a --")
     arguments = parser.parse_args()
+    exit_on_sigterm()
     sys.stdout.write(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n")
     misses = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -158,8 +160,7 @@ def measure(seed: int, run: Path, blank: Path, wall_s: float) -> tuple[Measureme
 
 def penstock(command: str, runs: Path, arguments: list[str], overrides: list[str]) -> Path:
     """Run a command and return the folder that it leaves in `runs`."""
-    called = [sys.executable, "-m", "services.cli", command, *arguments, f"--run.dir={runs}", *overrides]
-    subprocess.run(called, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    run_to_end(command, *arguments, f"--run.dir={runs}", *overrides)
     (folder,) = (path for path in runs.iterdir() if path.is_dir())
     return folder
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import psutil
 
+from bench.support.termination import exit_on_sigterm
 from penstock.testing.local_cluster import LocalCluster, local_cluster
 from penstock.testing.tolerance import MAX_DLOGP
 from penstock.testing.train_process import RECIPE, TrainProcess, started
@@ -79,6 +80,7 @@ class Faults:
 def main() -> int:
     """Return 0 if no group was lost."""
     arguments = parse()
+    exit_on_sigterm()
     num_steps = (arguments.kills + arguments.freezes + 2) * arguments.steps_between
     services = {*SERVICES} - {*arguments.spare}
     settings = {

@@ -9,7 +9,6 @@ the seconds of a step are not.
 
 import argparse
 import collections
-import signal
 import statistics
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import psutil
 
 from bench.demo.penstock_run import follow, training
 from bench.demo.processor_time import core_seconds
+from bench.support.termination import exit_on_sigterm
 from services.launch.metrics import StepRow
 
 _TIMES = ("step_s", "train_s", "wait_s", "push_wait_s", "checkpoint_wait_s", "push_s", "prefill_ratio")
@@ -33,7 +33,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not 0 < arguments.warm_up < arguments.steps - 1:
         parser.error(f"--warm-up {arguments.warm_up} must be above 0 and leave two of the {arguments.steps} --steps")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run ends too
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="core-seconds-") as scratch:
         folder = Path(scratch) / "run"
         readings: dict[int, collections.Counter[str]] = {}

@@ -21,7 +21,9 @@ from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.demo.penstock_run import ROOT, running
+from bench.support.termination import exit_on_sigterm
+
 _NUM_WARMUP = 3
 """Steps left out of the median: engines are new, and groups wait that were played before the first step."""
 COLUMNS = ("launcher", "first step after s", "median s/step", "last step to exit s", "wall s", "load at start")
@@ -36,6 +38,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.steps <= _NUM_WARMUP:
         parser.error(f"--steps = {arguments.steps}; the first {_NUM_WARMUP} are not counted, so give more")
+    exit_on_sigterm()
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     os.environ |= {"PYTHONPATH": paths, "RAY_USAGE_STATS_ENABLED": "0"}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 0, "include_dashboard": False})
@@ -61,21 +64,16 @@ def measure(arguments: list[str]) -> tuple[float, float, float, float]:
         CalledProcessError: the run failed.
     """
     runs = Path(tempfile.mkdtemp())
-    command = [sys.executable, "-m", "services.cli", "train", *arguments, f"--run.dir={runs}"]
     began = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     ends: list[float] = []
-    try:
+    with running("train", *arguments, f"--run.dir={runs}") as process:
         while process.poll() is None:
             time.sleep(0.02)
             ends += [time.monotonic()] * (len(_rows(runs)) - len(ends))
         ended = time.monotonic()
-    finally:
-        process.terminate()
-        process.wait()
     if process.returncode:
         sys.stderr.write(f"the run failed; its logs are in {runs}\n")
-        raise subprocess.CalledProcessError(process.returncode, command)
+        raise subprocess.CalledProcessError(process.returncode, process.args)
     lines = _rows(runs)
     shutil.rmtree(runs)
     step_s = statistics.median(json.loads(line)["step_s"] for line in lines[_NUM_WARMUP:])

@@ -1,16 +1,18 @@
-"""Starts one `penstock train` of the demo recipe, and follows it step by step."""
+"""Runs commands of `penstock`, and follows one that trains the demo recipe step by step."""
 
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from services.launch.metrics import MetricsFollower, StepRow
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "tiny-cpu.toml"
+PENSTOCK = (sys.executable, "-m", "services.cli")
+"""The command `penstock` of this tree."""
 
 _POLL_S = 0.02
 _END_TIMEOUT_S = 60.0
@@ -19,15 +21,30 @@ _EXIT_INTERRUPTED = 130
 
 
 @contextmanager
-def training(folder: Path, overrides: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the demo with `folder` as its run folder; its processes are gone when the context ends."""
-    command = [sys.executable, "-m", "services.cli", "train", str(RECIPE), f"--run.folder={folder}", *overrides]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command of `penstock`; its processes are gone when the context ends."""
+    process = subprocess.Popen([*PENSTOCK, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         yield process
     finally:
         process.terminate()
         process.wait(timeout=_END_TIMEOUT_S)
+
+
+def run_to_end(*arguments: str) -> None:
+    """Run a command of `penstock`.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
+    with running(*arguments) as process:
+        if code := process.wait():
+            raise subprocess.CalledProcessError(code, process.args)
+
+
+def training(folder: Path, overrides: Sequence[str] = ()) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """Run the demo with `folder` as its run folder; its processes are gone when the context ends."""
+    return running("train", str(RECIPE), f"--run.folder={folder}", *overrides)
 
 
 def follow(

@@ -18,6 +18,7 @@ from penstock.bus.local_server import local_server
 from penstock.clients import GenerateClient, RouterClient
 from penstock.clients.routed import RoutedGenerateClient
 from penstock.errors import PenstockError
+from penstock.runtime.parent_death import dying_with_parent
 from penstock.runtime.ports import free_ports
 from penstock.v1 import generate_pb2
 
@@ -69,7 +70,9 @@ def request_of(session: str, latency_s: float, num_tokens: int, prompt: list[int
 
 @contextlib.asynccontextmanager
 async def process(*command: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    started = await asyncio.create_subprocess_exec(*map(str, command), stdout=subprocess.PIPE, cwd=ROOT)
+    started = await asyncio.create_subprocess_exec(
+        *map(str, command), stdout=subprocess.PIPE, cwd=ROOT, preexec_fn=dying_with_parent()
+    )
     try:
         yield started
     finally:

@@ -77,6 +77,7 @@ def test_a_missed_bar_is_the_exit_code(
 ) -> None:
     """And is named behind the table, which is whole; a gain of nothing divides nothing."""
     monkeypatch.setattr("sys.argv", ["bench_zoom.py", "--seeds", "0"])
+    monkeypatch.setattr(bench_zoom, "exit_on_sigterm", lambda: None)
     monkeypatch.setattr(bench_zoom, "play", lambda *_: write_runs(tmp_path, score_after=score_after))
     assert bench_zoom.main() == code
     printed = capsys.readouterr().out
