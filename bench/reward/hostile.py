@@ -1,15 +1,11 @@
 """The effect of hostile items on the reward service: lateness, the latency of others, memory, and tier 3's throughput.
 
-    python bench/reward/hostile.py [--seconds 10]
-
 The service runs in its own processes and is called over gRPC. Nothing else should run beside it.
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
-import os
 import random
 import statistics
 import sys
@@ -17,11 +13,11 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
+from bench.reward.report import Report
+from bench.reward.stored_items import hostile_items
 from penstock.clients import RewardClient
-from penstock.testing.hostile_answers import generated_items, stored_items
 from penstock.v1 import reward_pb2
 
-_STORED = Path(__file__).parents[3] / "shared" / "reward" / "hostile.jsonl"
 _DEADLINE_S = 1.0
 _MAX_LATE_S = 0.050
 _MAX_MEMORY_MB = 600
@@ -29,6 +25,8 @@ _MAX_P99_RATIO = 2.0
 _MIN_ITEMS_PER_S = 250
 _HOSTILE_SHARE = 0.05
 _ROUNDS = 3
+_RATE = 60.0
+"""Items that are sent in a second while latencies are measured."""
 
 _SERVICE = """
 import asyncio, sys
@@ -77,10 +75,6 @@ def _symbolic_items() -> Iterator[reward_pb2.VerifyItem]:
         yield _item(rf"\ln {n}x", rf"\boxed{{\ln x + \ln {n}}}")
 
 
-def _hostile_items() -> list[reward_pb2.VerifyItem]:
-    return [_item(item.gold, item.response) for item in (*stored_items(_STORED), *generated_items())]
-
-
 def _percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
@@ -91,7 +85,7 @@ async def _ask(client: RewardClient, item: reward_pb2.VerifyItem) -> tuple[rewar
     return verdict, time.perf_counter() - started
 
 
-async def _lateness(client: RewardClient, num_at_once: int) -> list[float]:
+async def _lateness(client: RewardClient, hostile: Sequence[reward_pb2.VerifyItem], num_at_once: int) -> list[float]:
     """Return the seconds beyond the deadline of every hostile item, without queueing if several are asked at once."""
     slots = asyncio.Semaphore(num_at_once)
 
@@ -100,15 +94,15 @@ async def _lateness(client: RewardClient, num_at_once: int) -> list[float]:
             verdict, latency_s = await _ask(client, item)
         return max(0.0, (latency_s if num_at_once == 1 else verdict.elapsed_s) - _DEADLINE_S)
 
-    return list(await asyncio.gather(*map(one, _hostile_items())))
+    return list(await asyncio.gather(*map(one, hostile)))
 
 
 async def _clean_latencies(
-    client: RewardClient, seconds: float, rate: float, share: float, hostile_items: Sequence[reward_pb2.VerifyItem]
+    client: RewardClient, seconds: float, share: float, hostile: Sequence[reward_pb2.VerifyItem]
 ) -> list[float]:
-    """Return latencies of right items that need a worker, sent at `rate` with a share of hostile ones among them."""
+    """Return latencies of right items that need a worker, sent at `_RATE` with a share of hostile ones among them."""
     rng = random.Random(0)
-    clean, hostile = _symbolic_items(), itertools.cycle(rng.sample(hostile_items, len(hostile_items)))
+    clean, bad = _symbolic_items(), itertools.cycle(rng.sample(hostile, len(hostile)))
     latencies: list[float] = []
 
     async def one(item: reward_pb2.VerifyItem) -> None:
@@ -118,26 +112,19 @@ async def _clean_latencies(
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for n in range(int(seconds * rate)):
-            await asyncio.sleep(max(0.0, started + n / rate - time.perf_counter()))
+        for n in range(int(seconds * _RATE)):
+            await asyncio.sleep(max(0.0, started + n / _RATE - time.perf_counter()))
             if rng.random() < share:
-                group.create_task(_ask(client, next(hostile)))
+                group.create_task(_ask(client, next(bad)))
             else:
                 group.create_task(one(next(clean)))
     return latencies
 
 
-_found: list[reward_pb2.VerifyItem] = []
-
-
-async def _hanging(client: RewardClient) -> list[reward_pb2.VerifyItem]:
+async def _hanging(client: RewardClient, hostile: Sequence[reward_pb2.VerifyItem]) -> list[reward_pb2.VerifyItem]:
     """Return the hostile items that hold a worker until their deadline."""
-    if not _found:
-        for item in _hostile_items():
-            verdict, _ = await _ask(client, item)
-            if verdict.status == reward_pb2.VERDICT_STATUS_TIMEOUT:
-                _found.append(item)
-    return _found
+    verdicts = [(item, (await _ask(client, item))[0]) for item in hostile]
+    return [item for item, verdict in verdicts if verdict.status == reward_pb2.VERDICT_STATUS_TIMEOUT]
 
 
 def _memory_mb(pid: int) -> float:
@@ -161,11 +148,7 @@ async def _watch_memory(pid: int, peaks: list[float]) -> None:
         await asyncio.sleep(0.2)
 
 
-def _report(name: str, value: str, holds: bool) -> None:
-    print(f"{name:<58}{value:>32}   {'holds' if holds else 'MISSED'}", flush=True)  # noqa: T201 - it is its output
-
-
-async def _throughput() -> None:
+async def _throughput(report: Report) -> None:
     async with _service(1) as (client, _):
         items = list(itertools.islice(_symbolic_items(), 2000))
         await client.verify_batch(items[:100], timeout_s=60)
@@ -177,43 +160,44 @@ async def _throughput() -> None:
     text = (
         f"{rate:.0f}/s, p50 {_percentile(latencies, 0.5) * 1e3:.1f} ms, p99 {_percentile(latencies, 0.99) * 1e3:.1f} ms"
     )
-    _report("tier 3, one worker (>= 250/s)", text, rate >= _MIN_ITEMS_PER_S)
+    report.bar(f"tier 3, one worker >= {_MIN_ITEMS_PER_S} items/s", holds=rate >= _MIN_ITEMS_PER_S, measured=text)
 
 
-async def _main(seconds: float, rate: float) -> None:
-    print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores")  # noqa: T201 - it is its output
-    await _throughput()
+async def measure(report: Report, *, seconds: float) -> None:
+    """Report every bar; latencies are measured for `seconds` each time."""
+    await _throughput(report)
+    hostile = [_item(item.gold, item.response) for item in hostile_items(report)]
     peaks: list[float] = []
     async with _service(2) as (client, pid):
         watch = asyncio.create_task(_watch_memory(pid, peaks))
         for num_at_once in (1, 8):
-            late = await _lateness(client, num_at_once)
-            text = f"p99 {_percentile(late, 0.99) * 1e3:.0f} ms, max {max(late) * 1e3:.0f} ms"
-            _report(
-                f"{len(late)} hostile items, {num_at_once} at once: late (<= 50 ms)", text, max(late) <= _MAX_LATE_S
+            late = await _lateness(client, hostile, num_at_once)
+            report.bar(
+                f"{len(late)} hostile items, {num_at_once} at once: late by <= {_MAX_LATE_S * 1e3:.0f} ms",
+                holds=max(late) <= _MAX_LATE_S,
+                measured=f"p99 {_percentile(late, 0.99) * 1e3:.0f} ms, max {max(late) * 1e3:.0f} ms",
             )
-        for kind, hostile_items in (("hostile", _hostile_items()), ("that hang", await _hanging(client))):
+        for kind, items in (("hostile", hostile), ("that hang", await _hanging(client, hostile))):
             p99s: dict[float, list[float]] = {0.0: [], _HOSTILE_SHARE: []}
             p50s: dict[float, list[float]] = {0.0: [], _HOSTILE_SHARE: []}
             for _ in range(_ROUNDS):
                 for share, found in p99s.items():
-                    latencies = await _clean_latencies(client, seconds, rate, share, hostile_items)
+                    latencies = await _clean_latencies(client, seconds, share, items)
                     found.append(_percentile(latencies, 0.99))
                     p50s[share].append(_percentile(latencies, 0.5))
             before, after = (statistics.median(found) for found in p99s.values())
-            text = " -> ".join(
-                f"{statistics.median(p50s[share]) * 1e3:.1f}/{statistics.median(p99s[share]) * 1e3:.1f}"
-                for share in p99s
+            report.bar(
+                f"p99 of clean items at {_RATE:.0f}/s, 0 -> {_HOSTILE_SHARE:.0%} {kind}: <= x {_MAX_P99_RATIO:g}",
+                holds=after <= _MAX_P99_RATIO * before,
+                measured="p50/p99 in ms "
+                + " -> ".join(
+                    f"{statistics.median(p50s[share]) * 1e3:.1f}/{statistics.median(p99s[share]) * 1e3:.1f}"
+                    for share in p99s
+                ),
             )
-            name = f"clean p50/p99 in ms at {rate:.0f}/s, 0 -> 5% {kind} (<= x 2)"
-            _report(name, text, after <= _MAX_P99_RATIO * before)
         watch.cancel()
-    _report("memory of all its processes, peak (< 600 MB)", f"{max(peaks):.0f} MB", max(peaks) < _MAX_MEMORY_MB)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of each of the latency measurements")
-    parser.add_argument("--rate", type=float, default=60.0, help="items a second in them")
-    arguments = parser.parse_args()
-    asyncio.run(_main(arguments.seconds, arguments.rate))
+    report.bar(
+        f"memory of all its processes, peak < {_MAX_MEMORY_MB} MB",
+        holds=max(peaks) < _MAX_MEMORY_MB,
+        measured=f"{max(peaks):.0f} MB",
+    )

@@ -40,6 +40,11 @@ class Report:
         lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
         self._say("\n".join(lines))
 
+    def note(self, text: str) -> None:
+        """Print what else a reader of the numbers should know."""
+        self._parts.append({"note": text})
+        self._say(f"\n{text}")
+
     def bar(self, name: str, *, holds: bool, measured: str) -> None:
         """Print whether the service meets a bar."""
         self.all_hold &= holds

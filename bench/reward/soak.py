@@ -5,16 +5,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from bench.reward.items import Question, typical
 from bench.reward.report import Report
 from bench.reward.service_process import ServiceProcess
+from bench.reward.stored_items import hostile_items
 from penstock.clients import RewardClient
-from penstock.testing.hostile_answers import generated_items, stored_items
 from penstock.v1 import reward_pb2
 
-_STORED = Path(__file__).parents[3] / "shared" / "reward" / "hostile.jsonl"
 _BATCH = 500
 _HOSTILE_BATCH = 20
 _IN_FLIGHT = 4
@@ -27,10 +25,9 @@ _PROFILES = ("math", "math_verify")
 """Profiles of hostile items: math refuses most of them, math_verify keeps workers busy until they are killed."""
 
 
-def hostile_questions() -> list[Question]:
+def hostile_questions(report: Report) -> list[Question]:
     """Return questions that hang or bloat verifiers, except bodies of megabytes."""
-    items = [*stored_items(_STORED), *generated_items()]
-    items = [item for item in items if len(item.gold) + len(item.response) < 10_000]
+    items = [item for item in hostile_items(report) if len(item.gold) + len(item.response) < 10_000]
     return [Question(golds=(item.gold,), response=item.response) for item in items]
 
 
