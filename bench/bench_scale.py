@@ -10,7 +10,8 @@ share this machine. So what fills up first is extrapolated: each process's cost 
 there (its lease), and of an engine in a push is measured, and costs are added (bench/scale/saturation.py).
 
 With 2,048 engines it needs 5 GiB of memory, and a hard limit on open files of 4,096 (`ulimit -Hn`). The exit code is 1
-if an engine's lease lapsed, or less than `MIN_OFFERED` of the load was carried.
+if the router, asked twice a second, ever listed fewer engines than there are or did not answer, or if less than
+`MIN_OFFERED` of the load was carried.
 """
 
 import argparse

@@ -1,13 +1,21 @@
 """bench_scale: what it makes of measurements."""
 
+import asyncio
+import contextlib
 import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bench import bench_scale
-from bench.scale.measured_run import Measured
+from bench.async_loop import virtual_time
+from bench.async_loop.measured_loop import LoopError
+from bench.scale.measured_run import Measured, fewest, list_again_and_again
 from bench.scale.saturation import Costs, Point, Use, costs_of, first_to_saturate
 from bench.scale.workload import SAMPLES_PER_GROUP, Load, mean_tokens
+from penstock.errors import UnavailableError
 
 LOAD = Load(replicas=64, tokens=16_384, samples_per_s=2.0, groups_per_step=8, num_workers=2, num_engine_processes=1)
 
@@ -55,6 +63,40 @@ def test_costs_explain_both_measurements(true: Costs) -> None:
     )
     with pytest.raises(ValueError, match="must be fewer"):
         costs_of(point(64, 0.25), point(64, 0.25))
+
+
+class Router:
+    """Lists engines as it is told; None: it does not answer."""
+
+    def __init__(self, *numbers: int | None) -> None:
+        self._numbers: Iterator[int | None] = iter(numbers)
+
+    async def list_replicas(self, *, timeout_s: float) -> Any:
+        """Return the next number of engines."""
+        number = next(self._numbers, 8)
+        if number is None:
+            raise UnavailableError("the router does not answer")
+        return SimpleNamespace(replicas=range(number))
+
+
+@pytest.mark.parametrize(("numbers", "least"), [((8, 8, 8), 8), ((8, 7, 8), 7), ((8, None, 8), 0)])
+def test_every_listing_counts(numbers: tuple[int | None, ...], least: int) -> None:
+    """An engine that is missing for half a second is seen, and a router that does not answer lists none."""
+    listed: list[int] = []
+
+    async def watch() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(list_again_and_again(Router(*numbers), listed), 9.75)
+
+    virtual_time.run(watch())
+    assert len(listed) == 20
+    assert fewest(listed) == least
+
+
+def test_engines_that_were_never_listed_are_not_taken_for_present() -> None:
+    """Without a listing there is no measurement."""
+    with pytest.raises(LoopError, match="never answered"):
+        fewest([])
 
 
 def test_the_report_names_what_fills_up_first(capsys: pytest.CaptureFixture[str]) -> None:
