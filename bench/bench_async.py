@@ -32,6 +32,7 @@ from bench.async_loop.peer_loops import one_step_off, synchronous
 from bench.async_loop.perfect_loop import step_ends
 from bench.async_loop.routed_loop import run_routed
 from bench.async_loop.workload import Scenario, scenario
+from bench.support.new_folder import new_folder
 from penstock.config import LogConfig
 from penstock.telemetry import log
 from services.trainer.config import TrainerConfig
@@ -185,7 +186,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--samples-per-s", type=float, default=64.0, help="most that all engines finish in a second")
     parser.add_argument("--train-share", type=float, default=0.8, help="U / (R/n)")
     parser.add_argument("--seed", type=int, default=0, help="of the durations")
-    parser.add_argument("--folder", type=Path, help="keep the runs' folders, logs and metrics here")
+    parser.add_argument("--folder", type=new_folder, help="new folder for the runs, their logs and metrics")
     parser.add_argument("--json", type=Path, help="also write what was measured to this file")
     return parser.parse_args()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.demo.penstock_run import running
+from bench.support.new_folder import new_folder
 from bench.support.termination import exit_on_sigterm
 
 COLUMNS = (
@@ -29,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--recipe", default="tiny-cpu", help="its name, or a file; default: tiny-cpu")
-    parser.add_argument("--runs", type=Path, help="where to keep the run folders; default: a folder that is removed")
+    parser.add_argument("--runs", type=new_folder, help="new folder for the runs; default: one that is removed")
     parser.add_argument("overrides", nargs="*", help="--section.key=value, after a --")
     arguments = parser.parse_args()
     exit_on_sigterm()

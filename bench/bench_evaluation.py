@@ -24,6 +24,7 @@ from pathlib import Path
 from bench.async_loop.measured_loop import LoopError, Measured, run_loop
 from bench.async_loop.perfect_loop import step_ends
 from bench.async_loop.workload import Scenario, scenario
+from bench.support.new_folder import new_folder
 
 MARGIN = 0.03
 _SLOTS = 8
@@ -127,7 +128,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--samples-per-s", type=float, default=16.0, help="most that all engines finish in a second")
     parser.add_argument("--train-share", type=float, default=0.5, help="optimizer step, as a share of R/n")
     parser.add_argument("--seed", type=int, default=0, help="of the durations")
-    parser.add_argument("--folder", type=Path, help="keep the runs' folders, logs and metrics here")
+    parser.add_argument("--folder", type=new_folder, help="new folder for the runs, their logs and metrics")
     return parser.parse_args()
 
 

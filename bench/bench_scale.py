@@ -28,6 +28,7 @@ from bench.async_loop.measured_loop import LoopError
 from bench.scale.measured_run import ENGINES, NATS, ROUTER, TRAINER, WORKERS, Measured, run
 from bench.scale.saturation import Costs, Point, Use, costs_of, first_to_saturate
 from bench.scale.workload import SAMPLES_PER_GROUP, Load
+from bench.support.new_folder import new_folder
 from penstock.config import LogConfig
 from penstock.telemetry import log
 
@@ -123,7 +124,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured for each number of engines")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those, at least 1")
     parser.add_argument("--idle-s", type=float, default=20.0, help="measured without groups")
-    parser.add_argument("--folder", type=Path, help="keep the runs' folders and logs here")
+    parser.add_argument("--folder", type=new_folder, help="new folder for the runs and their logs")
     parser.add_argument("--json", type=Path, help="also write what was measured to this file")
     options = parser.parse_args()
     if options.warm_up < 1 or options.steps < 1:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.demo.penstock_run import run_to_end
+from bench.support.new_folder import new_folder
 from bench.support.termination import exit_on_sigterm
 
 RECIPE = "tiny-multi-turn"
@@ -85,7 +86,7 @@ def main() -> int:
     """Return 0 if every seed meets the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--runs", type=Path, help="where to keep the run folders; default: a folder that is removed")
+    parser.add_argument("--runs", type=new_folder, help="new folder for the runs; default: one that is removed")
     parser.add_argument("overrides", nargs="*", help="--section.key=value, after a --")
     arguments = parser.parse_args()
     exit_on_sigterm()

@@ -30,6 +30,7 @@ from typing import Any
 
 import psutil
 
+from bench.support.new_folder import new_folder
 from bench.support.termination import exit_on_sigterm
 from penstock.testing.local_cluster import LocalCluster, local_cluster
 from penstock.testing.tolerance import MAX_DLOGP
@@ -126,7 +127,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--nats-servers", type=int, default=1, choices=(1, 3, 5), help="with more, all store the run")
     parser.add_argument("--transport", default="auto", help="trainer.weight_sync.transport")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runs", type=Path, help="where to keep the run folder; default: a folder that is removed")
+    parser.add_argument("--runs", type=new_folder, help="new folder for the runs; default: one that is removed")
     return parser.parse_args()
 
 
