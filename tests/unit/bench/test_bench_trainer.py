@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from bench import bench_trainer
+from bench.bench_trainer import Measured
 from bench.demo.penstock_run import RECIPE
 from bench.demo.task import write_task
 from bench.gpu.bench_train_step import attention_table, step_flops
@@ -31,6 +33,40 @@ def test_subjects_take_the_same_step(tiny_model_path: Path, tmp_path: Path) -> N
     groups = read_groups(tiny_model_path, workload)
     norms = {subject: step(tiny_model_path, groups)() for subject, step in SUBJECTS.items()}
     assert norms == dict.fromkeys(SUBJECTS, pytest.approx(norms["padded"], rel=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("subjects", "measured", "last_cell", "code"),
+    [
+        (["padded"], ["padded"], "", 0),
+        (["padded", "group_rows"], ["group_rows", "padded"], "2.50 (bar 2)", 0),
+        (["trl", "group_rows"], ["group_rows", "trl"], "2.50 (bar 3)", 1),
+    ],
+)
+def test_bars_are_of_group_rows(
+    subjects: list[str],
+    measured: list[str],
+    last_cell: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They are measured first, whatever the order asked for; without them there is no comparison and no missed bar."""
+    order: list[str] = []
+
+    def measure(subject: str, *_: object) -> Measured:
+        order.append(subject)
+        seconds = 2.0 if subject == "group_rows" else 5.0
+        return Measured(step_s=seconds, core_s=seconds, peak_mb=100.0, grad_norm=1.0)
+
+    monkeypatch.setattr("sys.argv", ["bench_trainer.py", "--subjects", *subjects])
+    monkeypatch.setattr(bench_trainer, "measure", measure)
+    monkeypatch.setattr(bench_trainer, "write_model", lambda _: None)
+    monkeypatch.setattr(bench_trainer, "write_workload", lambda *_, **__: None)
+    assert bench_trainer.main() == code
+    assert order == measured
+    [*_, last_row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert last_row.split("|")[-2].strip() == last_cell
 
 
 def test_the_attention_that_a_gpu_is_measured_against_is_right() -> None:
