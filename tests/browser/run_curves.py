@@ -102,15 +102,16 @@ async def test_a_double_click_shows_all_of_every_chart(page: Page, runs: list[Pa
     """Also on the scores, whose steps are fewer. Until then charts that are drawn anew are zoomed, too."""
     file = runs[0] / "evaluations.jsonl"
     row = json.loads(file.read_text())
-    file.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in (14, 16)))
+    with file.open("a") as lines:
+        lines.write(json.dumps(row | {"step": 16}) + "\n")
     await page.reload()
     await expect(page.locator("h1")).to_have_text("Curves")
-    whole = {(1, 30), (14, 16)}
+    whole = {(1, 30), (15, 16)}
     assert await _shown(page, "step") == whole
     await _zoom(page, page.locator("figure .u-over").first)
     zoomed = await _shown(page, "step")
     ((low, high),) = zoomed
-    assert 1 < low < 14 < 16 < high < 30
+    assert 1 < low < 15 < 16 < high < 30
     await page.locator("#theme").click()  # draws them anew
     await expect(page.locator("html")).to_have_attribute("data-theme", "dark")
     await page.wait_for_timeout(500)
