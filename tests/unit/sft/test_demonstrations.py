@@ -17,6 +17,7 @@ from services.trainer.data.prompt_length import ConversationLimit
 from services.trainer.data.rows.example import Example
 from services.trainer.data.sources.opening import open_sources
 from services.trainer.data.sources.source import DEMONSTRATIONS
+from services.trainer.data.sources.table import NUM_SHOWN_ROWS
 from tests.support.trainer.data.pictures import png
 
 
@@ -165,6 +166,18 @@ def test_a_conversation_without_assistant_among_others_is_refused(tmp_path: Path
     source = open_sources(DataConfig(path=str(file)), form=DEMONSTRATIONS)[""]
     with pytest.raises(DataError, match=r"row 1: it has no assistant message, so there is nothing to learn; repair"):
         source[1]
+
+
+def test_a_system_message_in_a_column_of_a_later_row_is_refused(tmp_path: Path) -> None:
+    """Also where the rows that show a file's columns have none, or have it among their messages."""
+    own = {"role": "system", "content": "Be brief."}
+    rows: list[dict[str, Any]] = [{"system": None, "messages": [USER, ASSISTANT]}] * NUM_SHOWN_ROWS
+    rows += [{"system": "Be brief.", "messages": messages} for messages in ([own, USER, ASSISTANT], [USER, ASSISTANT])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_sources(DataConfig(path=str(tmp_path / "rows.jsonl")), form=DEMONSTRATIONS)[""]
+    assert shown(source[NUM_SHOWN_ROWS]) == [("system", "Be brief."), ASKED, SAID]
+    with pytest.raises(DataError, match=rf"rows\.jsonl', row {NUM_SHOWN_ROWS + 1}: column 'system' holds"):
+        source[NUM_SHOWN_ROWS + 1]
 
 
 def test_the_whole_conversation_counts_against_the_limit(tmp_path: Path, tiny_model_path: Path) -> None:

@@ -82,13 +82,10 @@ def find_demonstration_columns(row: Mapping[str, Any], config: SourceConfig, *, 
         name: Name of the table in error messages.
 
     Raises:
-        DataError: as for `find_columns`, or a column holds a system message and the row's messages have none.
+        DataError: as for `find_columns`.
     """
     text = _text_column(row, config, _CONVERSATION, name=name, what="the conversation or the prompt")
-    roles = read_roles(cell(row, text))
-    gold = _completion_column(row, config, roles, name=name)
-    if "*" in config.extra_columns and "system" not in roles:
-        _require_no_system_message(row, (text, gold, *(getattr(config, key) for key in _NAMED)), name=name)
+    gold = _completion_column(row, config, read_roles(cell(row, text)), name=name)
     return _with_the_rest(row, config, text=text, gold="" if gold == text else gold, name=name)
 
 
@@ -107,6 +104,23 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
             return None
         value = value.get(key)
     return value
+
+
+def require_no_system_message(row: Mapping[str, Any], columns: Columns, config: SourceConfig) -> None:
+    """Refuse a demonstration's system message in a column that nothing reads, unless the settings choose the columns.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if "*" not in config.extra_columns:
+        return
+    read = (columns.text, columns.gold, *(getattr(config, key) for key in _NAMED))
+    for column in _SYSTEM:
+        if column not in read and isinstance(text := row.get(column), str) and text.strip():
+            raise ValueError(
+                f"column {column!r} holds a system message that would not be learned from; make the prompt a list of "
+                "messages that begins with it, or leave all further columns out with --data.extra_columns=[]"
+            )
 
 
 def _text_column(
@@ -130,16 +144,6 @@ def _completion_column(row: Mapping[str, Any], config: SourceConfig, roles: Sequ
         if "assistant" in roles:  # in earlier turns of a prompt, or before a last word of the user's
             return _find(row, _COMPLETION, "answer_column", name=name, what=what) or ""
     return _one(row, config.answer_column, (*_COMPLETION, *_GOLD), "answer_column", name=name, what=what)
-
-
-def _require_no_system_message(row: Mapping[str, Any], read: Sequence[str], *, name: str) -> None:
-    """Refuse a system message in a column that nothing reads."""
-    for column in _SYSTEM:
-        if column not in read and isinstance(text := row.get(column), str) and text.strip():
-            raise DataError(
-                f"{name}: column {column!r} holds a system message that would not be learned from; make the prompt a "
-                "list of messages that begins with it, or leave all further columns out with --data.extra_columns=[]"
-            )
 
 
 def _with_the_rest(row: Mapping[str, Any], config: SourceConfig, *, text: str, gold: str, name: str) -> Columns:

@@ -13,7 +13,7 @@ from penstock.records import Limits, Message
 from services.trainer.data.config import ANSWER, SourceConfig
 from services.trainer.data.json_values import as_json, without_nulls
 from services.trainer.data.limits import LimitsConfig
-from services.trainer.data.rows.columns import SOLUTION, Columns, cell
+from services.trainer.data.rows.columns import SOLUTION, Columns, cell, require_no_system_message
 from services.trainer.data.rows.golds import read_golds, read_solution
 from services.trainer.data.rows.images import ImageReader
 from services.trainer.data.rows.messages import (
@@ -99,10 +99,13 @@ def make_demonstration(row: Mapping[str, Any], columns: Columns, config: SourceC
         reader: Reads the images.
 
     Raises:
-        ValueError: a value is not valid for its column, or the assistant's messages cannot be learned as they are.
+        ValueError: a value is not valid for its column, the assistant's messages cannot be learned as they are, or a
+            further column holds a system message and the row's messages have none.
         InvalidRequestError: an image cannot be decoded, or is too large.
     """
     turns = _read(read_demonstration, row, columns.text)
+    if turns[0].role != "system":
+        require_no_system_message(row, columns, config)
     if columns.gold and config.answer_format:
         gold = _read(read_golds, row, columns.gold)[0]
         turns += read_completion(config.answer_format.replace(ANSWER, gold))
