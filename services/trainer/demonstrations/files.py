@@ -9,7 +9,8 @@ def require_demonstrations(config: DemonstrationsConfig) -> None:
     """Check that the files exist, as far as this machine knows; cheap enough to do before anything else starts.
 
     Raises:
-        ConfigError: a file does not exist.
+        ConfigError: a file does not exist, or is of another split.
+        DataError: a saved data set has no such split, or cannot be read.
     """
     with named_section("demonstrations"):
         for source in config.by_name.values():

@@ -15,7 +15,8 @@ def require_sets(config: EvaluationConfig) -> None:
     """Check that the sets' files exist, without asking the Hub; cheap enough to run before anything else starts.
 
     Raises:
-        ConfigError: a file does not exist.
+        ConfigError: a file does not exist, or is of another split.
+        DataError: a saved data set has no such split, or cannot be read.
     """
     for name, each in config.sets.items():
         with named_set(name):

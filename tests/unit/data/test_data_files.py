@@ -223,32 +223,48 @@ def test_a_missing_shard_is_noticed() -> None:
         choose_files(names, suffixes=(".parquet",), config="", split="", card={}, name="x")
 
 
+def save(folder: Path, parts: list[Rows]) -> None:
+    """A data set as `Dataset.save_to_disk` writes it."""
+    for number, part in enumerate(parts):
+        write(folder / f"data-{number:05}-of-{len(parts):05}.arrow", part)
+    names = [{"filename": f"data-{number:05}-of-{len(parts):05}.arrow"} for number in range(len(parts))]
+    (folder / "state.json").write_text(json.dumps({"_data_files": names, "_split": None}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def save_splits(folder: Path) -> None:
+    """A row in each of two splits, as `DatasetDict.save_to_disk` writes them."""
+    save(folder / "train", [rows(0, 1)])
+    save(folder / "test", [rows(1, 2)])
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+
+
 def test_folders_that_datasets_saved(tmp_path: Path) -> None:
     """One data set, and a dictionary of splits; the files are mapped, in the order of state.json."""
-
-    def save(folder: Path, parts: list[Rows]) -> None:
-        for number, part in enumerate(parts):
-            write(folder / f"data-{number:05}-of-{len(parts):05}.arrow", part)
-        names = [{"filename": f"data-{number:05}-of-{len(parts):05}.arrow"} for number in range(len(parts))]
-        (folder / "state.json").write_text(json.dumps({"_data_files": names, "_split": None}))
-        (folder / "dataset_info.json").write_text("{}")
-
     save(tmp_path / "one", [rows(0, 5), rows(5, 7)])
     assert answers(tmp_path / "one") == list("0123456")
-    with pytest.raises(ConfigError, match=r"one' is of one split, 'train' by its name, so split = 'test' would change"):
-        answers(tmp_path / "one", split="test")
-    save(tmp_path / "dict" / "train", [rows(0, 1)])
-    save(tmp_path / "dict" / "test", [rows(1, 2)])
-    (tmp_path / "dict" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    save_splits(tmp_path / "dict")
     assert answers(tmp_path / "dict") == ["0"]
     assert answers(tmp_path / "dict", split="test") == answers(tmp_path / "dict" / "test", split="test") == ["1"]
+
+
+@pytest.mark.parametrize("check", [require_files, open_dataset])
+def test_a_split_that_a_saved_data_set_lacks_is_refused(tmp_path: Path, check: Callable[[DataConfig], object]) -> None:
+    """Before anything starts, as that of a file is; so is a data set that was damaged."""
+    save(tmp_path / "one", [rows(0, 1)])
+    save_splits(tmp_path / "dict")
+    with pytest.raises(ConfigError, match=r"one' is of one split, 'train' by its name, so split = 'test' would change"):
+        check(DataConfig(path=str(tmp_path / "one"), split="test"))
     with pytest.raises(DataError, match="has no split 'val'; it has train, test"):
-        answers(tmp_path / "dict", split="val")
+        check(DataConfig(path=str(tmp_path / "dict"), split="val"))
     (tmp_path / "one" / "state.json").write_text(json.dumps({"_data_files": [{}]}))
-    (tmp_path / "dict" / "dataset_dict.json").write_text(json.dumps({"splits": 2}))
+    (tmp_path / "dict" / "train" / "state.json").unlink()
     for folder in ("one", "dict"):
-        with pytest.raises(DataError, match=r"\.json' cannot be read: .*; save the data set again"):
-            answers(tmp_path / folder)
+        with pytest.raises(DataError, match=r"state\.json' cannot be read: .*; save the data set again"):
+            check(DataConfig(path=str(tmp_path / folder)))
+    (tmp_path / "dict" / "dataset_dict.json").write_text(json.dumps({"splits": 2}))
+    with pytest.raises(DataError, match=r"dataset_dict\.json' cannot be read: .*; save the data set again"):
+        check(DataConfig(path=str(tmp_path / "dict")))
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def require_files(config: SourceConfig) -> None:
 
     Raises:
         ConfigError: as for `find_files`, or a data set on the Hub is one of several paths.
+        DataError: a saved data set has no such split, or cannot be read.
     """
     for given in config.paths:
         path, _ = split_slice(given)
@@ -127,7 +128,9 @@ def _commit(config: SourceConfig) -> str:
 
 
 def _existing(path: str, config: SourceConfig) -> list[Path]:
-    """Return the file or folder, or the files of the glob."""
+    """Return the file, the folder, the files of the glob, or those of a saved data set's split."""
+    if (saved := _saved(Path(path), config)) is not None:
+        return saved
     found = [Path(path)]
     if not Path(path).exists():
         found = [Path(each) for each in sorted(glob.glob(path, recursive=True)) if Path(each).is_file()]
@@ -156,7 +159,8 @@ def _require_split(path: Path, split: str, config: SourceConfig) -> None:
         )
 
 
-def _in_folder(folder: Path, config: SourceConfig) -> list[Path]:
+def _saved(folder: Path, config: SourceConfig) -> list[Path] | None:
+    """Return the files of a data set that the `datasets` library saved; None if the folder holds none."""
     split = split_of(folder.name)
     if (folder / "dataset_dict.json").is_file():  # as DatasetDict.save_to_disk writes it
         splits = _read(folder / "dataset_dict.json", _SavedDict).splits
@@ -167,9 +171,13 @@ def _in_folder(folder: Path, config: SourceConfig) -> list[Path]:
                 "with --data.split=..."
             )
         folder = folder / split
-    if (folder / "state.json").is_file():  # as Dataset.save_to_disk writes it
-        _require_split(folder, split, config)
-        return [folder / each.filename for each in _read(folder / "state.json", _SavedState).data_files]
+    elif not (folder / "state.json").is_file():  # as Dataset.save_to_disk writes it
+        return None
+    _require_split(folder, split, config)
+    return [folder / each.filename for each in _read(folder / "state.json", _SavedState).data_files]
+
+
+def _in_folder(folder: Path, config: SourceConfig) -> list[Path]:
     names = [each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()]
     chosen = choose_files(
         names,
