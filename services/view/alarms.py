@@ -40,7 +40,7 @@ def find_alarms(
     Args:
         rows: The steps so far.
         is_running: Whether the run goes on.
-        silent_s: Seconds since the last step, evaluation or validation, or the last answer in the present evaluation.
+        silent_s: Seconds since the last step or evaluation, or the last sign of the present evaluation or validation.
         is_evaluating: Whether an evaluation is being played that the run may wait for.
         is_validating: Whether supervised training is validated between the last step and the next one.
         has_stepped: Whether one of the steps was taken since the run was started, or started again.
@@ -66,7 +66,7 @@ def _stuck(
     elif not has_stepped:  # a large model loads for as long as it did at first
         text = f"no step for {silent_s:.0f} s since the run was started again"
     elif is_validating:
-        text = f"no step for {silent_s:.0f} s, nor an end of the validation before it"
+        text = f"no step, and no progress of the validation before it, for {silent_s:.0f} s"
     else:
         usual_s = median(row.get("step_s", 0.0) for row in rows[-50:])
         limit_s = max(120.0, 10 * usual_s)

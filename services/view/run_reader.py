@@ -60,7 +60,7 @@ class RunReader:
 
     @property
     def last_change(self) -> float:
-        """When the last step, evaluation or validation was written, or the run was started, in seconds since 1970."""
+        """When a step, an evaluation, a part of a validation or the start came last, in seconds since 1970."""
         names = ("metrics.jsonl", "evaluations.jsonl", "validation.jsonl", "config.toml")
         return max(written_at(self.folder / name) for name in names)
 

@@ -87,7 +87,7 @@ def standing(
         rows: The steps so far.
         evaluations: The evaluations so far.
         is_running: Whether the run goes on.
-        silent_s: Seconds since the last step, evaluation or validation, or the last answer in the present evaluation.
+        silent_s: Seconds since the last step or evaluation, or the last sign of the present evaluation or validation.
         is_evaluating: Whether an evaluation is being played that the run may wait for.
         is_validating: Whether supervised training is validated between the last step and the next one.
         has_stepped: Whether one of the steps was taken since the run was started, or started again.

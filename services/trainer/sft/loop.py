@@ -130,7 +130,7 @@ class SftLoop:
         """Measure the validation loss if it is due and not known; one that is stopped is measured after a resume."""
         if self.validation is None or not self._is_validation_due():
             return
-        found = await asyncio.to_thread(self.validation.measure, stop.is_set)
+        found = await asyncio.to_thread(self.validation.measure, stop.is_set, self.validations.note_progress)
         if found is None:
             return
         row = {"step": self.step, **found}

@@ -30,8 +30,12 @@ class Validation:
     """Longer samples are left out, as in training."""
     backend: SupervisedBackend
 
-    def measure(self, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
+    def measure(self, should_stop: Callable[[], bool], on_progress: Callable[[], object]) -> dict[str, Any] | None:
         """Return metrics of the present weights; None if it was stopped. Blocks.
+
+        Args:
+            should_stop: Asked before each `SAMPLES_AT_A_TIME` samples.
+            on_progress: Called after them.
 
         Raises:
             DataError: a row is wrong, or all of a set are too long.
@@ -46,6 +50,7 @@ class Validation:
                     return None
                 loss += self.backend.measure(sequences)
                 num_samples += len(sequences)
+                on_progress()
             if not loss.num_tokens:
                 shortest = min(self.limit.num_tokens(each[row]) for row in range(len(each)))
                 refusal = self.limit.refusal(num_rows=len(each), shortest=shortest)

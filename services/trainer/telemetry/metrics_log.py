@@ -66,6 +66,10 @@ class MetricsLog:
         with self._path.open("a") as file:
             file.write(json.dumps(logged | stamp) + "\n")
 
+    def note_progress(self) -> None:
+        """Note that the next row is being computed: viewers take the time of the file for that."""
+        self._path.touch()
+
     def end(self) -> None:
         """Note that the trainer ends as it should, at its last step or because it was asked to."""
         self._mark.unlink(missing_ok=True)

@@ -5,7 +5,9 @@ import functools
 import itertools
 import json
 import math
+import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,10 @@ from services.launch.terminal.display import PlainDisplay
 from services.launch.terminal.pace import Pace
 from services.recipe import Recipe
 from services.trainer.algorithm.config import AlgorithmConfig
+from services.trainer.backend.base import TokenLoss
 from services.trainer.backend.in_process import InProcessBackend
+from services.trainer.backend.supervised import InProcessSupervisedBackend
+from services.trainer.batching.sequences import TrainSequence
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
 from services.trainer.data.sources import opening
@@ -30,6 +35,7 @@ from services.trainer.sft.config import SftSettings
 from services.trainer.sft.loop import Observer, SftLoop
 from services.trainer.sft.main import train
 from services.trainer.telemetry.field_names import FIELD_NAMES
+from services.view.run_reader import RunReader
 from tests.support.trainer.data.pictures import png
 from tests.support.waiting import HANG_S
 
@@ -110,6 +116,24 @@ def test_a_run_that_was_stopped_and_resumed_is_the_unbroken_one_to_the_bit(
     assert broken == unbroken
     assert [step for step, _ in unbroken] == [0, 3, 6]
     assert unbroken[-1][1] < unbroken[0][1]
+
+
+def test_a_validation_that_goes_on_is_a_sign_of_life(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the run, before its first step too: without one for half an hour, viewers call it stuck."""
+    monkeypatch.setattr("services.trainer.sft.validation.SAMPLES_AT_A_TIME", 2)
+    measure, file, signs = InProcessSupervisedBackend.measure, tmp_path / "run" / "validation.jsonl", list[float]()
+
+    def measure_for_long(backend: InProcessSupervisedBackend, sequences: Sequence[TrainSequence]) -> TokenLoss:
+        signs.append(RunReader(tmp_path / "run").last_change)
+        if file.exists():
+            os.utime(file, (0, 0))
+        return measure(backend, sequences)
+
+    monkeypatch.setattr(InProcessSupervisedBackend, "measure", measure_for_long)
+    run(settings_of(tiny_model_path, **VALIDATED), tmp_path / "run", stop_after=1)
+    assert [sign > 0 for sign in signs] == [False, True, True]
 
 
 def test_steps_that_are_not_shown_at_once_are_shown_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

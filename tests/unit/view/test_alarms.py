@@ -138,7 +138,7 @@ def test_an_earlier_evaluation_may_hold_up_the_next_one(
 
 
 def test_a_validation_of_supervised_training_is_no_alarm(tmp_path: Path) -> None:
-    """It comes before the next step and may take half an hour; its end counts as a step's does."""
+    """It comes before the next step and may be silent for half an hour; its end counts as a step's does."""
     (tmp_path / "config.toml").write_text("[sft]\nvalidate_every = 20\n")
     steps = [{"step": step, "num_steps": 100, "loss": 1.0, "step_s": 2.0} for step in range(1, 42)]
     write_rows(tmp_path, steps[:40])
@@ -153,6 +153,7 @@ def test_a_validation_of_supervised_training_is_no_alarm(tmp_path: Path) -> None
         assert alarms(silent_s=1700.0) == []
         (alarm,) = alarms(silent_s=1900.0)
         assert (alarm["kind"], alarm["remedy"]) == ("stuck", "look at logs/launcher.log")
+        assert re.fullmatch("no step, and no progress of the validation before it, for 19.. s", alarm["text"])
         (tmp_path / "validation.jsonl").write_text('{"step": 40}\n')
         assert summarise(RunReader(tmp_path))["alarms"] == []
         write_rows(tmp_path, steps[40:])
