@@ -92,21 +92,22 @@ class Dataset:
     def playable(self, position: int) -> Example | FilterReason:
         """Return the example at a position, or why it is passed over.
 
-        A prompt is too long if it leaves no room for an answer, in the context or in its own token limit.
+        A prompt is too long if it leaves no room for an answer, in the context or in its own token limit, unless the
+        limit keeps it.
 
         Raises:
             DataError: the row is invalid, and `wrong_rows` is refuse.
         """
         name, number = self.row_at(position)
         limit, known = self._limit, self.lengths[name]
-        if limit is not None and known.num_tokens[number] > limit.room(known.budget(number)):
+        if limit is not None and known.num_tokens[number] > limit.played(known.budget(number)):
             return FilterReason.OVERLONG_PROMPT
         try:
             example = self.sources[name][number]
             num_tokens = self._count(name, number, example)
         except DataError as error:
             return self._drop(error)
-        if limit is None or num_tokens <= limit.room(example.limits.max_tokens):
+        if limit is None or num_tokens <= limit.played(example.limits.max_tokens):
             return example
         return FilterReason.OVERLONG_PROMPT
 
@@ -130,7 +131,7 @@ class Dataset:
         limit = self._limit
         if limit is None:
             return 0
-        return sum(int(known.is_overlong(limit.room).sum()) for known in self.lengths.values())
+        return sum(int(known.is_overlong(limit.played).sum()) for known in self.lengths.values())
 
     def num_wrong(self) -> int:
         """Return the number of rows of all sources that `check` found wrong, where these are dropped."""
@@ -182,20 +183,25 @@ class Dataset:
         if self._limit is None:
             return
         checked, budget = known.num_tokens[:num_checked], source.budget
-        num_overlong = int(known.is_overlong(self._limit.room)[:num_checked].sum())
-        if not num_overlong:
-            return
-        if num_overlong == len(source):
-            refusal = self._limit.refusal(num_rows=num_overlong, shortest=int(checked.min()), budget=budget)
-            raise DataError(f"{source.name}: {refusal}")
-        log.warning(
-            "data.overlong_prompts_dropped",
-            source=source.name,
-            num_rows=num_overlong,
-            num_rows_checked=num_checked,
-            max_prompt_tokens=self._limit.room(budget),
-            longest_prompt_tokens=int(checked.max()),
+        num_overlong, num_dropped = (
+            int(known.is_overlong(most)[:num_checked].sum()) for most in (self._limit.room, self._limit.played)
         )
+        if num_dropped == len(source):
+            refusal = self._limit.refusal(num_rows=num_dropped, shortest=int(checked.min()), budget=budget)
+            raise DataError(f"{source.name}: {refusal}")
+        for event, num_rows, most in (
+            ("data.overlong_prompts_dropped", num_dropped, self._limit.played(budget)),
+            ("data.overlong_prompts_kept", num_overlong - num_dropped, self._limit.room(budget)),
+        ):
+            if num_rows:
+                log.warning(
+                    event,
+                    source=source.name,
+                    num_rows=num_rows,
+                    num_rows_checked=num_checked,
+                    max_prompt_tokens=most,
+                    longest_prompt_tokens=int(checked.max()),
+                )
 
     def _count(self, name: str, number: int, example: Example) -> int:
         """Return the tokens of a row's prompt; 0 if there is no limit, because the length is then unused."""

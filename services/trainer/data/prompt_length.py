@@ -22,13 +22,16 @@ class PromptLimit:
     Messages that an environment adds to a row's are unknown here and not counted.
     """
 
+    kept_tokens: int | None = None
+    """Most tokens of a prompt that is played although it leaves less room; None: such prompts are passed over."""
+
     def __init__(self, renderer: Renderer, grid: ImageGrid | None, *, max_tokens: int, model: str = "") -> None:
         """Measure with `renderer` and `grid`, which is None for a text-only model.
 
         Args:
             renderer: The model's renderer.
             grid: How the model's image processor cuts images.
-            max_tokens: Most tokens of a prompt, images expanded.
+            max_tokens: Most tokens of a prompt that leaves room for an answer, images expanded.
             model: `model_digest` of the model.
         """
         self._renderer = renderer
@@ -41,7 +44,7 @@ class PromptLimit:
     def of_run(
         cls, model_path: Path, *, context: int, max_new_tokens: int, max_prompt_tokens: int = 0, keep: bool = False
     ) -> Self | None:
-        """Return the limit of a run; None if nothing limits its prompts.
+        """Return the limit of a run; None if nothing is known that limits its prompts.
 
         Args:
             model_path: Folder of the model.
@@ -53,17 +56,20 @@ class PromptLimit:
         Raises:
             ConfigError: no prompt can fit, or the model has no chat template.
         """
-        length = None if keep else context or context_length(model_path)
+        length = context or context_length(model_path)
         if length is None:
             return cls.load(model_path, max_tokens=max_prompt_tokens) if max_prompt_tokens else None
-        if max_new_tokens >= length:
+        if max_new_tokens >= length and not keep:
             raise ConfigError(
                 f"sampling.max_new_tokens = {max_new_tokens} leaves no room for a prompt in a context of {length} "
                 "tokens; lower it, raise rollout.context_length, or play prompts with the room that is left by "
                 "filters.overlong_prompts = 'keep'"
             )
-        most = length - max_new_tokens
-        return cls.load(model_path, max_tokens=min(most, max_prompt_tokens or most))
+        most = max(0, length - max_new_tokens)
+        limit = cls.load(model_path, max_tokens=min(most, max_prompt_tokens or most))
+        if keep:
+            limit.kept_tokens = max_prompt_tokens or _UNLIMITED
+        return limit
 
     @classmethod
     def load(cls, model_path: Path, *, max_tokens: int) -> Self:
@@ -92,12 +98,16 @@ class PromptLimit:
         return 0
 
     def room(self, budget: int | None) -> int:
-        """Return the most tokens of a prompt.
+        """Return the most tokens of a prompt that leaves room for an answer.
 
         Args:
             budget: `limits.max_tokens` of its episodes, prompt and answers together; None: no budget.
         """
         return self.max_tokens if budget is None else min(self.max_tokens, budget - 1)
+
+    def played(self, budget: int | None) -> int:
+        """Return the most tokens of a prompt that is played; `budget` is as for `room`."""
+        return self.room(budget) if self.kept_tokens is None else self.kept_tokens
 
     def refusal(self, *, num_rows: int, shortest: int, budget: int | None = None) -> str:
         """Return an error message with a remedy for a source whose rows are all too long.
@@ -111,7 +121,7 @@ class PromptLimit:
             "raise rollout.context_length, lower sampling.max_new_tokens, or play them with the room that is left by "
             "filters.overlong_prompts = 'keep'; data.max_prompt_tokens is another limit"
         )
-        room = self.room(budget)
+        room = self.played(budget)
         if shortest <= room:
             return (
                 f"all {num_rows} prompts leave no room for an answer in their rows' own max_tokens, the shortest of "

@@ -32,6 +32,8 @@ class Survey:
     """Why the first `MAX_SHOWN` of them would be rejected."""
     num_overlong: int = 0
     """Rows whose prompt is longer than the limit, which training passes over."""
+    num_kept: int = 0
+    """Rows whose prompt is longer than the limit, which training plays all the same."""
     num_images_put_first: int = 0
     images_per_row: Counter[int] = field(default_factory=Counter)
     """Number of rows by number of images."""
@@ -89,8 +91,10 @@ def survey(
                 _count(found, example)
                 if limit is not None:
                     found.num_tokens.append(num_tokens)
-                    is_overlong = num_tokens > limit.room(example.limits.max_tokens)
+                    budget = example.limits.max_tokens
+                    is_overlong = num_tokens > limit.played(budget)
                     found.num_overlong += is_overlong
+                    found.num_kept += num_tokens > limit.room(budget) and not is_overlong
                     if num_learned and not is_overlong:
                         found.num_learned.append(num_learned)
             found.num_read += 1

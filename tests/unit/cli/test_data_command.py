@@ -54,6 +54,10 @@ def test_a_report_of_sound_rows(tmp_path: Path, tiny_model_path: Path, capsys: p
     assert re.search(r"tokens     median \d+, 90% \d{3}, 99% \d{3}, longest \d{3}; at most 492", out)
     assert main(["data", str(tmp_path / "r.toml"), "--rows=1"]) == 0
     assert "rows       3, 1 of them read" in capsys.readouterr().out
+    assert main(["data", str(tmp_path / "r.toml"), "--filters.overlong_prompts=keep"]) == 0
+    out = capsys.readouterr().out
+    assert "dropped    0 rows that are too long" in out
+    assert "kept       1 rows that are too long, played with the room that is left" in out
 
 
 def test_rows_without_marks_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ OWN = {"kinds": ("x",), "chat_template_kwargs": {"add_vision_id": True}}
 def test_variables_that_the_template_does_not_read_are_refused_before_anything_starts(
     tiny_model_path: Path, changed: dict[str, Any], section: str
 ) -> None:
-    """Whatever becomes of wrong rows, and whether prompts are measured or not; the setting is named."""
+    """Whatever becomes of wrong rows, and where long prompts are played; the setting is named."""
     settings = {"model": {"path": tiny_model_path}, "filters": {"overlong_prompts": "keep"}, **changed}
     refusal = (
         rf"{section}\.chat_template_kwargs sets \['add_vision_ids'\], which .* does not read; it reads add_vision_id$"

@@ -248,6 +248,36 @@ def test_prompts_that_leave_no_room_are_found_at_the_start_and_never_played(
         assert example == (FilterReason.OVERLONG_PROMPT if all_of_them.golds in (("2",), ("4",)) else all_of_them)
 
 
+@pytest.mark.parametrize(
+    ("max_prompt_tokens", "limits", "counted"),
+    [
+        (0, {}, {"data.overlong_prompts_kept": (2, 300)}),
+        (600, {}, {"data.overlong_prompts_kept": (1, 300), "data.overlong_prompts_dropped": (1, 600)}),
+        (0, {"max_tokens": 2}, {"data.overlong_prompts_kept": (5, 1)}),
+    ],
+)
+def test_prompts_that_are_played_with_less_room_are_counted_at_the_start(
+    tmp_path: Path,
+    tiny_model_path: Path,
+    max_prompt_tokens: int,
+    limits: dict[str, int],
+    counted: dict[str, tuple[int, int]],
+) -> None:
+    """With filters.overlong_prompts = "keep", which drops only what exceeds data.max_prompt_tokens."""
+    columns = {"problem": ["a", "b" * 500, "c", "d" * 700, "e"], "answer": list("12345")}
+    config = DataConfig.model_validate({"path": write(tmp_path / "a.parquet", columns), "limits": limits})
+    limit = PromptLimit.of_run(
+        tiny_model_path, context=308, max_new_tokens=8, max_prompt_tokens=max_prompt_tokens, keep=True
+    )
+    with structlog.testing.capture_logs() as logs:
+        dataset = open_dataset(config, limit=limit)
+    found = {each["event"]: (each["num_rows"], each["max_prompt_tokens"]) for each in logs if "num_rows" in each}
+    assert found == counted
+    num_dropped, _ = counted.get("data.overlong_prompts_dropped", (0, 0))
+    assert dataset.num_passed_over() == num_dropped
+    assert sum(isinstance(dataset.playable(position), Example) for position in range(5)) == 5 - num_dropped
+
+
 def test_a_prompt_of_exactly_the_limit_is_played(tmp_path: Path, tiny_model_path: Path) -> None:
     """It leaves max_new_tokens; one token less does not."""
     config = DataConfig(path=write(tmp_path / "a.parquet", {"problem": ["a", "abc"], "answer": ["1"] * 2}))
