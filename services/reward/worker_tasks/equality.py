@@ -1,6 +1,6 @@
 r"""Decides by values at points whether two expressions are the same function, or two relations the same condition.
 
-Equal means agreement to `_AGREE_DIGITS` digits at unpredictable points, real ones if both values are real; different
+Equal means agreement to `AGREE_DIGITS` digits at unpredictable points, real ones if both values are real; different
 means that they differ at one. None means that values do not decide: undefined nearly everywhere, or close. Variables
 count: an expression in x is not one in y, and 2x + 1 is not 2y + 1.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from services.reward.worker_tasks.expression import CONTEXT, Tree, UndefinedError, evaluate, symbols_of
+from services.reward.worker_tasks.expression import AGREE, CONTEXT, DIGITS, Tree, UndefinedError, evaluate, symbols_of
 from services.reward.worker_tasks.latex_algebra import Relation
 
 _NUM_POINTS = 6
@@ -19,10 +19,10 @@ _FAR = frozenset({3, 4})
 _LARGE, _LARGE_EXPONENT = 10**4, 20
 """Size of large coordinates: the second where exponentials would leave too few digits of a difference."""
 _EXPONENTIAL = frozenset({"sinh", "cosh", "tanh"})
-_AGREE_DIGITS = 70
 _DIFFER_DIGITS = 30
 _TINY = CONTEXT.mpf(10) ** -60
-_AGREE = CONTEXT.mpf(10) ** -_AGREE_DIGITS
+_SHRINKS = CONTEXT.mpf(10) ** -60
+"""What rounding errors become, at most, with twice the digits; a number that is not 0 stays as it is."""
 _DIFFER = CONTEXT.mpf(10) ** -_DIFFER_DIGITS
 
 _FLIPPED = {">": "<", ">=": "<="}
@@ -57,14 +57,20 @@ def distance(tree: Tree, value: Fraction) -> Any:
     if symbols_of(tree):
         return None
     try:
-        number = evaluate(tree, {})
+        gap = _gap(tree, value)
+        if gap is None or gap > AGREE * max(abs(value), 1):
+            return gap
+        with CONTEXT.workdps(2 * DIGITS):
+            finer = _gap(tree, value)
     except UndefinedError:
         return None
-    if not _is_real(number):
-        return None
-    exact = CONTEXT.mpf(value.numerator) / value.denominator
-    gap = abs(CONTEXT.re(number) - exact)
-    return CONTEXT.zero if gap <= _AGREE * max(abs(exact), 1) else gap
+    return CONTEXT.zero if finer is not None and finer <= _SHRINKS * gap else gap
+
+
+def _gap(tree: Tree, value: Fraction) -> Any:
+    """Return |tree - value| in the context's digits if `tree` is real there, else None."""
+    number = evaluate(tree, {})
+    return abs(CONTEXT.re(number) - CONTEXT.mpf(value.numerator) / value.denominator) if _is_real(number) else None
 
 
 def _is_same_relation(gold: Relation, given: Relation) -> bool:
@@ -129,7 +135,7 @@ def _points(names: Sequence[str], seed: str, large: int) -> Iterator[dict[str, A
 
 
 def _is_real(value: Any) -> bool:
-    return bool(abs(CONTEXT.im(value)) <= _AGREE * max(abs(value), 1))
+    return bool(abs(CONTEXT.im(value)) <= AGREE * max(abs(value), 1))
 
 
 def _agree(ours: Any, theirs: Any) -> bool | None:
@@ -137,6 +143,6 @@ def _agree(ours: Any, theirs: Any) -> bool | None:
     if scale < _TINY:
         return True if ours == theirs else None
     gap = abs(ours - theirs) / scale
-    if gap <= _AGREE:
+    if gap <= AGREE:
         return True
     return False if gap > _DIFFER else None

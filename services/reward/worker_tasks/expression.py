@@ -5,7 +5,7 @@ absolute values and the usual functions. Ambiguous text (`1/2x`, `\sin x / 2`, `
 (sums, integrals, factorials, words) is not read here. A tree is a tuple: an operation, then its arguments.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -17,6 +17,9 @@ DIGITS = 120
 """Significant digits of a value."""
 CONTEXT = mpmath.MPContext()
 CONTEXT.dps = DIGITS
+AGREE_DIGITS = 70
+"""Values that agree in this many digits are equal."""
+AGREE = CONTEXT.mpf(10) ** -AGREE_DIGITS
 _MAX_LOGARITHM = 10**5
 _MAX_TANH = 60
 
@@ -101,7 +104,7 @@ def _evaluate(tree: Tree, point: Mapping[str, Any]) -> Any:
         case ("constant", name):
             return CONSTANTS[name]
         case ("add", *terms):
-            return sum((_evaluate(term, point) for term in terms), CONTEXT.zero)
+            return _sum([_evaluate(term, point) for term in terms])
         case ("multiply", *factors):
             product = CONTEXT.one
             for factor in factors:
@@ -116,6 +119,15 @@ def _evaluate(tree: Tree, point: Mapping[str, Any]) -> Any:
         case (name, argument):
             return FUNCTIONS[name](_evaluate(argument, point))
     raise UndefinedError(f"{tree[0]} is not an operation")
+
+
+def _sum(terms: Sequence[Any]) -> Any:
+    r"""Return the sum; 0 if the terms cancel. Beside x, e^{-1000} would be lost: that sum is undefined."""
+    largest = max(map(abs, terms))
+    if any(term and abs(term) < AGREE * largest for term in terms):
+        raise UndefinedError(f"a term is lost in the first {AGREE_DIGITS} digits of another")
+    total = sum(terms, CONTEXT.zero)
+    return total if abs(total) > AGREE * largest else CONTEXT.zero
 
 
 def _power(base: Any, exponent: Tree, point: Mapping[str, Any]) -> Any:

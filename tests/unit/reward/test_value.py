@@ -48,7 +48,9 @@ from tests.support.reward.value_profiles import PROFILES, is_right, verify
         (r"\frac{2}{3}", r"\frac{AB}{DE} = \frac{2}{3}"), (r"\frac{AB}{DE} = \frac{2}{3}", r"\frac46"),
         (r"\frac{AB}{DE} = \frac{2}{3}", r"\frac{DE}{AB} = \frac{3}{2}"), ("2:3", r"\frac{AB}{DE} = \frac{2}{3}"),
         (r"\cos\theta = \frac{3}{4}", "0.75"), ("x = 12", r"x^{\circ} = 12^{\circ}"), ("y = 2x", r"y^\circ = 2x^\circ"),
-        (r"-\frac{1}{2}", r"\cos\frac{2\pi}{3} = -\frac12"),
+        (r"-\frac{1}{2}", r"\cos\frac{2\pi}{3} = -\frac12"), (r"\frac{1}{e^{100\pi}}", r"e^{-100\pi}"),
+        ("0", r"\sqrt[3]{16}-\sqrt[3]{2}\cdot2"), ("0", r"\sin(\sqrt[3]{\pi^3})"),
+        ("0", r"\ln\frac{\sqrt[3]{2}\sqrt[3]{4}}{2}"),
     ],
 )  # fmt: skip
 def test_right_numbers(gold: str, answer: str) -> None:
@@ -71,10 +73,12 @@ def test_right_numbers(gold: str, answer: str) -> None:
         (r"\frac{AB}{DE} = \frac{2}{3}", r"\frac{DE}{AB} = \frac{2}{3}"), ("6", r"\frac{AB}{2} = 6"),
         (r"\frac{2}{3}", r"\cos\theta = \frac{2}{3}x"),
         ("12", r"2x^\circ = 12^\circ"), ("x = 12", r"y^\circ = 12^\circ"), ("0", r"\cos\pi = 0"),
+        ("0", r"e^{-100\pi}"), (r"e^{-100\pi}", "0"), (r"e^{-100\pi}", r"e^{-200\pi}"), ("1", r"1+e^{-100\pi}"),
+        ("1", r"\sin(e^{-100\pi}+\frac{\pi}{2})"), ("0", "e^{-1000}"), ("e^{-1000}", "0"), ("0", "10^{-1000}"),
     ],
 )  # fmt: skip
 def test_wrong_numbers(gold: str, answer: str) -> None:
-    """Near misses, other units, work that was not carried out and variables are wrong."""
+    """Near misses, however small, other units, work that was not carried out and variables are wrong."""
     assert not is_right(gold, answer)
 
 

@@ -76,11 +76,26 @@ def is_real(value: Value) -> bool:
 def add(left: Value, right: Value) -> Value:
     """Return left + right."""
     if isinstance(left, Decimal) or isinstance(right, Decimal):
-        return CONTEXT.add(to_decimal(left), to_decimal(right))
+        return add_reals(to_decimal(left), to_decimal(right))
     terms = dict(left)
     for key, coefficient in right.items():
         _add_term(terms, key, coefficient)
     return _bounded(terms)
+
+
+def add_reals(left: Decimal, right: Decimal) -> Decimal:
+    r"""Return left + right; 0 if they agree in `EQUAL_DIGITS` digits and cancel.
+
+    Raises:
+        TooLargeError: the smaller one would be lost, so that 1 + e^{-1000} would be 1.
+    """
+    if not left or not right:
+        return left or right
+    sizes = (left.adjusted(), right.adjusted())
+    if max(sizes) - min(sizes) >= EQUAL_DIGITS:
+        raise TooLargeError(f"a sum of numbers that differ in size by more than {EQUAL_DIGITS} digits")
+    total = CONTEXT.add(left, right)
+    return total if total.adjusted() > max(sizes) - EQUAL_DIGITS else Decimal(0)
 
 
 def negate(value: Value) -> Value:
@@ -199,6 +214,7 @@ def to_decimal(value: Value) -> Decimal:
 
     Raises:
         NoValueError: it is not real.
+        TooLargeError: its terms differ too much in size, or cancel.
     """
     if isinstance(value, Decimal):
         return value
@@ -213,18 +229,20 @@ def to_decimal(value: Value) -> Decimal:
             if name not in CONSTANTS:
                 raise NoValueError
             term = CONTEXT.multiply(term, CONTEXT.power(CONSTANTS[name], exponent))
-        total = CONTEXT.add(total, term)
+        total = add_reals(total, term)
+    if value and not total:
+        raise TooLargeError(f"terms that cancel in {EQUAL_DIGITS} digits")
     return total
 
 
 def are_equal(left: Value, right: Value) -> bool:
-    """Return whether the values are equal: exactly, or in `EQUAL_DIGITS` digits if one is a `Decimal`."""
+    """Return whether the values are equal: exactly, or in `EQUAL_DIGITS` digits if one is a `Decimal`; only 0 is 0."""
     if not isinstance(left, Decimal) and not isinstance(right, Decimal):
         return left == right
     if not (is_real(left) and is_real(right)):
         return False
     one, other = to_decimal(left), to_decimal(right)
-    scale = max(abs(one), abs(other), Decimal("1e-20"))
+    scale = max(abs(one), abs(other))
     return abs(CONTEXT.subtract(one, other)) <= CONTEXT.multiply(scale, Decimal(10) ** -EQUAL_DIGITS)
 
 

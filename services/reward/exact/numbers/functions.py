@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from services.reward.exact.numbers.algebra import (
     CONTEXT,
+    EQUAL_DIGITS,
     ONE,
     PI,
     PRECISION,
@@ -14,6 +15,7 @@ from services.reward.exact.numbers.algebra import (
     Terms,
     TooLargeError,
     Value,
+    add_reals,
     as_rational,
     constant,
     divide,
@@ -46,14 +48,14 @@ def sine(angle: Value) -> Value:
         quadrant = steps % 12
         found = _SINES[min(quadrant, 12 - quadrant)]
         return negate(found) if steps >= 12 else found
-    return _sine(_small(to_decimal(angle)))
+    return _sine(to_decimal(angle))
 
 
 def cosine(angle: Value) -> Value:
     """Return the cosine of `angle` in radians."""
     quarter: Terms = {(1, (("\\pi", 1),)): Fraction(1, 2)}
     if isinstance(angle, Decimal):
-        return _sine(_small(CONTEXT.add(angle, CONTEXT.divide(PI, Decimal(2)))))
+        return _sine(add_reals(angle, CONTEXT.divide(PI, Decimal(2))))
     turned = dict(angle)
     for key, coefficient in quarter.items():
         turned[key] = turned.get(key, 0) + coefficient
@@ -73,7 +75,8 @@ def logarithm(value: Value, base: Value | None = None) -> Value:
     if real <= 0:
         raise NoValueError
     if base is None:
-        return CONTEXT.ln(real) if real != 1 else constant(0)
+        found = CONTEXT.ln(real)
+        return found if found and found.adjusted() > -EQUAL_DIGITS else constant(0)
     divisor = to_decimal(base)
     if divisor <= 0 or divisor == 1:
         raise NoValueError
@@ -127,7 +130,9 @@ def _small(angle: Decimal) -> Decimal:
     return CONTEXT.remainder_near(angle, turn)
 
 
-def _sine(angle: Decimal) -> Decimal:
+def _sine(real: Decimal) -> Decimal:
+    """Return the sine; 0 if `real` and a multiple of pi agree in `EQUAL_DIGITS` digits."""
+    angle = _small(real)
     square = CONTEXT.multiply(angle, angle)
     term = total = angle
     for index in range(2, 200, 2):
@@ -135,4 +140,4 @@ def _sine(angle: Decimal) -> Decimal:
         total = CONTEXT.add(total, term)
         if not term or term.adjusted() < -PRECISION - 10:
             break
-    return total
+    return total if total.adjusted() > real.adjusted() - EQUAL_DIGITS else Decimal(0)

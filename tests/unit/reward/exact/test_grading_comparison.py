@@ -82,6 +82,10 @@ def test_the_same_is_right(gold: str, answer: str) -> None:
         (r"\sin x", r"\cos x"),
         ("x+1", "x+1.0000001"),
         ("x", "x+10^{-50}"),
+        ("x", r"x+\exp(-1000)"),
+        ("x", "x+0." + "0" * 150 + "1"),
+        ("x=e^{-1000}", "x=0"),
+        ("x=e^{-1000}", "x=e^{-2000}"),
         (r"\frac{x}{3}", "0.333333x"),
         (r"\pi x", "3.14159x"),
         (r"\sqrt{2}+\ln 2", "2.1073606"),
@@ -155,6 +159,20 @@ def test_what_is_not_the_same_is_wrong(gold: str, answer: str) -> None:
 def test_a_number_is_matched_by_a_number_only(answer: str, is_right: bool) -> None:
     """By its exact value, whatever function it is made with; by no relation, set or work that is left to do."""
     assert _credit("5", answer, value="5") == is_right
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_right"),
+    [
+        (r"\arcsin(\sin\pi)", True),
+        (r"4\arctan(1)-\pi", True),
+        (r"\arcsin(10^{-64}\cdot 10^{-64})", False),
+        (r"\arctan(e^{-1000})", False),
+    ],
+)
+def test_only_rounding_errors_count_as_zero(answer: str, is_right: bool) -> None:
+    """A computed zero is never exact, but it is smaller with more digits; a number that is not zero stays."""
+    assert _credit("0", answer, value="0") == is_right
 
 
 def test_a_rounded_label_has_a_tolerance() -> None:

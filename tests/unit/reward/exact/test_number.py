@@ -176,10 +176,8 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         return
     assert number is None or isinstance(number, Number)
     if number is not None:
-        try:
+        with contextlib.suppress(NoValueError, TooLargeError):
             to_decimal(number.value)
-        except NoValueError:
-            return
 
 
 _COSTLY = pytest.mark.parametrize(
