@@ -127,6 +127,7 @@ def test_a_mistyped_value_is_named(name: str) -> None:
     ("place", "setting"),
     [
         ("trainer", "trainer.float32_head=true"),
+        ("trainer", "trainer.weight_sync={stage_timeout_s=60}"),
         ("worker", "bus.lease_ttl_s=20"),
         ("rollout.defaults", "sampling.temperature=0.7"),
         ("rollout.pools.unified", "rollout.context_length=4096"),

@@ -359,8 +359,11 @@ Arguments of a process, a JSON list. Takes:
 {{- end }}
 {{- end }}
 {{- range $setting := .settings }}
+{{- $key := regexReplaceAll "=.*" $setting "." }}
 {{- range include "penstock.shared" $ | fromYamlArray }}
-{{- if hasPrefix (printf "%s." .) (regexReplaceAll "=.*" $setting ".") }}
+{{- /* A table, as in a.b={c=1}, holds the setting a.b.c. */}}
+{{- $shared := printf "%s." . }}
+{{- if or (hasPrefix $shared $key) (hasPrefix $key $shared) }}
 {{- fail (printf "%s.settings has %s, which other processes read, too; give it in `settings`, which all of them read" $.place $setting) }}
 {{- end }}
 {{- end }}
