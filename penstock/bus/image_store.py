@@ -1,7 +1,7 @@
 """Stores images beside a run's streams: once per group, under their content hash, fetched when needed.
 
 A *scope* is the group for which an image is stored (`penstock.records.GroupId.scope`). The images of a scope are
-removed together, when the trainer has settled the group; any others expire after `MAX_AGE_S`.
+removed together, when the trainer has settled or passed over the group; any others expire after `MAX_AGE_S`.
 
 Invariant: the image that `get` returns has the requested hash.
 """

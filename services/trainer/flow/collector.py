@@ -132,6 +132,7 @@ class Collector:
             self.num_foreign += 1
             log.info("group.foreign_ignored", group=group.id.message, temperature=group.temperature)
             await self._release(delivery)
+            await self.images.remove(group.id.scope)  # no checkpoint settles the group
             return
         if not self.ledger.wants(index, attempt):
             is_of_use = False

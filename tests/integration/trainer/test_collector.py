@@ -26,7 +26,7 @@ from services.trainer.position import Position
 from services.trainer.telemetry.episodes.config import EpisodesConfig
 from services.trainer.telemetry.episodes.log import EpisodeLog
 from tests.support.trainer.groups import make_group, num_placeholders, picture
-from tests.support.trainer.runs.flow import RUN, num_prompts, num_stored, open_flow, publish, running
+from tests.support.trainer.runs.flow import RUN, num_images, num_prompts, num_stored, open_flow, publish, running
 from tests.support.waiting import HANG_S, until
 
 
@@ -177,14 +177,15 @@ async def test_other_runs_leftovers_are_removed(bus: Bus, tiny_model_path: Path)
 
 
 async def test_groups_of_another_temperature_are_played_again(bus: Bus, tiny_model_path: Path) -> None:
-    """A run that is resumed with another one must not compare the log-probabilities of both, whatever the version."""
-    left, played_again = (
-        msgspec.structs.replace(make_group(tiny_model_path, version=1), temperature=temperature)
-        for temperature in (0.5, 1.0)
-    )
-    await publish(bus, left)
+    """A run that is resumed with another one must not compare the log-probabilities of both, whatever the version; nor
+    keep the images of the groups that it passes over."""
+    played_again = msgspec.structs.replace(make_group(tiny_model_path, version=1), temperature=1.0)
+    shown = make_group(tiny_model_path, version=1, images=[picture(0)], placeholders=[num_placeholders((96, 96))])
+    await publish(bus, msgspec.structs.replace(shown, temperature=0.5))
+    assert await num_images(bus) == 1
     async with running(bus, tiny_model_path, trainer_epoch="b") as flow, asyncio.timeout(HANG_S):
         await flow.collector.wait_until_caught_up()
+        assert await num_images(bus) == 0
         flow.announce(1)
         await until(lambda: flow.ledger.status(0) is not GroupStatus.UNADMITTED)
         assert (flow.ledger.status(0), flow.collector.num_foreign) == (GroupStatus.ADMITTED, 1)

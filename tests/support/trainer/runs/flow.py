@@ -187,3 +187,8 @@ async def num_prompts(bus: Bus) -> int:
 async def num_stored(bus: Bus) -> int:
     """Groups that are still on the bus."""
     return int((await bus.jetstream.stream_info(bus.groups.name)).state.messages)
+
+
+async def num_images(bus: Bus) -> int:
+    """Images that are still on the bus."""
+    return int((await bus.jetstream.stream_info(bus.images.name)).state.messages)
