@@ -23,6 +23,7 @@ import msgspec
 
 from penstock.runtime.isolation import sandbox
 from penstock.runtime.isolation.forkserver_protocol import (
+    AT_THE_LIMIT,
     COMMAND,
     MAX_REPLY_BYTES,
     SPAWN,
@@ -120,7 +121,8 @@ def _spawn(control: socket.socket, fds: Sequence[int], work: Work, *, is_confine
         pid = os.fork()
     except OSError as error:  # no process or memory is left; the other workers go on
         os.close(worker_fd)
-        return ForkserverReply(error=f"no worker can be forked: {error.strerror}")
+        remedy = f"; {AT_THE_LIMIT}" if error.errno == errno.EAGAIN else ""
+        return ForkserverReply(error=f"no worker can be forked: {error.strerror}{remedy}")
     if pid == 0:
         status = 1
         try:

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 
 from penstock.runtime.isolation.forkserver_protocol import (
+    AT_THE_LIMIT,
     COMMAND,
     MAX_REPLY_BYTES,
     REAP,
@@ -78,12 +79,14 @@ class Forkserver:
 
         Raises:
             WorkerDiedError: it does not start; the message says why.
-            OSError: the system has no socket or process left.
+            OSError: the system has no socket, process or thread left.
         """
         try:
             await self._start()
-        except BaseException:
+        except BaseException as error:
             await self.stop()  # otherwise `spawn` would take the late word that it is ready for its own answer
+            if isinstance(error, BlockingIOError | RuntimeError):  # asyncio waits for each process in a thread
+                raise OSError(f"{error}; {AT_THE_LIMIT}") from None
             raise
 
     async def _start(self) -> None:

@@ -13,6 +13,9 @@ REAP = b"R"
 """Wait for a worker that was killed."""
 MAX_REPLY_BYTES = 8192
 
+AT_THE_LIMIT = "raise the limit of processes and threads: `ulimit -u`, or pids of the container"
+"""The remedy where the system has none left for this user."""
+
 Sandbox = Literal["auto", "require", "off"]
 
 

@@ -1,6 +1,7 @@
 """The process that workers are forked from, where workers fail, start programs, or find no room on the machine."""
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -26,15 +27,20 @@ async def answers(worker: ForkedWorker) -> bool:
     return await worker.reader.read(100) == b"hello"
 
 
-@asynccontextmanager
-async def running() -> AsyncIterator[Forkserver]:
-    """A forkserver during the context."""
-    forkserver = Forkserver(
+def made() -> Forkserver:
+    """A forkserver that is not started."""
+    return Forkserver(
         "tests.support.short_of_processes",
         NoSettings(),
         sandbox="off",
         environment={**os.environ, "PYTHONPATH": os.getcwd()},
     )
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Forkserver]:
+    """A forkserver during the context."""
+    forkserver = made()
     await forkserver.start()
     try:
         yield forkserver
@@ -101,9 +107,29 @@ async def test_a_worker_that_cannot_be_forked_costs_no_other() -> None:
     """At a container's limit of processes, or without memory; the next attempt may succeed."""
     async with running() as forkserver:
         workers = [await forkserver.spawn(), await forkserver.spawn()]
-        with pytest.raises(OSError, match="no worker can be forked: Resource temporarily unavailable"):
+        with pytest.raises(OSError, match=r"no worker can be forked: Resource temporarily unavailable; .*ulimit -u"):
             await forkserver.spawn()
         workers.append(await forkserver.spawn())
         assert [await answers(worker) for worker in workers] == [True] * 3
         for worker in workers:
             worker.writer.close()
+
+
+@pytest.mark.parametrize(
+    "refusal", [BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), RuntimeError("can't start new thread")]
+)
+async def test_a_forkserver_without_process_or_thread_says_what_to_raise(
+    monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    """Its owner logs that and tries again, as it does where a worker cannot be forked; the next attempt may succeed."""
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise refusal
+
+    forkserver = made()
+    with monkeypatch.context() as at_the_limit:
+        at_the_limit.setattr(asyncio, "create_subprocess_exec", refuse)
+        with pytest.raises(OSError, match=r"(can't start new thread|temporarily unavailable); .*ulimit -u"):
+            await forkserver.start()
+    await forkserver.start()
+    await forkserver.stop()
