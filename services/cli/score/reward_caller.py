@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from threading import Thread
@@ -10,11 +11,15 @@ from types import TracebackType
 from typing import Self
 
 from penstock.clients import RewardClient
-from penstock.errors import DeadlineError, InvalidRequestError, SetupError, UnavailableError
+from penstock.errors import DeadlineError, InvalidRequestError, PenstockError, SetupError, UnavailableError
+from penstock.runtime.process import report_error
 from penstock.v1 import reward_pb2
 
 _PATIENCE_S = 3600.0
 """Limit of a batch in seconds, including the time in which the service is overloaded or restarts."""
+
+END_S = 30.0
+"""Seconds in which the service must end; its servers give running calls 5."""
 
 Service = Callable[[], contextlib.AbstractAsyncContextManager[RewardClient]]
 """Opens a client, and starts its service if needed; both end with the context."""
@@ -43,9 +48,16 @@ class RewardCaller:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancel running calls, and end the service if it was started here."""
+        """Cancel running calls, and end the service if it was started here.
+
+        If that takes longer than `END_S`, this process exits at once, and the service's processes with it: Python would
+        wait for threads on its way out.
+        """
         self._loop.call_soon_threadsafe(self._leave.set)
-        self._thread.join()
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            stuck = PenstockError(f"the reward service did not end within {END_S:g} s; all that was judged is written")
+            os._exit(report_error(error if isinstance(error, PenstockError) else stuck))
 
     def known_profiles(self) -> set[str]:
         """Return the names of the service's profiles.

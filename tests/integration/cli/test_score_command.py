@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.processes import is_alive
 from tests.support.reward.process import reward_process
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 COMMAND = (PENSTOCK, "score", "--reward.workers=1")
@@ -284,3 +284,25 @@ def test_missing_extra_names_the_remedy() -> None:
     assert result.returncode == 2
     assert "penstock[reward]" in result.stderr
     assert "penstock score" in result.stderr
+
+
+_ENDLESS = """
+import contextlib, threading
+from services.cli.score import reward_caller
+
+@contextlib.asynccontextmanager
+async def endless():
+    yield None
+    threading.Event().wait()
+
+reward_caller.END_S = 0.1
+with reward_caller.RewardCaller(endless):
+    pass
+"""
+
+
+def test_a_service_that_does_not_end_is_left() -> None:
+    """Everything is written by then, so nobody has to interrupt the command."""
+    result = subprocess.run([sys.executable, "-c", _ENDLESS], capture_output=True, timeout=HANG_S, check=False)
+    assert result.returncode == 1
+    assert result.stderr == b"error: the reward service did not end within 0.1 s; all that was judged is written\n"
