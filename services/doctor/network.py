@@ -2,14 +2,15 @@
 
 import ipaddress
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from urllib.parse import urlsplit
 
 from penstock.config.nats_url import address_of
-from penstock.errors import SetupError
+from penstock.errors import ConfigError, SetupError
 from penstock.runtime.ports import require_free_port
 from services.doctor.finding import Finding, blamed, fault, ok, warning
-from services.launch.run_plan import PORTS
+from services.launch.on_ray.placement import AT_THE_LAUNCHER
+from services.launch.run_plan import PORTS, SERVING, require_different_ports
 from services.recipe import Recipe
 
 CONNECT_TIMEOUT_S = 3.0
@@ -18,15 +19,36 @@ OWN_NAME = "this machine's name"
 
 
 def check_ports(recipe: Recipe) -> Finding:
-    """Check that a server can listen on each port that the recipe names."""
+    """Check that a server can listen on each port that the recipe names, and that no two of one host have the same."""
     found = [(f"{section}.{name}", getattr(getattr(recipe, section), name)) for section, name in PORTS]
     fixed = [(key, port) for key, port in found if port]
-    for key, port in fixed:
-        try:
+    try:
+        for services in _on_one_host(recipe):
+            require_different_ports(recipe, services)
+        for key, port in fixed:
             require_free_port(recipe.network.host, port, key=key)
-        except SetupError as error:
-            return blamed("ports", error)
+    except (ConfigError, SetupError) as error:
+        return blamed("ports", error)
+    try:
+        require_different_ports(recipe, SERVING)
+    except ConfigError as error:
+        of_several_hosts = blamed("ports", error)
+        return warning("ports", of_several_hosts.seen, f"if both run on one host, {of_several_hosts.remedy}")
     return ok("ports", ", ".join(f"{key} = {port} is free" for key, port in fixed) or "each process takes a free one")
+
+
+def _on_one_host(recipe: Recipe) -> Iterator[Collection[str]]:
+    """Yield the services of each host, as far as the recipe says which ones share it."""
+    if recipe.launch.backend == "ray":
+        yield AT_THE_LAUNCHER
+    elif recipe.slurm.gpus_per_node:
+        yield "reward", "router", "trainer"  # on the first node
+    else:
+        worker = recipe.worker
+        addresses = {"router": worker.router_address, "reward": worker.reward_address}
+        hosts = {service: address.rpartition(":")[0] for service, address in addresses.items()}
+        for host in {"", *hosts.values()}:  # "": where no address says otherwise
+            yield [service for service in SERVING if hosts.get(service, "") == host]
 
 
 def hosts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:

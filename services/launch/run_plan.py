@@ -96,15 +96,29 @@ def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool, trains: 
         ConfigError: there are too few GPUs, or several processes would have the same port.
     """
     processes = plan_processes(recipe, own_bus=own_bus, trains=trains)
-    _require_different_ports(recipe, {process.service for process in processes})
-    gpus = plan_gpus(
+    require_different_ports(recipe, {process.service for process in processes})
+    return RunPlan(processes=processes, gpus=assign_gpus(recipe, processes, devices))
+
+
+def assign_gpus(recipe: Recipe, processes: Sequence[PlannedProcess], devices: Sequence[str]) -> GpuPlan:
+    """Return the GPUs of these processes of a run of `recipe`, if all of them are on one machine.
+
+    Args:
+        recipe: The recipe.
+        processes: From `plan_processes`, or some of them.
+        devices: The machine's GPUs, as `find_gpus` returns them.
+
+    Raises:
+        ConfigError: there are too few GPUs.
+    """
+    trains = any(process.service == "trainer" for process in processes)
+    return plan_gpus(
         devices,
         [process.name for process in processes if process.service == "rollout"],
         tensor_parallel=recipe.rollout.tensor_parallel,
         trainer_ranks=recipe.trainer.ranks if trains and recipe.trainer.device != "cpu" else 0,
         memory_fraction=recipe.rollout.gpu_memory_fraction,
     )
-    return RunPlan(processes=processes, gpus=gpus)
 
 
 def _require_own_ports(recipe: Recipe) -> None:
@@ -121,7 +135,16 @@ def _require_own_ports(recipe: Recipe) -> None:
             )
 
 
-def _require_different_ports(recipe: Recipe, services: Collection[str]) -> None:
+def require_different_ports(recipe: Recipe, services: Collection[str]) -> None:
+    """Check that servers on one host have different ports.
+
+    Args:
+        recipe: The recipe.
+        services: The services on that host; those that serve on no port count for nothing.
+
+    Raises:
+        ConfigError: two of their settings are one port.
+    """
     keys: dict[int, str] = {}
     for section, name in PORTS:
         port = getattr(getattr(recipe, section), name)

@@ -17,7 +17,7 @@ import pydantic
 
 from penstock.errors import ConfigError
 from services.launch.gpu_plan import TRAINER, GpuPlan
-from services.launch.run_plan import make_plan
+from services.launch.run_plan import assign_gpus, plan_processes
 from services.plan.host_memory import host_moments
 from services.plan.model_shape import ModelShape
 from services.plan.moment import Moment, Part
@@ -116,7 +116,8 @@ def _assign_gpus(recipe: Recipe, gpus: Gpus) -> GpuPlan:
             f"trainer.lora.rank = {trainer.lora.rank} is not planned yet; plan the run without it, which needs more "
             f"memory in the trainer: {_without_adapters(trainer.lora)}"
         )
-    return make_plan(recipe, [str(number) for number in range(gpus.count)], own_bus=not recipe.bus.url).gpus
+    devices = [str(number) for number in range(gpus.count)]
+    return assign_gpus(recipe, plan_processes(recipe, own_bus=not recipe.bus.url), devices)
 
 
 def _without_adapters(lora: LoraConfig) -> str:

@@ -23,7 +23,7 @@ from services.launch.process.spec import ProcessSpec
 from services.launch.process.specs import specs_of
 from services.launch.run_bus import require_bus
 from services.launch.run_folder import RunFolder
-from services.launch.run_plan import PlannedProcess, plan_processes
+from services.launch.run_plan import PlannedProcess, plan_processes, require_different_ports
 from services.launch.scaling.fleet import Fleet
 from services.launch.terminal.lasting_output import lasting_output
 from services.recipe import Recipe
@@ -36,10 +36,12 @@ async def examine(cluster: Cluster, recipe: Recipe) -> list[str]:
     """Examine the cluster's hosts, and return the plan of the run in lines.
 
     Raises:
-        ConfigError: hosts are missing, have too few GPUs, or cannot run the recipe.
+        ConfigError: hosts are missing, have too few GPUs, or cannot run the recipe; or services on this host have one
+            port.
     """
     await cluster.look()
     processes = plan_processes(recipe, own_bus=not recipe.bus.url)
+    require_different_ports(recipe, AT_THE_LAUNCHER)
     lines = [
         *describe_hosts(cluster.hosts),
         *describe_processes(processes, recipe, has_gpus=cluster.has_gpus),

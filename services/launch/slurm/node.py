@@ -15,7 +15,7 @@ from penstock import config as configuration
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
 from services.launch.background import background, repeated
-from services.launch.gpu_plan import find_gpus, plan_gpus
+from services.launch.gpu_plan import find_gpus
 from services.launch.launcher import KILL_MARGIN_S, REFRESH_S, look_after
 from services.launch.metrics import MetricsFollower
 from services.launch.process.bounded_log import BoundedLog
@@ -23,7 +23,7 @@ from services.launch.process.readiness import serves_grpc, serves_nats
 from services.launch.process.spec import StopPhase
 from services.launch.process.specs import process_specs
 from services.launch.run_folder import RunFolder
-from services.launch.run_plan import PlannedProcess, RunPlan
+from services.launch.run_plan import PlannedProcess, RunPlan, assign_gpus
 from services.launch.slurm.placement import ROLES, NodeShare
 from services.launch.supervisor import supervised
 from services.recipe import Recipe
@@ -101,14 +101,7 @@ def plan_node(node: Recipe, share: NodeShare, overrides: Sequence[str]) -> RunPl
         ConfigError: it has too few GPUs.
     """
     processes = list(_processes(node, share, overrides))
-    gpus = plan_gpus(
-        find_gpus(),
-        [process.name for process in processes if process.service == "rollout"],
-        tensor_parallel=node.rollout.tensor_parallel,
-        trainer_ranks=0,
-        memory_fraction=node.rollout.gpu_memory_fraction,
-    )
-    return RunPlan(processes=processes, gpus=gpus)
+    return RunPlan(processes=processes, gpus=assign_gpus(node, processes, find_gpus()))
 
 
 def _processes(node: Recipe, share: NodeShare, overrides: Sequence[str]) -> Iterator[PlannedProcess]:

@@ -24,6 +24,7 @@ from services.doctor.network import check_bus, check_ports, resolve
 from services.launch.gpu_plan import find_gpus
 from services.recipe import Recipe
 from services.trainer.data.sources import hub as data_hub
+from tests.support.doctor import assert_found
 from tests.support.trainer.data.hub_server import COMMIT, HubServer, Repo, hub_server
 
 REPOS = {
@@ -183,6 +184,32 @@ def test_ports_and_the_bus() -> None:
     assert resolve("127.0.0.1") == ["127.0.0.1"]
     with pytest.raises(socket.gaierror):
         resolve("no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("settings", "status"),
+    [
+        ((), Status.FAULT),
+        (("--worker.router_address=a:1",), Status.WARNING),
+        (("--worker.router_address=a:1", "--worker.reward_address=b:1"), Status.WARNING),
+        (("--worker.router_address=a:1", "--worker.reward_address=a:2"), Status.FAULT),
+        (("--launch.backend=ray",), Status.FAULT),
+        (("--slurm.gpus_per_node=8",), Status.FAULT),
+    ],
+)
+def test_one_port_is_for_two_services_on_different_hosts(settings: tuple[str, ...], status: Status) -> None:
+    """As the addresses say. Ray and Slurm have both of these on one host, the launcher's."""
+    (free,) = free_ports(1)
+    found = check_ports(load(Recipe, [], [f"--router.port={free}", f"--reward.port={free}", *settings]))
+    assert_found(found, status, f"router.port = {free} is reward.port too", "give another")
+
+
+@pytest.mark.parametrize("settings", ["--launch.backend=ray", "--slurm.gpus_per_node=8"])
+def test_engines_of_a_divided_run_may_have_the_port_of_a_service(settings: str) -> None:
+    """They may be on other hosts; where they are not, the launcher says so."""
+    (free,) = free_ports(1)
+    found = check_ports(load(Recipe, [], [f"--router.port={free}", f"--rollout.port={free}", settings]))
+    assert_found(found, Status.WARNING, "router.port", "if both run on one host")
 
 
 def test_a_run_folder_behind_a_closed_one(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """A part for each thing that takes memory, and together what the process may take at most."""
     code, plan = planned(capsys, "--gpus=2x4")
     assert (code, plan["fits"], plan["remedy"]) == (0, True, [])
+    assert planned(capsys, "--gpus=2x4", "--router.port=7001", "--reward.port=7001") == (0, plan)  # of several hosts
     engine, trainer = plan["processes"]  # type: ignore[misc]
     assert [engine["name"], trainer["name"]] == ["engine", "trainer"]
     weights = trainer["moments"][0]["bytes"]

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from penstock.config import load
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime.security import Security
+from services.launch.on_ray.placement import Host
 from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
 from tests.support.launch.fake_ray import faking_ray
@@ -42,6 +44,20 @@ def test_a_start_that_is_broken_off_leaves_no_folder(
     with pytest.raises(type(failure)):
         command.train(recipe, None, dry_run=False, view=False)
     assert list(recipe.run.dir.iterdir()) == []
+
+
+async def test_services_of_the_launchers_host_have_different_ports(command: Any) -> None:
+    """A run would begin and end when the second one finds its port taken; engines may be elsewhere."""
+
+    async def look() -> None:
+        pass
+
+    cluster: Any = SimpleNamespace(
+        look=look, hosts=[Host(node_id="a", address="a", num_gpus=8, sees_run_folder=True)], has_gpus=True, lines=[]
+    )
+    with pytest.raises(ConfigError, match=r"router\.port = 7001 is reward\.port too"):
+        await command.launch.examine(cluster, load(Recipe, [], ["--router.port=7001", "--reward.port=7001"]))
+    await command.launch.examine(cluster, load(Recipe, [], ["--router.port=7001", "--rollout.port=7001"]))
 
 
 async def test_a_bus_that_does_not_answer_is_noticed_before_anything_is_placed(
