@@ -17,6 +17,7 @@ from services.launch.on_ray.placement import (
     describe_hosts,
     describe_processes,
     require_room,
+    require_room_to_join,
 )
 from services.launch.process.process_trace import ProcessTrace
 from services.launch.process.spec import ProcessSpec
@@ -78,7 +79,7 @@ async def launch(
         processes = plan_processes(live, own_bus=own_bus)
 
         def make_specs(wanted: Recipe, added: Sequence[PlannedProcess]) -> list[ProcessSpec]:
-            require_room(cluster.hosts, plan_processes(wanted, own_bus=own_bus), wanted)
+            require_room_to_join(cluster.hosts, added, plan_processes(wanted, own_bus=own_bus), wanted)
             return _specs(added, folder, security)
 
         backend = RayBackend(cluster, live, has_gpus=cluster.has_gpus, write=_write)

@@ -80,8 +80,9 @@ def require_room(hosts: Sequence[Host], processes: Sequence[PlannedProcess], rec
     Raises:
         ConfigError: they do not fit in any order tried, or no host can run a service.
     """
-    has_gpus = any(host.num_gpus for host in hosts)
-    if not has_gpus and recipe.rollout.tensor_parallel > 1:
+    has_gpus = _have_gpus(hosts)
+    has_engines = any(process.service == "rollout" for process in processes)
+    if not has_gpus and has_engines and recipe.rollout.tensor_parallel > 1:
         raise ConfigError(
             f"rollout.tensor_parallel = {recipe.rollout.tensor_parallel}, and the cluster has no GPU; set it to 1, or "
             "add hosts with GPUs"
@@ -92,6 +93,26 @@ def require_room(hosts: Sequence[Host], processes: Sequence[PlannedProcess], rec
         if not missing:
             return order
     raise ConfigError(_explain_shortage(hosts, processes, recipe, missing))
+
+
+def require_room_to_join(
+    hosts: Sequence[Host], added: Sequence[PlannedProcess], processes: Sequence[PlannedProcess], recipe: Recipe
+) -> None:
+    """Check that `added` can join a run, which then has `processes`.
+
+    Those that need GPUs must fit beside all others. The rest needs a host that can run it: after the death of a host,
+    engines of the run may have no room themselves.
+
+    Raises:
+        ConfigError: they do not fit, or no host can run a service.
+    """
+    has_gpus = _have_gpus(hosts)
+    needs_gpus = any(num_gpus_of(process.service, recipe, has_gpus=has_gpus) for process in added)
+    require_room(hosts, processes if needs_gpus else added, recipe)
+
+
+def _have_gpus(hosts: Sequence[Host]) -> bool:
+    return any(host.num_gpus for host in hosts)
 
 
 def _orders(processes: Sequence[PlannedProcess], recipe: Recipe, *, has_gpus: bool) -> Iterator[list[PlannedProcess]]:

@@ -1,5 +1,6 @@
 """Hosts, placement and addresses of a run on Ray, without Ray."""
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -23,6 +24,7 @@ from services.launch.on_ray.placement import (
     label_selector,
     num_gpus_of,
     require_room,
+    require_room_to_join,
 )
 from services.launch.on_ray.working_folder import working_folder
 from services.launch.run_plan import plan_processes
@@ -77,6 +79,23 @@ def test_there_is_room_or_it_is_said_what_is_missing() -> None:
         room([host("a", 3), host("b", 6)], "--rollout.replicas=2", "--rollout.tensor_parallel=4")
     with pytest.raises(ConfigError, match=r"trainer\.ranks = 3 needs 3 GPUs of one host that has the run folder"):
         room([host("a", 2), host("b", 2)], "--rollout.replicas=1", "--trainer.ranks=3")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tensor_parallel"), [([host("a", 2)], 1), ([host("a", 0)], 2)], ids=["fewer-gpus", "no-gpu"]
+)
+def test_workers_join_although_engines_of_a_dead_host_have_no_room(hosts: list[Host], tensor_parallel: int) -> None:
+    """They need no GPU, only a host that can run them. Engines join only where all fit, and may leave anywhere."""
+    settings = recipe("--rollout.replicas=3", "--worker.num=2", f"--rollout.tensor_parallel={tensor_parallel}")
+    processes = plan_processes(settings, own_bus=True)
+    added = {process.name: process for process in processes}
+    require_room_to_join(hosts, [added["worker-1"]], processes, settings)
+    require_room_to_join(hosts, [], processes, settings)
+    with pytest.raises(ConfigError, match=r"do not fit|tensor_parallel = 2, and the cluster has no GPU"):
+        require_room_to_join(hosts, [added["worker-1"], added["rollout-2"]], processes, settings)
+    workless = [dataclasses.replace(each, unfit_for={"worker": "no Pillow"}) for each in hosts]
+    with pytest.raises(ConfigError, match="no host can run worker-1: no Pillow"):
+        require_room_to_join(workless, [added["worker-1"]], processes, settings)
 
 
 def test_a_cluster_without_gpus_computes_on_cpus() -> None:
