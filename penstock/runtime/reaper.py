@@ -5,10 +5,11 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from penstock.runtime import reaper_process
 from penstock.runtime.parent_death import dying_with_parent
+from penstock.runtime.starting import start_program
 
 
 class Reaper:
@@ -20,11 +21,18 @@ class Reaper:
 
     @classmethod
     async def start(cls) -> "Reaper":
-        """Start the reaper process, out of reach of the terminal's signals."""
+        """Start the reaper process, out of reach of the terminal's signals.
+
+        Raises:
+            OSError: this machine has no room for another process.
+        """
         command = [sys.executable, "-I", "-S", reaper_process.__file__]
         pipe, its_end = socket.socketpair()
-        with its_end:
-            process = await asyncio.create_subprocess_exec(*command, stdin=its_end.fileno(), start_new_session=True)
+        with ExitStack() as open_ends:
+            open_ends.enter_context(pipe)
+            with its_end:
+                process = await start_program(*command, stdin=its_end.fileno(), start_new_session=True)
+            open_ends.pop_all()
         return cls(process, pipe)
 
     def forget(self, group: int) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, SetupError
 from penstock.runtime.ports import held_port, held_ports
 from penstock.runtime.security import Security
 from services.launch.background import background, repeated
@@ -17,6 +17,7 @@ from services.launch.gpu_plan import extend_plan, find_gpus, require_own_gpus, w
 from services.launch.metrics import MetricsFollower, StepRow, describe_run
 from services.launch.process.backend import Backend
 from services.launch.process.bounded_log import BoundedLog
+from services.launch.process.child import Child
 from services.launch.process.process_trace import ProcessTrace
 from services.launch.process.readiness import serves_nats
 from services.launch.process.spec import ProcessSpec, StopPhase
@@ -203,22 +204,39 @@ def addressed(
 async def start_processes(
     supervisor: Supervisor, specs: Sequence[ProcessSpec], write: Callable[[str], None], stop: asyncio.Event
 ) -> None:
-    """Start the bus and then, as soon as it listens, all others at once; start none after a signal to stop."""
+    """Start the bus and then, as soon as it listens, all others at once; start none after a signal to stop.
+
+    Raises:
+        SetupError: the bus has ended before it listened.
+    """
     write(f"starting {', '.join(spec.name for spec in specs)} ...")
     for spec in specs:
-        if stop.is_set():
+        if stop.is_set() or supervisor.has_ended:
             return
-        supervisor.start(spec.name)
+        child = supervisor.start(spec.name)
         if spec.phase is StopPhase.BUS:
-            await _until_it_listens(spec.address, stop)
+            await _until_it_listens(child, supervisor, stop)
 
 
-async def _until_it_listens(address: str, stop: asyncio.Event) -> None:
-    """Return when the nats-server listens, or after a while; the processes that need it then report the fault."""
+async def _until_it_listens(bus: Child, supervisor: Supervisor, stop: asyncio.Event) -> None:
+    """Return when the nats-server listens, or after a while; the processes that need it then report the fault.
+
+    Raises:
+        SetupError: it has ended. What it cannot do at the start, such as read its store, no restart mends.
+    """
+    address = bus.spec.address
+
+    async def is_over() -> bool:
+        return stop.is_set() or supervisor.has_ended or bus.ending is not None or await serves_nats(address)
+
     with suppress(TimeoutError):
         async with asyncio.timeout(_BUS_START_TIMEOUT_S):
-            while not stop.is_set() and not await serves_nats(address):  # noqa: ASYNC110 - another process has no event
+            while not await is_over():  # noqa: ASYNC110 - another process has no event
                 await asyncio.sleep(0.02)
+    if bus.ending is not None and not stop.is_set():
+        how = f"{bus.spec.name} {bus.ending.describe()} before it listened on {address}"
+        why = "".join(f": {line}" for line in bus.log.last_lines(1))
+        raise SetupError(f"{how}{why}; mend that and start again; its log is {bus.log.path}")
 
 
 @asynccontextmanager

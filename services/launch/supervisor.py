@@ -91,6 +91,11 @@ class Supervisor:
         """Whether every process has been started once: only then can one be retired."""
         return len(self._tasks) == len(self.children)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run is over, by its end or by a failure: `wait` does not wait any longer."""
+        return self._ended.done()
+
     def start(self, name: str) -> Child:
         """Start the process `name`, and restart it whenever it dies."""
         child = next(child for child in self.children if child.spec.name == name)
@@ -137,7 +142,8 @@ class Supervisor:
         """Return when the run is done or `stop` is set.
 
         Raises:
-            UserError: a process exited with 2; the message is the process's own.
+            UserError: a process exited with 2, and the message is its own; or this machine has no room for the first
+                start of one.
             ProcessFailedError: a process died too often.
         """
         stopped = asyncio.create_task(stop.wait())

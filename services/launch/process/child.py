@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.errors import SetupError
 from penstock.runtime.process import EXIT_FAILURE
+from penstock.runtime.starting import explained
 from services.launch.process.backend import Backend, Ending, RunningProcess
 from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.process_trace import ProcessTrace
@@ -48,6 +49,8 @@ class Child:
         """Whether one of its starts became ready."""
         self.was_killed = False
         """Whether the launcher killed the process since its last start."""
+        self.ending: Ending | None = None
+        """How it ended last; None: it has not ended yet."""
         self._clock = clock
         self._started_at = clock()
         self._backend = backend
@@ -69,7 +72,8 @@ class Child:
         A restart for which the machine has no memory, disk or open file at that moment is an ending too.
 
         Raises:
-            OSError: the first start failed.
+            SetupError: this machine has no room for the first start.
+            OSError: the first start failed for another reason.
         """
         try:
             if self.spec.error_file is not None:
@@ -78,9 +82,10 @@ class Child:
             process = await self._backend.start(self.spec, self.log, self.stop_requested)
         except OSError as error:
             if not self.num_starts:
-                raise
+                raise explained(self.spec.name, error) from None
             self._started_at = self._clock()  # what ran before has no part in it
-            return Ending(code=EXIT_FAILURE, not_started=error.strerror or str(error))
+            self.ending = Ending(code=EXIT_FAILURE, not_started=error.strerror or str(error))
+            return self.ending
         if process is None:  # asked to stop before there was room for it
             return Ending(code=0)
         self._process = process
@@ -91,10 +96,10 @@ class Child:
         self._started_at = self._clock()
         if self.stop_requested.is_set():  # asked to stop while it was being started
             self.terminate()
-        ending = await process.wait()
-        self._record("process", exit_code=ending.code, was_stopped=self.stop_requested.is_set())
+        self.ending = await process.wait()
+        self._record("process", exit_code=self.ending.code, was_stopped=self.stop_requested.is_set())
         self._process = None
-        return ending
+        return self.ending
 
     async def forget(self) -> None:
         """Give back what is kept for the process: it will not be started again."""

@@ -8,6 +8,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 
 from penstock.runtime.ports import held_ports
 from penstock.runtime.reaper import Reaper
+from penstock.runtime.starting import explained, start_program
 from services.launch.process.backend import Ending
 from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.spec import ProcessSpec
@@ -74,7 +75,7 @@ class LocalBackend:
                 address = f"{host}:{free}"
                 command.append(f"--{spec.port_key}={free}")
             with log.path.open("ab") as output:
-                process = await asyncio.create_subprocess_exec(
+                process = await start_program(
                     *command,
                     env=dict(spec.environment),
                     stdin=asyncio.subprocess.DEVNULL,
@@ -91,8 +92,15 @@ class LocalBackend:
 
 @asynccontextmanager
 async def local_backend(*, host: str = "127.0.0.1") -> AsyncIterator[LocalBackend]:
-    """Yield a backend of this machine; whatever ends this process also ends the processes that it started."""
-    reaper = await Reaper.start()
+    """Yield a backend of this machine; whatever ends this process also ends the processes that it started.
+
+    Raises:
+        SetupError: this machine has no room for another process.
+    """
+    try:
+        reaper = await Reaper.start()
+    except OSError as error:
+        raise explained("the process that ends all others if the launcher is killed", error) from None
     try:
         yield LocalBackend(reaper, host=host)
     finally:

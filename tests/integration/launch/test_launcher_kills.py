@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.errors import SetupError
 from services.launch.process.backend import Backend, Ending
 from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.child import Child
@@ -195,14 +196,33 @@ async def test_a_restart_that_fails_is_no_recovery(tmp_path: Path) -> None:
 
 
 async def test_a_first_start_that_fails_ends_the_run(tmp_path: Path) -> None:
-    """What the machine never had room for is not waited for."""
+    """What the machine never had room for is not waited for: a person is told, and what was started is ended."""
+    specs = [
+        ProcessSpec(name=name, command=["sleep", "600"], environment=dict(os.environ), phase=StopPhase.SERVE)
+        for name in ("reward", "router")
+    ]
     async with local_backend() as machine:
-        full = Full(machine, {1})
-        async with dying(tmp_path, [], backend=full) as supervisor:
-            supervisor.start("trainer")
-            with pytest.raises(BlockingIOError):
+        full = Full(machine, {2})
+        async with supervised(specs, logs=tmp_path, report=print, kill_after_s=5.0, backend=full) as supervisor:
+            first = supervisor.start("reward")
+            await until(lambda: first.is_running)
+            supervisor.start("router")
+            with pytest.raises(SetupError, match=r"router could not be started: Resource temporarily .*; end other"):
                 await promptly(supervisor.wait(asyncio.Event()))
-    assert full.num_starts == 1
+    assert full.num_starts == 2
+    assert first.ending == Ending(code=-signal.SIGTERM)
+
+
+async def test_a_machine_without_room_for_the_first_process_of_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end what a killed launcher leaves."""
+
+    async def start(*_: str, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    with pytest.raises(SetupError, match="could not be started: Resource temporarily unavailable; end other processes"):
+        async with local_backend():
+            pass
 
 
 def test_stubborn_process_is_killed_after_its_grace(fake_run: Callable[..., FakeRun]) -> None:

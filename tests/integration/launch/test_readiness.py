@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import structlog
 
+from penstock.errors import SetupError
 from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.ports import free_ports
 from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
@@ -66,6 +68,32 @@ while True:
     assert "groups  trained 64" in out
     assert "step 2/9" in out
     assert f"penstock train --resume {tmp_path}" in out
+
+
+async def test_a_bus_that_ends_before_it_listens_ends_the_run(tmp_path: Path) -> None:
+    """Nobody waits for it, and no restart helps where it cannot read its store: its last words are the error."""
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    (port,) = free_ports(1)
+    program = "print('[INF] Starting nats-server'); print('[FTL] Cannot read the store'); raise SystemExit(1)"
+    server = ProcessSpec(
+        name="nats",
+        command=[sys.executable, "-c", program],
+        environment=dict(os.environ),
+        phase=StopPhase.BUS,
+        address=f"127.0.0.1:{port}",
+    )
+    worker = ProcessSpec(
+        name="worker-0",
+        command=["touch", str(tmp_path / "started")],
+        environment=dict(os.environ),
+        phase=StopPhase.WORK,
+        ends_run=True,
+    )
+    said = rf"nats exited with 1 before it listened on 127\.0\.0\.1:{port}: \[FTL\] Cannot read the store; .*nats\.log"
+    with pytest.raises(SetupError, match=said):
+        await run_processes([server, worker], folder, asyncio.Event(), Security(), grace_s=0.0)
+    assert not (tmp_path / "started").exists()
 
 
 async def test_a_display_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
