@@ -34,6 +34,7 @@ from services.launch.terminal.display import Display, open_display
 from services.launch.terminal.lasting_output import lasting_output
 from services.launch.terminal.pace import Pace
 from services.recipe import Recipe
+from services.view.completion import is_complete
 
 _BUS_START_TIMEOUT_S = 60.0
 """Seconds that the other processes are not started for if the bus does not listen; on Ray its actor starts first."""
@@ -53,10 +54,10 @@ def plan_run(recipe: Recipe) -> RunPlan:
     return make_plan(recipe, find_gpus(), own_bus=not recipe.bus.url)
 
 
-async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, security: Security) -> None:
+async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, security: Security) -> bool:
     """Run `recipe` in `folder` to its end, or until `stop` is set; no process is left afterwards.
 
-    The folder keeps the recipe from when nothing but a process can refuse it.
+    The folder keeps the recipe from when nothing but a process can refuse it. Returns whether the run is complete.
 
     Raises:
         UserError: the recipe's NATS does not answer, a nats-server serves the run's store, or a process found a fault
@@ -75,7 +76,7 @@ async def launch(recipe: Recipe, folder: RunFolder, stop: asyncio.Event, securit
         trace = ProcessTrace(folder.path) if recipe.trace.max_gib else None
         fleet = local_fleet(plan, folder, security)
         folder.write_config(recipe)
-        await run_processes(specs, folder, stop, security, grace_s=recipe.run.grace_s, trace=trace, fleet=fleet)
+        return await run_processes(specs, folder, stop, security, grace_s=recipe.run.grace_s, trace=trace, fleet=fleet)
 
 
 def local_fleet(plan: RunPlan, folder: RunFolder, security: Security) -> Fleet:
@@ -115,8 +116,10 @@ async def run_processes(
     trace: ProcessTrace | None = None,
     fleet: Fleet | None = None,
     backend: Backend | None = None,
-) -> None:
+) -> bool:
     """Run the processes until the one that ends the run has ended or `stop` is set; show them and the run's result.
+
+    Returns whether the run is complete, which it also is if `stop` came when there was nothing left to do.
 
     Args:
         specs: The processes at the start.
@@ -165,7 +168,9 @@ async def run_processes(
     finally:
         display.close()
         folder.forget_targets()
-    _write_result(folder, metrics, interrupted=stop.is_set())
+    is_done = is_complete(folder.path, metrics.rows, evaluations.rows)
+    _write_result(folder, metrics, is_done=is_done, was_stopped=stop.is_set())
+    return is_done
 
 
 @contextmanager
@@ -318,13 +323,14 @@ async def _trainer_reported(supervisor: Supervisor, display: Display, security: 
         yield
 
 
-def _write_result(folder: RunFolder, metrics: MetricsFollower, *, interrupted: bool) -> None:
+def _write_result(folder: RunFolder, metrics: MetricsFollower, *, is_done: bool, was_stopped: bool) -> None:
     lines = [*describe_run(metrics.rows), f"folder  {folder.path}"]
     if (curves := folder.path / "curves.png").exists():
         lines.append(f"curves  {curves}")
     lines.append(f"view    penstock view {folder.path}")
-    is_unfinished = any(row["step"] < row["num_steps"] for row in metrics.rows[-1:])
-    if interrupted or is_unfinished:
+    if not is_done:
         lines.append(f"stopped; `penstock train --resume {folder.path}` continues the run")
+    elif was_stopped:
+        lines.append("the run is complete: nothing was left to stop")
     sys.stdout.write("\n".join(["", *lines, ""]))
     sys.stdout.flush()

@@ -31,6 +31,8 @@ class _Shown(Observer):
         self._pace = pace
         self._rows: list[dict[str, Any]] = []
         self._num_shown = 0
+        self.is_complete = False
+        """Whether the run has ended with nothing left to do."""
 
     def opened(self, *, num_rows: int, num_too_long: int, step: int, num_steps: int) -> None:
         self._folder.write_config(self._recipe)
@@ -46,6 +48,9 @@ class _Shown(Observer):
         self.catch_up()
         self._display.write(describe_validation(row))
 
+    def ended(self, *, is_complete: bool) -> None:
+        self.is_complete = is_complete
+
     def catch_up(self) -> None:
         """Show the steps that are not shown yet."""
         if new_rows := self._rows[self._num_shown :]:
@@ -54,7 +59,7 @@ class _Shown(Observer):
 
 
 def train(recipe: Recipe, folder: RunFolder | None) -> int:
-    """Train, and return the exit code: 130 after Ctrl-C.
+    """Train, and return the exit code: 130 after Ctrl-C, unless the run was complete by then.
 
     Args:
         recipe: The run's recipe.
@@ -85,7 +90,7 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
             finally:
                 shown.catch_up()
                 display.close()
-            is_interrupted = stop.is_set()
+            is_interrupted = stop.is_set() and not shown.is_complete
 
         code = process.run(run)
         if model is not None:

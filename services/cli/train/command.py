@@ -76,14 +76,17 @@ def train(
 
 
 def run_in_folder(
-    settings: Recipe, folder: RunFolder, launch: Callable[[asyncio.Event], Awaitable[None]], *, is_new: bool, view: bool
+    settings: Recipe, folder: RunFolder, launch: Callable[[asyncio.Event], Awaitable[bool]], *, is_new: bool, view: bool
 ) -> int:
     """Launch a run in its folder, which no other launcher may use meanwhile, and return the exit code.
+
+    That is 130 after a signal, unless the run was complete by then.
 
     Args:
         settings: The recipe.
         folder: The run's folder.
-        launch: Keeps the recipe in the folder, and runs the processes until its event is set, or the run ends.
+        launch: Keeps the recipe in the folder, runs the processes until its event is set, or the run ends, and returns
+            whether the run is complete.
         is_new: Whether the folder goes if no process was started.
         view: Whether the run is shown in a browser.
 
@@ -103,8 +106,8 @@ def run_in_folder(
                     sys.stdout.write(f"view    {shown.address}\n")
                     if browser.has_person():
                         await asyncio.to_thread(browser.open_page, shown.address_once)
-                await launch(stop)
-            interrupted = stop.is_set()
+                is_complete = await launch(stop)
+            interrupted = stop.is_set() and not is_complete
 
         with disk_full_reported(folder.path, f"make room and continue with `penstock train --resume {folder.path}`"):
             code = process.run(run)

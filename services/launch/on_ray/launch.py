@@ -58,10 +58,10 @@ async def examine(cluster: Cluster, recipe: Recipe) -> list[str]:
 
 async def launch(
     recipe: Recipe, folder: RunFolder, stop: asyncio.Event, *, security: Security, cluster: Cluster
-) -> None:
+) -> bool:
     """Run `recipe` in `folder` on the hosts of `cluster` to its end, or until `stop` is set; no process is left.
 
-    The folder keeps the recipe from when nothing but a process can refuse it.
+    The folder keeps the recipe from when nothing but a process can refuse it. Returns whether the run is complete.
 
     Raises:
         UserError: the recipe's NATS does not answer, a nats-server serves the run's store, other jobs use the GPUs, or
@@ -88,7 +88,7 @@ async def launch(
         cluster.report = _write
         folder.write_config(recipe)
         async with background(cluster.keep_noticing(every_s=_LOOK_EVERY_S)):
-            await run_processes(
+            return await run_processes(
                 _specs(processes, folder, security),
                 folder,
                 stop,

@@ -45,6 +45,13 @@ class Observer:
     def validated(self, row: Row) -> None:
         """The loss was measured: the row of validation.jsonl."""
 
+    def ended(self, *, is_complete: bool) -> None:
+        """All is saved.
+
+        Args:
+            is_complete: Whether all steps are taken, and the last one's loss is measured.
+        """
+
 
 @dataclass(slots=True, kw_only=True)
 class SftLoop:
@@ -111,6 +118,8 @@ class SftLoop:
         await asyncio.to_thread(self._save_if_new)
         for log in (self.metrics, self.validations):
             await asyncio.to_thread(log.end)
+        is_measured = self.validation is None or not self._is_validation_due()
+        self.observer.ended(is_complete=self.step >= self.num_steps and is_measured)
 
     def _report(self, metrics: Row, *, step_s: float) -> None:
         row = {

@@ -1,5 +1,6 @@
 """`penstock sft` as a process: what it prints and writes, kill -9, Ctrl-C, mistakes."""
 
+import asyncio
 import errno
 import json
 import signal
@@ -15,6 +16,7 @@ from penstock.telemetry import log
 from services.cli import main
 from services.launch import run_folder
 from services.recipe import Recipe
+from services.trainer.sft.loop import Observer
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
@@ -96,6 +98,22 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
         assert (ours["step"], ours["loss"], ours["grad_norm"]) == (theirs["step"], theirs["loss"], theirs["grad_norm"])
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert (tmp_path / "whole/curves.png").is_file()
+
+
+@pytest.mark.parametrize(("is_complete", "code"), [(True, 0), (False, 130)])
+def test_a_signal_after_all_is_done_has_interrupted_nothing(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_complete: bool, code: int
+) -> None:
+    """As Ctrl-C while the curves are drawn."""
+
+    async def train(_: object, __: Path, stop: asyncio.Event, observer: Observer) -> None:
+        observer.ended(is_complete=is_complete)
+        signal.raise_signal(signal.SIGINT)
+        await stop.wait()
+
+    monkeypatch.setattr("services.cli.sft.run.train_supervised", train)
+    monkeypatch.setattr(log, "configure", lambda *_, **__: None)  # its file is open until a process ends
+    assert main(["sft", str(recipe), f"--run.folder={tmp_path / 'run'}"]) == code
 
 
 @pytest.mark.variant  # tests/unit/runtime/test_process.py

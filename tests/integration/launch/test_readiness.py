@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import structlog
 
+from penstock.config import load
 from penstock.errors import SetupError
 from penstock.rpc.server import RpcServer, service_name
 from penstock.runtime.ports import free_ports
@@ -31,6 +32,7 @@ from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.run_folder import RunFolder
 from services.launch.run_follower import RunFollower
 from services.launch.run_status import describe_phase, fetch_run
+from services.recipe import Recipe
 from services.trainer.telemetry.progress import Progress, TrainerServicer
 from tests.support.waiting import promptly, until
 
@@ -68,6 +70,32 @@ while True:
     assert "groups  trained 64" in out
     assert "step 2/9" in out
     assert f"penstock train --resume {tmp_path}" in out
+
+
+@pytest.mark.parametrize(("num_steps", "is_complete"), [(1, True), (2, False)])
+async def test_a_signal_after_the_last_step_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int, is_complete: bool
+) -> None:
+    """The run is complete if the trainer had nothing left to do, and the result says so."""
+    folder = RunFolder(tmp_path)
+    folder.write_config(load(Recipe, [], [f"--trainer.num_steps={num_steps}"]))
+    row = json.dumps({"step": 1, "num_steps": num_steps, "reward_mean": 0.5})
+    program = "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); open(sys.argv[1], 'w').write(sys.argv[2])"
+    trainer = ProcessSpec(
+        name="trainer",
+        command=[sys.executable, "-c", f"{program}; signal.pause()", str(folder.metrics_file), f"{row}\n"],
+        environment=dict(os.environ),
+        phase=StopPhase.WORK,
+        ends_run=True,
+    )
+    stop = asyncio.Event()
+    running = asyncio.create_task(run_processes([trainer], folder, stop, Security.from_environment(), grace_s=0.0))
+    await until(lambda: folder.metrics_file.exists() and folder.metrics_file.read_text())
+    stop.set()
+    assert await promptly(running) is is_complete
+    out = capsys.readouterr().out
+    assert ("the run is complete: nothing was left to stop" in out) is is_complete
+    assert (f"penstock train --resume {tmp_path}" in out) is not is_complete
 
 
 async def test_a_bus_that_ends_before_it_listens_ends_the_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import errno
 import functools
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -43,8 +44,9 @@ def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-async def launch(stop: asyncio.Event) -> None:
+async def launch(stop: asyncio.Event) -> bool:
     """Start nothing."""
+    return True
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -65,8 +67,9 @@ def test_a_full_disk_before_the_start_is_one_line(
 def test_a_full_disk_at_the_start_is_one_line(recipe: Recipe) -> None:
     """With the command that continues the run."""
 
-    async def launch(stop: asyncio.Event) -> None:
+    async def launch(stop: asyncio.Event) -> bool:
         full()
+        return True
 
     folder = RunFolder.create(recipe.run)
     with pytest.raises(SetupError, match=f"make room and continue with `penstock train --resume {folder.path}`"):
@@ -97,8 +100,9 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(recipe: Recipe) -> No
 def test_a_resume_is_a_start_from_its_first_moment(recipe: Recipe) -> None:
     """Viewers take the time of config.toml for it: steps of an earlier start do not make this one look stuck."""
 
-    async def launch(stop: asyncio.Event) -> None:
+    async def launch(stop: asyncio.Event) -> bool:
         ages_s.append(time.time() - folder.config_file.stat().st_mtime)
+        return True
 
     ages_s: list[float] = []
     folder = RunFolder.create(recipe.run)
@@ -112,12 +116,25 @@ def test_a_resume_that_goes_on_keeps_its_overrides(recipe: Recipe, monkeypatch: 
     """From before its first process is started, so that a launcher that is killed is continued with them."""
     kept: list[Recipe] = []
 
-    async def run_processes(_: object, folder: RunFolder, *__: object, **___: object) -> None:
+    async def run_processes(_: object, folder: RunFolder, *__: object, **___: object) -> bool:
         kept.append(load(Recipe, [folder.config_file]))
+        return True
 
     monkeypatch.setattr(launcher, "run_processes", run_processes)
     code, *_ = resume(recipe, "--trainer.keep_checkpoints=7")
     assert (code, [each.trainer.keep_checkpoints for each in kept]) == (0, [7])
+
+
+@pytest.mark.parametrize(("is_complete", "code"), [(True, 0), (False, 130)])
+def test_a_signal_after_all_is_done_has_interrupted_nothing(recipe: Recipe, is_complete: bool, code: int) -> None:
+    """As Ctrl-C while the processes of a complete run end."""
+
+    async def launch(stop: asyncio.Event) -> bool:
+        signal.raise_signal(signal.SIGINT)
+        await stop.wait()
+        return is_complete
+
+    assert run_in_folder(recipe, RunFolder.create(recipe.run), launch, is_new=True, view=False) == code
 
 
 def test_a_view_without_its_packages_is_refused_before_anything_is_read(

@@ -136,6 +136,29 @@ def test_a_validation_that_goes_on_is_a_sign_of_life(
     assert [sign > 0 for sign in signs] == [False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("sections", "stop_after", "expected"),
+    [({}, 6, True), ({}, 5, False), (VALIDATED, 6, False), (VALIDATED, None, True)],
+)
+def test_a_run_says_whether_it_is_complete(
+    tiny_model_path: Path, tmp_path: Path, sections: dict[str, Any], stop_after: int | None, expected: bool
+) -> None:
+    """With its last step, and the validation after it, which a stop interrupts."""
+    said: list[bool] = []
+
+    class Listener(Observer):
+        def trained(self, row: dict[str, Any]) -> None:
+            if row["step"] == stop_after:
+                stop.set()
+
+        def ended(self, *, is_complete: bool) -> None:
+            said.append(is_complete)
+
+    stop = asyncio.Event()
+    asyncio.run(train(settings_of(tiny_model_path, **sections), tmp_path, stop, Listener()))
+    assert said == [expected]
+
+
 def test_steps_that_are_not_shown_at_once_are_shown_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the validation that follows them, and at the end: a person's log has every step."""
     shown = _Shown(PlainDisplay(), RunFolder(tmp_path), Recipe(), Pace(now=itertools.count().__next__))
