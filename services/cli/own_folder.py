@@ -14,12 +14,13 @@ from services.recipe import Recipe
 
 
 @contextmanager
-def own_folder(folder: RunFolder, recipe: Recipe, *, service: str, is_new: bool) -> Iterator[None]:
+def own_folder(folder: RunFolder, recipe: Recipe, *, command: str, service: str, is_new: bool) -> Iterator[None]:
     """Keep other commands out of `folder` during the context; it has this process's log, and if it is new the recipe.
 
     Args:
         folder: The run's folder.
         recipe: The recipe of this start.
+        command: This command, which the folder notes.
         service: This process's name in its log.
         is_new: Whether the folder was made for this command.
 
@@ -30,6 +31,7 @@ def own_folder(folder: RunFolder, recipe: Recipe, *, service: str, is_new: bool)
     try:
         with folder.locked():
             with disk_full_reported(folder.path, "make room and start the command again"):
+                folder.note_command(command)
                 if is_new:
                     folder.write_config(recipe)
                 else:

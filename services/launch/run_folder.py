@@ -30,6 +30,8 @@ _CONTENTS = (
     ("nats/", "the store of the run's own nats-server"),
 )
 
+TRAIN: Final = "penstock train"
+"""The command whose runs have a launcher."""
 _LOOKED_AT_S: Final = 1.0
 """Longer than `penstock status` and the like hold the lock to see whether it is free."""
 _TRY_EVERY_S: Final = 0.05
@@ -130,6 +132,21 @@ class RunFolder:
         return self._lock_file.exists()
 
     @property
+    def command(self) -> str:
+        """The command that works in the folder, or was the last one to, such as `penstock sft`; empty: unknown."""
+        with suppress(OSError):
+            return self._lock_file.read_text()
+        return ""
+
+    def note_command(self, command: str) -> None:
+        """Write down which command has locked the folder.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        self._lock_file.write_text(command)
+
+    @property
     def _lock_file(self) -> Path:
         return self.path / ".lock"
 
@@ -167,7 +184,7 @@ class RunFolder:
         """
         with suppress(OSError, SetupError):
             with self.locked():
-                own = {self.config_file, self.live_file, self.launcher_log}
+                own = {self.config_file, self.live_file, self.launcher_log, self._lock_file}
                 files = [path for path in self.path.rglob("*") if path.is_symlink() or not path.is_dir()]
                 if not all(path in own or not path.lstat().st_size for path in files):
                     return False
@@ -205,7 +222,7 @@ class RunFolder:
             SetupError: another launcher uses the folder, or it cannot be written or locked.
         """
         try:
-            file = self._lock_file.open("w")
+            file = self._lock_file.open("a")  # its content is the holder's
         except OSError as error:
             raise SetupError(
                 f"the run folder {self.path} cannot be written: {error.strerror}; change its owner or rights"

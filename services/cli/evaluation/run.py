@@ -104,7 +104,7 @@ def evaluate(recipe: Recipe, security: Security, *, url: str, url_model: str, fo
         require_single_turn(sets)
     folder = folder or RunFolder.create(recipe.run)
     hide_secrets()
-    with own_folder(folder, recipe, service="eval", is_new=begun is None):
+    with own_folder(folder, recipe, command="penstock eval", service="eval", is_new=begun is None):
         run = _Evaluating(recipe, folder, sets, security, begun)
         sys.stdout.write("\n".join([f"run folder {folder.path}", *([] if url else plan.describe()), ""]))
         with disk_full_reported(folder.path, run.remedy_for_full_disk):

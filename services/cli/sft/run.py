@@ -73,7 +73,7 @@ def train(recipe: Recipe, folder: RunFolder | None) -> int:
     is_new = folder is None
     folder = folder or RunFolder.create(recipe.run)
     hide_secrets()
-    with own_folder(folder, recipe, service="sft", is_new=is_new), lasting_output():
+    with own_folder(folder, recipe, command="penstock sft", service="sft", is_new=is_new), lasting_output():
         is_interrupted = False
         model: Path | None = None
 

@@ -18,7 +18,7 @@ from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_
 from services.cli.extras import import_with_extra
 from services.cli.own_folder import own_folder
 from services.cli.runs import view_command
-from services.launch.run_folder import RunFolder
+from services.launch.run_folder import TRAIN, RunFolder
 from services.recipe import Recipe
 
 _VIEW: Final = "penstock train --view"
@@ -95,7 +95,7 @@ def run_in_folder(
     """
     showing = view_command.prepare([folder.path], command=_VIEW) if view else None
     hide_secrets()
-    with own_folder(folder, settings, service="launcher", is_new=is_new):
+    with own_folder(folder, settings, command=TRAIN, service="launcher", is_new=is_new):
         interrupted = False
 
         async def run(stop: asyncio.Event) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime.files import write_atomically
-from services.launch.run_folder import RunFolder
+from services.launch.run_folder import TRAIN, RunFolder
 from services.view.run_reader import RunReader
 
 _POLL_S = 0.1
@@ -45,12 +45,16 @@ def ask(folder: RunFolder, counts: Mapping[str, int], *, timeout_s: float) -> li
 
     Raises:
         ConfigError: the launcher refuses them.
-        SetupError: no launcher works in the folder, the folder cannot be written, or no answer came in `timeout_s`.
+        SetupError: the folder is none of a training run, no launcher works in it, it cannot be written, or no answer
+            came in `timeout_s`.
     """
-    if not RunReader(folder.path).is_running:
+    if folder.command not in ("", TRAIN):
         raise SetupError(
-            f"no `penstock train` is running in {folder.path}; continue the run with --resume {folder.path}"
+            f"{folder.path} is a folder of `{folder.command}`, and only a run of `{TRAIN}` can be scaled; "
+            "give the folder of one"
         )
+    if not RunReader(folder.path).is_running:
+        raise SetupError(f"no `{TRAIN}` is running in {folder.path}; continue the run with --resume {folder.path}")
     file = _folder(folder) / f"{secrets.token_hex(8)}.request.json"
     try:
         write_atomically(file, json.dumps(counts))

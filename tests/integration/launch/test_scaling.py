@@ -16,7 +16,9 @@ from penstock.errors import ConfigError, SetupError
 from penstock.runtime.files import write_atomically
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
+from penstock.telemetry import log
 from services.cli.app import main
+from services.cli.own_folder import own_folder
 from services.launch.launcher import run_processes
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.run_folder import RunFolder
@@ -203,6 +205,23 @@ def test_a_run_that_is_over_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
         ask(folder, {"rollout": 2}, timeout_s=1.0)
     assert main(["scale", str(tmp_path), "rollout=2"]) == 2
     assert "continue the run with --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["penstock sft", "penstock eval"])
+def test_only_a_training_run_is_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Nobody would answer in the folder of another command, which says at once whose it is."""
+    monkeypatch.setattr(log, "configure", lambda *_, **__: None)  # its file is open until a process ends
+    folder = RunFolder(tmp_path)
+
+    def refused() -> None:
+        with pytest.raises(
+            SetupError, match=f"{tmp_path} is a folder of `{command}`, and only a run of `penstock train`"
+        ):
+            ask(folder, {"rollout": 2}, timeout_s=1.0)
+
+    with own_folder(folder, load(Recipe, []), command=command, service="any", is_new=True):
+        refused()
+    refused()
 
 
 async def test_a_request_waits_until_all_processes_are_started(tmp_path: Path) -> None:

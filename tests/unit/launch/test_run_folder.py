@@ -152,6 +152,20 @@ def test_second_launcher_is_kept_out(recipe: Recipe) -> None:
         pass
 
 
+def test_the_command_that_has_the_folder_is_known(recipe: Recipe) -> None:
+    """Whoever else wants to have it changes nothing of that; a folder that nobody used yet has none."""
+    folder = RunFolder.create(recipe.run)
+    assert folder.command == ""
+    with folder.locked():
+        folder.note_command("penstock sft")
+        with pytest.raises(SetupError, match="running"), folder.locked():
+            pass
+    with folder.locked():
+        pass
+    assert folder.command == "penstock sft"
+    assert folder.discard_unused()
+
+
 def test_a_look_at_the_lock_keeps_no_launcher_out(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """`penstock status` and the like hold it for a moment; the launcher tries again."""
     folder = RunFolder.create(recipe.run)
