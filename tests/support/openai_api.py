@@ -25,6 +25,9 @@ class Api:
     """Status with which it fails there; 0: none, it closes the connection."""
     moved_to: str = ""
     """URL of the API to which it redirects every request; empty: it answers itself."""
+    page: str = ""
+    """What it answers when it is asked for its models, in place of JSON; empty: the models."""
+    page_status: int = 200
     is_reasoning: bool = False
     """Whether it refuses `max_tokens`, and temperatures other than 1, as OpenAI does for its reasoning models."""
     text: str = "so \\boxed{3}"
@@ -51,7 +54,10 @@ def serving_api() -> Iterator[Api]:
             if found.moved_to:
                 self._redirect()
                 return
-            self._send(200, {"data": [{"id": name} for name in found.models]})
+            models = json.dumps({"data": [{"id": name} for name in found.models]})
+            self._send_text(
+                found.page_status, found.page or models, kind="text/html" if found.page else "application/json"
+            )
 
         def do_POST(self) -> None:
             found.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -86,8 +92,12 @@ def serving_api() -> Iterator[Api]:
             self.end_headers()
 
         def _send(self, status: int, content: dict[str, Any]) -> None:
-            body = json.dumps(content).encode()
+            self._send_text(status, json.dumps(content), kind="application/json")
+
+        def _send_text(self, status: int, text: str, *, kind: str) -> None:
+            body = text.encode()
             self.send_response(status)
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             if status == 429 and found.retry_after:
                 self.send_header("Retry-After", found.retry_after)

@@ -37,6 +37,10 @@ _PASSING = frozenset({408, 409, 425, _TOO_MANY})
 _AT_A_PROMPT = frozenset({500, 504})
 """Statuses that one prompt may cause again and again; others from 500 on tell how the server is."""
 _COMPLETIONS: Final = "/chat/completions"
+_MODELS: Final = "/models"
+_ADDRESS: Final = "give the address of the API itself, up to /v1"
+_SHOWN_CHARS: Final = 100
+"""Of an answer that is none of an API's."""
 _MAX_TOKENS: Final = "max_tokens"
 _NEWER_MAX_TOKENS: Final = "max_completion_tokens"
 """What OpenAI's reasoning models take in place of `max_tokens`, which servers of other models may not know."""
@@ -79,16 +83,28 @@ class OpenAiServer:
         """Return the server's name of its model.
 
         Raises:
-            ConfigError: it has several models, or rejects every request.
+            ConfigError: it has several models, rejects every request, or is no OpenAI-compatible API.
             SetupError: it does not answer.
         """
-        answer = await self._answered("GET", "/models", None, max_attempts=1)
-        names = [str(each["id"]) for each in answer.get("data") or () if isinstance(each, Mapping) and "id" in each]
+        try:
+            answer = await self._answered("GET", _MODELS, None, max_attempts=1)
+        except InvalidRequestError as error:
+            raise self._lists_no_models(str(error)) from None
+        models = answer.get("data")
+        if not isinstance(models, list):
+            raise self._lists_no_models(f"it answered {str(answer)[:_SHOWN_CHARS]}")
+        names = [str(each["id"]) for each in models if isinstance(each, Mapping) and "id" in each]
         if len(names) != 1:
             raise ConfigError(
                 f"--url {self.url} has {len(names)} models ({', '.join(sorted(names)[:10])}); name one with --url-model"
             )
         return names[0]
+
+    def _lists_no_models(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"--url {self.url} lists no models as an OpenAI-compatible API does: {why}; {_ADDRESS}, or name its model "
+            "with --url-model"
+        )
 
     async def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request for completions, in which `max_tokens` gets the name that the model takes.
@@ -160,16 +176,14 @@ class OpenAiServer:
         """
         if response.has_redirect_location:
             address = str(response.url.join(response.headers["location"])).removesuffix(path)
-            raise ConfigError(
-                f"--url {self.url} redirects to {address}, which is not followed; give the address of the API itself, "
-                "up to /v1"
-            )
+            raise ConfigError(f"--url {self.url} redirects to {address}, which is not followed; {_ADDRESS}")
         try:
             content = response.json()
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            raise InvalidRequestError(f"{response.url} answered with something else than a JSON object")
+            kind, text = response.headers.get("content-type", "no type"), response.text[:_SHOWN_CHARS]
+            raise InvalidRequestError(f"{response.url} answered no JSON object, but {kind}: {text!r}")
         return content
 
     def _require_passing(
@@ -181,7 +195,7 @@ class OpenAiServer:
         if response.status_code == 400 and body is not None:
             self._require_supported(body, response.text)
         if response.status_code < 500 and response.status_code not in _PASSING:
-            raise InvalidRequestError(f"{self.url} refuses the prompt: {reason}")
+            raise InvalidRequestError(f"{self.url} refuses {path if body is None else 'the prompt'}: {reason}")
 
     def _require_supported(self, body: Mapping[str, Any], refusal: str) -> None:
         """Raise an error of its own if a refusal with status 400 is of a parameter that every request has."""

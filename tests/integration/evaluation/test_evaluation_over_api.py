@@ -334,6 +334,26 @@ async def test_an_address_that_redirects_names_the_other(
     assert raised.group_contains(ConfigError, match=words)
 
 
+@pytest.mark.parametrize(
+    ("page", "status", "words"),
+    [
+        ("<!DOCTYPE html><title>Sign in", 200, r"/v1/models answered no JSON object, but text/html: '<!DOCTYPE html>"),
+        ("<h1>Method not allowed</h1>", 405, r"refuses /models: HTTP 405: <h1>Method not allowed"),
+        ('{"data": {"status": "up"}}', 200, r"it answered \{'data': \{'status': 'up'\}\}"),
+    ],
+)
+async def test_a_page_is_no_api(
+    api: Api, verifier: RewardClient, sets: dict[str, EvaluationSet], page: str, status: int, words: str
+) -> None:
+    """A person who gave the address of one reads what came from there, before anything is played."""
+    api.page, api.page_status = page, status
+    with pytest.raises(
+        ConfigError, match=rf"^--url {api.url} lists no models .*{words}.*; give the address of the API"
+    ):
+        await play(api, verifier, sets)
+    assert api.requests == []
+
+
 async def test_nobody_at_the_address(verifier: RewardClient, sets: dict[str, EvaluationSet]) -> None:
     """Found before anything is played, without a minute of attempts."""
     with pytest.raises(SetupError, match=r"--url http://127\.0\.0\.1:1/v1 does not answer: ConnectError"):
