@@ -16,7 +16,7 @@ from typer.exceptions import TyperException
 from penstock.errors import PenstockError, SetupError, UserError
 from penstock.runtime import process
 from services.cli import bus
-from services.cli.arguments import TAKES_OVERRIDES, RecipeCommand
+from services.cli.arguments import TAKES_OVERRIDES, RecipeCommand, expand_paths
 from services.cli.data.command import data
 from services.cli.doctor_command import doctor
 from services.cli.environment.command import env
@@ -83,7 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
         # typer wraps helps at the terminal's width, and fish offers each line as a completion
         os.environ["TERMINAL_WIDTH"] = _UNWRAPPED
     try:
-        code = app(arguments, prog_name="penstock", standalone_mode=False)
+        command = typer.main.get_command(app)
+        expand_paths(command)
+        code = command(arguments, prog_name="penstock", standalone_mode=False)
     except TyperException as error:
         message = " ".join(error.format_message().split()).rstrip(".")
         return process.report_error(UserError(f"{message}; see `penstock --help`"))

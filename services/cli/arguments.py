@@ -1,4 +1,4 @@
-"""Arguments of several commands: recipes and overrides in any order, the run to resume, completion of settings."""
+"""Arguments of several commands: recipes and overrides in any order, paths, the run to resume, completion."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 from penstock import config as configuration
 from penstock import shipped
 from penstock.config import reference
+from penstock.config.paths import expand_home
 from penstock.errors import ConfigError
 from services.launch.run_folder import RunFolder
 from services.recipe import Recipe
@@ -65,18 +66,46 @@ def _overrides() -> Iterator[tuple[str, str]]:
             yield f"--{section.key}.{setting.name}=", setting.help
 
 
+def expand_paths(command: Any) -> None:
+    """Have a home folder in place of the `~` of each path that is given to `command`, or to a command of this group.
+
+    A shell expands `~` neither in `--output=~/scores.jsonl` nor in quotes. Settings expand it by themselves.
+    """
+    for parameter in command.params:
+        if parameter.callback is None:
+            parameter.callback = lambda context, parameter, value: _expanded(value)
+    for each in getattr(command, "commands", {}).values():
+        expand_paths(each)
+
+
+def _expanded(value: Any) -> Any:
+    """Return what was given for a parameter with paths expanded, one or several.
+
+    Raises:
+        ConfigError: this machine knows no such home folder.
+    """
+    if isinstance(value, list):
+        return [_expanded(each) for each in value]
+    if not isinstance(value, Path):
+        return value
+    try:
+        return Path(expand_home(str(value)))
+    except ValueError as error:
+        raise ConfigError(f"{value}: {error}") from None
+
+
 def sort_arguments(first: Path | None, rest: Iterable[str]) -> tuple[list[Path], list[str]]:
     """Separate paths and overrides, in whatever order they were typed.
 
     Raises:
         ConfigError: an override is not `--section.key=value`. With a space in place of `=`, its value would be read as
-            a path.
+            a path. Or this machine does not know the home folder with which a path begins.
     """
     arguments = [*([] if first is None else [str(first)]), *rest]
     overrides = [argument for argument in arguments if argument.startswith("-") and argument != "-"]
     for override in overrides:
         configuration.split_override(override)
-    return [Path(argument) for argument in arguments if argument not in overrides], overrides
+    return [_expanded(Path(argument)) for argument in arguments if argument not in overrides], overrides
 
 
 def load_recipes(recipes: list[Path], overrides: list[str]) -> Recipe:

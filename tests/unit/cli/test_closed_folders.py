@@ -50,6 +50,6 @@ def test_a_refusal_of_anything_but_a_path_is_no_mistake(monkeypatch: pytest.Monk
     def fail(*_: object, **__: object) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("services.cli.app.app", fail)
+    monkeypatch.setattr("services.cli.app.expand_paths", fail)
     with pytest.raises(PermissionError):
         main(["version"])
