@@ -148,7 +148,7 @@ async def test_the_system_s_colours_are_followed_until_somebody_chooses(page: Pa
     theme = "document.documentElement.dataset.theme"
     assert await page.evaluate(theme) == "light"
     await page.emulate_media(color_scheme="dark")
-    await page.wait_for_function(f"{theme} === 'dark'")
+    await expect(page.locator("html")).to_have_attribute("data-theme", "dark")
     await page.locator("#theme").click()
     assert await page.evaluate(theme) == "light"
     await page.emulate_media(color_scheme="light")
