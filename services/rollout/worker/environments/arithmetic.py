@@ -85,27 +85,33 @@ def _round(value: Number, places: Number = Fraction(0)) -> Number:
 
 
 def _floor(value: Number) -> Number:
-    return value if _lacks_figures(value) else Fraction(math.floor(_settled(value)))
+    return _floor_divide(value, Fraction(1))
 
 
 def _ceil(value: Number) -> Number:
-    return value if _lacks_figures(value) else Fraction(math.ceil(_settled(value)))
+    return -_floor(-value)
+
+
+def _floor_divide(value: Number, divisor: Number) -> Number:
+    quotient = value / divisor
+    return quotient if _lacks_figures(quotient) else Fraction(math.floor(_settled(value, divisor)))
 
 
 def _modulo(value: Number, divisor: Number) -> Number:
-    quotient = value / divisor
-    if _lacks_figures(quotient):
+    if _lacks_figures(value / divisor):
         raise ValueError("the remainder of a rounded number of more than 15 figures is not known")
-    quotient = _settled(quotient)
+    quotient = _settled(value, divisor)
     return Fraction(0) if quotient == math.floor(quotient) else value % divisor
 
 
-def _settled(value: Number) -> Number:
-    """Return the integer from which a rounded number differs by its error alone, as sqrt(3)^2 from 3; else `value`."""
-    if isinstance(value, Fraction):
-        return value
-    integer = round(value)
-    return Fraction(integer) if abs(value - integer) <= max(_ERROR, _ERROR_ULPS * math.ulp(value)) else value
+def _settled(value: Number, divisor: Number) -> Number:
+    """Return value / divisor; the next integer if the remainder is an error of rounding, as of sqrt(3)^2 / 3."""
+    quotient = value / divisor
+    if isinstance(quotient, Fraction):
+        return quotient
+    integer = round(quotient)
+    error = max(_ERROR, _ERROR_ULPS * math.ulp(float(value)))
+    return Fraction(integer) if abs(value - integer * divisor) <= error else quotient
 
 
 def _lacks_figures(value: Number) -> bool:
@@ -133,7 +139,7 @@ _OPERATORS: Final[dict[type[ast.operator], Callable[[Number, Number], Number]]] 
     ast.Sub: lambda left, right: left - right,
     ast.Mult: lambda left, right: left * right,
     ast.Div: lambda left, right: left / right,
-    ast.FloorDiv: lambda left, right: _floor(left / right),
+    ast.FloorDiv: _floor_divide,
     ast.Mod: _modulo,
     ast.Pow: lambda base, exponent: _power(base, exponent),
 }

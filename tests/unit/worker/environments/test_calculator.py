@@ -73,6 +73,7 @@ def test_rational_results_are_exact(expression: str, value: Fraction) -> None:
         ("floor(4.999999999)", 4),
         ("floor(5 - 10^-15)", 4),
         ("ceil(ln(2))", 1),
+        ("-sqrt(2) // 10^13", -1),
     ],
 )
 def test_an_integer_but_for_rounding_is_that_integer(expression: str, value: int) -> None:
@@ -80,6 +81,11 @@ def test_an_integer_but_for_rounding_is_that_integer(expression: str, value: int
     result = evaluate(expression, "degrees")
     assert isinstance(result, Fraction)
     assert result == value
+
+
+def test_a_remainder_of_a_small_number_is_that_number() -> None:
+    """However much larger the divisor is."""
+    assert evaluate("sqrt(2) % 10^13", "degrees") == pytest.approx(2**0.5)
 
 
 @pytest.mark.parametrize(
