@@ -60,9 +60,9 @@ def _stuck(
     if is_evaluating:
         text = f"no step, and no answer in the running evaluation, for {silent_s:.0f} s"
     elif not rows:
-        text = f"no first step for {silent_s:.0f} s"
+        text = f"no first step, and no sign of what comes before it, for {silent_s:.0f} s"
     elif last["step"] >= last.get("num_steps", float("inf")):
-        text = f"the last step was {silent_s:.0f} s ago, and the run has not ended"
+        text = f"the last step is done, and for {silent_s:.0f} s the run has not ended"
     elif not has_stepped:  # a large model loads for as long as it did at first
         text = f"no step for {silent_s:.0f} s since the run was started again"
     elif is_validating:

@@ -64,13 +64,11 @@ def _parameter(query: Sequence[str], name: str) -> str:
 def _cookie_name(scope: Scope) -> str:
     """Return a name of its own for each port, because browsers send a host's cookies to all of its ports.
 
-    The browser's port counts: `ssh -L 7091:127.0.0.1:7090` forwards another one to a server than its own.
+    The browser's port is another one than the server's where `ssh -L 7091:127.0.0.1:7090` forwards it; both count.
     """
-    _, _, port = Headers(scope=scope).get("host", "").rpartition(":")
-    if not port.isdecimal():
-        server = scope.get("server")
-        port = str(server[1]) if server else "0"
-    return f"penstock_view_{port}"
+    _, _, asked = Headers(scope=scope).get("host", "").rpartition(":")
+    server = scope.get("server")
+    return f"penstock_view_{asked if asked.isdecimal() else ''}_{server[1] if server else ''}"
 
 
 def _cookie(scope: Scope, name: str) -> str:

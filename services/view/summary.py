@@ -41,13 +41,13 @@ def describe_run(number: int, run: RunReader) -> dict[str, Any]:
 def fleet_now(run: RunReader) -> dict[str, Any]:
     """Describe what the processes of a run do; of a run that has ended, what they did at its end."""
     _, rows = run.steps()
-    now, is_running, starts = time.time(), run.is_running, run.starts()
+    now, is_running = time.time(), run.is_running
     if not is_running:
-        trained = [start + length for step in run.trace()[-1:] for _, start, length in step["spans"]]
-        launched = [span.start + span.seconds for spans in starts for span in spans]
-        now = max([*trained, *launched], default=now)
+        trained = max((start + length for step in run.trace()[-1:] for _, start, length in step["spans"]), default=now)
+        evaluated = (span.start + span.seconds for span in run.spans(trained, now) if span.name == "evaluation")
+        now = max(evaluated, default=trained)
     spans = sorted(run.spans(now - MEMORY_S, now), key=lambda span: span.start)
-    return fleet_of(spans, rows, starts=starts, now=now, is_running=is_running)
+    return fleet_of(spans, rows, starts=run.starts(), now=now, is_running=is_running)
 
 
 def summarise(run: RunReader) -> dict[str, Any]:

@@ -111,23 +111,27 @@ def _spans(
     run: RunReader, index: Sequence[Mapping[str, Any]], stretches: Sequence[tuple[float, float]], *, most: int
 ) -> tuple[list[dict[str, Any]], int]:
     """Return at most `most` spans of what processes did in these times, and how many were left out."""
-    found, num_left_out = [], 0
-    for first, last in stretches:
-        drawn = timeline_of(run.spans(first, last), index, most=most // len(stretches))
+    found: list[dict[str, Any]] = []
+    num_left_out = 0
+    for num_others, (first, last) in zip(range(len(stretches))[::-1], reversed(stretches), strict=True):
+        spans = (span for span in run.spans(first, last) if last < math.inf or span.start > first)
+        drawn = timeline_of(spans, index, most=(most - len(found)) // (num_others + 1))
         found += drawn["spans"]
         num_left_out += drawn["num_left_out"]
-    return found, num_left_out
+    return sorted(found, key=lambda span: span["start"]), num_left_out
 
 
 def _stretches(trace: Sequence[Mapping[str, Any]], *, last_step: int) -> Iterator[tuple[float, float]]:
-    """Yield begin and end of each row of consecutive steps; the run's last step has all that came after it."""
+    """Yield begin and end of each row of consecutive steps, and of what began after the run's last step."""
     stretch: list[Mapping[str, Any]] = []
     for step in [*trace, None]:
         if stretch and (step is None or step["step"] != stretch[-1]["step"] + 1):
             times = [(start, start + length) for each in stretch for _, start, length in each["spans"]]
             if times:
-                is_last = stretch[-1]["step"] == last_step
-                yield min(start for start, _ in times), math.inf if is_last else max(end for _, end in times)
+                last = max(end for _, end in times)
+                yield min(start for start, _ in times), last
+                if stretch[-1]["step"] == last_step:
+                    yield last, math.inf
             stretch = []
         if step is not None:
             stretch.append(step)

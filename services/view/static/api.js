@@ -8,7 +8,7 @@ export async function get(path, parameters = {}) {
   const response = await fetch(`${path}${query.size ? `?${query}` : ""}`);
   if (response.status === 401) throw new Error("this page needs the token: open the address that `penstock view` printed");
   const body = await response.json();
-  if (!response.ok) throw new Error(body.error?.message ?? `the server answered ${response.status}`);
+  if (!response.ok) throw Object.assign(new Error(body.error?.message ?? `the server answered ${response.status}`), { isFinal: response.status < 500 });
   return body;
 }
 

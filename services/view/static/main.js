@@ -51,7 +51,7 @@ const links = LINKED.map((name) => h("a", {}, PAGES[name].title, name === "alarm
 let drawn = ""; // the page that is shown
 let seen = ""; // the page's news when it was drawn
 let isStale = false; // steps have come that it does not show
-let hasFailed = false; // an error is shown in its place
+let hasFailed = false; // an error that may pass is shown in its place
 let isTouched = false; // somebody has begun to use its fields since it was drawn
 let turn = 0; // number of the drawing that was begun last: an earlier one that ends later shows nothing
 
@@ -87,7 +87,7 @@ async function draw() {
     document.title = `${page.title} · ${context.runs[context.run]?.name ?? "Penstock"}`;
   } catch (error) {
     if (mine !== turn) return;
-    hasFailed = true;
+    hasFailed = !error.isFinal;
     showError(error);
   }
 }

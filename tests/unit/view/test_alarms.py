@@ -85,7 +85,11 @@ def test_a_first_step_has_half_an_hour() -> None:
     """A large model takes long to load, and nothing says yet how long a step takes."""
     assert find_alarms([], is_running=True, silent_s=1799.0) == []
     (alarm,) = find_alarms([], is_running=True, silent_s=1801.0)
-    assert (alarm.kind, alarm.step, alarm.text) == ("stuck", 0, "no first step for 1801 s")
+    assert (alarm.kind, alarm.step, alarm.text) == (
+        "stuck",
+        0,
+        "no first step, and no sign of what comes before it, for 1801 s",
+    )
 
 
 def test_an_evaluation_that_holds_up_steps_is_no_alarm(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ function facts(context, group) {
     h("a", { href: context.link("timeline", { from: timelineStep(group), to: timelineStep(group) }) }, "in the timeline"));
 }
 
-// The step whose timeline has a group: a step's weights, and those of step 0, are evaluated beside the next step.
+// The step whose timeline has a group, or the begin of its evaluation: a step's weights are evaluated beside the next one.
 export function timelineStep({ step, outcome }) {
   return outcome === "evaluated" ? step + 1 : Math.max(1, step);
 }

@@ -5,6 +5,7 @@ import { canvas } from "../canvas.js";
 import { PARTS, SERIES, ink } from "../colours.js";
 import { empty, h } from "../dom.js";
 import { number, seconds } from "../format.js";
+import { timelineStep } from "./group.js";
 
 const LEFT = 130; // pixels of the lanes' names
 const ROW = 9;
@@ -24,36 +25,42 @@ export default {
     const rows = context.steps[context.run].rows;
     if (!rows.length) return empty("No step has been trained yet.");
     const last = rows.at(-1).step;
-    const to = Math.min(Number(context.parameters.get("to") ?? last), last);
+    const after = last + 1; // has what came after the last step, such as its evaluation
+    const to = Math.min(Number(context.parameters.get("to") ?? last), after);
     const from = Math.max(1, Math.min(Number(context.parameters.get("from") ?? to - STEPS + 1), to));
-    const [steps, spans] = await Promise.all([
-      get(`api/runs/${context.run}/trace`, { first_step: from, last_step: to }),
-      get(`api/runs/${context.run}/spans`, { first_step: from, last_step: to }),
+    const [known, played] = await Promise.all([
+      get(`api/runs/${context.run}/trace`, { first_step: Math.min(from, last), last_step: to }),
+      get(`api/runs/${context.run}/spans`, { first_step: from - 1, last_step: to }),
     ]);
-    if (!steps.length) return [tools(context, from, to, last), empty("These steps have no trace.")];
-    const parts = steps.flatMap((step) => step.spans.map(([, start, length]) => ({ start, length })));
-    const [first, trained] = extent(parts);
-    const isLast = to === last; // what came after it, such as its evaluation, is on no other timeline
-    const found = await get(`api/runs/${context.run}/processes`, { first, last: isLast ? undefined : trained });
-    const end = isLast ? extent([...parts, ...found.spans])[1] : trained;
+    if (!known.length) return [tools(context, from, to, after), empty("These steps have no trace.")];
+    const steps = known.filter(({ step }) => step >= from);
+    const spans = played.filter((group) => timelineStep(group) >= from && timelineStep(group) <= to);
+    const [begin, trained] = extent(partsOf(known));
+    const first = from > last ? trained : begin;
+    const found = await get(`api/runs/${context.run}/processes`, { first, last: to > last ? undefined : trained });
+    const end = to > last ? extent([{ start: trained, length: 0 }, ...found.spans])[1] : trained;
+    if (!steps.length && !found.spans.length) return [tools(context, from, to, after), empty("Nothing was recorded after the last step.")];
     const clipped = found.spans.map((span) => clip(span, first, end));
     const recorded = processLanes(clipped);
     const lanes = [...trainerLanes(steps), ...(recorded.some((lane) => lane.isEngine) ? recorded : [...engineLanes(spans), ...recorded])];
     const note = found.num_left_out ? [h("p", { class: "faint" }, `${found.num_left_out} short spans are not drawn; show fewer steps.`)] : [];
-    return [tools(context, from, to, last), legend(), plot(context, lanes), ...note, summary(steps)];
+    return [tools(context, from, to, after), legend(), plot(context, lanes), ...note, steps.length ? summary(steps) : null];
   },
 };
 
-function tools(context, from, to, last) {
+const partsOf = (steps) => steps.flatMap((step) => step.spans.map(([, start, length]) => ({ start, length })));
+
+function tools(context, from, to, after) {
   const field = (name, value) => {
-    const input = h("input", { type: "number", min: 1, max: last, value, style: { width: "6em" }, onchange: () => context.go({ [name]: input.value }) });
+    const input = h("input", { type: "number", min: 1, max: after, value, style: { width: "6em" }, onchange: () => context.go({ [name]: input.value }) });
     return input;
   };
   const width = to - from + 1;
   return h("div", { class: "tools" },
     h("label", {}, "Steps ", field("from", from)), h("label", {}, "to ", field("to", to)),
+    to === after ? h("span", {}, `${after}: after the last step`) : null,
     h("button", { type: "button", onclick: () => context.go({ from: Math.max(1, from - width), to: Math.max(1, from - 1) }) }, "earlier"),
-    h("button", { type: "button", onclick: () => context.go({ from: Math.min(last, to + 1), to: Math.min(last, to + width) }) }, "later"),
+    h("button", { type: "button", onclick: () => context.go({ from: Math.min(after, to + 1), to: Math.min(after, to + width) }) }, "later"),
     h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it, if its group was kept. Keys: arrows, Enter, + and −."));
 }
 
