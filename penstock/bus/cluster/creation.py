@@ -48,12 +48,13 @@ async def create(
     Raises:
         SetupError: the servers do not create it.
     """
-    settled_at = time.monotonic() + _SETTLING_S
+    settled_at: float | None = None
     while True:
         try:
             return await until_answered(config, what, attempt)
         except BUS_ERRORS as error:
             code = getattr(error, "err_code", None)
+            settled_at = settled_at or time.monotonic() + _SETTLING_S
             if code == _CONSUMER_NOT_WRITTEN and time.monotonic() < settled_at:
                 log.warning("bus.not_set_up", what=what, error=describe(error))
                 await asyncio.sleep(RETRY_S)
