@@ -260,7 +260,7 @@ def _lines(part: _Part, found: Survey) -> Iterator[str]:
     if limit is not None:
         yield f"dropped    {found.num_overlong} rows that are too long"
         if limit.kept_tokens is not None:
-            yield f"kept       {found.num_kept} rows that are too long, played with the room that is left"
+            yield f"kept       {found.num_kept} rows that are too long, played with the room that is left, if any"
     if found.num_wrong:
         section = part.section.partition(".")[0]
         fate = "refused" if section == "evaluation" else f"refused or dropped as {section}.wrong_rows says"

@@ -189,19 +189,13 @@ class Dataset:
         if num_dropped == len(source):
             refusal = self._limit.refusal(num_rows=num_dropped, shortest=int(checked.min()), budget=budget)
             raise DataError(f"{source.name}: {refusal}")
-        for event, num_rows, most in (
-            ("data.overlong_prompts_dropped", num_dropped, self._limit.played(budget)),
-            ("data.overlong_prompts_kept", num_overlong - num_dropped, self._limit.room(budget)),
-        ):
-            if num_rows:
-                log.warning(
-                    event,
-                    source=source.name,
-                    num_rows=num_rows,
-                    num_rows_checked=num_checked,
-                    max_prompt_tokens=most,
-                    longest_prompt_tokens=int(checked.max()),
-                )
+        facts = {"source": source.name, "num_rows_checked": num_checked, "longest_prompt_tokens": int(checked.max())}
+        if num_dropped:
+            most = self._limit.played(budget)
+            log.warning("data.overlong_prompts_dropped", num_rows=num_dropped, max_prompt_tokens=most, **facts)
+        if num_kept := num_overlong - num_dropped:
+            most = self._limit.room(budget)
+            log.warning("data.overlong_prompts_kept", num_rows=num_kept, max_prompt_tokens=most, **facts)
 
     def _count(self, name: str, number: int, example: Example) -> int:
         """Return the tokens of a row's prompt; 0 if there is no limit, because the length is then unused."""

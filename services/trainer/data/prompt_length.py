@@ -107,7 +107,9 @@ class PromptLimit:
 
     def played(self, budget: int | None) -> int:
         """Return the most tokens of a prompt that is played; `budget` is as for `room`."""
-        return self.room(budget) if self.kept_tokens is None else self.kept_tokens
+        if self.kept_tokens is None:
+            return self.room(budget)
+        return self.kept_tokens if budget is None else min(self.kept_tokens, budget - 1)
 
     def refusal(self, *, num_rows: int, shortest: int, budget: int | None = None) -> str:
         """Return an error message with a remedy for a source whose rows are all too long.

@@ -253,7 +253,7 @@ def test_prompts_that_leave_no_room_are_found_at_the_start_and_never_played(
     [
         (0, {}, {"data.overlong_prompts_kept": (2, 300)}),
         (600, {}, {"data.overlong_prompts_kept": (1, 300), "data.overlong_prompts_dropped": (1, 600)}),
-        (0, {"max_tokens": 2}, {"data.overlong_prompts_kept": (5, 1)}),
+        (0, {"max_tokens": 600}, {"data.overlong_prompts_kept": (1, 300), "data.overlong_prompts_dropped": (1, 599)}),
     ],
 )
 def test_prompts_that_are_played_with_less_room_are_counted_at_the_start(

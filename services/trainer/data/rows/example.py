@@ -104,7 +104,7 @@ def make_demonstration(row: Mapping[str, Any], columns: Columns, config: SourceC
         InvalidRequestError: an image cannot be decoded, or is too large.
     """
     turns = _read(read_demonstration, row, columns.text)
-    if turns[0].role != "system":
+    if all(turn.role != "system" for turn in turns):
         require_no_system_message(row, columns, config)
     if columns.gold and config.answer_format:
         gold = _read(read_golds, row, columns.gold)[0]
