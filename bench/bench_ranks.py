@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.support.termination import exit_on_sigterm
 from bench.trainer.workload import RESPONSES, write_model, write_workload
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=3, help="measured after one that is not; the median counts")
     arguments = parser.parse_args()
+    exit_on_sigterm()
     sys.stdout.write(
         "| ranks | s/step | times one rank's, of as many as there are ranks | share in collectives | "
         "memory of each rank at most, MiB |\n|---|---|---|---|---|\n"

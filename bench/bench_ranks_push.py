@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bench.bench_push import build_model
 from bench.support.awake import StolenTime
+from bench.support.termination import exit_on_sigterm
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5, help="measured after one that is not; the medians count")
     arguments = parser.parse_args()
+    exit_on_sigterm()
     stolen = StolenTime()
     sys.stdout.write(
         "| ranks | receivers | GB | snapshot s | push s | memory of rank 0 before and at most, MiB | "

@@ -27,6 +27,7 @@ import aiohttp
 
 from bench.support.awake import StolenTime, cores_awake
 from bench.support.router_subjects import Subject, cpu_s, pss_mib, subjects
+from bench.support.termination import exit_on_sigterm
 from penstock.config import LogConfig
 from penstock.errors import PenstockError
 from penstock.telemetry import log
@@ -132,6 +133,7 @@ async def main() -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--json", type=Path, help="also write what was measured to this file")
     options = parser.parse_args()
+    exit_on_sigterm()
     log.configure(LogConfig(level="error"), service="bench")
     gc.freeze()
     stolen = StolenTime()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from bench.support.termination import exit_on_sigterm
 from bench.trainer.workload import HIDDEN, LAYERS, RESPONSES, VOCABULARY, write_model, write_workload
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,6 +110,7 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=len(RESPONSES), help="of the batch; fewer for a short run")
     parser.add_argument("--trl", type=Path, help="interpreter with TRL, instead of .venv-trl")
     arguments = parser.parse_args()
+    exit_on_sigterm()
     lengths = [length for group in RESPONSES[: arguments.groups] for length in group]
     with tempfile.TemporaryDirectory(prefix="bench-trainer-") as name:
         folder = Path(name)

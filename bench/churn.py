@@ -39,6 +39,7 @@ from pathlib import Path
 
 from bench.support.churn_measures import Life, Turn, affinity, shares
 from bench.support.router_subjects import RUN, cpu_s, penstock_router, pss_mib
+from bench.support.termination import exit_on_sigterm
 from penstock.bus.local_server import local_server
 from penstock.clients import GenerateClient
 from penstock.config import LogConfig
@@ -194,6 +195,7 @@ async def main() -> int:
     parser.add_argument("--log-level", default="error", help="of the router, which warns of every replica that left")
     parser.add_argument("--json", type=Path, help="also write what was measured to this file")
     options = parser.parse_args()
+    exit_on_sigterm()
     options.load_before = os.getloadavg()[0]
     log.configure(LogConfig(level="error"), service="bench")
     async with contextlib.AsyncExitStack() as stack:

@@ -40,8 +40,9 @@ def test_a_missed_bar_of_hostile_items_fails_the_command_and_is_kept(
         peaks.append(100.0)
 
     kept = tmp_path / "results.json"
-    arguments = ["bench_reward.py", "--only", "hostile", "--hostile-seconds", "0.02", "--json", str(kept)]
+    arguments = ["bench_reward.py", "--only", "hostile", "--hostile-seconds", "0.2", "--json", str(kept)]
     monkeypatch.setattr("sys.argv", arguments)
+    monkeypatch.setattr(stored_items, "STORED", tmp_path)
     monkeypatch.setattr(bench_reward, "exit_on_sigterm", lambda: None)
     monkeypatch.setattr(hostile, "_service", service)
     monkeypatch.setattr(hostile, "_watch_memory", watch_memory)
