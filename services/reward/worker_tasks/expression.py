@@ -30,11 +30,21 @@ def _tanh(value: Any) -> Any:
     return CONTEXT.tanh(value)
 
 
+def _with_zeros(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    r"""Return the function with 0 where its value is one of rounding: `\sin\pi` is 1e-121 otherwise."""
+
+    def evaluated(argument: Any) -> Any:
+        value = function(argument)
+        return CONTEXT.zero if argument and abs(value) < AGREE * abs(argument) else value
+
+    return evaluated
+
+
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "sin": CONTEXT.sin,
-    "cos": CONTEXT.cos,
-    "tan": CONTEXT.tan,
-    "cot": CONTEXT.cot,
+    "sin": _with_zeros(CONTEXT.sin),
+    "cos": _with_zeros(CONTEXT.cos),
+    "tan": _with_zeros(CONTEXT.tan),
+    "cot": _with_zeros(CONTEXT.cot),
     "sec": CONTEXT.sec,
     "csc": CONTEXT.csc,
     "arcsin": CONTEXT.asin,
@@ -43,7 +53,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "sinh": CONTEXT.sinh,
     "cosh": CONTEXT.cosh,
     "tanh": _tanh,
-    "ln": CONTEXT.ln,
+    "ln": _with_zeros(CONTEXT.ln),
     "abs": abs,
 }
 CONSTANTS: dict[str, Any] = {"pi": CONTEXT.pi, "e": CONTEXT.e, "i": CONTEXT.j}
