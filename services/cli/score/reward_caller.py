@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from threading import Thread
+from traceback import print_exception
 from types import TracebackType
 from typing import Self
 
@@ -56,7 +57,9 @@ class RewardCaller:
         self._loop.call_soon_threadsafe(self._leave.set)
         self._thread.join(END_S)
         if self._thread.is_alive():
-            stuck = PenstockError(f"the reward service did not end within {END_S:g} s; all that was judged is written")
+            if error is not None and not isinstance(error, PenstockError):
+                print_exception(error)
+            stuck = PenstockError(f"the reward service did not end within {END_S:g} s")
             os._exit(report_error(error if isinstance(error, PenstockError) else stuck))
 
     def known_profiles(self) -> set[str]:
