@@ -6,9 +6,12 @@ from typing import Any, Final
 
 from penstock.errors import SetupError
 
+_TOO_MANY: Final = (
+    "end other processes, or raise the limit of processes and threads (`ulimit -u`; the pids limit of a container or "
+    "job)"
+)
 _REMEDIES: Final = {
-    errno.EAGAIN: "end other processes, or raise the limit of processes and threads (`ulimit -u`; the pids limit of a "
-    "container or job)",
+    errno.EAGAIN: _TOO_MANY,
     errno.ENOMEM: "free memory of this machine, or raise the memory limit of the container or job",
     errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
     errno.ENFILE: "end other processes, or raise the limit of all open files (`sysctl fs.file-max`)",
@@ -19,13 +22,14 @@ async def start_program(*command: str, **options: Any) -> asyncio.subprocess.Pro
     """Start a program as `asyncio.create_subprocess_exec` does.
 
     Raises:
-        OSError: there is no such program, or no room for another process, or for the thread in which asyncio waits for
-            its end.
+        OSError: there is no such program, or no room for another process.
+        SetupError: there is no room for the thread in which asyncio waits for the program's end. The program may run,
+            and nobody has its handle: it must not be started again.
     """
     try:
         return await asyncio.create_subprocess_exec(*command, **options)
-    except RuntimeError as error:  # of that thread
-        raise BlockingIOError(errno.EAGAIN, str(error)) from None
+    except RuntimeError as error:
+        raise SetupError(f"{command[0]} cannot be waited for: {error}; {_TOO_MANY}") from None
 
 
 def explained(what: str, error: OSError) -> OSError | SetupError:

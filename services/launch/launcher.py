@@ -227,18 +227,21 @@ async def _until_it_listens(bus: Child, supervisor: Supervisor, stop: asyncio.Ev
     """Return when the nats-server listens, or after a while; the processes that need it then report the fault.
 
     Raises:
-        SetupError: it has ended. What it cannot do at the start, such as read its store, no restart mends.
+        SetupError: it has ended by itself. What it cannot do at the start, such as read its store, no restart mends.
     """
     address = bus.spec.address
 
+    def has_given_up() -> bool:
+        return bus.ending is not None and bus.ending.code > 0 and not bus.ending.lost and not bus.ending.not_started
+
     async def is_over() -> bool:
-        return stop.is_set() or supervisor.has_ended or bus.ending is not None or await serves_nats(address)
+        return stop.is_set() or supervisor.has_ended or has_given_up() or await serves_nats(address)
 
     with suppress(TimeoutError):
         async with asyncio.timeout(_BUS_START_TIMEOUT_S):
             while not await is_over():  # noqa: ASYNC110 - another process has no event
                 await asyncio.sleep(0.02)
-    if bus.ending is not None and not stop.is_set():
+    if bus.ending is not None and has_given_up() and not stop.is_set():
         how = f"{bus.spec.name} {bus.ending.describe()} before it listened on {address}"
         why = "".join(f": {line}" for line in bus.log.last_lines(1))
         raise SetupError(f"{how}{why}; mend that and start again; its log is {bus.log.path}")

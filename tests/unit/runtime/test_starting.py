@@ -10,14 +10,15 @@ from penstock.errors import SetupError
 from penstock.runtime.starting import explained, start_program
 
 
-async def test_a_thread_that_is_lacking_is_a_process_that_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both count towards one limit, and asyncio waits for each program in a thread of its own."""
+async def test_a_program_that_cannot_be_waited_for_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio waits for each program in a thread of its own, which it starts after the program: no OSError, which
+    would mean that there is no program."""
 
     async def start(*_: str) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-    with pytest.raises(BlockingIOError, match="can't start new thread"):
+    with pytest.raises(SetupError, match=r"true cannot be waited for: can't start new thread; .*ulimit -u"):
         await start_program("true")
 
 
