@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
 from penstock.errors import ConfigError
+from services.launch.checks.precision import require_same_precision
 from services.launch.gpu_plan import TRAINER, GpuPlan, plan_gpus
 from services.launch.process.spec import StopPhase
 from services.recipe import Recipe
@@ -93,7 +94,7 @@ def make_plan(recipe: Recipe, devices: Sequence[str], *, own_bus: bool, trains: 
         trains: Whether it has a trainer; without one, engines serve the recipe's model.
 
     Raises:
-        ConfigError: there are too few GPUs, or several processes would have the same port.
+        ConfigError: as `assign_gpus`, or several processes would have the same port.
     """
     processes = plan_processes(recipe, own_bus=own_bus, trains=trains)
     require_different_ports(recipe, {process.service for process in processes})
@@ -109,9 +110,11 @@ def assign_gpus(recipe: Recipe, processes: Sequence[PlannedProcess], devices: Se
         devices: The machine's GPUs, as `find_gpus` returns them.
 
     Raises:
-        ConfigError: there are too few GPUs.
+        ConfigError: there are too few GPUs, or engines would refuse the precision of the trainer's pushes.
     """
     trains = any(process.service == "trainer" for process in processes)
+    if trains:
+        require_same_precision(recipe, has_gpus=len(devices) > 0)
     return plan_gpus(
         devices,
         [process.name for process in processes if process.service == "rollout"],

@@ -8,9 +8,9 @@ own share comes on top.
 
 from collections.abc import Iterator
 
+from penstock.model.precision import resolve_dtype
 from services.plan.moment import Moment, Part
 from services.recipe import Recipe
-from services.rollout.engine.sglang.settings import cpu_dtype
 
 ENGINE_BYTES = int(1.2 * 2**30)
 """An engine's processes in addition to its weights, measured with the tiny model on a CPU."""
@@ -84,8 +84,7 @@ def _common(num_parameters: int, recipe: Recipe, *, num_adapted: int, num_engine
         name="processes without weights",
         size_bytes=num_engines * ENGINE_BYTES + OTHERS_BYTES + further * RANK_BYTES,
     )
-    of_auto = "bfloat16" if on_gpu else cpu_dtype(num_parameters)
-    per_weight = _DTYPE_BYTES[of_auto if recipe.rollout.dtype == "auto" else recipe.rollout.dtype]
+    per_weight = _DTYPE_BYTES[resolve_dtype(recipe.rollout.dtype, on_gpu=on_gpu)]
     if num_engines and not on_gpu:
         yield Part(name="engines' weights", size_bytes=num_engines * per_weight * num_parameters)
     if num_engines and num_adapted:
@@ -101,4 +100,4 @@ def _copies(num_parameters: int, recipe: Recipe, *, on_gpu: bool) -> Part:
 
 def _dtype_bytes(recipe: Recipe, *, on_gpu: bool) -> int:
     """Return the bytes of a weight in the precision that the trainer computes in."""
-    return _DTYPE_BYTES.get(recipe.trainer.dtype, 2 if on_gpu else 4)
+    return _DTYPE_BYTES[resolve_dtype(recipe.trainer.dtype, on_gpu=on_gpu)]

@@ -184,8 +184,8 @@ class BackendConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of computation and of pushed weights. auto: bfloat16 on a GPU, float32 on a CPU. Master weights are
-    always float32."""
+    """Precision of computation and of pushed weights, which rollout.dtype must share. auto: bfloat16 on a GPU, float32
+    on a CPU. Master weights are always float32."""
     float32_head: bool = False
     """Multiply the last hidden states with the output head in float32, in the trainer and in all engines: the products
     that differ most between them. Costs time where trainer.dtype and rollout.dtype are less than float32."""

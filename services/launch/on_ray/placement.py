@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from penstock.errors import ConfigError
+from services.launch.checks.precision import require_same_precision
 from services.launch.run_plan import PlannedProcess
 from services.recipe import Recipe
 
@@ -78,9 +79,12 @@ def require_room(hosts: Sequence[Host], processes: Sequence[PlannedProcess], rec
     Returns the processes that may be on several hosts, in an order in which they fit.
 
     Raises:
-        ConfigError: they do not fit in any order tried, or no host can run a service.
+        ConfigError: they do not fit in any order tried, no host can run a service, or engines would refuse the
+            precision of the trainer's pushes.
     """
     has_gpus = _have_gpus(hosts)
+    if any(process.service == "trainer" for process in processes):
+        require_same_precision(recipe, has_gpus=has_gpus)
     has_engines = any(process.service == "rollout" for process in processes)
     if not has_gpus and has_engines and recipe.rollout.tensor_parallel > 1:
         raise ConfigError(

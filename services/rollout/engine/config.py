@@ -40,8 +40,8 @@ class RolloutConfig(Config):
     has a part of every expert; with many GPUs the parts may be too narrow to compute fast, or not divide evenly."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of weights and KV cache. auto: on a GPU the checkpoint's own, or bfloat16 if that is float32; on a CPU
-    float32 up to 50 million parameters, else bfloat16."""
+    """Precision of weights and KV cache. auto: bfloat16 on a GPU, float32 on a CPU. Engines take pushes in their own
+    precision alone, so trainer.dtype must be the same, and float16 is for engines without a trainer."""
     context_length: int = pydantic.Field(default=0, ge=0)
     """Maximum tokens of prompt and response together; 0: the model's own limit."""
     max_running: int = pydantic.Field(default=64, ge=1)

@@ -1,4 +1,4 @@
-"""Resolves the device and the precision that the policy computes in."""
+"""The device that the policy computes on, and torch's names of the precisions."""
 
 from typing import Literal
 
@@ -19,12 +19,3 @@ def resolve_device(device: str) -> Literal["cpu", "cuda"]:
     if device == "cuda" and not has_cuda:
         raise ConfigError("trainer.device is cuda, but torch finds no GPU; set it to auto or cpu")
     return "cuda" if has_cuda and device != "cpu" else "cpu"
-
-
-def resolve_dtype(
-    dtype: Literal["auto", "float32", "bfloat16"], device: Literal["cpu", "cuda"]
-) -> Literal["float32", "bfloat16"]:
-    """Return the configured dtype; `auto` is bfloat16 on a GPU and float32 on a CPU."""
-    if dtype == "auto":
-        return "bfloat16" if device == "cuda" else "float32"
-    return dtype

@@ -115,7 +115,7 @@ class PushStages:
             if any(name in self.weights.base_digests for name in differing):
                 message += (
                     "; only adapters are pushed, so the engine must have been started from the trainer's model.path, "
-                    "in its precision: start it again"
+                    "in its precision: set rollout.dtype and trainer.dtype alike, and start it again"
                 )
             raise ChecksumError(message)
 

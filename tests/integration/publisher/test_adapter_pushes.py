@@ -119,6 +119,7 @@ async def test_a_replica_with_another_base_does_not_serve(bus: Bus) -> None:
         assert (await replica.report()).num_resumed == 0
         [failed] = [event for event in events if event["event"] == "replica.quarantined"]
         assert "1 parameters: ['norm.weight']; only adapters are pushed" in failed["reason"]
+        assert "set rollout.dtype and trainer.dtype alike, and start it again" in failed["reason"]
 
 
 async def test_whole_weights_are_a_new_base(bus: Bus) -> None:

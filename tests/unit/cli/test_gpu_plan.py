@@ -95,6 +95,40 @@ def test_no_gpu_is_given_twice(num_devices: int, num_engines: int, tensor_parall
     assert set(given_out) <= set(devices)
 
 
+@pytest.mark.parametrize(
+    ("devices", "settings", "held", "pushed"),
+    [
+        ([], ("--rollout.dtype=bfloat16",), "bfloat16", "float32"),
+        ([], ("--trainer.dtype=bfloat16",), "float32", "bfloat16"),
+        (EIGHT, ("--trainer.dtype=float32",), "bfloat16", "float32"),
+        (EIGHT, ("--trainer.device=cpu",), "bfloat16", "float32"),
+        (EIGHT, ("--rollout.dtype=float16",), "float16", "bfloat16"),
+        (EIGHT, ("--rollout.dtype=float32", "--trainer.dtype=bfloat16"), "float32", "bfloat16"),
+    ],
+)
+def test_a_precision_that_engines_do_not_take_is_refused(
+    devices: list[str], settings: tuple[str, ...], held: str, pushed: str
+) -> None:
+    """Before anything starts: every push would be refused. Engines alone may have any."""
+    recipe = load(Recipe, [], settings)
+    with pytest.raises(
+        ConfigError,
+        match=rf"^with rollout\.dtype = '\w+' engines hold {held}, and with trainer\.dtype = '\w+' the trainer pushes "
+        f"{pushed}, which they refuse; set both to 'bfloat16' or both to 'float32'$",
+    ):
+        make_plan(recipe, devices, own_bus=True)
+    make_plan(recipe, devices, own_bus=True, trains=False)
+
+
+@pytest.mark.parametrize("devices", [[], EIGHT])
+@pytest.mark.parametrize(
+    "settings", [(), *[(f"--rollout.dtype={dtype}", f"--trainer.dtype={dtype}") for dtype in ("float32", "bfloat16")]]
+)
+def test_equal_precisions_and_the_defaults_are_taken(devices: list[str], settings: tuple[str, ...]) -> None:
+    """On CPUs as on GPUs."""
+    make_plan(load(Recipe, [], settings), devices, own_bus=True)
+
+
 def test_a_single_gpu_is_shared() -> None:
     """By the trainer and all engines, if their shares of its memory leave room."""
     found = plan(["3"], 2)

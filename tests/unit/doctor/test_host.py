@@ -12,9 +12,9 @@ from tests.support.doctor import GIB, TWO_BILLION, assert_found, plan, recipe
 
 
 def test_memory_of_the_machine() -> None:
-    """On a CPU, weights in bfloat16 in every engine, and all of the trainer's."""
+    """On a CPU, weights in float32 in every engine, and all of the trainer's."""
     on_cpu = recipe("--rollout.replicas=2")
-    weights = (2 * 2 + 16 + 8) * TWO_BILLION.num_parameters
+    weights = (2 * 4 + 16 + 8) * TWO_BILLION.num_parameters
     base = 2 * ENGINE_BYTES + OTHERS_BYTES
     for available, status in ((weights * 2 + base, "ok"), (weights * 1.1 + base, "warning"), (weights, "fault")):
         found = memory.check_host_memory(TWO_BILLION, on_cpu, plan(on_cpu, 0), int(available))

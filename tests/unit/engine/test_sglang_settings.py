@@ -182,9 +182,14 @@ def test_experts_keep_their_layout_on_gpus(model_path: Path) -> None:
     assert args_of(wanted, model_path, cuda=True)["moe_runner_backend"] == "deep_gemm"
 
 
-@pytest.mark.parametrize(("key", "dtype"), [("dtype", "bfloat16"), ("torch_dtype", "bfloat16"), ("other", "auto")])
-def test_checkpoints_in_float32_are_rounded_as_the_trainer_rounds(tmp_path: Path, key: str, dtype: str) -> None:
-    """SGLang would take float16, which neither the trainer computes in nor a push carries. What a person sets stays."""
-    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64, key: "float32"}))
-    assert args_of(RolloutConfig(), tmp_path, cuda=True)["dtype"] == dtype
-    assert args_of(RolloutConfig(dtype="float16"), tmp_path, cuda=True)["dtype"] == "float16"
+@pytest.mark.parametrize(("cuda", "dtype"), [(True, "bfloat16"), (False, "float32")])
+@pytest.mark.parametrize("checkpoint", [{"dtype": "float32"}, {"torch_dtype": "float16"}, {"dtype": "bfloat16"}, {}])
+def test_engines_compute_in_the_trainers_precision(
+    model_path: Path, checkpoint: dict[str, str], dtype: str, *, cuda: bool
+) -> None:
+    """By default, whatever the checkpoint's precision and size, since a push is not cast. What a person sets stays."""
+    (model_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64, **checkpoint}))
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [500_000_000], "data_offsets": [0, 0]}}).encode()
+    (model_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert args_of(RolloutConfig(), model_path, cuda=cuda)["dtype"] == dtype
+    assert args_of(RolloutConfig(dtype="float16"), model_path, cuda=cuda)["dtype"] == "float16"

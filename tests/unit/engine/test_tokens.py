@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,11 @@ from penstock.config import NetworkConfig
 from penstock.errors import ConfigError
 from penstock.model.tokens import end_token_ids, forbidden_token_ids, image_token_id, vocab_size
 from services.rollout.engine.config import RolloutConfig
-from services.rollout.engine.sglang.settings import context_length, num_parameters, server_args
+from services.rollout.engine.sglang.settings import context_length, server_args
+
+
+def _server_args(folder: Path) -> dict[str, Any]:
+    return server_args(RolloutConfig(), NetworkConfig(), folder, float32_head=False, bootstrap_port=0, cuda=True)
 
 
 def _model(folder: Path, *, pad: str, eos: list[int] | int, rows: int = 12) -> Path:
@@ -50,7 +55,7 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path, name: str) -> None:
         forbidden_token_ids(folder)
     if name == "config.json":
         with pytest.raises(ConfigError, match="cannot be read as JSON"):
-            server_args(RolloutConfig(), NetworkConfig(), folder, float32_head=False, bootstrap_port=0, cuda=True)
+            _server_args(folder)
 
 
 def test_what_the_engine_must_know_of_a_model(tmp_path: Path) -> None:
@@ -64,7 +69,7 @@ def test_what_the_engine_must_know_of_a_model(tmp_path: Path) -> None:
     for content in (b"", b"\xff" * 8, b"\x10" + bytes(7) + b'{"a": '):
         (folder / "model.safetensors").write_bytes(content)
         with pytest.raises(ConfigError, match=r"model\.safetensors is truncated or not a safetensors file"):
-            num_parameters(folder)
+            _server_args(folder)
 
 
 def test_the_tiny_models_tokens(tiny_model_path: Path) -> None:

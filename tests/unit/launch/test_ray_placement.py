@@ -105,6 +105,13 @@ def test_a_cluster_without_gpus_computes_on_cpus() -> None:
         room([host("a", 0)], "--rollout.tensor_parallel=2")
 
 
+def test_a_precision_that_engines_do_not_take_is_refused() -> None:
+    """Before anything is placed; whether there are GPUs decides what the default is."""
+    room([host("a", 0)], "--trainer.dtype=float32")
+    with pytest.raises(ConfigError, match=r"engines hold bfloat16, and with trainer\.dtype = 'float32'"):
+        room([host("a", 0), host("b", 8)], "--trainer.dtype=float32")
+
+
 def test_the_trainer_goes_where_the_run_folder_is() -> None:
     """The launcher's host has it in any case; if that has too few GPUs, the folder must be shared."""
     head = host("head", 0, is_launchers=True, sees_run_folder=False)

@@ -3,7 +3,6 @@
 from penstock.config import load
 from services.plan.host_memory import ENGINE_BYTES, OTHERS_BYTES, RANK_BYTES, host_moments
 from services.recipe import Recipe
-from services.rollout.engine.sglang.settings import MAX_FLOAT32_PARAMETERS
 
 TOTAL = 1_000_000_000
 """Parameters."""
@@ -15,15 +14,14 @@ def bytes_per_parameter(
     is_sft: bool = False,
     trained: float = 1.0,
     adapted: float = 0.0,
-    total: int = TOTAL,
     **where: bool,
 ) -> dict[str, float]:
     """By moment, without what processes take beside weights."""
     recipe = load(Recipe, [], ['--run.name="a"', *settings])
     processes = num_engines * ENGINE_BYTES + OTHERS_BYTES + (recipe.trainer.ranks - 1) * RANK_BYTES
-    counts = {"num_trained": int(trained * total), "num_adapted": int(adapted * total), "num_engines": num_engines}
-    moments = host_moments(total, recipe, **counts, is_sft=is_sft, **where)
-    return {moment.name: (moment.total_bytes - processes) / total for moment in moments}
+    counts = {"num_trained": int(trained * TOTAL), "num_adapted": int(adapted * TOTAL), "num_engines": num_engines}
+    moments = host_moments(TOTAL, recipe, **counts, is_sft=is_sft, **where)
+    return {moment.name: (moment.total_bytes - processes) / TOTAL for moment in moments}
 
 
 def test_one_rank_loads_the_model_and_keeps_nothing() -> None:
@@ -66,20 +64,16 @@ def test_adapters_are_pushed_alone_and_each_engine_keeps_what_they_change() -> N
     found = bytes_per_parameter(*adapters, num_engines=3, trained=0, adapted=0.9)
     assert found == {"when the trainer starts": 3 * 2 * 0.9 + 4, "in a step": 3 * 2 * 0.9}
     on_cpus = {"engines_on_gpu": False, "trainer_on_gpu": False}
-    wide = (*adapters, "--rollout.dtype=float32")
-    assert bytes_per_parameter(*wide, trained=0, adapted=0.5, **on_cpus)["in a step"] == 4 + 4 * 0.5 + 4
+    assert bytes_per_parameter(*adapters, trained=0, adapted=0.5, **on_cpus)["in a step"] == 4 + 4 * 0.5 + 4
     assert bytes_per_parameter(*adapters, num_engines=0, trained=0, adapted=0.9)["in a step"] == 0
 
 
 def test_on_cpus_everything_is_here() -> None:
-    """Engines' weights, in bfloat16 but of small models or if the recipe says so, and copies in the precision of the
-    steps."""
+    """Engines' weights, in float32 unless the recipe says otherwise, and copies in the precision of the steps."""
     on_cpus = {"engines_on_gpu": False, "trainer_on_gpu": False}
     found = bytes_per_parameter(num_engines=2, **on_cpus)
-    assert found == {"when the trainer starts": 2 * 2 + 4, "in a step": 2 * 2 + 16 + 2 * 4}
-    wide = bytes_per_parameter("--rollout.dtype=float32", num_engines=2, **on_cpus)
-    assert wide["in a step"] == 2 * 4 + 16 + 2 * 4
-    small = bytes_per_parameter(num_engines=2, total=MAX_FLOAT32_PARAMETERS, **on_cpus)
-    assert small["in a step"] == 2 * 4 + 16 + 2 * 4
+    assert found == {"when the trainer starts": 2 * 4 + 4, "in a step": 2 * 4 + 16 + 2 * 4}
+    rounded = bytes_per_parameter("--rollout.dtype=bfloat16", "--trainer.dtype=bfloat16", num_engines=2, **on_cpus)
+    assert rounded["in a step"] == 2 * 2 + 16 + 2 * 2
     adapted = bytes_per_parameter("--trainer.lora.rank=8", num_engines=2, trained=0, adapted=0.5, **on_cpus)
-    assert adapted["in a step"] == 2 * 2 + 2 * 2 * 0.5 + 4
+    assert adapted["in a step"] == 2 * 4 + 2 * 4 * 0.5 + 4

@@ -344,6 +344,15 @@ async def test_other_shapes_are_refused(num_ranks: int, remedy: str) -> None:
         await one.prepare("p1", 1, source, other, deadline_s=30.0)
 
 
+async def test_another_precision_is_refused_with_the_settings_to_change() -> None:
+    """A push is not cast."""
+    one = await receiver(RecordedSink())
+    rounded = {name: torch.zeros(2, dtype=torch.bfloat16) for name in "ab"}
+    other = Manifest.plan(specs_of(rounded), max_bucket_bytes=8)
+    with pytest.raises(InvalidRequestError, match=r"holds float32\[2\]; set rollout\.dtype and trainer\.dtype alike"):
+        await one.prepare("p1", 1, group(), other, deadline_s=30.0)
+
+
 async def test_an_unknown_digest_is_refused() -> None:
     """When the push is announced, not when engines stand still."""
     one = await receiver(RecordedSink())

@@ -17,6 +17,7 @@ from penstock.model import tokens
 from penstock.model.families.experts import has_experts
 from penstock.model.folder import read_json
 from penstock.model.parameters import parameter_sizes
+from penstock.model.precision import resolve_dtype
 from penstock.weights import nccl
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
@@ -25,9 +26,6 @@ from services.rollout.engine.sglang_plugin.variables import GROUP_TIMEOUT_VARIAB
 
 MAX_CPU_TOKENS = 65_536
 """Default limit of the KV cache of an engine on a CPU, in tokens."""
-
-MAX_FLOAT32_PARAMETERS = 50_000_000
-"""Up to this size an engine on a CPU computes in float32, which agrees with the trainer to 1e-6."""
 
 IMAGE_CACHE_MB = 256
 """Megabytes of preprocessed images that an engine on a CPU keeps for the other samples of their group and for later
@@ -118,9 +116,10 @@ def server_args(
             computes its tower differently from transformers.
     """
     _require_tower_like_published(read_json(model_path / "config.json"))
+    parameter_sizes(model_path)  # names a damaged file, which SGLang's processes would not
     args: dict[str, Any] = {
         "model_path": str(model_path),
-        "dtype": config.dtype,
+        "dtype": resolve_dtype(config.dtype, on_gpu=cuda),  # SGLang's own auto would take float16 for some checkpoints
         "enable_fp32_lm_head": float32_head,
         "enable_return_routed_experts": router_replay,
         "max_running_requests": config.max_running,
@@ -139,14 +138,10 @@ def server_args(
     passed = {"log_level": "error", **config.sglang}
     if cuda:
         model = read_json(model_path / "config.json")
-        if config.dtype == "auto" and _dtype_of(model) == "float32":
-            args["dtype"] = "bfloat16"  # as the trainer computes; SGLang would take float16
         if has_experts(str(model.get("model_type"))):
             passed = {"moe_runner_backend": _LAYOUT_OF_EXPERTS_KEPT, **passed}
         return {**passed, **args, "mem_fraction_static": config.gpu_memory_fraction}
     _require_heads_for(config.tensor_parallel, read_json(model_path / "config.json"))
-    if config.dtype == "auto":
-        args["dtype"] = cpu_dtype(num_parameters(model_path))
     context = context_length(config, model_path)
     args.setdefault("max_total_tokens", max(context, min(MAX_CPU_TOKENS, config.max_running * context)))
     args = {**_CPU_DEFAULTS, **passed, **args, **_CPU_ARGS}
@@ -182,11 +177,6 @@ def _require_heads_for(tensor_parallel: int, model: Mapping[str, Any]) -> None:
         )
 
 
-def _dtype_of(model: Mapping[str, Any]) -> str:
-    """Return the precision of a checkpoint from its config; empty if the config has none."""
-    return str(model.get("dtype") or model.get("torch_dtype") or model.get("text_config", {}).get("dtype") or "")
-
-
 def context_length(config: RolloutConfig, model_path: Path) -> int:
     """Return the maximum tokens of prompt and response together.
 
@@ -200,17 +190,3 @@ def context_length(config: RolloutConfig, model_path: Path) -> int:
             "give --rollout.context_length=..."
         )
     return length
-
-
-def cpu_dtype(num_parameters: int) -> str:
-    """Return the precision in which an engine on a CPU computes with a model of this size, by default."""
-    return "float32" if num_parameters <= MAX_FLOAT32_PARAMETERS else "bfloat16"
-
-
-def num_parameters(model_path: Path) -> int:
-    """Return the number of parameters in the checkpoint.
-
-    Raises:
-        ConfigError: as `parameter_sizes`.
-    """
-    return sum(parameter_sizes(model_path).values())

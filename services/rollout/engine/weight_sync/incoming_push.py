@@ -118,7 +118,7 @@ def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter], *, is
     for name, held in expected.items():
         spec = pushed[name]
         if (spec.dtype, spec.shape) != (held.dtype, held.shape):
-            remedy = "cast before pushing, or set rollout.dtype"
+            remedy = "set rollout.dtype and trainer.dtype alike, and start again"
             if spec.shape != held.shape:
                 remedy = "give engine and trainer the same model.path"
                 if is_shared:

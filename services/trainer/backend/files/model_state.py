@@ -13,12 +13,13 @@ import torch
 
 from penstock.config.base import leaves
 from penstock.errors import ConfigError, SetupError
+from penstock.model.precision import resolve_dtype
 from penstock.v1 import rollout_pb2
 from penstock.weights.adapter_names import is_adapter
 from penstock.weights.adapters import ADAPTER_DTYPE
 from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.backend.base import StateDigests
-from services.trainer.backend.device import DTYPES, resolve_device, resolve_dtype
+from services.trainer.backend.device import DTYPES, resolve_device
 from services.trainer.backend.files.adapter_folder import ADAPTER, STEM
 from services.trainer.backend.files.adapter_state import AdapterState, BaseDigests, require_kind
 from services.trainer.backend.files.checkpoint_share import MODEL, STATE_FILE, Collected, Owning, write_collected
@@ -98,7 +99,7 @@ class ModelState:
             raise ConfigError(f"trainer.compile = true does not go with {ranks.size} ranks yet; leave it out")
         self.ranks = ranks.replicated(hsdp_replicas).sharing_rows(sequence_parallel)
         device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, device)
+        dtype = resolve_dtype(config.dtype, on_gpu=device == "cuda")
         own = {name: getattr(config, name) for name in BackendConfig.model_fields}
         self.config = BackendConfig(**{**own, "device": device, "dtype": dtype})
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
