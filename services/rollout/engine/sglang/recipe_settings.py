@@ -24,6 +24,7 @@ _EXPERTS_STAY = "pushes need each expert where it was at the start; leave it out
 
 OWN_NAMES: Mapping[str, str] = {
     "base_gpu_id": _OWN_DEVICE,
+    "constrained_json_whitespace_pattern": "XGrammar takes no pattern; use constrained_json_max_whitespace_cnt",
     "context_length": "use rollout.context_length",
     "device": _OWN_DEVICE,
     "disaggregation_bootstrap_port": _OWN_PORT,
@@ -44,6 +45,7 @@ OWN_NAMES: Mapping[str, str] = {
     "enable_return_routed_experts": "use trainer.router_replay, which holds for trainer and engines",
     "enable_multimodal": "it follows from the model",
     "gpu_id_step": _OWN_DEVICE,
+    "grammar_backend": "grammars are XGrammar's; leave it out",
     "host": "use network.host",
     "incremental_streaming_output": "Penstock reads cumulative output; leave it out",
     "max_running_requests": "use rollout.max_running",

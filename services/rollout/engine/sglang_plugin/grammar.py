@@ -26,10 +26,14 @@ def queue_compiled(scheduler: Any) -> None:
 
 def _make_backend(model_config: Any) -> Any:
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+    from sglang.srt.runtime_context import get_serving
     from transformers import AutoTokenizer
 
+    settings = get_serving()
     return XGrammarGrammarBackend(
         AutoTokenizer.from_pretrained(model_config.model_path, local_files_only=True),
         vocab_size=model_config.vocab_size,
         model_eos_token_ids=sorted(model_config.hf_eos_token_id or ()) or None,
+        any_whitespace=not settings.constrained_json_disable_any_whitespace,
+        max_whitespace_cnt=settings.constrained_json_max_whitespace_cnt,
     )
