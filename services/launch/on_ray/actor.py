@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from services.launch.gpu_plan import find_gpus
+from services.launch.on_ray.environment import GIVEN
 from services.launch.on_ray.working_folder import working_folder
 from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.local import LocalProcess, local_backend
@@ -24,8 +25,6 @@ from services.launch.process.spec import ProcessSpec, StopPhase
 
 ResultT = TypeVar("ResultT")
 
-GIVEN: Final = "PENSTOCK_"
-"""How the names of variables begin that are the launcher's on every host: tokens."""
 _CHUNK_BYTES: Final = 2**20
 _MAX_LOG_BYTES: Final = 64 * 2**20
 """Of the copy on this host; the launcher keeps the log."""

@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from penstock.errors import SetupError
 from penstock.runtime.files import write_atomically
 from penstock.runtime.process import unless_stopped
-from penstock.runtime.security import VARIABLES, read_secret
-from services.launch.on_ray.actor import GIVEN, Order, ProcessActor, Started
+from services.launch.on_ray import environment
+from services.launch.on_ray.actor import Order, ProcessActor, Started
 from services.launch.on_ray.cluster import Cluster, resolved
 from services.launch.on_ray.placement import AT_THE_LAUNCHER, allowed, bundle, label_selector, num_gpus_of
 from services.launch.process.backend import Ending
@@ -33,8 +33,6 @@ from services.recipe import Recipe
 
 _log = structlog.get_logger()
 
-_DEFAULTS: Final = ("HF_", "NCCL_", "GLOO_", "SGLANG_", "WANDB_", "MLFLOW_", "OMP_NUM_THREADS")
-"""Beginnings of those that it gets if its host does not set them."""
 _START_TIMEOUT_S: Final = 180.0
 """For Ray to start an actor, whose imports may come from a slow disk."""
 _PLACE_EVERY_S: Final = 5.0
@@ -139,8 +137,8 @@ class RayBackend:
         self._left_groups: list[PlacementGroup] = []
         """Given up, and still to be removed."""
         self._actor_class = ray.remote(ProcessActor)
-        self._environment = _given()
-        self._defaults = {name: value for name, value in os.environ.items() if name.startswith(_DEFAULTS)}
+        self._environment = environment.given()
+        self._defaults = environment.defaults()
 
     async def start(self, spec: ProcessSpec, log: BoundedLog, stop: asyncio.Event) -> RayProcess | None:
         """Start the process where there is room for it, however long that takes, unless `stop` is set.
@@ -280,10 +278,3 @@ class RayBackend:
             recipe_text="" if spec.recipe_file is None else spec.recipe_file.read_text(encoding="utf-8"),
             folder=os.getcwd(),
         )
-
-
-def _given() -> dict[str, str]:
-    """Return the variables that every process gets from the launcher; a token's file is on this host only."""
-    plain = {name: value for name, value in os.environ.items() if name.startswith(GIVEN) and name not in VARIABLES}
-    secrets = {name: read_secret(name, os.environ) for name in VARIABLES if not name.endswith("_FILE")}
-    return {**plain, **{name: secret for name, secret in secrets.items() if secret}}

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from penstock import config as configuration
 from penstock.errors import ConfigError, SetupError
 from services.launch.config import LaunchConfig
-from services.launch.on_ray import facts, inputs_check
+from services.launch.on_ray import environment, facts, inputs_check
 from services.launch.on_ray.placement import ANYWHERE, Host, describe_hosts
 from services.recipe import Recipe
 
@@ -199,9 +199,8 @@ class Cluster:
             services = [name for name in doubtful if name != "trainer" or host.sees_run_folder or host.is_launchers]
             if not services:
                 return host
-            reasons, lines = await self._ask(
-                host, inputs_check.check, self._recipe_text, services, os.getcwd(), timeout_s=_CHECK_TIMEOUT_S
-            )
+            asked = (self._recipe_text, services, os.getcwd(), environment.defaults())
+            reasons, lines = await self._ask(host, inputs_check.check, *asked, timeout_s=_CHECK_TIMEOUT_S)
         except (ray.exceptions.RayError, OSError) as error:  # a time-out is an OSError too
             if before is not None and not before.unfit:
                 return before

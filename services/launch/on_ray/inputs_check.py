@@ -1,9 +1,13 @@
-"""Checks, on the host that would use them, the model, the data and the packages that a service needs."""
+"""Checks, on the host that would use them, the model, the data and the packages that a service needs.
+
+Invariant: no module that is imported here imports huggingface_hub, which reads its variables once.
+"""
 
 import contextlib
 import importlib.util
+import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,16 +23,22 @@ _PACKAGES: Final = {
 }
 
 
-def check(recipe_text: str, services: Sequence[str], folder: str) -> tuple[dict[str, str], list[str]]:
+def check(
+    recipe_text: str, services: Sequence[str], folder: str, defaults: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
     """Return why each service cannot run on this host, if it cannot, and lines for a person.
 
-    A model on the Hugging Face Hub that this host has not cached is not looked at: the process fetches it.
+    A model on the Hugging Face Hub that this host has not cached is not looked at: the process fetches it. This
+    process keeps those of `defaults` that it lacked.
 
     Args:
         recipe_text: The recipe, as TOML.
         services: The services that may be placed here.
         folder: The launcher's working directory.
+        defaults: Variables of the launcher that the host's processes get where the host does not set them.
     """
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
     reasons: dict[str, str] = {}
     lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch, contextlib.chdir(working_folder(folder)):

@@ -53,7 +53,7 @@ def faking_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vars(groups).update(PlacementGroup=object, placement_group=None, remove_placement_group=lambda group: None)
     strategy = SimpleNamespace
     vars(strategies).update(
-        NodeAffinitySchedulingStrategy=strategy,
+        NodeAffinitySchedulingStrategy=lambda node_id, **_: strategy(node_id=node_id),
         PlacementGroupSchedulingStrategy=lambda group, **_: strategy(group=group),
     )
     for module in (ray, exceptions, ModuleType("ray.util"), groups, strategies):
