@@ -20,13 +20,26 @@ from tests.support.waiting import HANG_S, wait_until
 from tests.unit.cli.test_slurm_command import recipe
 
 PROGRAMS = {
-    # Runs the command here, whose process is what Slurm would signal.
-    "srun": 'while [[ $1 == --* ]]; do [[ $1 != --nodelist=* ]] || export NODE=${1#*=}; shift; done; exec "$@"',
+    # Runs the command here, whose process is what Slurm would signal. After `sbatch --export=NONE` it has the variables
+    # of the job only with --export=ALL.
+    "srun": """
+exported=
+while [[ $1 == --* ]]; do
+  case $1 in
+    --nodelist=*) export NODE=${1#*=};;
+    --export=ALL) exported=yes;;
+  esac
+  shift
+done
+[[ $exported ]] || unset ${!PENSTOCK_@}
+exec "$@"
+""",
     "scontrol": 'if [[ $1 == show ]]; then printf "node1\\nnode2\\n"; else echo "scontrol $*" >> calls; fi',
     # The trainer may end before it has.
     "scancel": 'echo "scancel $*" >> calls; exec 2> /dev/null; kill -TERM $(cat trainer.pid node.pid); sleep 0.3',
     "penstock": """
 echo "$NODE $1" >> calls
+echo "${PENSTOCK_TOKEN:-none}" >> tokens
 [[ $2 != --resume ]] || echo resumes >> calls
 case $1 in
   doctor) echo "$NODE checks ${2##*/}" >> checks; exit $(cat doctor-$NODE);;
@@ -122,6 +135,22 @@ def test_a_finished_run_ends_the_job(tmp_path: Path, start: Callable[..., Job]) 
     assert sorted(job.calls()[:2]) == ["node1 doctor", "node2 doctor"]
     assert sorted(job.calls()[2:]) == ["node1 train", "node2 serves", "node2 slurm-node"]
     assert not (tmp_path / "live.toml").exists()
+
+
+def test_all_processes_have_the_token_of_the_job(
+    tmp_path: Path, start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it their ports are open; `sbatch --export=NONE` would have srun leave it out."""
+    for name in ("PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    job = start()
+    job.until_training()
+    job.exits("train", 0)
+    assert job.end()[0] == 0
+    tokens = (tmp_path / "tokens").read_text().split()
+    assert len(tokens) == 4
+    assert len({*tokens}) == 1
+    assert len(tokens[0]) == 64
 
 
 def test_a_trainer_that_cannot_start_ends_the_job(tmp_path: Path, start: Callable[..., Job]) -> None:
