@@ -1,6 +1,7 @@
 """Data sets on the Hugging Face Hub: what is downloaded, pinned, found in the cache, and said when that fails."""
 
 import io
+import shutil
 import socket
 import tomllib
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import huggingface_hub.constants
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import _tree_cache
 
 from penstock import config as configuration
 from penstock.errors import DataError, SetupError, UnavailableError
@@ -138,6 +140,30 @@ def test_offline_reads_the_cache_and_asks_nobody(hub: HubServer, monkeypatch: py
             answers(**missing)
     with pytest.raises(DataError, match="has no split 'val'; it has test, train"):
         answers("owner/plain", split="val")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("revision", ["", COMMIT])
+def test_a_copy_without_a_list_of_its_files_serves(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str
+) -> None:
+    """An earlier huggingface_hub fetched it. If it is incomplete, that is noticed by the numbers of its shards."""
+    answers("owner/plain")
+    [lists] = (tmp_path / "cache").rglob("trees")
+    shutil.rmtree(lists)
+    monkeypatch.setattr(_tree_cache, "_IN_MEMORY_TREE_CACHE", {})
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        assert answers("owner/plain", revision=revision) == ["1", "2", "3"]
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    assert answers("owner/plain", revision=revision) == ["1", "2", "3"]
+    [shard] = (tmp_path / "cache").rglob("train-00001-of-00002.parquet")
+    shard.unlink()
+    with pytest.raises(DataError, match="1 of 2 files of 'data/train' are there"):
+        answers("owner/plain", revision=revision)
     assert hub.requests == []
 
 

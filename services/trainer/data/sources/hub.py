@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from penstock.errors import DataError
-from penstock.runtime.hub import endpoint, explained, first_line
+from penstock.runtime.hub import endpoint, explained, first_line, is_offline
 from services.trainer.data.sources.readers.formats import SUFFIXES
 from services.trainer.data.sources.splits import choose_files
 
@@ -95,27 +95,38 @@ def _explained(repo: str, revision: str) -> AbstractContextManager[None]:
 
 
 def _fetch(repo: str, *, config: str, split: str, revision: str, name: str) -> HubFiles:
+    # This also caches the branch's commit, for use while the Hub is unreachable.
+    folder = _download(repo, revision or None, ["README.md"])
+    commit = folder.name
+    names = _names(repo, folder)
+    card = read_card(folder / "README.md")
+    wanted = choose_files(names, suffixes=SUFFIXES, config=config, split=split, card=card, name=name)
+    files = [folder / each for each in wanted]
+    if not all(file.exists() for file in files):
+        _download(repo, commit, wanted)
+    return HubFiles(files=files, revision=commit)
+
+
+def _download(repo: str, revision: str | None, wanted: Sequence[str]) -> Path:
+    """Return the folder of a commit with these of its files, from the cache alone while the Hub is unreachable."""
+    import httpx
     import huggingface_hub
 
-    def download(revision: str | None, wanted: Sequence[str]) -> Path:
+    def download(*, only_cached: bool) -> Path:
         path = huggingface_hub.snapshot_download(
             repo,
             repo_type="dataset",
             revision=revision,
             endpoint=endpoint(),
             allow_patterns=[*map(glob.escape, wanted)],
+            local_files_only=only_cached,
         )
         return Path(path)
 
-    folder = download(
-        revision or None, ["README.md"]
-    )  # also caches the branch's commit, for use while the Hub is unreachable
-    commit = folder.name
-    names = _names(repo, folder)
-    card = read_card(folder / "README.md")
-    wanted = choose_files(names, suffixes=SUFFIXES, config=config, split=split, card=card, name=name)
-    download(commit, wanted)
-    return HubFiles(files=[folder / each for each in wanted], revision=commit)
+    try:
+        return download(only_cached=is_offline())
+    except (httpx.ConnectError, httpx.TimeoutException):  # an earlier huggingface_hub cached no list of the files
+        return download(only_cached=True)
 
 
 def _names(repo: str, folder: Path) -> list[str]:
