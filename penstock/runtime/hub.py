@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from penstock.errors import PenstockError, SetupError, UnavailableError, UserError
 
@@ -20,7 +21,7 @@ def explained(repo: str, revision: str, *, named: str, is_data: bool, refusal: t
 
     Raises:
         UserError: `refusal`, or a SetupError if the Hub refuses this account, HF_HUB_OFFLINE forbids to ask it and the
-            cache has no complete copy, or the cache cannot be written.
+            cache has no complete copy or may not be read, or the cache cannot be written.
         UnavailableError: the Hub cannot be reached, or has no answer for now; a later start may succeed.
     """
     import httpx
@@ -101,6 +102,15 @@ def _is_of_the_cache(error: Exception) -> bool:
     )
 
 
+def _closed_cache() -> Path | None:
+    """Return the cache, or the folder that it would be in, if this process may not look into it."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE).expanduser().absolute()
+    folder = next(each for each in (cache, *cache.parents) if os.path.exists(each))  # nothing in a closed one seems to
+    return None if os.access(folder, os.X_OK) else folder
+
+
 def _failure(error: Exception, fetch: str) -> str:
     """Return why a repository cannot be had, and what to do about it; a name goes before.
 
@@ -116,6 +126,12 @@ def _failure(error: Exception, fetch: str) -> str:
         return _refusal(cause.response.status_code, cause.server_message or "", first_line(cause))
     if _is_missing(error):
         offline = "HF_HUB_OFFLINE is set" if is_offline() else "it cannot be reached"
+        if (closed := _closed_cache()) is not None:
+            owner = closed.stat().st_uid
+            return (
+                f": {offline}, and user {os.getuid()} may not read the cache in {closed}; run as its owner, user "
+                f"{owner} (containers with PENSTOCK_UID={owner}), or let others in with `chmod a+x {closed}`"
+            )
         return f": {offline}, and the cache has no complete copy; fetch it once with {fetch}"
     if _is_of_the_cache(error):
         return (

@@ -1,6 +1,7 @@
 """Data sets on the Hugging Face Hub: what is downloaded, pinned, found in the cache, and said when that fails."""
 
 import io
+import os
 import shutil
 import socket
 import tomllib
@@ -212,6 +213,23 @@ def test_a_cache_that_cannot_be_written_is_named(hub: HubServer, tmp_path: Path)
     (tmp_path / "cache").write_text("a file, where a folder is needed")
     with pytest.raises(
         SetupError, match=rf"cannot be kept in the cache: .*; make room in {tmp_path}/cache, or set HF_"
+    ):
+        answers("owner/plain")
+
+
+@pytest.mark.parametrize("closed", ["cache", "."], ids=["cache", "parent"])
+def test_a_cache_that_may_not_be_read_is_named(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """As another user's after `hf auth login`, in a container: to fetch what is there would not help."""
+    folder = tmp_path / closed
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(os, "access", lambda path, *_, **__: Path(path) != folder)  # which root may always
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    owner = folder.stat().st_uid
+    with pytest.raises(
+        SetupError,
+        match=rf"user {os.getuid()} may not read the cache in {folder}; run as its owner, user {owner} \(.*=.*`chmod",
     ):
         answers("owner/plain")
 
