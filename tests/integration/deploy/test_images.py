@@ -36,6 +36,16 @@ def test_images_begin_alike() -> None:
     assert "/pins/torch.txt" in heavy.pop()
 
 
+@pytest.mark.parametrize("name", SERVICES)
+def test_what_an_image_copies_is_readable(name: str) -> None:
+    """For any user, though it may be the owner's alone in the checkout; pip opens what it installs from wheels."""
+    image = (DOCKER / f"{name}.Dockerfile").read_text().rpartition("FROM ${BASE_IMAGE}\n")[2]
+    copied = re.findall(r"^COPY (?!--from=).* (\S+)$", image, re.MULTILINE)
+    opened = re.findall(r"chmod -R a\+rX (\S+)", image)
+    assert [folder.rstrip("/") for folder in copied] == opened
+    assert opened == (["/etc/nats"] if name == "nats" else [])
+
+
 @pytest.mark.parametrize("extra", ["reward", "openai", "worker"])
 def test_small_images_hold_no_torch(requirements: ModuleType, extra: str) -> None:
     """Nor SGLang, nor anything of CUDA's."""
