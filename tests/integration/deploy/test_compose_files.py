@@ -318,6 +318,19 @@ def test_the_recipe_for_gpus_is_sound(tmp_path: Path) -> None:
     assert recipe.algorithm.preset == "rlinf_geo3k"
 
 
+def test_the_command_of_the_recipe_for_gpus_finds_what_was_fetched(tmp_path: Path) -> None:
+    """Containers ask nobody: they read the cache of whoever starts them, as that user."""
+    recipe = (ROOT / "recipes" / "rlinf-geo3k-grpo.toml").read_text().replace("\\\n#", "")
+    [command] = re.findall(r"^# +(cd deploy && .* docker compose up)$", recipe, re.MULTILINE)
+    shown = command.replace("docker compose up", "env")
+    environment = {**ENVIRONMENT, "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", shown], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    given = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    assert given["COMPOSE_FILE"].split(":") == [BASE.name, OVERRIDES[0].name]
+    assert given["PENSTOCK_HF_HOME"] == str(tmp_path / ".cache" / "huggingface")
+    assert [given["PENSTOCK_UID"], given["PENSTOCK_GID"]] == [str(os.getuid()), str(os.getgid())]
+
+
 def test_engines_of_all_roles_run_alike() -> None:
     """The override with prefill and decode repeats what compose cannot extend; it must not fall behind."""
     unified = read(BASE)["services"]["rollout"]
