@@ -1,6 +1,7 @@
 """Client of the reward service."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from typing import Any, cast
 
@@ -53,14 +54,17 @@ class RewardClient(Client):
             DeadlineError: the stream took longer than `timeout_s`.
         """
         calling: Any = cast(Any, self._stub.VerifyStream)(timeout=timeout_s)  # the stubs want an iterator of requests
+        has_ended = (grpc.aio.AioRpcError, asyncio.InvalidStateError)  # the stream, whose reader gets the error
 
         async def send() -> None:
             try:
                 async for item in items:
-                    await calling.write(reward_pb2.VerifyStreamRequest(item=item))
-                await calling.done_writing()
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                pass  # the stream has ended; its reader gets the error
+                    try:
+                        await calling.write(reward_pb2.VerifyStreamRequest(item=item))
+                    except has_ended:
+                        return
+                with contextlib.suppress(*has_ended):
+                    await calling.done_writing()
             except BaseException:
                 calling.cancel()
                 raise

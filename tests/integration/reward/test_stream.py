@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -14,7 +15,7 @@ from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.server import running
 from tests.support.reward.service import OK, TIMEOUT, easy_item, hanging_item, item_of, reward_service
-from tests.support.waiting import HANG_S, until
+from tests.support.waiting import HANG_S, promptly, until
 
 pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")
 
@@ -159,16 +160,27 @@ async def test_the_deadline_of_a_stream_kills_what_runs_for_it() -> None:
         assert (await client.verify(easy_item(), timeout_s=10)).score == 1
 
 
-async def test_an_error_of_the_callers_items_reaches_the_caller(service: tuple[RewardClient, WorkerPool]) -> None:
-    """The stream is cancelled, and the caller sees its own error."""
+def rpc_error(details: str) -> grpc.aio.AioRpcError:
+    """The error of another call, which the caller's items make."""
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+
+
+@pytest.mark.parametrize("error", [LookupError, asyncio.InvalidStateError, rpc_error])
+async def test_an_error_of_the_callers_items_reaches_the_caller(
+    service: tuple[RewardClient, WorkerPool], error: Callable[[str], Exception]
+) -> None:
+    """The stream is cancelled, and the caller sees its own error, even one that ended streams have too."""
 
     async def failing() -> AsyncIterator[Item]:
         yield item_of("5", r"\boxed{5}")
-        raise LookupError("no more rows")
+        raise error("no more rows")
 
-    with pytest.raises(LookupError, match="no more rows"):
+    async def read() -> None:
         async for _ in service[0].verify_stream(failing()):
             pass
+
+    with pytest.raises(type(error("")), match="no more rows"):
+        await promptly(read())
 
 
 async def test_draining_answers_what_a_stream_has_sent_and_then_ends_it() -> None:
