@@ -231,6 +231,7 @@ class _RouteSource:
             raise self._too_long or error from None  # the replica's error has counted the images
 
     def find_larger(self, slot: _RouteSlot) -> bool:
+        del self._routing.excluded_replica_ids[:]  # the router would wait for a replica as large as those
         self._routing.num_prompt_ids = max(self._routing.num_prompt_ids, slot.max_tokens)
         return slot.max_tokens > 0  # if no replica is larger, the router says so
 

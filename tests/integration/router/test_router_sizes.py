@@ -7,12 +7,12 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.clients.routed import RoutedGenerateClient
-from penstock.errors import PromptTooLongError
+from penstock.errors import PromptTooLongError, UnavailableError
 from penstock.testing.answers import FIRST_ID
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, generate_pb2
 from tests.support.router.routers import pool, router
-from tests.support.waiting import promptly
+from tests.support.waiting import HANG_S, promptly
 
 
 async def test_prompts_go_where_they_fit(steady_bus: Bus) -> None:
@@ -83,6 +83,23 @@ async def test_a_prompt_whose_images_are_too_large_for_a_replica_goes_to_a_large
         with pytest.raises(grpc.aio.AioRpcError, match="160 tokens with its images expanded") as caught:
             await caller.generate(input_ids=[1] * 9, images=images)
         assert caught.value.code() == grpc.StatusCode.OUT_OF_RANGE
+
+
+async def test_a_prompt_too_long_for_all_is_refused_at_once_though_a_replica_failed(steady_bus: Bus) -> None:
+    """A client that bypasses the router waits for no other replica as large as the one that failed."""
+    async with pool(steady_bus, 2, balancing="round_robin", wait_for_replica_s=HANG_S) as (caller, [broken, small]):
+        for engine in (broken, small):
+            await engine.update(max_tokens=50)
+        await caller.until(lambda pool: sum(each.replica.max_tokens for each in pool.replicas) == 100)
+        broken.error = UnavailableError("it broke")
+        small.error = PromptTooLongError("the prompt has 60 tokens with its images expanded")
+        request = generate_pb2.GenerateRequest(
+            input_ids=[1] * 9, sampling=generate_pb2.SamplingParams(max_new_tokens=4)
+        )
+        async with RoutedGenerateClient(caller.address) as routed:
+            with pytest.raises(PromptTooLongError, match="60 tokens with its images expanded"):
+                await routed.generate(request, timeout_s=10.0)
+        assert (broken.num_calls, small.num_calls) == (1, 1)
 
 
 async def test_a_replica_of_another_size_frees_the_calls_that_fit_it(steady_bus: Bus) -> None:
