@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.clients.pd_pair import reports_prompt
 from penstock.clients.resumable import ResumableTurn
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, PenstockError
 from penstock.v1 import generate_pb2
 from services.router.balancing import Query, hash_blocks
 
@@ -63,6 +63,8 @@ class ResumableStream:
         self._may_restart = may_restart
         self._first_chunks: list[bytes] = []
         self._turn: ResumableTurn | None = None
+        self._breach: PenstockError | None = None
+        """Why no replica can continue from the tokens that the caller has; None: they are valid."""
 
     @property
     def size_bytes(self) -> int:
@@ -82,8 +84,10 @@ class ResumableStream:
         """Check that another replica can continue from the tokens delivered so far.
 
         Raises:
-            PenstockError: it cannot.
+            PenstockError: it cannot, also because some of them break the contract of GenerateStream.
         """
+        if self._breach is not None:
+            raise self._breach
         if self._turn is not None:
             self._turn.require_continuable()
 
@@ -119,16 +123,27 @@ class ResumableStream:
             request = generate_pb2.GenerateRequest.FromString(self._raw())
             self._turn = ResumableTurn(request, may_restart=self._may_restart)
             chunks, self._first_chunks, self._parts = b"".join(self._first_chunks), [], ()
-            if chunks:
-                self._turn.add(generate_pb2.GenerateChunk.FromString(chunks))
-            if not self._turn.is_finished:
-                self._turn.remaining()  # stands for the finished attempt, so that the next gets its own id
+            try:
+                if chunks:
+                    self._add_first(self._turn, generate_pb2.GenerateChunk.FromString(chunks))
+            finally:
+                if not self._turn.is_finished:
+                    self._turn.remaining()  # stands for the finished attempt, so that the next gets its own id
         return self._turn.end_attempt()
 
     def response(self) -> bytes:
         """Return the whole turn as a serialized GenerateResponse; only after `end_attempt` returned true."""
         assert self._turn is not None
         return self._turn.response().SerializeToString()
+
+    def _add_first(self, turn: ResumableTurn, chunk: generate_pb2.GenerateChunk) -> None:
+        """Add the first attempt's chunks, joined; the caller has them already, valid or not."""
+        try:
+            turn.add(chunk)
+        except PenstockError as breach:
+            if chunk.output_ids and not self._may_restart:
+                self._breach = PenstockError(f"{breach}; its tokens were passed on already, so ask again")
+            raise
 
     def _raw(self) -> bytes:
         return b"".join(self._parts)  # no copy of a single part

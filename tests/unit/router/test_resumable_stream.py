@@ -19,6 +19,8 @@ REQUEST = generate_pb2.GenerateRequest(
 )
 RAW = REQUEST.SerializeToString()
 IDS = [1000, 1001, 1002, 1003, 1004, 1005]
+INVALID = generate_pb2.GenerateChunk(output_ids=[1], replica_id="a").SerializeToString()
+"""A chunk that has no logprob of its token."""
 
 
 def whole(versions: list[int], *, first: int = 0, replica_id: str = "a") -> generate_pb2.GenerateResponse:
@@ -175,9 +177,34 @@ def test_a_break_after_the_last_token_is_none() -> None:
     assert stream.end_attempt()
 
 
-def test_a_replica_that_breaks_the_contract_is_told_so() -> None:
-    """Ids without logprobs are nobody's stream."""
+@pytest.mark.parametrize("num_valid", [0, 2])
+def test_a_stream_whose_caller_has_invalid_tokens_ends(num_valid: int) -> None:
+    """Ids without logprobs are nobody's stream: another attempt would give its caller the first tokens again."""
     stream = ResumableStream(RAW)
-    stream.take(generate_pb2.GenerateChunk(output_ids=[1], replica_id="a").SerializeToString())
+    if num_valid:
+        stream.take(chunk_of(whole([3] * 6), 0, num_valid).SerializeToString())
+    stream.take(INVALID)
     with pytest.raises(PenstockError, match="contract"):
         stream.end_attempt()
+    with pytest.raises(PenstockError, match=r"contract .* ask again"):
+        stream.require_continuable()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "may_restart"),
+    [(INVALID, True), (generate_pb2.GenerateChunk(replica_id="a").SerializeToString(), False)],
+    ids=["read-whole", "without-tokens"],
+)
+def test_an_invalid_answer_starts_over_where_nobody_has_its_tokens(chunk: bytes, may_restart: bool) -> None:
+    """Because only the whole answer is read, or there were none. The next attempt has an id of its own."""
+    stream = ResumableStream(RAW, may_restart=may_restart)
+    stream.take(chunk)
+    with pytest.raises(PenstockError, match="contract"):
+        stream.end_attempt()
+    stream.require_continuable()
+    attempt = generate_pb2.GenerateRequest.FromString(stream.make_request(None))
+    assert (attempt.request_id, list(attempt.input_ids)) == ("r#1", [5, 6])
+    for each in chunks(whole([4] * 6, replica_id="b"), 3):
+        stream.take(each)
+    assert stream.end_attempt()
+    assert list(generate_pb2.GenerateResponse.FromString(stream.response()).output_ids) == IDS
