@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import structlog
 
 from penstock.clients.turn import RetryBudget, run_turn
-from penstock.errors import MissingImageError, NotReadyError, OverloadedError, PenstockError
+from penstock.errors import MissingImageError, NotReadyError, OverloadedError, PenstockError, PromptTooLongError
 from penstock.telemetry import metrics, spans
 from services.router.attempt_span import AttemptSpan
 from services.router.balancing import UNBOUNDED, Query
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 _MOVED = metrics.counter(
     "penstock_router_moved_calls_total",
-    "Attempts after which a call went to another replica: it rejected the call, or failed.",
+    "Attempts after which a call went to another replica: it rejected the call, or was too small for it, or failed.",
     ("reason",),
 )
 
@@ -140,9 +140,11 @@ class _Slots:
     def note_failure(self, slot: Slot, error: PenstockError, *, has_progressed: bool) -> None:
         self._ticket.last_error = error
         replica_id = slot.culprit.replica_id
-        is_rejection = isinstance(error, NotReadyError | OverloadedError)
+        is_small = isinstance(error, PromptTooLongError)
+        is_rejection = is_small or isinstance(error, NotReadyError | OverloadedError)
         _MOVED.labels("rejected" if is_rejection else "failed").inc()
-        level = log.warning if not is_rejection or slot.culprit.is_first_rejection else log.debug  # once per outage
+        is_news = not is_rejection or (slot.culprit.is_first_rejection and not is_small)  # once per outage
+        level = log.warning if is_news else log.debug
         level("generate.retried", request=self._query.request_id, replica=replica_id, error=str(error))
         self._query.excluded |= {replica_id}
         self._ticket.is_patient = self._budget.is_suspect

@@ -1,13 +1,17 @@
 """The router over replicas that take prompts of different lengths."""
 
 import asyncio
+import collections
+import re
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus
 from penstock.clients.routed import RoutedGenerateClient
 from penstock.errors import PromptTooLongError, UnavailableError
+from penstock.telemetry import metrics
 from penstock.testing.answers import FIRST_ID
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, generate_pb2
@@ -100,6 +104,29 @@ async def test_a_prompt_too_long_for_all_is_refused_at_once_though_a_replica_fai
             with pytest.raises(PromptTooLongError, match="60 tokens with its images expanded"):
                 await routed.generate(request, timeout_s=10.0)
         assert (broken.num_calls, small.num_calls) == (1, 1)
+
+
+async def test_a_replica_that_is_too_small_has_not_failed(steady_bus: Bus) -> None:
+    """Its calls move as rejected ones, and nobody is warned."""
+    async with pool(steady_bus, 2, balancing="round_robin") as (caller, [small, large]):
+        await small.update(max_tokens=50)
+        await large.update(max_tokens=100)
+        await caller.until(lambda pool: sum(each.replica.max_tokens for each in pool.replicas) == 150)
+        small.error = PromptTooLongError("the prompt has 60 tokens with its images expanded")
+        before = await num_moved_calls()
+        with capture_logs() as events:
+            for _ in range(2):
+                assert (await caller.generate(input_ids=[1] * 9)).replica_id == "r1"
+        assert small.num_calls == 2
+        assert await num_moved_calls() - before == {"rejected": 2}
+        assert [each for each in events if each["log_level"] == "warning"] == []
+
+
+async def num_moved_calls() -> collections.Counter[str]:
+    """The calls of this process's routers that have moved so far, by reason."""
+    page = (await metrics.page()).decode()
+    samples = re.findall(r'^penstock_router_moved_calls_total\{reason="(\w+)"\} (\d+)', page, re.MULTILINE)
+    return collections.Counter({reason: int(count) for reason, count in samples})
 
 
 async def test_a_replica_of_another_size_frees_the_calls_that_fit_it(steady_bus: Bus) -> None:
