@@ -24,7 +24,7 @@ _ROUTABLE = metrics.reading(
 _BREAKERS = metrics.reading(
     "penstock_router_open_breakers", "Replicas that get no calls, or a probe at a time, because their calls failed."
 )
-_SLOTS = metrics.reading("penstock_router_slots", "Calls that the replicas may have at once, from this router.")
+_SLOTS = metrics.reading("penstock_router_slots", "Calls that routable replicas may have at once, from this router.")
 _IN_FLIGHT = metrics.reading("penstock_router_calls_in_flight", "Calls with a slot on a replica, from this router.")
 _WAITING = metrics.reading("penstock_router_calls_waiting", "Calls that wait for a slot.")
 _WAITING_BYTES = metrics.reading("penstock_router_waiting_bytes", "Size of the requests of waiting calls.")
@@ -46,17 +46,19 @@ class RouterMetrics:
         replicas, now = list(self._slots.replicas.values()), time.monotonic()
         query = Query(min_version=self._pool.min_version)
         conditions: Counter[tuple[str, ...]] = Counter()
-        num_routable = 0
+        num_routable = num_slots = 0
         for replica in replicas:
             reason = self._slots.view.find_reason(replica.status, query, now)
-            num_routable += reason is None or reason in TRANSIENT
+            if reason is None or reason in TRANSIENT:
+                num_routable += 1
+                num_slots += replica.status.max_in_flight
             role = common_pb2.ReplicaRole.Name(replica.lease.role).removeprefix(_ROLE_PREFIX).lower()
             conditions[role, "routable" if reason is None else reason.name.lower()] += 1
         return [
             _REPLICAS.by(conditions),
             _ROUTABLE.of(num_routable),
             _BREAKERS.of(sum(each.breaker_state is not BreakerState.CLOSED for each in replicas)),
-            _SLOTS.of(sum(each.status.max_in_flight for each in replicas)),
+            _SLOTS.of(num_slots),
             _IN_FLIGHT.of(sum(each.num_in_flight for each in replicas)),
             _WAITING.of(self._slots.num_waiting),
             _WAITING_BYTES.of(self._slots.num_waiting_bytes),
