@@ -53,7 +53,7 @@ class RequestForwarder:
         timeout_s: float,
         wait_s: float = 0.0,
         restore_images: Callable[[], Awaitable[None]] | None = None,
-        kept_bytes: int = 0,
+        size_bytes: int | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """Yield the chunks of the answer, from one replica after another until it is complete. Leaving early aborts the
         request in the engine.
@@ -63,7 +63,8 @@ class RequestForwarder:
             timeout_s: Its deadline.
             wait_s: Seconds that it may wait while no replica can take it, if more than `router.wait_for_replica_s`.
             restore_images: Stores the call's images, in case an engine misses one.
-            kept_bytes: What the caller keeps in memory for the call, beside `stream`: it counts while the call waits.
+            size_bytes: Memory that counts while the call waits, if other than that of `stream`: it may share some with
+                others, and its caller may keep more for it.
 
         Raises:
             MissingImageError: an image is not stored, even after it was restored.
@@ -73,7 +74,8 @@ class RequestForwarder:
         """
         query = stream.read_query(with_blocks=self._slots.balancer.reads_blocks)
         deadline = time.monotonic() + timeout_s
-        ticket = Ticket(query=query, deadline=deadline, size_bytes=stream.size_bytes + kept_bytes, wait_s=wait_s)
+        size_bytes = stream.size_bytes if size_bytes is None else size_bytes
+        ticket = Ticket(query=query, deadline=deadline, size_bytes=size_bytes, wait_s=wait_s)
         budget = RetryBudget(self._tuning.max_attempts)
         slots = _Slots(self._slots, ticket, budget, self._shared_prefill)
 

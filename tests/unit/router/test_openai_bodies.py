@@ -22,6 +22,7 @@ from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.errors import error_body
 from services.router.frontends.openai.generation import Terms, generating
 from services.router.frontends.openai.parsed_request import PromptIds, pack_ids
+from services.router.resumable_stream import ResumableStream
 from services.router.tuning import OpenAITuning
 from tests.support.waiting import promptly, until
 
@@ -132,12 +133,15 @@ async def status_of(boundary: Boundary, body: bytes) -> int:
     return int(sent[0]["status"])
 
 
-async def test_a_waiting_call_counts_the_ids_and_images_that_its_caller_keeps() -> None:
-    """Once for all its choices: those of the request, to record them, and the images of a session, to restore them."""
-    kept: list[int] = []
+async def test_a_waiting_call_counts_what_its_choices_share_once() -> None:
+    """A prompt's bytes with its first choice. The first of all counts what the caller keeps: ids and images of the
+    request, to record them, and the images of a session, to restore them."""
+    counted: list[int] = []
+    whole: list[int] = []
 
-    def forward(*_: object, kept_bytes: int, **__: object) -> Any:
-        kept.append(kept_bytes)
+    def forward(stream: ResumableStream, *, size_bytes: int, **_: object) -> Any:
+        counted.append(size_bytes)
+        whole.append(stream.size_bytes)
 
         async def chunks() -> AsyncIterator[bytes]:
             for each in ():
@@ -145,13 +149,14 @@ async def test_a_waiting_call_counts_the_ids_and_images_that_its_caller_keeps() 
 
         return chunks()
 
+    prompts = [PromptIds(input_ids=pack_ids([1, 2]), images=[b"image", image]) for image in (b"other", b"third")]
     request: Any = SimpleNamespace(
         request_id="r",
         session_id="",
         group_id="",
         num_choices=2,
-        prompts=[PromptIds(input_ids=pack_ids([1, 2]), images=[b"image", b"other"])],
-        prompt_of=lambda _: request.prompts[0],
+        prompts=prompts,
+        prompt_of=lambda choice: prompts[choice // 2],
         sampling=generate_pb2.SamplingParams(),
         num_top_logprobs=0,
         num_prompt_logprobs=None,
@@ -159,9 +164,11 @@ async def test_a_waiting_call_counts_the_ids_and_images_that_its_caller_keeps() 
         min_policy_version=0,
         exact_policy_version=0,
     )
-    choices: Any = [None, None]
+    choices: Any = [None] * 4
     forwarder: Any = SimpleNamespace(forward=forward)
     terms = Terms(restorable_bytes=100)
     async with generating(forwarder, request, choices, terms, timeout_s=60.0, chunk_tokens=0, is_streamed=False):
-        await until(lambda: len(kept) == len(choices))
-    assert kept == [118, 0]
+        await until(lambda: len(counted) == len(choices))
+    num_id_bytes = len(generate_pb2.GenerateRequest(request_id="r/1").SerializeToString())
+    assert counted == [whole[0] + 2 * 18 + 100, num_id_bytes, whole[2], num_id_bytes]
+    assert min(whole) > 18

@@ -47,8 +47,8 @@ class Queue:
         self.sizes: list[int] = []
         """What each of them counts for, in bytes."""
 
-    async def forward(self, stream: Any, *, kept_bytes: int, **_: object) -> AsyncIterator[bytes]:
-        self.sizes.append(stream.size_bytes + kept_bytes)
+    async def forward(self, _: object, *, size_bytes: int, **__: object) -> AsyncIterator[bytes]:
+        self.sizes.append(size_bytes)
         await asyncio.Event().wait()
         yield b""
 

@@ -62,14 +62,16 @@ async def generating(
 
     async def generate(index: int) -> None:
         choice, name = choices[index], generate_pb2.GenerateRequest(request_id=f"{request.request_id}/{index}")
-        parts = name.SerializeToString(), prompts[index // request.num_choices]
-        stream = ResumableStream(*parts, chunk_tokens=chunk_tokens, may_restart=is_whole)
+        own, shared = name.SerializeToString(), prompts[index // request.num_choices]
+        stream = ResumableStream(own, shared, chunk_tokens=chunk_tokens, may_restart=is_whole)
+        is_first_of_prompt = index % request.num_choices == 0
         forwarded = forwarder.forward(
             stream,
             timeout_s=timeout_s,
             wait_s=terms.wait_s,
             restore_images=terms.restore_images,
-            kept_bytes=0 if index else kept_bytes,  # all choices share them
+            # A prompt counts with the first of its choices, and what the caller keeps with the first of all.
+            size_bytes=len(own) + (len(shared) if is_first_of_prompt else 0) + (0 if index else kept_bytes),
         )
         async with contextlib.aclosing(_joined(forwarded, stream) if is_whole else forwarded) as chunks:
             async for raw in chunks:
