@@ -96,13 +96,15 @@ class AffinityBalancer:
         if home is not None and own is not None and _should_wait(own, query, pool, now):
             return None
         self._fair_share.update(pool, now)
+        fit = pool.find_fit(query, now)
+        loads = pool.next_loads(fit)
 
         def rank(replica: ReplicaStatus) -> tuple[float, float, str]:
             num_sessions = self.sessions.num_of(replica.replica_id)
-            load = pool.next_load(replica) + self._fair_share.excess_load(replica)
+            load = loads[replica.replica_id] + self._fair_share.excess_load(replica)
             return load, num_sessions / replica.max_running, replica.replica_id
 
-        return min(pool.find_fit(query, now), key=rank, default=None)
+        return min(fit, key=rank, default=None)
 
     def find_home(self, query: Query, pool: PoolView, now: float) -> tuple[str, bool]:
         """Return the id of the call's own replica and whether it is full; an empty id if another should take the call.
@@ -142,5 +144,7 @@ def _should_wait(own: ReplicaStatus, query: Query, pool: PoolView, now: float) -
     """Return whether the call's own replica is merely full, and no other has a free slot."""
     if pool.find_reason(own, query, now) not in _FULL:
         return False
-    least = min((pool.load(each) for each in pool.find_fit(query, now)), default=pool.load(own))
-    return pool.load(own) <= _MAX_LOAD_RATIO * least
+    fit = pool.find_fit(query, now)
+    loads = pool.loads((own, *fit))
+    own_load = loads[own.replica_id]
+    return own_load <= _MAX_LOAD_RATIO * min((loads[each.replica_id] for each in fit), default=own_load)

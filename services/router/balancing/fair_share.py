@@ -34,20 +34,20 @@ class FairShare:
         if now - self._updated_at < _STEP_S:
             return
         elapsed_s, self._updated_at = min(now - self._updated_at, _TIME_CONSTANT_S), now
-        loads = {
-            replica_id: (pool.load(replica), replica.max_running)
-            for replica_id, replica in pool.replicas.items()
-            if replica.is_open and replica.reads_prompts and not replica.is_held_out
-        }
-        num_slots = sum(slots for _, slots in loads.values())
-        mean_load = sum(load * slots for load, slots in loads.values()) / num_slots if num_slots else 0.0
+        counted = [
+            each for each in pool.replicas.values() if each.is_open and each.reads_prompts and not each.is_held_out
+        ]
+        loads = pool.loads(counted)
+        num_slots = sum(each.max_running for each in counted)
+        num_calls = sum(loads[each.replica_id] * each.max_running for each in counted)
+        mean_load = num_calls / num_slots if num_slots else 0.0
         kept = math.exp(-elapsed_s / _DECAY_S)
         excess_calls = {}
-        for replica_id, (load, slots) in loads.items():
-            most = _MAX_SHARE * slots
-            added = (load - mean_load) * slots * elapsed_s / _TIME_CONSTANT_S
-            before = self._excess_calls.get(replica_id)
-            excess_calls[replica_id] = 0.0 if before is None else min(max(kept * before + added, -most), most)
+        for each in counted:
+            most = _MAX_SHARE * each.max_running
+            added = (loads[each.replica_id] - mean_load) * each.max_running * elapsed_s / _TIME_CONSTANT_S
+            before = self._excess_calls.get(each.replica_id)
+            excess_calls[each.replica_id] = 0.0 if before is None else min(max(kept * before + added, -most), most)
         self._excess_calls = excess_calls
 
     def excess_load(self, replica: ReplicaStatus) -> float:

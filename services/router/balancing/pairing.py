@@ -4,14 +4,29 @@ The two peers of a pair have the same transfer back end, the same tensor paralle
 cache is decoded only by the weights that computed it. Invariant: partners are mutual.
 """
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
+from typing import TypeAlias
 
 from penstock.v1 import common_pb2
 from services.router.balancing.replica_status import PD_ROLES, UnroutableReason
 
 MISMATCHES = (UnroutableReason.OTHER_BACKEND, UnroutableReason.OTHER_TENSOR_PARALLEL)
 """Reasons for a missing partner that need a person to fix them; the others pass, as after a push."""
+
+_Match: TypeAlias = tuple["common_pb2.ReplicaRole.ValueType", str, int, int]
+"""Role, transfer back end, tensor parallelism and policy version of a partner."""
+_LACKS = (
+    UnroutableReason.NO_PARTNER,
+    UnroutableReason.OTHER_BACKEND,
+    UnroutableReason.OTHER_TENSOR_PARALLEL,
+    UnroutableReason.OTHER_VERSION,
+)
+"""For each part of a `_Match`: why a replica has no partner if no peer that agrees in the parts before has this one."""
+
+_PREFILL, _DECODE = PD_ROLES
+_ROLE_OF_PARTNER = {_PREFILL: _DECODE, _DECODE: _PREFILL}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,29 +40,30 @@ class Partners:
 
 
 def pair_up(leases: Iterable[common_pb2.Replica]) -> Mapping[str, Partners]:
-    """Return the partners of each replica, by its id."""
+    """Return the partners of each replica, by its id; replicas with the same partners share them."""
     replicas = list(leases)
-    peers = {role: [each for each in replicas if _is_peer(each, role)] for role in PD_ROLES}
-    prefill, decode = PD_ROLES
-    others = {prefill: peers[decode], decode: peers[prefill]}
-    return {each.replica_id: _find_partners(each, others.get(each.role)) for each in replicas}
+    peer_ids: dict[_Match, list[str]] = collections.defaultdict(list)
+    for each in replicas:
+        if each.role in _ROLE_OF_PARTNER and each.HasField("disaggregation"):
+            peer_ids[_match(each, each.role)].append(each.replica_id)
+    known = {match[:length] for match in peer_ids for length in range(1, len(match) + 1)}
+    partners = {match: Partners(replica_ids=tuple(ids)) for match, ids in peer_ids.items()}
+    found = {}
+    for each in replicas:
+        if each.role in _ROLE_OF_PARTNER:
+            wanted = _match(each, _ROLE_OF_PARTNER[each.role])
+            found[each.replica_id] = partners.get(wanted) or Partners(replica_ids=(), lack=_find_lack(wanted, known))
+        else:
+            found[each.replica_id] = Partners()
+    return found
 
 
-def _is_peer(replica: common_pb2.Replica, role: "common_pb2.ReplicaRole.ValueType") -> bool:
-    return replica.role == role and replica.HasField("disaggregation")
+def _match(replica: common_pb2.Replica, role: "common_pb2.ReplicaRole.ValueType") -> _Match:
+    """Return the match of `replica` as a peer of this role, or of the peers of this role with it."""
+    described = replica.disaggregation
+    return role, described.transfer_backend, described.tensor_parallel, replica.policy_version
 
 
-def _find_partners(replica: common_pb2.Replica, others: Sequence[common_pb2.Replica] | None) -> Partners:
-    if others is None:
-        return Partners()
-    own = replica.disaggregation
-    if not others:
-        return Partners(replica_ids=(), lack=UnroutableReason.NO_PARTNER)
-    others = [each for each in others if each.disaggregation.transfer_backend == own.transfer_backend]
-    if not others:
-        return Partners(replica_ids=(), lack=UnroutableReason.OTHER_BACKEND)
-    others = [each for each in others if each.disaggregation.tensor_parallel == own.tensor_parallel]
-    if not others:
-        return Partners(replica_ids=(), lack=UnroutableReason.OTHER_TENSOR_PARALLEL)
-    partners = tuple(each.replica_id for each in others if each.policy_version == replica.policy_version)
-    return Partners(replica_ids=partners, lack=None if partners else UnroutableReason.OTHER_VERSION)
+def _find_lack(wanted: _Match, known: Container[tuple[object, ...]]) -> UnroutableReason:
+    """Return the reason of the first part of `wanted` with which the beginning is not `known`."""
+    return next(reason for length, reason in enumerate(_LACKS, start=1) if wanted[:length] not in known)

@@ -7,7 +7,7 @@ evaluation's calls.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from penstock.v1 import common_pb2
@@ -59,7 +59,10 @@ class Query:
 
 
 class PoolView:
-    """The replicas by id, with the pairs that they form."""
+    """The replicas by id, with the pairs that they form.
+
+    Hundreds of replicas may have the same partners, which are looked at once for all of them.
+    """
 
     __slots__ = ("_with_room", "replicas")
 
@@ -78,30 +81,27 @@ class PoolView:
 
     def is_fit(self, replica: ReplicaStatus, query: Query, now: float) -> bool:
         """Return whether balancers may choose the replica: it can take the call, and so can a partner if needed."""
-        return (
-            replica.reads_prompts
-            and _is_able(replica, query, now)
-            and (replica.partner_ids is None or any(_is_able(each, query, now) for each in self._partners(replica)))
-        )
+        return bool(self._select_fit((replica,), query, now))
 
     def find_fit(self, query: Query, now: float) -> list[ReplicaStatus]:
         """Return the replicas that can take the call; if some of them take no push at the moment, only those."""
-        fit = [each for each in self._with_room.values() if self.is_fit(each, query, now)]
+        fit = self._select_fit(self._with_room.values(), query, now)
         return [each for each in fit if each.is_settled] or fit
 
     def find_partner(self, replica: ReplicaStatus, query: Query, now: float) -> ReplicaStatus | None:
         """Return the least loaded partner that can take the other part of the call; None if none can."""
-        able = (each for each in self._partners(replica) if _is_able(each, query, now))
+        able = (each for each in self._present(replica.partner_ids) if _is_able(each, query, now))
         return min(able, key=lambda each: (each.next_load, each.replica_id), default=None)
 
-    def load(self, replica: ReplicaStatus) -> float:
-        """Return calls per slot; for a pair plus the least loaded partner's load, because a call takes both slots."""
-        return replica.load + min((each.load for each in self._partners(replica)), default=0.0)
+    def loads(self, replicas: Sequence[ReplicaStatus]) -> dict[str, float]:
+        """Return each replica's calls per slot, by its id; for a pair plus the least loaded partner's load, because a
+        call takes both slots."""
+        return self._add_partners(replicas, lambda each: each.load)
 
-    def next_load(self, replica: ReplicaStatus) -> float:
-        """Return the load with one more call. Ranking without that call would fill small replicas more than large ones:
-        all are filled to the same level, and one more call is a larger share of a small one."""
-        return replica.next_load + min((each.next_load for each in self._partners(replica)), default=0.0)
+    def next_loads(self, replicas: Sequence[ReplicaStatus]) -> dict[str, float]:
+        """Return the loads with one more call. Ranking without that call would fill small replicas more than large
+        ones: all are filled to the same level, and one more call is a larger share of a small one."""
+        return self._add_partners(replicas, lambda each: each.next_load)
 
     def has_unified(self, num_tokens: int) -> bool:
         """Return whether a replica that needs no partner takes calls of so many tokens, now or later."""
@@ -116,7 +116,12 @@ class PoolView:
 
     def largest(self) -> int:
         """Return the maximum tokens of any replica or pair; `UNBOUNDED` if a lease has none, or without replicas."""
-        return max((self._size(each) for each in self.replicas.values()), default=UNBOUNDED)
+        replicas = self.replicas.values()
+        of_partners = {
+            partner_ids: max((each.max_tokens for each in self._present(partner_ids)), default=UNBOUNDED)
+            for partner_ids in {each.partner_ids for each in replicas}
+        }
+        return max((min(each.max_tokens, of_partners[each.partner_ids]) for each in replicas), default=UNBOUNDED)
 
     def find_reason(self, replica: ReplicaStatus, query: Query, now: float) -> UnroutableReason | None:
         """Return why neither the replica nor its partners can take (their part of) the call; None exactly if they can.
@@ -124,7 +129,7 @@ class PoolView:
         own = _find_own_reason(replica, query, now)
         if replica.partner_ids is None or own not in (None, UnroutableReason.FULL):
             return own
-        theirs = {_find_own_reason(each, query, now) for each in self._partners(replica)}
+        theirs = {_find_own_reason(each, query, now) for each in self._present(replica.partner_ids)}
         if None in theirs:
             return own
         if UnroutableReason.FULL in theirs:
@@ -140,14 +145,31 @@ class PoolView:
             newest_version=max((each.policy_version for each in self.replicas.values()), default=0),
         )
 
-    def _partners(self, replica: ReplicaStatus) -> Iterator[ReplicaStatus]:
-        for partner_id in replica.partner_ids or ():
+    def _select_fit(self, replicas: Iterable[ReplicaStatus], query: Query, now: float) -> list[ReplicaStatus]:
+        able = [each for each in replicas if each.reads_prompts and _is_able(each, query, now)]
+        complete = {
+            partner_ids
+            for partner_ids in {each.partner_ids for each in able}
+            if partner_ids is None or any(_is_able(each, query, now) for each in self._present(partner_ids))
+        }
+        return [each for each in able if each.partner_ids in complete]
+
+    def _add_partners(
+        self, replicas: Sequence[ReplicaStatus], load_of: Callable[[ReplicaStatus], float]
+    ) -> dict[str, float]:
+        """Return each replica's load plus the least of its partners'."""
+        least = {
+            partner_ids: min(map(load_of, self._present(partner_ids)), default=0.0)
+            for partner_ids in {each.partner_ids for each in replicas}
+        }
+        return {each.replica_id: load_of(each) + least[each.partner_ids] for each in replicas}
+
+    def _present(self, partner_ids: tuple[str, ...] | None) -> Iterator[ReplicaStatus]:
+        """Yield the partners that are in the pool."""
+        for partner_id in partner_ids or ():
             partner = self.replicas.get(partner_id)
             if partner is not None:
                 yield partner
-
-    def _size(self, replica: ReplicaStatus) -> int:
-        return min(replica.max_tokens, max((each.max_tokens for each in self._partners(replica)), default=UNBOUNDED))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,13 +33,15 @@ class PrefixBalancer:
     def choose(self, query: Query, pool: PoolView, now: float) -> ReplicaStatus | None:
         """Return the replica that gets the call; None exactly if none is fit."""
         fit = pool.find_fit(query, now)
-        least = min(fit, key=lambda each: (pool.load(each), each.replica_id), default=None)
+        loads = pool.loads(fit)
+        least = min(fit, key=lambda each: (loads[each.replica_id], each.replica_id), default=None)
         if least is None:
             return None
         for block in reversed(query.blocks):
             owner = pool.replicas.get(self._replica_of.get(block, ""))
             if owner is not None and pool.is_fit(owner, query, now):
-                is_overloaded = pool.load(owner) > self._max_load_ratio * pool.load(least) + _SLACK
+                owner_load = pool.loads((owner,))[owner.replica_id]  # it may take a push, and the others none
+                is_overloaded = owner_load > self._max_load_ratio * loads[least.replica_id] + _SLACK
                 return least if is_overloaded else owner
         return least
 

@@ -335,7 +335,7 @@ async def test_calls_that_wait_do_not_search_a_full_pool(monkeypatch: pytest.Mon
 
             return look
 
-        for owner, name in ((pool_view, "_is_able"), (PoolView, "_size"), (pool_view, "_find_own_reason")):
+        for owner, name in ((pool_view, "_is_able"), (PoolView, "_present"), (pool_view, "_find_own_reason")):
             monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
         waiting = [await waiting_for(some, sample(f"g{number}", 1)) for number in range(num)]
         assert num_looks < 10 * num, "of those that joined"

@@ -15,7 +15,8 @@ def test_affinity_prefers_ready_and_then_the_least_loaded(fleet: Fleet) -> None:
     picked = AffinityBalancer(max_sessions=1).choose(Query(), fleet.view, 0.0)
     fit = [each for each in fleet.view.replicas.values() if fleet.view.is_fit(each, Query(), 0.0)]
     if picked is not None:
-        rank = {each.replica_id: (not each.is_settled, fleet.view.next_load(each)) for each in fit}
+        loads = fleet.view.next_loads(fit)
+        rank = {each.replica_id: (not each.is_settled, loads[each.replica_id]) for each in fit}
         assert rank[picked.replica_id] == min(rank.values())
 
 

@@ -2,6 +2,7 @@
 
 import heapq
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -73,10 +74,10 @@ def test_it_matters_little_how_often_it_is_asked() -> None:
     class Watched(PoolView):
         """Notes when its replicas are looked at."""
 
-        def load(self, replica: ReplicaStatus) -> float:
-            """Its load."""
-            looks.append(now)
-            return super().load(replica)
+        def loads(self, replicas: Sequence[ReplicaStatus]) -> dict[str, float]:
+            """Their loads."""
+            looks.extend(now for _ in replicas)
+            return super().loads(replicas)
 
     seldom, often = FairShare(), FairShare()
     for tenth in range(50):

@@ -1,11 +1,24 @@
 """Which prefill and decode replicas form pairs, and which are left without a partner."""
 
-import pytest
+from collections.abc import Callable
 
-from services.router.balancing import Query, UnroutableReason, make_balancer
+import pytest
+from hypothesis import given
+
+from penstock.v1 import common_pb2
+from services.router.balancing import (
+    UNBOUNDED,
+    Partners,
+    Query,
+    ReplicaStatus,
+    UnroutableReason,
+    make_balancer,
+    pair_up,
+)
 from services.router.balancing.affinity import AffinityBalancer
 from services.router.config import Balancing
 from services.router.tuning import Tuning
+from tests.support.router.random_fleets import fleets, paired_fleets
 from tests.support.router.replica_statuses import (
     DECODE,
     DRAINING,
@@ -17,6 +30,13 @@ from tests.support.router.replica_statuses import (
     described,
     replica,
 )
+
+OTHER_ROLE = {PREFILL: DECODE, DECODE: PREFILL}
+MUST_AGREE: list[tuple[UnroutableReason, Callable[[common_pb2.Replica], object]]] = [
+    (UnroutableReason.OTHER_BACKEND, lambda each: each.disaggregation.transfer_backend),
+    (UnroutableReason.OTHER_TENSOR_PARALLEL, lambda each: each.disaggregation.tensor_parallel),
+    (UnroutableReason.OTHER_VERSION, lambda each: each.policy_version),
+]
 
 
 def peer(replica_id: str, role: int, **fields) -> Described:
@@ -62,6 +82,43 @@ def test_says_why_a_peer_answers_nothing(
                 UnroutableReason.FULL: UnroutableReason.PARTNERS_FULL,
             }
             assert theirs is unpaired.get(reason, UnroutableReason.PARTNERS_UNFIT)
+
+
+@given(fleets | paired_fleets)
+def test_partners_are_all_that_match_or_there_is_a_reason(fleet: Fleet) -> None:
+    """Replica by replica: the peers of the other role that agree in all; else the first thing in which none agrees."""
+    leases = [each.lease for each in fleet.slots.values()]
+    for own, partners in zip(leases, pair_up(leases).values(), strict=True):
+        if own.role not in OTHER_ROLE:
+            assert partners == Partners()
+            continue
+        peers = [each for each in leases if each.role == OTHER_ROLE[own.role] and each.HasField("disaggregation")]
+        lack = UnroutableReason.NO_PARTNER
+        for reason, agree in MUST_AGREE:
+            if peers:
+                peers, lack = [each for each in peers if agree(each) == agree(own)], reason
+        assert partners.replica_ids == tuple(each.replica_id for each in peers)
+        assert partners.lack is (None if peers else lack)
+
+
+@given(fleets | paired_fleets)
+def test_a_pair_is_as_busy_and_as_large_as_its_partner_allows(fleet: Fleet) -> None:
+    """Replica by replica: the least load of any partner is added, and no pair holds more than its largest partner."""
+
+    def partners(own: ReplicaStatus) -> list[ReplicaStatus]:
+        return [fleet[each] for each in own.partner_ids or ()]
+
+    statuses = list(fleet.view.replicas.values())
+    assert fleet.view.loads(statuses) == {
+        own.replica_id: own.load + min((each.load for each in partners(own)), default=0.0) for own in statuses
+    }
+    assert fleet.view.next_loads(statuses) == {
+        own.replica_id: own.next_load + min((each.next_load for each in partners(own)), default=0.0) for own in statuses
+    }
+    sizes = [
+        min(own.max_tokens, max((each.max_tokens for each in partners(own)), default=UNBOUNDED)) for own in statuses
+    ]
+    assert fleet.view.largest() == max(sizes, default=UNBOUNDED)
 
 
 def test_partners_are_found_anew_when_leases_change() -> None:
