@@ -112,8 +112,9 @@ def assign_gpus(recipe: Recipe, processes: Sequence[PlannedProcess], devices: Se
     Raises:
         ConfigError: there are too few GPUs, or engines would refuse the precision of the trainer's pushes.
     """
-    trains = any(process.service == "trainer" for process in processes)
-    if trains:
+    services = {process.service for process in processes}
+    trains = "trainer" in services
+    if services >= {"trainer", "rollout"}:  # engines that others start may be on hosts of another kind
         require_same_precision(recipe, has_gpus=len(devices) > 0)
     return plan_gpus(
         devices,

@@ -83,9 +83,9 @@ def require_room(hosts: Sequence[Host], processes: Sequence[PlannedProcess], rec
             precision of the trainer's pushes.
     """
     has_gpus = _have_gpus(hosts)
-    if any(process.service == "trainer" for process in processes):
-        require_same_precision(recipe, has_gpus=has_gpus)
     has_engines = any(process.service == "rollout" for process in processes)
+    if has_engines and any(process.service == "trainer" for process in processes):
+        require_same_precision(recipe, has_gpus=has_gpus)
     if not has_gpus and has_engines and recipe.rollout.tensor_parallel > 1:
         raise ConfigError(
             f"rollout.tensor_parallel = {recipe.rollout.tensor_parallel}, and the cluster has no GPU; set it to 1, or "

@@ -109,7 +109,7 @@ def test_no_gpu_is_given_twice(num_devices: int, num_engines: int, tensor_parall
 def test_a_precision_that_engines_do_not_take_is_refused(
     devices: list[str], settings: tuple[str, ...], held: str, pushed: str
 ) -> None:
-    """Before anything starts: every push would be refused. Engines alone may have any."""
+    """Before anything starts: every push would be refused. Engines alone may have any, and those of another host."""
     recipe = load(Recipe, [], settings)
     with pytest.raises(
         ConfigError,
@@ -118,6 +118,7 @@ def test_a_precision_that_engines_do_not_take_is_refused(
     ):
         make_plan(recipe, devices, own_bus=True)
     make_plan(recipe, devices, own_bus=True, trains=False)
+    make_plan(load(Recipe, [], (*settings, "--rollout.replicas=0")), devices, own_bus=True)
 
 
 @pytest.mark.parametrize("devices", [[], EIGHT])
