@@ -162,7 +162,8 @@ async def test_the_deadline_of_a_stream_kills_what_runs_for_it() -> None:
 
 def rpc_error(details: str) -> grpc.aio.AioRpcError:
     """The error of another call, which the caller's items make."""
-    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+    none = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, details=details, debug_error_string="")
 
 
 @pytest.mark.parametrize("error", [LookupError, asyncio.InvalidStateError, rpc_error])
