@@ -15,6 +15,7 @@ from services.reward.isolation.tasks import Task, WorkerReply, WorkerRequest
 
 _MAX_REPLY_BYTES = 2**20
 """Maximum size of a reply. Honest replies are a few kilobytes, and a worker must not fill the server's memory."""
+_LOWEST_PRIORITY = 19
 
 
 class WorkerProcess:
@@ -78,13 +79,14 @@ class WorkerProcess:
             return self._cpu_before_s
 
     def demote(self) -> None:
-        """Give it a tenth of the others' share of a busy core; the second time, only idle time."""
+        """Give it a tenth of the others' share of a busy core; the second time, the least share there is.
+
+        It never gets idle cores only: on a machine that is busy for long, its item would not end before its deadline.
+        """
         self.num_demotions += 1
+        priority = os.getpriority(os.PRIO_PROCESS, 0) + 10 if self.num_demotions == 1 else _LOWEST_PRIORITY
         with contextlib.suppress(OSError):  # it may be gone, and a refusal by the kernel is not worth an error
-            if self.num_demotions == 1:
-                os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0) + 10)
-            else:
-                os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, self.pid, priority)
 
     def kill(self) -> None:
         """Kill it, whatever it is doing."""

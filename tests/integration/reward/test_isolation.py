@@ -129,9 +129,19 @@ async def test_only_so_many_items_are_in_overtime() -> None:
 
 
 async def test_a_slow_item_gets_its_verdict(pool: WorkerPool) -> None:
-    """Overtime costs it its turn and its priority, not its verdict. Demoted twice, it waits for an idle core."""
-    replies = await _all(pool, _bad("busy 0.5"), _EASY, _bad("busy 0.5"), deadline_s=HANG_S)
-    assert [reply.credit for reply in replies] == [1.0, 1.0, 1.0]
+    """Overtime costs it its turn and its priority, not its verdict."""
+    replies = await _all(pool, _bad("busy 0.4"), _EASY, _bad("busy 0.4"), deadline_s=HANG_S)
+    assert [(reply.status, reply.credit) for reply in replies] == [(Status.OK, 1.0)] * 3
+
+
+async def test_a_demoted_item_keeps_a_share_of_a_busy_core() -> None:
+    """Its priority is the lowest that others cannot starve: idle cores may not come before its deadline."""
+    async with _running(num_workers=1) as pool:
+        spinning = asyncio.create_task(pool.run(_bad("spin"), 600.0))
+        await until(lambda: 19 in {os.getpriority(os.PRIO_PROCESS, pid) for pid in pool.worker_pids})
+        assert {os.sched_getscheduler(pid) for pid in pool.worker_pids} == {os.SCHED_OTHER}
+        spinning.cancel()
+        await asyncio.gather(spinning, return_exceptions=True)
 
 
 @pytest.mark.parametrize("max_overtime", [0, 8])
