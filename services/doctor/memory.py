@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from penstock.model.precision import resolve_dtype
 from services.doctor.finding import Finding, fault, gib, ok, warning
 from services.doctor.gpu import GpuFacts
 from services.launch.gpu_plan import TRAINER, GpuPlan
@@ -100,7 +101,7 @@ def _trainer(size: ModelSize, recipe: Recipe, *, room: float, is_shared: bool, i
     offloads, ranks = recipe.trainer.optimizer.offload, recipe.trainer.ranks
     if offloads and ranks > 1:
         return ok("trainer's GPU", f"weights of {ranks} ranks are in the host's memory, but for those of a few layers")
-    copied = _DTYPE_BYTES.get(recipe.trainer.dtype, 2)
+    copied = _DTYPE_BYTES[resolve_dtype(recipe.trainer.dtype, on_gpu=True)]
     has_adapters = recipe.trainer.lora.rank > 0
     has_copy = not recipe.trainer.keeps_copies_on_host and not is_sft
     num_shards = recipe.trainer.num_shards

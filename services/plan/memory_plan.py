@@ -105,11 +105,12 @@ def _plan(
 
 
 def _assign_gpus(recipe: Recipe, gpus: Gpus) -> GpuPlan:
-    trainer = recipe.trainer
-    if trainer.device == "cpu" or trainer.dtype == "float32":
+    trainer, rollout = recipe.trainer, recipe.rollout
+    if trainer.device == "cpu" or "float32" in (trainer.dtype, rollout.dtype):
         raise ConfigError(
-            f"trainer.device = {trainer.device!r} and trainer.dtype = {trainer.dtype!r} are not planned, "
-            "only bfloat16 on GPUs is; give --trainer.device=auto --trainer.dtype=auto to plan that"
+            f"trainer.device = {trainer.device!r}, trainer.dtype = {trainer.dtype!r} and rollout.dtype = "
+            f"{rollout.dtype!r} are not planned, only bfloat16 on GPUs is; give --trainer.device=auto "
+            "--trainer.dtype=auto --rollout.dtype=auto to plan that"
         )
     if trainer.lora.rank:
         raise ConfigError(
@@ -136,10 +137,9 @@ def _room(recipe: Recipe, gpus: Gpus, placed: GpuPlan, num_engines: int) -> int:
 
 def _engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> ProcessPlan:
     rollout = recipe.rollout
-    size = _FLOAT32 if rollout.dtype == "float32" else _BFLOAT16  # auto also rounds a checkpoint in float32
-    weights = size * shape.num_parameters // rollout.tensor_parallel
+    weights = _BFLOAT16 * shape.num_parameters // rollout.tensor_parallel
     heads = shape.text.num_key_value_heads
-    per_token = size * shape.kv_values // heads * math.ceil(heads / rollout.tensor_parallel)
+    per_token = _BFLOAT16 * shape.kv_values // heads * math.ceil(heads / rollout.tensor_parallel)
     room = int(rollout.gpu_memory_fraction * gpus.total_bytes)
     num_tokens = max(0, room - weights) // per_token
     longest, is_bound = longest_sample(recipe)
@@ -164,8 +164,7 @@ def _engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> Pro
 def _of_engines_push(shape: ModelShape, recipe: Recipe, gpus: Gpus) -> str:
     """Describe the memory that a push takes of the part that an engine leaves free on each of its several GPUs."""
     rollout = recipe.rollout
-    size = _FLOAT32 if rollout.dtype == "float32" else _BFLOAT16
-    largest = size * max(size for _, size in shape.sizes)
+    largest = _BFLOAT16 * max(size for _, size in shape.sizes)
     taken = (2 + 1 / rollout.tensor_parallel) * largest / GIB  # the largest whole, plus all its shards
     free = (1 - rollout.gpu_memory_fraction) * gpus.total_bytes / GIB
     return f"a push takes {taken:,.1f} GiB of the {free:,.1f} that rollout.gpu_memory_fraction leaves"
