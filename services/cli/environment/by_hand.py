@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.environments import AssistantTurn, EnvironmentFactory, Observation, Task
 from penstock.errors import SetupError
 from penstock.records import ImagePart, Message, ToolCall
+from services.cli.environment.grading import NotedGrade
 
 _END_OF_TURN = "."
 _SUFFIXES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"RIFF": "webp", b"GIF8": "gif"}
@@ -22,9 +23,10 @@ def play(task: Task, factory: EnvironmentFactory, runner: asyncio.Runner, *, pic
         PenstockError: the environment raised it, or the reward service refuses to grade the last turn.
     """
     table = _Table(pictures)
+    noted = NotedGrade(task)
     environment = factory()
     try:
-        table.show(runner.run(environment.reset(task)))
+        table.show(runner.run(environment.reset(noted.task)))
         rewards: list[float] = []
         num_turns, last_turn = 0, ""
         while task.max_turns is None or num_turns < task.max_turns:
@@ -39,6 +41,9 @@ def play(task: Task, factory: EnvironmentFactory, runner: asyncio.Runner, *, pic
                 f"{result.kind or 'step'}: reward {_number(result.reward)}"
                 + "".join(f", {name} {value:g}" for name, value in result.metrics.items())
             )
+            if (unjudged := noted.take_unjudged()) and result.reward is not None:
+                table.say(f"the episode ended, unjudged: the reward may rest on an answer that was not ({unjudged})")
+                return 0
             if result.observation is None:
                 ending = f"the episode ended{' (cut short)' if result.truncated else ''}"
                 break

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.environments import AssistantTurn, EnvironmentFactory, StepResult
 from penstock.errors import DataError, InvalidRequestError, PenstockError
 from penstock.records import Message, TextPart
-from services.cli.environment.grading import Grading
+from services.cli.environment.grading import Grading, NotedGrade
 from services.cli.environment.tasks import Subject
 from services.cli.json_lines import MAX_LINE_BYTES, encode, read_golds, read_id, read_object, read_text, shown
 
@@ -107,14 +107,17 @@ async def _play(
     script: Script, factory: EnvironmentFactory, graders: Grading, timeout_s: float
 ) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
+    noted = NotedGrade(script.subject.to_task(graders, profile=None, max_turns=script.max_turns))
     environment = factory()
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
             try:
-                await environment.reset(script.subject.to_task(graders, profile=None, max_turns=script.max_turns))
+                await environment.reset(noted.task)
                 for response in script.responses[: script.max_turns]:
                     result = await environment.step(AssistantTurn.parse(response))
+                    if (unjudged := noted.take_unjudged()) and result.reward is not None:
+                        raise PenstockError(f"a reward may rest on an answer that was not judged: {unjudged}")
                     steps.append(_shown_step(result))
                     if result.observation is None:
                         break

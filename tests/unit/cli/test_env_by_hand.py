@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.environments import AssistantTurn, EnvironmentFactory, Observation, StepResult
+from penstock.environments import AssistantTurn, EnvironmentFactory, Observation, StepResult, Task
 from penstock.records import Message, TextPart, Verdict
 from services.cli.environment.by_hand import play
 from services.rollout.worker.environments.calculator import Calculator
@@ -28,6 +28,17 @@ class Unmoved(SingleTurn):
 
     async def step(self, turn: AssistantTurn) -> StepResult:
         return StepResult(observation=None, reward=0.0)
+
+
+class Trusting(SingleTurn):
+    """Takes the score of any verdict for its reward."""
+
+    async def reset(self, task: Task) -> Observation:
+        self._task = task
+        return await super().reset(task)
+
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        return StepResult(observation=None, reward=(await self._task.grade(turn.text)).score)
 
 
 @pytest.fixture
@@ -82,6 +93,16 @@ def test_without_a_reward_the_last_turn_is_graded(
 def test_a_step_with_a_reward_decides(last_line: Any) -> None:
     """Nobody is asked, not even where the reward is 0."""
     assert last_line(Unmoved, "It is 12.", golds=("12",)) == "--- the episode ended; reward in all 0"
+
+
+def test_a_reward_of_an_answer_that_was_not_judged_is_none(last_line: Any) -> None:
+    """As in training: the service's limit is not shown as a wrong answer."""
+
+    async def grade(text: str) -> Verdict:
+        return Verdict(score=0.0, status="TIMEOUT", extracted="", method="EXACT")
+
+    said = last_line(Trusting, "It is 12.", golds=("12",), grade=grade)
+    assert said == "--- the episode ended, unjudged: the reward may rest on an answer that was not (verdict TIMEOUT)"
 
 
 def test_without_a_gold_answer_the_command_asks_for_one(last_line: Any) -> None:

@@ -3,14 +3,15 @@
 import asyncio
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.environments import AssistantTurn, Observation, StepResult, Task
-from penstock.errors import DataError
-from penstock.records import Message, TextPart
+from penstock.environments import AssistantTurn, Grade, Observation, StepResult, Task
+from penstock.errors import DataError, PenstockError
+from penstock.records import Message, TextPart, Verdict
 from services.cli.environment.grading import Grading
 from services.cli.environment.lines import Script, parse, play
 
@@ -59,9 +60,10 @@ def test_what_a_line_leaves_out_is_as_the_command_says() -> None:
 
 
 class Endless:
-    """Goes on whatever the policy says; "slow" is never answered, "fail" is an error of its own."""
+    """Goes on whatever the policy says; "slow" is never answered, "fail" is an error of its own, "grade" is graded."""
 
     async def reset(self, task: Task) -> Observation:
+        self._task = task
         return Observation(messages=task.messages)
 
     async def step(self, turn: AssistantTurn) -> StepResult:
@@ -69,13 +71,25 @@ class Endless:
             await asyncio.Event().wait()
         if turn.text == "fail":
             raise TimeoutError("the board does not answer")
+        if turn.text == "grade":
+            return StepResult(observation=None, reward=(await self._task.grade(turn.text)).score)
         return StepResult(observation=Observation(messages=(Message(role="user", parts=(TextPart(text="Go on."),)),)))
 
     async def close(self) -> None: ...
 
 
+class Overtaxed(Grading):
+    """Has no time to judge."""
+
+    def grade(self, golds: Sequence[str], profile: str) -> Grade:
+        async def grade(text: str) -> Verdict:
+            return Verdict(score=0.0, status="TIMEOUT", extracted="", method="EXACT")
+
+        return grade
+
+
 def play_line(folder: Path, *, timeout_s: float = 600.0, **fields: Any) -> None:
-    """Play one line with `Endless`, whose answers nobody grades."""
+    """Play one line with `Endless`, whose answers nobody judges."""
     file = folder / "turns.jsonl"
     file.write_text(json.dumps({**GOOD, **fields}))
 
@@ -83,7 +97,7 @@ def play_line(folder: Path, *, timeout_s: float = 600.0, **fields: Any) -> None:
         raise AssertionError
 
     with asyncio.Runner() as runner:
-        play(file, Endless, Grading(no_service), runner, profile="math", max_turns=None, timeout_s=timeout_s)
+        play(file, Endless, Overtaxed(no_service), runner, profile="math", max_turns=None, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(("max_turns", "num_played"), [(2, 2), (5, 3), (None, 3)])
@@ -105,3 +119,9 @@ def test_an_environments_own_time_out_is_told_as_its_error(tmp_path: Path) -> No
     """It is not the limit of the line, which a person would raise in vain."""
     with pytest.raises(TimeoutError, match="the board does not answer"):
         play_line(tmp_path, responses=["fail"])
+
+
+def test_a_reward_of_an_answer_that_was_not_judged_is_no_score(tmp_path: Path) -> None:
+    """As in training, where it leaves the sample unjudged."""
+    with pytest.raises(PenstockError, match=r"turns\.jsonl:1: a reward may rest on an answer that was not judged"):
+        play_line(tmp_path, responses=["grade"])

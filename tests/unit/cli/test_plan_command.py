@@ -85,8 +85,8 @@ def test_nothing_helps(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--gpus=8",), "--gpus '8' is not like 8x80"),
         (("--gpus=1x80", "--rollout.replicas=2"), "rollout.gpu_memory_fraction = "),
-        (("--trainer.device=cpu",), "trainer.device = 'cpu', trainer.dtype = 'auto' and rollout.dtype = 'auto' are not"),
-        (("--trainer.dtype=float32", "--rollout.dtype=float32"), "trainer.device = 'auto', trainer.dtype = 'float32' an"),
+        (("--trainer.device=cpu",), "trainer.device = 'cpu', trainer.dtype = 'auto' and rollout.dtype = 'auto'"),
+        (("--trainer.dtype=float32", "--rollout.dtype=float32"), "trainer.device = 'auto', trainer.dtype = 'float32'"),
     ],
 )
 def test_mistakes(arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]) -> None:
