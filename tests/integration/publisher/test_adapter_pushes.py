@@ -16,7 +16,7 @@ from services.rollout.testing.simulated_replica import SHAPES, SimulatedReplica,
 from services.trainer.weight_sync.publisher import WeightPublisher
 from tests.integration.publisher.test_held_out import hold_out_of, until_known
 from tests.support.waiting import promptly, until
-from tests.support.weights.publishing import kept_current, publishing, replicas_of, snapshot
+from tests.support.weights.publishing import kept_current, lose, publishing, replicas_of, snapshot
 
 pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
 
@@ -145,7 +145,7 @@ async def test_a_replica_is_held_out_at_a_version_of_adapters(bus: Bus, tmp_path
         await until_known(publisher, 1)
         assert await promptly(publisher.hold_out(await hold_out_of(bus, tmp_path, taken)))
         assert await publish(publisher, 2, adapters_of(2)) == (2, 0)
-        first.kill()
+        await lose(bus, first)
         await until_ready(second, 1)
         await publisher.release_held_out()
         await until_ready(second, 2)

@@ -18,6 +18,7 @@ from tests.support.waiting import promptly, until
 from tests.support.weights.publishing import (
     assert_serving,
     kept_current,
+    lose,
     publishing,
     replicas_of,
     snapshot,
@@ -89,7 +90,7 @@ async def test_one_that_dies_is_replaced_by_one_with_newer_weights(
         await publisher.publish(snapshot(2, shared=shared))
         if load != "disk":
             await second.set_faults(PrepareWeights=Fault("refuse"))  # it does not see the trainer's folder
-        first.kill()
+        await lose(bus, first)
         await until_serving(second, 1)
         assert hold_out.replica_ids == {second.replica_id}
         assert (await second.report()).loads[-1] == load
@@ -128,7 +129,7 @@ async def test_a_trainer_that_starts_again_pushes_no_more_to_what_was_held_out(b
             await publisher.publish(snapshot(5, shared=True))
             await assert_serving(first, 1)
             await assert_serving(second, 5)
-            first.kill()
+            await lose(bus, first)
             await until_serving(second, 1)
 
 
@@ -144,7 +145,7 @@ async def test_the_end_of_an_evaluation_ends_the_replacement_of_replicas(bus: Bu
         assert hold_out is not None
         await publisher.publish(snapshot(2, shared=True))
         async with publisher._lock:  # as a publication has it
-            first.kill()
+            await lose(bus, first)
             await until_seen(publisher, lambda leases: first.replica_id not in leases)
             looking = asyncio.create_task(publisher.keep_current())
             if look == "waits for the lock":

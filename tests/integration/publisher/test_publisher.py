@@ -16,6 +16,7 @@ from tests.support.weights.publishing import (
     assert_serving,
     digests,
     kept_current,
+    lose,
     publishing,
     replicas_of,
     snapshot,
@@ -59,6 +60,7 @@ async def test_the_group_is_kept_while_membership_stays(bus: Bus) -> None:
                 assert said.digests == digests(4)
             assert len((await first.report()).groups) == 2
             assert (await first.report()).groups[-1] == (await third.report()).groups[-1]
+            await lose(bus, third)
         await until_seen(publisher, lambda values: "engine-9" not in values)
         assert (await publisher.publish(snapshot(5))).num_replicas == 2
         assert len(set((await first.report()).groups)) == 3
@@ -173,7 +175,7 @@ def test_a_loop_that_is_cancelled_in_a_rendezvous_ends(nats_url: str, run_name: 
     from penstock.config import BusConfig
 
     async def play() -> None:
-        async with connect(BusConfig(url=nats_url, lease_ttl_s=1.0), run=run_name) as bus:
+        async with connect(BusConfig(url=nats_url, lease_ttl_s=60.0), run=run_name) as bus:
             async with simulated_replica(bus, join=Fault("hang")) as replica, publishing(bus) as publisher:
                 task = asyncio.create_task(publisher.publish(snapshot(1)))
                 await until_reached(replica, "join", 0)

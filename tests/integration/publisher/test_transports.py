@@ -23,6 +23,7 @@ from services.trainer.weight_sync.transports import delta
 from tests.support.waiting import until
 from tests.support.weights.publishing import (
     assert_serving,
+    deadlines,
     digests,
     kept_current,
     publishing,
@@ -35,7 +36,14 @@ from tests.support.weights.publishing import (
 pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
 
 DEADLINE_S = 3.0
-"""Where a test makes a replica hang."""
+"""Of the stage at which a test makes a replica hang."""
+STAGES = {
+    "PrepareWeights": "prepare_s",
+    "PauseGeneration": "pause_s",
+    "ResumeGeneration": "control_s",
+    "bucket": "transfer_s",
+}
+"""Whose deadline ends a hang at that point."""
 
 
 async def test_replicas_read_weight_files(bus: Bus, tmp_path: Path) -> None:
@@ -159,13 +167,14 @@ async def test_an_unusable_delta_is_replaced(bus: Bus, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("action", ["die", "hang", "refuse"])
 async def test_a_replica_that_fails_its_upload_costs_the_others_nothing(bus: Bus, action: Action) -> None:
     """They have not paused for it; it had not either, and is brought there when it is well."""
-    deadlines = {"transfer_timeout_s": DEADLINE_S} if action == "hang" else {}
+    hung = {"upload_s": 2 * DEADLINE_S} if action == "hang" else {}  # the other one must keep it
     async with (
         replicas_of(bus, 1) as (first,),
         simulated_replica(bus, replica_id="engine-0-odd", SendWeights=Fault(action)) as second,
-        publishing(bus, transport="delta", **deadlines) as publisher,
+        publishing(bus, transport="delta") as publisher,
     ):
-        report = await publisher.publish(snapshot(1))
+        with deadlines(publisher, **hung):
+            report = await publisher.publish(snapshot(1))
         assert (report.num_replicas, report.num_failed) == (1, 1)
         said = await first.report()
         assert (said.version, said.num_paused) == (1, 1)
@@ -250,10 +259,11 @@ async def test_a_transport_is_given_up_only_for_its_own_failures(
     bus: Bus, point: str, action: Action, transport: str
 ) -> None:
     """A replica that is slow to pause or resume copies from memory again; one that cannot copy gets a broadcast."""
-    deadlines = {"stage_timeout_s": DEADLINE_S, "transfer_timeout_s": DEADLINE_S} if action == "hang" else {}
-    async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="shared_memory", **deadlines) as publisher:
+    hung = {STAGES[point]: DEADLINE_S} if action == "hang" else {}
+    async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="shared_memory") as publisher:
         await replica.set_faults(**{point: Fault(action)})
-        await publisher.publish(snapshot(1, shared=True))
+        with deadlines(publisher, **hung):
+            await publisher.publish(snapshot(1, shared=True))
         async with kept_current(publisher):
             await until_serving(replica, 1)
             assert (await publisher.publish(snapshot(2, shared=True))).num_failed == 0

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import unittest.mock
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.support.waiting import HANG_S, promptly, until
 
 NEVER_S = 70.0
 """Longer than `HANG_S`: what waits for it fails its test. A push adds up eight; an engine allows 600 s in all."""
+_FIXED_DEADLINES = ("deadlines.CONTROL_S", "rolling_push.CANCEL_NOTICE_S", "collective_push.CANCEL_NOTICE_S")
 CONFIG = WeightSyncConfig(
     transport="broadcast",
     bucket_bytes=8192,
@@ -60,21 +62,32 @@ async def publishing(
     bus: Bus, *, host: str = "127.0.0.1", files_dir: Path | None = None, retry_after_s: float = 0.5, **settings: Any
 ) -> AsyncIterator[WeightPublisher]:
     """A publisher whose replicas' leases are as they are now; deadlines that `settings` do not name never pass."""
-    async with watching(bus) as watch:
-        config = CONFIG.model_copy(update=settings)
-        with unittest.mock.patch("services.trainer.weight_sync.deadlines.CONTROL_S", NEVER_S):
-            publisher = WeightPublisher(
-                config=config,
-                host=host,
-                replicas=watch,
-                backend="gloo",
-                files=WeightFileStore(files_dir),
-                failed_replicas=FailedReplicas(retry_after_s),
-            )
+    async with watching(bus) as watch, contextlib.AsyncExitStack() as patched:
+        for name in _FIXED_DEADLINES:
+            patched.enter_context(unittest.mock.patch(f"services.trainer.weight_sync.{name}", NEVER_S))
+        publisher = WeightPublisher(
+            config=CONFIG.model_copy(update=settings),
+            host=host,
+            replicas=watch,
+            backend="gloo",
+            files=WeightFileStore(files_dir),
+            failed_replicas=FailedReplicas(retry_after_s),
+        )
         try:
             yield publisher
         finally:
             await promptly(publisher.close())
+
+
+@contextmanager
+def deadlines(publisher: WeightPublisher, **seconds: float) -> Iterator[None]:
+    """Pushes that begin during the context have these deadlines (`PushDeadlines`); the others are as before."""
+    before = publisher._deadlines
+    publisher._deadlines = dataclasses.replace(before, **seconds)
+    try:
+        yield
+    finally:
+        publisher._deadlines = before
 
 
 @asynccontextmanager
@@ -95,6 +108,12 @@ async def replicas_of(bus: Bus, num: int) -> AsyncIterator[list[SimulatedReplica
     async with contextlib.AsyncExitStack() as stack:
         names = [f"engine-{index}" for index in range(num)]
         yield [await stack.enter_async_context(simulated_replica(bus, replica_id=name)) for name in names]
+
+
+async def lose(bus: Bus, replica: SimulatedReplica) -> None:
+    """kill -9, and the end of its lease, which lapses much later."""
+    replica.kill()
+    await (await bus.bucket("replicas", ttl_s=bus.config.lease_ttl_s)).delete(replica.replica_id)
 
 
 async def assert_serving(replica: SimulatedReplica, version: int) -> None:
