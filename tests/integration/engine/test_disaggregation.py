@@ -379,7 +379,7 @@ async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_wel
         await pair.play(turns[-1])
 
     traffic = Traffic(play_another, 8)
-    await until(lambda: sum(each.num_tokens > 0 for each in turns) >= 4)
+    await until(lambda: sum(each.num_tokens > 0 and not each.is_finished for each in turns) >= 4)
     traffic.stop()
     await pair.decode.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=0.0), timeout=20)
     ends = zip(await asyncio.gather(*traffic.calls, return_exceptions=True), turns, strict=True)

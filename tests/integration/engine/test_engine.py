@@ -18,6 +18,7 @@ from tests.support.engine.reference import (
     TOLERANCE,
     VIDEO_ID,
     Reference,
+    assert_freed,
     long_request,
     picture,
     prompt,
@@ -181,12 +182,12 @@ async def test_cancellation_aborts_in_the_engine(engine: EngineProcess) -> None:
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    await until_replica(engine, lambda replica: replica.num_running == replica.num_queued == 0, timeout_s=3.0)
+    await assert_freed(engine)
     late = [asyncio.ensure_future(engine.generation.Generate(long_request(), timeout=0.3)) for _ in range(16)]
     results = await asyncio.gather(*late, return_exceptions=True)
     codes = {result.code() for result in results if isinstance(result, grpc.aio.AioRpcError)}
     assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
-    await until_replica(engine, lambda replica: replica.num_running == replica.num_queued == 0, timeout_s=3.0)
+    await assert_freed(engine)
 
 
 async def test_a_full_queue_refuses(engine: EngineProcess) -> None:

@@ -75,10 +75,10 @@ def _segments(*pids: int) -> set[Path]:
 
 
 async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
-    """The lease tells of the engine. On SIGTERM requests may finish, new ones are refused, what lasts longer than
-    grace_s is handed over, and nothing is left."""
+    """The lease tells of the engine. On SIGTERM requests may finish, new ones are refused, what outlasts the
+    grace is handed over, and nothing is left."""
     async with (
-        engine_process(tiny_model_path, nats_url, tmp_path, grace_s=6.0) as engine,
+        engine_process(tiny_model_path, nats_url, tmp_path, grace_s=2 * HANG_S) as engine,
         GenerateClient((await engine.replica()).address) as client,
         connect(BusConfig(url=nats_url), run=tmp_path.name) as bus,
         watched(await bus.bucket("replicas", ttl_s=LEASE_TTL_S), ttl_s=LEASE_TTL_S) as watch,
@@ -104,6 +104,7 @@ async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Pa
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _until_refused(engine)
         assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        await engine.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=0.0), timeout=60)
         handed_over = await asyncio.gather(*plays, return_exceptions=True)
         assert {type(each) for each in handed_over} == {NotReadyError}
         assert await promptly(engine.process.wait()) == 0
@@ -284,7 +285,7 @@ async def test_a_scheduler_that_comes_back_and_one_that_hangs(
     next push at once. A scheduler that answers nothing any more ends the engine: its calls fail, exit code 1, no lease
     left."""
     (tmp_path / "sitecustomize.py").write_text(_IMPATIENT)
-    settings = {"weight_sync": {"stage_timeout_s": 3.0}}
+    settings = {"weight_sync": {"stage_timeout_s": 10.0}}
     environment = {"PYTHONPATH": str(tmp_path)}
     async with (
         engine_process(tiny_model_path, nats_url, tmp_path, environment=environment, trainer=settings) as engine,

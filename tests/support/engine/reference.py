@@ -207,6 +207,16 @@ def long_request() -> generate_pb2.GenerateRequest:
     return request([3, 4, 5], max_new_tokens=900)
 
 
+async def assert_freed(engine: EngineProcess) -> None:
+    """Calls that had hundreds of tokens to go are gone while another makes a hundred: each step makes one for all."""
+    made = request([3, 4, 5], max_new_tokens=100)
+    made.sampling.ignore_end = True
+    await engine.generation.Generate(made, timeout=HANG_S)
+    replica = await engine.replica()
+    assert replica.num_running + replica.num_queued <= 1, "more than the one that has just ended"
+    await until_replica(engine, lambda replica: replica.num_running == replica.num_queued == 0)
+
+
 async def until_replica(engine: EngineProcess, wanted: Any, timeout_s: float = HANG_S) -> common_pb2.Replica:
     """The replica as soon as it is as `wanted`."""
     replica = common_pb2.Replica()

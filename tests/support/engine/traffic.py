@@ -20,10 +20,18 @@ class Traffic(Generic[T]):
             self._start()
 
     async def under_way(self) -> None:
-        """Return when half as many calls have ended as run at a time: some end at their first token, but few."""
-        while len(self.calls) < self._num + self._num // 2:
+        """Return when a call that followed another has ended and a third of those that run began before it.
+
+        They have run for all its life. Calls that only follow what ended while nobody looked have just begun.
+        """
+        while self._num_in_their_middle() < self._num / 3:
             running = [call for call in self.calls if not call.done()]
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0.01)  # within which other ends that have arrived are seen
+
+    def _num_in_their_middle(self) -> int:
+        last = max((number for number, call in enumerate(self.calls) if call.done()), default=0)
+        return sum(not call.done() for call in self.calls[:last]) if last >= self._num else 0
 
     def stop(self) -> None:
         """Begin no further call."""

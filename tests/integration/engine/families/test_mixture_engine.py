@@ -172,7 +172,7 @@ async def test_a_turn_that_spans_a_push_has_the_experts_of_the_weights_that_ende
         return await mixture_engine.generation.Generate(asked, timeout=60)
 
     traffic = Traffic(play, 4)
-    await traffic.under_way()  # two of different lengths have ended, so the other two are in their middle
+    await traffic.under_way()  # of four lengths, so that not all end at once
     await push.pause()
     traffic.stop()
     await push.deliver()

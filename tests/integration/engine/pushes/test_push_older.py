@@ -11,6 +11,7 @@ from penstock.v1 import rollout_pb2
 from services.rollout.testing.engine_process import EngineProcess
 from tests.support.engine.push import Push
 from tests.support.engine.reference import TOLERANCE, Reference, prompt, request, until_replica
+from tests.support.engine.traffic import Traffic
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous")]
 
@@ -31,16 +32,18 @@ async def test_an_older_version_ends_what_runs_and_serves_as_it_did(
         await Push(engine, newer.weights, version + 1).complete()
         wanted = request(ids, max_new_tokens=900)
         wanted.min_policy_version = version + 1
-        calls = [asyncio.ensure_future(engine.generation.Generate(wanted, timeout=120)) for _ in range(8)]
-        await until_replica(engine, lambda replica: replica.num_running >= 4)
+        wanted.sampling.ignore_end = True
         push = Push(engine, current.weights, version, mode=mode, replaces_newer=True)
         await push.prepare()
+        traffic = Traffic(lambda _: engine.generation.Generate(wanted, timeout=120), 8)
+        await until_replica(engine, lambda replica: replica.num_running >= 4)
         await push.pause()
+        traffic.stop()
         late = asyncio.ensure_future(engine.generation.Generate(wanted, timeout=120))
         for stage in (push.transfer, push.verify, push.commit, push.resume):
             await stage()
         await asyncio.to_thread(push.group.close)
-        ends = await asyncio.gather(*calls, late, return_exceptions=True)
+        ends = await asyncio.gather(*traffic.calls, late, return_exceptions=True)
         failed = [end for end in ends if isinstance(end, grpc.aio.AioRpcError)]
         assert len(failed) >= 2, "too few were running to show anything"
         assert {end.code() for end in failed} <= {
