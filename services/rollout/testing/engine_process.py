@@ -145,6 +145,7 @@ async def engine_process(
     environment: Mapping[str, str] = MappingProxyType({}),
     run: str = "",
     grace_s: float = 5.0,
+    lease_ttl_s: float = 5.0,
     trainer: Mapping[str, object] = MappingProxyType({}),
     **rollout: object,
 ) -> AsyncIterator[EngineProcess]:
@@ -157,6 +158,7 @@ async def engine_process(
         environment: Additional variables; with any, it is not forked.
         run: Name of its run; by default the folder's.
         grace_s: `run.grace_s`, in seconds.
+        lease_ttl_s: `bus.lease_ttl_s`, in seconds.
         trainer: Settings of the section `trainer` that engines follow.
         rollout: Settings of the section `rollout`.
     """
@@ -164,7 +166,7 @@ async def engine_process(
     settings = tomli_w.dumps({"rollout": rollout, "trainer": dict(trainer)})
     recipe.write_text(
         f'[run]\nname = "{run or folder.name}"\ngrace_s = {grace_s}\n'
-        f'[bus]\nurl = "{nats_url}"\n[model]\npath = "{model_path}"\n'
+        f'[bus]\nurl = "{nats_url}"\nlease_ttl_s = {lease_ttl_s}\n[model]\npath = "{model_path}"\n'
         f'[log]\nformat = "json"\nlevel = "debug"\n{settings}'
     )
     log.write_bytes(b"")

@@ -7,11 +7,18 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.clients import GenerateClient
+from penstock.config import BusConfig
 from penstock.testing.paced_engine import Pace, PacedEngine, PausableClock
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.testing.weight_reader import WeightReader
 from tests.support.waiting import HANG_S
 from tests.support.weights.publishing import publishing, snapshot
+
+
+@pytest.fixture
+def bus_config(nats_url: str) -> BusConfig:
+    """Leases that do not lapse while the machine is busy."""
+    return BusConfig(url=nats_url, lease_ttl_s=30.0, ack_wait_s=1.0)
 
 
 def _engine(bus: Bus, *, num_tokens: int = 1, **settings: Any) -> PacedEngine:

@@ -66,7 +66,7 @@ async def test_engines_that_join_late(
         stack.push_async_callback(publisher.close)
         return publisher
 
-    bus_config = BusConfig(url=nats_url)
+    bus_config = BusConfig(url=nats_url, lease_ttl_s=30.0)  # it does not lapse while the machine is busy
     async with connect(bus_config, run=tmp_path.name) as bus, contextlib.AsyncExitStack() as stack:
         bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
         watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
@@ -75,7 +75,7 @@ async def test_engines_that_join_late(
         await publisher.publish(publisher.take(7, NamedWeights.of(policies[7].weights)))
         keeping = asyncio.create_task(publisher.keep_current())
         try:
-            settings = {"max_running": 8, "context_length": 512, "grace_s": 1.0}
+            settings = {"max_running": 8, "context_length": 512, "grace_s": 1.0, "lease_ttl_s": bus_config.lease_ttl_s}
             engines = []
             for num_ranks in (1, 2):
                 folder = tmp_path / f"of-{num_ranks}"
