@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ from PIL import Image
 from penstock.bus.connection import connect
 from penstock.clients import RouterClient, TrainerClient
 from penstock.config import SecurityConfig, load
-from penstock.errors import AccessError, UnavailableError
+from penstock.errors import AccessError, DeadlineError, UnavailableError
 from penstock.records import Sample
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
@@ -35,10 +36,12 @@ from services.view.trace_reader import Span, TraceReader
 from tests.support.certificates import make_certificates, security_of
 from tests.support.perfetto import find_faults
 from tests.support.strangers import TOKEN, WRONG, assert_rpc_is_closed
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 from tests.support.worker import second_picture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+T = TypeVar("T")
 
 NUM_STEPS, GROUPS_PER_STEP = 4, 4
 AGENT = "retry"
@@ -64,6 +67,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainPr
         "data.environment_column": "environment",
         f"worker.agents.{AGENT}.function": "examples.agent.retry_agent:play",
         f"worker.environments.{SECOND_PICTURE}.class": f"{second_picture.__name__}:SecondPicture",
+        "bus.lease_ttl_s": 30.0,
         "router.http_port": free_ports(1)[0],
         "rollout.replicas": 1,
         "trainer.max_staleness": 0,
@@ -92,10 +96,10 @@ async def assert_closed(train: TrainProcess, certificates: SecurityConfig) -> No
     live = load(Recipe, [train.folder / "live.toml"])
     known, stranger = security_of(certificates, token=TOKEN), security_of(certificates, token=WRONG)
     async with RouterClient(f"127.0.0.1:{live.router.port}", security=known) as router:
-        engine = await address_of_first_engine(router, train)
+        engine, *_ = await answered(train, lambda: addresses_of_engines(router))
     control = security_of(certificates, token=TOKEN, nats_token=NATS_TOKEN)
     async with TrainerClient(f"127.0.0.1:{live.trainer.port}", security=control) as trainer:
-        assert (await trainer.get_run()).num_steps == NUM_STEPS
+        assert (await answered(train, trainer.get_run)).num_steps == NUM_STEPS
     for address, method in (
         (f"127.0.0.1:{live.trainer.port}", "TrainerService/GetRun"),
         (f"127.0.0.1:{live.router.port}", "RouterService/ListReplicas"),
@@ -105,24 +109,29 @@ async def assert_closed(train: TrainProcess, certificates: SecurityConfig) -> No
         await assert_rpc_is_closed(address, f"/penstock.v1.{method}", security=stranger)
         async with RouterClient(address, security=Security(token=TOKEN)) as plain:
             with pytest.raises(UnavailableError, match="if it asks for TLS"):
-                await plain.list_replicas()
+                await plain.list_replicas(timeout_s=HANG_S)
     with pytest.raises(AccessError):
         async with connect(live.bus, run=live.run.name, security=stranger):
             pass
 
 
-async def address_of_first_engine(router: RouterClient, train: TrainProcess) -> str:
-    """Wait until one has joined, while the run goes on."""
-    addresses: list[str] = []
+async def addresses_of_engines(router: RouterClient) -> list[str]:
+    """Of those that have joined."""
+    return [each.replica.address for each in (await router.list_replicas()).replicas]
 
-    async def has_joined() -> bool:
+
+async def answered(train: TrainProcess, ask: Callable[[], Awaitable[T]]) -> T:
+    """The first answer that says something, while the run goes on."""
+    answers: list[T] = []
+
+    async def has_answered() -> bool:
         assert train.process.poll() is None, train.tail()
-        with contextlib.suppress(UnavailableError):
-            addresses.extend(each.replica.address for each in (await router.list_replicas()).replicas)
-        return bool(addresses)
+        with contextlib.suppress(UnavailableError, DeadlineError):
+            answers.append(await ask())
+        return bool(answers and answers[-1])
 
-    await until(has_joined, 180.0)
-    return addresses[0]
+    await until(has_answered, 180.0)
+    return answers[-1]
 
 
 def test_no_secret_was_written_down(run: TrainProcess) -> None:

@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.rpc.channel import connect
 from penstock.runtime.security import REFUSAL, Security
+from tests.support.waiting import promptly
 
 TOKEN = "b2f5ff47436671b6e533d8dc3614845d"
 WRONG = TOKEN[:-1] + "e"
@@ -29,6 +30,7 @@ async def assert_rpc_is_closed(address: str, method: str, *, security: Security 
     reflection; but health is everybody's. `security` is what the stranger has."""
     package = method.rpartition("/")[0]
     async with connect(address, security or Security()) as channel:
+        await promptly(channel.channel_ready())  # a server that has just been started may not listen yet
         answers = {
             await ask(channel, asked)
             for asked in (method, f"{package}/NoSuchMethod", "/no.such.Service/Do", REFLECTION)
