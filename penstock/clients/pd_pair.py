@@ -20,8 +20,9 @@ from penstock.v1 import generate_pb2
 RequestT = TypeVar("RequestT")
 ChunkT = TypeVar("ChunkT")
 
-_HEALTH_TIMEOUT_S = 1.0
-"""A replica that does not answer a health check within this time counts as dead."""
+_HEALTH_TIMEOUT_S = 5.0
+"""A replica that does not answer a health check within this time counts as dead. One on a busy host can be silent for
+seconds; one whose process has ended refuses the connection at once."""
 _LINGER_S = 2.0
 """Seconds that a prefill call may outlast the complete answer; no caller waits for it."""
 

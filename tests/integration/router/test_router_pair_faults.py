@@ -1,4 +1,4 @@
-"""PD pairs whose peers die, freeze, reject, take a push, join and leave."""
+"""PD pairs whose peers die, reject, take a push, join and leave."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ from penstock.testing.simulated_pd_pair import SimulatedDecode, SimulatedPrefill
 from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import generate_pb2, router_pb2
 from tests.support.router.pd_pairs import CLOSED, assert_well_paired, breakers, ids, paired, until_idle
-from tests.support.router.routers import Caller, failure, router
+from tests.support.router.routers import Caller, router
 from tests.support.waiting import HANG_S, promptly, until
 
 
@@ -85,43 +85,6 @@ async def test_a_killed_prefill_replica_is_blamed_also_where_its_partner_says_so
         assert (await breakers(caller))["d0"] == CLOSED
         await until(lambda: second.num_answered == 1)
         await until_idle(caller)
-
-
-async def test_a_frozen_prefill_replica_is_blamed_for_what_its_partner_waited_for(bus: Bus, run_name: str) -> None:
-    """Its connection stands, and the decode replica is the first to give up; yet that is who goes on."""
-    async with (
-        simulated_process(bus, run_name, "a-frozen", role="prefill", delay_s=60.0) as frozen,
-        SimulatedDecode(bus, replica_id="d", pair_timeout_s=1.0).running() as d,
-        router(bus, breaker={"failures": 1}) as caller,
-    ):
-        await caller.until_routable(2)
-        pending = asyncio.ensure_future(caller.generate("s", timeout_s=30.0))
-        await until(lambda: d.num_running == 1)
-        frozen.send_signal(signal.SIGSTOP)
-        async with SimulatedPrefill(bus, replica_id="b-heir").running():
-            while not pending.done():
-                assert (await breakers(caller))["d"] == CLOSED
-                await asyncio.sleep(0.02)  # the next look
-            assert list((await pending).output_ids) == ids(4)
-
-
-async def test_a_turn_that_freezes_its_peers_is_given_up_for_good(bus: Bus, run_name: str) -> None:
-    """Like one that kills them: ABORTED, which nobody retries. The frozen peer gets no more calls."""
-    async with (
-        simulated_process(bus, run_name, "p", role="prefill", delay_s=60.0) as frozen,
-        SimulatedDecode(bus, replica_id="d", pair_timeout_s=1.0).running() as d,
-        router(bus, max_attempts=1) as caller,
-    ):
-        await caller.until_routable(2)
-        pending = asyncio.ensure_future(caller.generate("s", timeout_s=30.0))
-        await until(lambda: d.num_running == 1)
-        frozen.send_signal(signal.SIGSTOP)
-        error = await failure(pending)
-        assert error.code() == grpc.StatusCode.ABORTED
-        assert "given up after 1 replicas failed" in (error.details() or "")
-        states = await breakers(caller)
-        assert states.get("p") != CLOSED  # its lease may have ended
-        assert states["d"] == CLOSED
 
 
 async def test_a_decode_replica_that_is_killed_in_mid_stream_costs_nothing_delivered(bus: Bus, run_name: str) -> None:
