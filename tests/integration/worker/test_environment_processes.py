@@ -23,7 +23,7 @@ from services.rollout.worker.environments.hosting import processes
 from services.rollout.worker.environments.hosting.hosted import HostedEnvironment
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from tests.support.processes import open_files_left
-from tests.support.waiting import promptly, settled, until
+from tests.support.waiting import HANG_S, promptly, settled, until
 from tests.support.worker.hosted_episodes import HERE, environment_of, has_ended, pid_of, play_on, text_of, turn
 
 
@@ -149,8 +149,9 @@ async def test_an_environment_that_drops_its_output_costs_no_other_episode(how: 
         assert text_of(await environment.step(turn(how))) == "done"
 
 
-async def test_an_environment_is_closed_in_order(tmp_path: Path) -> None:
+async def test_an_environment_is_closed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its close runs, also after one of its calls raised."""
+    monkeypatch.setattr("services.rollout.worker.environments.hosting.processes._CLOSE_TIMEOUT_S", HANG_S)
     async with environment_of("Remembers", args={"path": str(tmp_path / "closed")}) as (environment, task):
         await environment.reset(task)
     assert (tmp_path / "closed").read_text() == "closed"

@@ -40,7 +40,8 @@ from services.rollout.worker.shared_rendering import SharedRendering
 
 log = structlog.get_logger()
 
-_CLOSE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 9.0
+"""Longer than an environment elsewhere has for its `close`; see hosting/processes.py."""
 _WAITS = Backoff(0.1, 5.0)
 """Pauses while a server of environments has no room. They do not count as time of the episode."""
 _MAX_RESETS = 3

@@ -40,9 +40,13 @@ from services.rollout.worker.environments.hosting.messages import AnyReply, AnyR
 log = structlog.get_logger()
 
 _START_TIMEOUT_S = 120.0
-_EXIT_TIMEOUT_S = 5.0
-"""Seconds for a process to be reported as ended after its pipe closed."""
-_CLOSE_TIMEOUT_S = 3.0
+_EXIT_TIMEOUT_S = 30.0
+"""Seconds for a process to be reported as ended after its pipe closed; only the slot of its sample waits for it."""
+_STOP_TIMEOUT_S = 5.0
+"""Seconds for the server to end before it is killed."""
+_CLOSE_TIMEOUT_S = 6.0
+"""Seconds for an environment's `close`. A worker that ends waits for it too, and its launcher kills it 10 s after its
+grace; so those who wait for this one have 7 s (a server's episode), 8 s (the server's caller) and 9 s (the sample)."""
 
 
 class EnvironmentProcesses:
@@ -268,7 +272,7 @@ class _Forkserver:
         self._lose()
         if self._process is not None:
             try:
-                async with asyncio.timeout(_EXIT_TIMEOUT_S):
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await self._process.wait()
             except TimeoutError:
                 self._process.kill()

@@ -34,7 +34,8 @@ from services.rollout.worker.environments.hosting.messages import AnyReply, AnyR
 
 log = structlog.get_logger()
 
-_CLOSE_TIMEOUT_S = 3.0
+_CLOSE_TIMEOUT_S = 8.0
+"""Longer than the server has to close the episode, which it breaks off when its caller leaves."""
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 5.0
 _HAS_NO_ROOM = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})

@@ -36,7 +36,8 @@ from services.rollout.worker.environments.registry import EnvironmentRegistry
 
 log = structlog.get_logger()
 
-_CLOSE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 7.0
+"""Longer than an environment's process has for its `close`; see processes.py."""
 
 
 @dataclasses.dataclass(slots=True)
