@@ -31,7 +31,7 @@ class SimulatedPeer(SimulatedEngine):
         role: common_pb2.ReplicaRole.ValueType,
         backend: str = "simulated",
         tensor_parallel: int = 1,
-        pair_timeout_s: float = 2.0,
+        pair_timeout_s: float = 60.0,
         max_tokens: int = 0,
         **settings: Any,
     ) -> None:
