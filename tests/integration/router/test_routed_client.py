@@ -27,6 +27,7 @@ from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc
 from services.router.config import RouterConfig
 from services.router.server import routing
 from services.router.tuning import Tuning
+from tests.support.deadlines import long_enough
 from tests.support.router.routers import configured
 from tests.support.waiting import HANG_S, promptly, until
 
@@ -87,7 +88,7 @@ async def test_a_turn_is_played_by_the_replica_that_the_router_names(bus: Bus) -
     """As through the router: sessions stay, spread, and count as in flight until the slot is released."""
     async with contextlib.AsyncExitStack() as stack:
         engines = [
-            await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"r{n}", token_s=0.02).running())
+            await stack.enter_async_context(SimulatedEngine(bus, replica_id=f"r{n}", hang_after=1).running())
             for n in range(2)
         ]
         client, router = await stack.enter_async_context(routed(bus))
@@ -95,6 +96,8 @@ async def test_a_turn_is_played_by_the_replica_that_the_router_names(bus: Bus) -
         playing = [asyncio.create_task(client.generate(request(session=f"s{n}"), timeout_s=HANG_S)) for n in range(6)]
         await until(lambda: sum(engine.num_running for engine in engines) == 6)
         assert [each.num_in_flight for each in (await router.list_replicas()).replicas] == [3, 3]
+        for engine in engines:
+            engine.released.set()
         first = [answer.replica_id for answer in await asyncio.gather(*playing)]
         await until_idle(router)
         again = [(await client.generate(request(session=f"s{n}"), timeout_s=HANG_S)).replica_id for n in range(6)]
@@ -285,29 +288,47 @@ async def test_a_client_that_closes_while_turns_run_releases_their_slots(bus: Bu
 
 async def test_the_deadline_holds_for_all_of_it(bus: Bus) -> None:
     """Routing, generating and retrying elsewhere share one deadline, and the slot is released."""
-    async with SimulatedEngine(bus, delay_s=30.0).running() as engine, routed(bus) as (client, router):
-        with pytest.raises(DeadlineError):
-            await client.generate(request(), timeout_s=4.0)
-        await until(lambda: engine.num_cancelled == 1)
+    async with SimulatedEngine(bus, delay_s=600.0).running() as engine, routed(bus) as (client, router):
+        await until_routable(router, 1)
+
+        async def play(timeout_s: float) -> None:
+            with pytest.raises(DeadlineError):
+                await client.generate(request(), timeout_s=timeout_s)
+
+        await long_enough(play, lambda: engine.num_calls)
+        await until(lambda: engine.num_cancelled == engine.num_calls)
         await until_idle(router)
 
 
 async def test_a_slot_that_is_never_released_ends_by_its_time(bus: Bus) -> None:
-    """A client that died does not hold a slot for ever, nor does one that asks for too much time; a late release frees
-    nothing of the next client's."""
+    """A client that died does not hold a slot for ever; a late release frees nothing of the next client's."""
     async with (
         SimulatedEngine(bus, max_running=1).running(),
-        routing(RouterConfig(), bus, tuning=Tuning(route_ttl_s=1.5)) as server,
+        routing(RouterConfig(), bus) as server,
         connect_channel(server.address) as channel,
         RouterClient(server.address) as router,
     ):
         stub = router_pb2_grpc.RouterServiceStub(channel)
         await until_routable(router, 1)
-        route = await stub.Route(router_pb2.RouteRequest(ttl_s=0.5), timeout=5.0)
+        began = time.monotonic()
+        route = await stub.Route(router_pb2.RouteRequest(ttl_s=0.5), timeout=HANG_S)
+        await stub.Route(router_pb2.RouteRequest(ttl_s=HANG_S), timeout=HANG_S)  # waits for the first to end
+        assert time.monotonic() - began >= 0.5
+        await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=route.route_id), timeout=HANG_S)
         assert await num_in_flight(router) == 1
-        await stub.Route(router_pb2.RouteRequest(ttl_s=1e6), timeout=20.0)  # waits for the first to end
-        await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=route.route_id), timeout=5.0)
-        assert await num_in_flight(router) == 1
+
+
+async def test_no_client_holds_a_slot_for_longer_than_the_router_allows(bus: Bus) -> None:
+    """Whatever time it asks for."""
+    async with (
+        SimulatedEngine(bus).running(),
+        routing(RouterConfig(), bus, tuning=Tuning(route_ttl_s=0.5)) as server,
+        connect_channel(server.address) as channel,
+        RouterClient(server.address) as router,
+    ):
+        await until_routable(router, 1)
+        request = router_pb2.RouteRequest(ttl_s=1e6)
+        await router_pb2_grpc.RouterServiceStub(channel).Route(request, timeout=HANG_S)
         await until_idle(router)
 
 
@@ -315,7 +336,7 @@ async def test_a_drained_replicas_sessions_go_on_elsewhere(steady_bus: Bus) -> N
     """Drained through the router, with no grace: turns that run go on with the other from their tokens."""
     async with contextlib.AsyncExitStack() as stack:
         leaving = await stack.enter_async_context(
-            SimulatedEngine(steady_bus, replica_id="leaving", token_s=0.02).running()
+            SimulatedEngine(steady_bus, replica_id="leaving", hang_after=1).running()
         )
         client, router = await stack.enter_async_context(routed(steady_bus))
         await until_routable(router, 1)
@@ -323,8 +344,10 @@ async def test_a_drained_replicas_sessions_go_on_elsewhere(steady_bus: Bus) -> N
         await until(lambda: leaving.num_running == 4)
         staying = await stack.enter_async_context(SimulatedEngine(steady_bus, replica_id="staying").running())
         await until_routable(router, 2)
-        drained = await router.drain_replica("leaving", grace_s=0.3, timeout_s=HANG_S)
-        assert drained == router_pb2.RouterServiceDrainReplicaResponse(num_handed_over=4)
+        draining = asyncio.create_task(router.drain_replica("leaving", grace_s=0.3, timeout_s=HANG_S))
+        await until(lambda: leaving._handing_over)
+        leaving.released.set()
+        assert await draining == router_pb2.RouterServiceDrainReplicaResponse(num_handed_over=4)
         for answer in await asyncio.gather(*playing):
             assert list(answer.output_ids) == list(range(FIRST_ID, FIRST_ID + 50))
             assert answer.replica_id == "staying"

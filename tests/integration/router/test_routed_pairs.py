@@ -122,15 +122,14 @@ async def test_both_slots_of_a_pair_end_by_themselves(bus: Bus) -> None:
             return await in_flight() == 0
 
         await until(are_there)
-        route = await stub.Route(router_pb2.RouteRequest(ttl_s=5.0), timeout=5.0)
+        route = await stub.Route(router_pb2.RouteRequest(ttl_s=HANG_S), timeout=HANG_S)
         assert (route.replica_id, route.prefill.replica_id) == ("d", "p")
         assert route.bootstrap.room > 0
         assert await in_flight() == 2
         for route_id, left in ((route.prefill.route_id, 1), (route.route_id, 0)):
-            await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=route_id), timeout=5.0)
+            await stub.ReleaseRoute(router_pb2.ReleaseRouteRequest(route_id=route_id), timeout=HANG_S)
             assert await in_flight() == left
-        await stub.Route(router_pb2.RouteRequest(ttl_s=0.3), timeout=5.0)
-        assert await in_flight() == 2
+        await stub.Route(router_pb2.RouteRequest(ttl_s=0.3), timeout=HANG_S)
         await until(is_idle)
 
 
@@ -153,7 +152,7 @@ async def test_a_turn_that_has_outgrown_a_replica_goes_on_with_a_larger_one(stea
                     generate_pb2.GenerateRequest(
                         input_ids=[1] * 30, sampling=generate_pb2.SamplingParams(max_new_tokens=1)
                     ),
-                    timeout_s=5.0,
+                    timeout_s=HANG_S,
                 )
             await until_idle(router)
             assert await num_in_flight(router) == 0

@@ -44,30 +44,35 @@ async def test_a_group_shares_the_replica_that_has_its_prompt(bus: Bus) -> None:
 async def test_a_drain_goes_on_when_the_lease_ends(bus: Bus) -> None:
     """The replica answers though it is no longer one of the pool's."""
     async with (
-        pool(bus, 1, engine={"delay_s": 1.0}) as (caller, [engine]),
+        pool(bus, 1, engine={"hang_after": 0}) as (caller, [engine]),
         connect_channel(engine.replica.address) as channel,
     ):
         request = generate_pb2.GenerateRequest(sampling=generate_pb2.SamplingParams(max_new_tokens=1))
-        running = asyncio.ensure_future(generate_pb2_grpc.GenerateServiceStub(channel).Generate(request, timeout=5.0))
+        running = generate_pb2_grpc.GenerateServiceStub(channel).GenerateStream(request, timeout=HANG_S)
         await until(lambda: engine.num_running == 1)
-        drain = router_pb2.RouterServiceDrainReplicaRequest(replica_id="r0", grace_s=5.0)
-        draining = asyncio.ensure_future(caller.router.DrainReplica(drain, timeout=10.0))
+        drain = router_pb2.RouterServiceDrainReplicaRequest(replica_id="r0", grace_s=HANG_S)
+        draining = asyncio.ensure_future(caller.router.DrainReplica(drain, timeout=2 * HANG_S))
         await caller.until(lambda pool: pool.replicas[0].replica.state == common_pb2.REPLICA_STATE_DRAINING)
         assert engine._lease is not None
         await engine._lease._bucket.delete("r0")
+        engine.released.set()
         assert (await draining).num_finished == 1
-        await running
+        assert list((await running.read()).output_ids) == ids(1)
 
 
 async def test_a_drained_replica_hands_its_calls_over(bus: Bus) -> None:
     """Through the router: calls go on elsewhere from their tokens, sessions move, and the rest do not."""
-    async with pool(bus, 2, engine={"token_s": 0.02}, chunk_tokens=4) as (caller, [leaving, staying]):
+    async with pool(bus, 2, engine={"hang_after": 4}, chunk_tokens=4) as (caller, [leaving, staying]):
+        staying.released.set()
         sessions = [f"s{n}" for n in range(8)]
         before = {each: (await caller.generate(each)).replica_id for each in sessions}
         pending = {each: asyncio.ensure_future(caller.generate(each, num_tokens=50)) for each in sessions}
         await until(lambda: leaving.num_running == 4)
         request = router_pb2.RouterServiceDrainReplicaRequest(replica_id="r0", grace_s=0.3)
-        drained = await caller.router.DrainReplica(request, timeout=10.0)
+        draining = asyncio.ensure_future(caller.router.DrainReplica(request, timeout=HANG_S))
+        await until(lambda: leaving._handing_over)
+        leaving.released.set()
+        drained = await draining
         assert (drained.num_finished, drained.num_handed_over) == (0, 4)
         for each, call in pending.items():
             answer = await call

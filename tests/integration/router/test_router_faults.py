@@ -239,21 +239,17 @@ async def test_progress_resets_the_count_of_tries_but_not_for_ever(steady_bus: B
 
 async def test_the_breaker_opens_and_one_probe_closes_it(steady_bus: Bus) -> None:
     """A failing replica gets no calls but a probe now and then; when one succeeds it is used as before."""
-    async with pool(
-        steady_bus,
-        2,
-        balancing="round_robin",
-        breaker={"failures": 2, "open_s": 0.4, "max_open_s": 0.8},
-        wait_for_replica_s=HANG_S,
-    ) as (
-        caller,
-        [bad, good],
-    ):
+    settings = {"balancing": "round_robin", "wait_for_replica_s": HANG_S}
+    never = {"failures": 2, "open_s": HANG_S, "max_open_s": HANG_S}
+    async with pool(steady_bus, 2, breaker=never, **settings) as (caller, [bad, _]):
         bad.error = UnavailableError("crashed")
         for _ in range(4):
             assert (await caller.generate()).replica_id == "r1"
         assert [each.breaker for each in (await caller.replicas()).replicas] == [OPEN, CLOSED]
         assert bad.num_calls == 2
+    soon = {"failures": 2, "open_s": 0.4, "max_open_s": 0.8}
+    async with pool(steady_bus, 2, breaker=soon, **settings) as (caller, [bad, good]):
+        bad.error = UnavailableError("crashed")
         while bad.num_calls < 5:  # tests/unit/router/test_breaker.py: when it is probed
             assert (await caller.generate()).replica_id == "r1"
         assert (await caller.replicas()).replicas[0].breaker == OPEN

@@ -31,12 +31,12 @@ async def test_prompts_go_where_they_fit(steady_bus: Bus) -> None:
 
 async def test_what_fits_nowhere_is_refused_at_once_and_clearly(steady_bus: Bus) -> None:
     """OUT_OF_RANGE with both numbers; one replica that does not say how much it takes is asked."""
-    async with pool(steady_bus, 2, wait_for_replica_s=30.0) as (caller, engines):
+    async with pool(steady_bus, 2, wait_for_replica_s=2 * HANG_S) as (caller, engines):
         for engine, most in zip(engines, (10, 20), strict=True):
             await engine.update(max_tokens=most)
         await caller.until(lambda pool: sum(each.replica.max_tokens for each in pool.replicas) == 30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await caller.generate(input_ids=[1] * 20, timeout_s=5.0)
+            await caller.generate(input_ids=[1] * 20)
         assert caught.value.code() == grpc.StatusCode.OUT_OF_RANGE
         assert "20 ids is too long: the largest replica takes 20 tokens" in (caught.value.details() or "")
         assert not any(engine.num_calls for engine in engines)
@@ -132,15 +132,15 @@ async def num_moved_calls() -> collections.Counter[str]:
 async def test_a_replica_of_another_size_frees_the_calls_that_fit_it(steady_bus: Bus) -> None:
     """A long call and short ones wait where there is nobody; a small replica comes: the short ones are played, though
     the long one has waited longer, and so are those that come later."""
-    async with router(steady_bus, wait_for_replica_s=30.0) as caller:
-        long = asyncio.ensure_future(caller.generate("long", input_ids=[1] * 50, timeout_s=30.0))
+    async with router(steady_bus, wait_for_replica_s=2 * HANG_S) as caller:
+        long = asyncio.ensure_future(caller.generate("long", input_ids=[1] * 50, timeout_s=2 * HANG_S))
         await caller.until(lambda pool: pool.num_waiting == 1)
-        short = [asyncio.ensure_future(caller.generate(f"s{number}", timeout_s=30.0)) for number in range(3)]
+        short = [asyncio.ensure_future(caller.generate(f"s{number}")) for number in range(3)]
         await caller.until(lambda pool: pool.num_waiting == 4)
         small = SimulatedEngine(steady_bus, replica_id="small")
         small.replica.max_tokens = 10
         async with small.running():
-            answers = await asyncio.wait_for(asyncio.gather(*short, caller.generate("later")), 5.0)
+            answers = await promptly(asyncio.gather(*short, caller.generate("later")))
             assert {answer.replica_id for answer in answers} == {"small"}
             assert not long.done()
             async with SimulatedEngine(steady_bus, replica_id="large").running():

@@ -11,7 +11,8 @@ import structlog
 from penstock import errors
 from penstock.rpc.channel import connect
 from penstock.rpc.server import RpcServer
-from tests.support.waiting import promptly, until
+from tests.support.deadlines import long_enough
+from tests.support.waiting import HANG_S, promptly, until
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -49,7 +50,7 @@ async def serving_kind(kind: str, handle, *, by_itself: bool = False):
 
     async def ask(channel, **options) -> list[bytes]:
         request = iter([b"1", b"2"]) if kind.startswith("stream") else b"1"
-        calling = getattr(channel, kind)("/test.Kinds/Call")(request, **({"timeout": 5.0} | options))
+        calling = getattr(channel, kind)("/test.Kinds/Call")(request, **({"timeout": HANG_S} | options))
         try:
             return [response async for response in calling] if kind.endswith("_stream") else [await calling]
         finally:
@@ -101,7 +102,7 @@ async def test_errors_cross_the_wire_of_every_kind(kind: str, raised: Exception,
             await ask(channel)
         assert caught.value.code() == code
         if kind == "unary_stream":
-            calling = channel.unary_stream("/test.Kinds/Call")(b"1", timeout=5.0)
+            calling = channel.unary_stream("/test.Kinds/Call")(b"1", timeout=HANG_S)
             assert await calling.read() == b"first"
             with pytest.raises(grpc.aio.AioRpcError, match="m"):
                 await calling.read()
@@ -124,16 +125,20 @@ async def test_every_kind_of_handler_is_cancelled(kind: str, how: str) -> None:
             closed.set()
 
     async with serving_kind(kind, handle) as (channel, ask):
-        calling = asyncio.create_task(ask(channel, timeout=600.0 if how == "cancelled" else 2.0))
-        await promptly(begun.wait())
+
+        async def play(timeout_s: float) -> None:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask(channel, timeout=timeout_s)
+            assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
         if how == "cancelled":
+            calling = asyncio.create_task(ask(channel, timeout=600.0))
+            await promptly(begun.wait())
             calling.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await calling
         else:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await calling
-            assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            await long_enough(play, begun.is_set)
         await promptly(closed.wait())
 
 
