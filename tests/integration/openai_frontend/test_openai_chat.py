@@ -193,7 +193,7 @@ async def test_a_stop_string_ends_the_answer_and_the_request_in_the_engine(
     else:
         text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
     assert (text, reason) == ("one two ", "stop")
-    await until(lambda: sum(engine.num_cancelled for engine in harness.engines) == 1, 5.0)
+    await until(lambda: sum(engine.num_cancelled for engine in harness.engines) == 1)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -205,6 +205,7 @@ async def test_a_client_that_goes_away_aborts_the_request_in_the_engine(harness:
     if is_streamed:
         stream = await harness.chat(n=2, stream=True, max_tokens=1000)
         await anext(stream)
+        await until(lambda: sum(engine.num_running for engine in harness.engines) == 2)
         await stream.close()
     else:
         pending = asyncio.ensure_future(harness.chat(n=2, max_tokens=1000))
@@ -212,8 +213,8 @@ async def test_a_client_that_goes_away_aborts_the_request_in_the_engine(harness:
         pending.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await pending
-    await until(lambda: sum(engine.num_cancelled for engine in harness.engines) == 2, 5.0)
-    await until(lambda: sum(engine.num_running for engine in harness.engines) == 0, 5.0)
+    await until(lambda: sum(engine.num_cancelled for engine in harness.engines) == 2)
+    await until(lambda: sum(engine.num_running for engine in harness.engines) == 0)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

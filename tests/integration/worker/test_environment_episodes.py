@@ -50,7 +50,7 @@ async def test_a_bad_environment_costs_its_sample_and_keeps_its_tokens(
         async def play_with(name: str) -> Episode:
             policy = ScriptedPolicy(renderer, [("stop" + END, 4)])
             player = make_player(renderer, policy, environments=registry)
-            limits = Limits(episode_timeout_s=4.0) if name == "Sleeps" else Limits()
+            limits = Limits(episode_timeout_s=8.0) if name == "Sleeps" else Limits()
             return await play(player, make_prompt(name, limits=limits))
 
         bad, good = await asyncio.gather(play_with(kind), play_with("Echo"))

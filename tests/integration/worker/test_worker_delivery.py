@@ -201,20 +201,21 @@ async def test_a_router_that_is_down_and_comes_back_loses_nothing(
 ) -> None:
     """First inside one delivery, then over several deliveries of the prompt."""
     port = free_ports(1)[0]
-    recipe = make_recipe(f"127.0.0.1:{port}")
+    recipe = make_recipe(f"127.0.0.1:{port}", grace_s=0.0)
+    late = SimulatedEngine(bus, answer=engine.answer, policy_version=4, port=port)
     await publish(bus, make_prompt(run_name))
+    async with working(recipe):
+        await until(lambda: num_logged(logged, "turn.retried") > 0)
+        async with late.running():
+            assert [group.error for group in await until_done(bus, 1)] == [""]
+    await publish(bus, make_prompt(run_name, 1))
     async with working(recipe, wait_timeout_s=1.0):
-        await until(lambda: num_logged(logged, "message.put_back") == 2)
-        assert await count(bus, bus.groups) == 0
-        late = SimulatedEngine(bus, answer=engine.answer, policy_version=4, port=port)
-        async with late.running():
-            [group] = await until_done(bus, 1)
-            assert group.error == ""
-        logged.clear()
-        await publish(bus, make_prompt(run_name, 1))
-        await until(lambda: num_logged(logged, "call.retried") + num_logged(logged, "message.put_back") > 0)
-        async with late.running():
-            assert [group.error for group in await until_done(bus, 2)] == ["", ""]
+        await until(lambda: num_logged(logged, "message.put_back") > 0)
+    assert await count(bus, bus.groups) == 1
+    async with working(recipe), late.running():
+        groups = await until_done(bus, 2)
+    assert [group.error for group in groups] == ["", ""]
+    assert [group.num_deliveries > 1 for group in groups] == [False, True]
     assert await count(bus, bus.dead) == 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from structlog.typing import EventDict
 
 from penstock.bus.connection import Bus
 from penstock.bus.image_store import hash_of
@@ -18,6 +19,7 @@ from penstock.testing.simulated_engine import SimulatedEngine
 from services.cli import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
+from tests.support.deadlines import long_enough
 from tests.support.waiting import HANG_S, until
 from tests.support.worker.prompts import (
     count,
@@ -122,11 +124,16 @@ async def test_a_prompt_that_fails_again_and_again_is_given_up(
 ) -> None:
     """After `max_deliveries`, each cut off by the wait timeout, the trainer is told."""
     engine.error = UnavailableError("the engine is broken")
-    await publish(bus, make_prompt(run_name))
-    async with working(make_recipe(engine.replica.address), wait_timeout_s=0.5, max_deliveries=2):
-        [group] = await until_done(bus, 1)
-    assert "the engine is broken" in group.error
-    assert await count(bus, bus.dead) == 1
+    errors: list[str] = []
+
+    async def play(wait_timeout_s: float) -> None:
+        await publish(bus, make_prompt(run_name, len(errors)))
+        async with working(make_recipe(engine.replica.address), wait_timeout_s=wait_timeout_s, max_deliveries=2):
+            errors.append((await until_done(bus, len(errors) + 1))[-1].error)
+
+    await long_enough(play, lambda: "the engine is broken" in errors[-1])
+    assert all(errors)
+    assert await count(bus, bus.dead) == len(errors)
 
 
 async def test_a_turn_that_takes_too_long_ends_its_sample_and_nothing_is_drawn_again(
@@ -157,16 +164,29 @@ async def test_a_prompt_that_breaks_every_replica_is_buried_at_once(
 
 
 async def test_a_prompt_that_finds_no_replica_in_time_is_put_back_and_cancelled(
-    bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
+    bus: Bus,
+    engine: SimulatedEngine,
+    make_recipe: Callable[..., Recipe],
+    run_name: str,
+    logged: list[EventDict],
 ) -> None:
-    """The engine is not left generating for it; the next try succeeds."""
-    engine.delay_s = 60.0
-    await publish(bus, make_prompt(run_name))
-    async with working(make_recipe(engine.replica.address), wait_timeout_s=1.0):
-        await until(lambda: engine.num_calls >= 2 and engine.num_running == 0)
+    """The engine is not left generating for it; the next try succeeds, here of a worker that waits longer."""
+    recipe = make_recipe(engine.replica.address, grace_s=0.0)
+    errors: list[str] = []
+
+    async def play(wait_timeout_s: float) -> None:
+        engine.delay_s = 600.0
+        logged.clear()
+        await publish(bus, make_prompt(run_name, len(errors)))
+        async with working(recipe, wait_timeout_s=wait_timeout_s):
+            await until(lambda: "message.put_back" in [event["event"] for event in logged])
+        await until(lambda: engine.num_running == 0)
         engine.delay_s = 0.0
-        [group] = await until_done(bus, 1)
-    assert group.error == ""
+        async with working(recipe):
+            errors.append((await until_done(bus, len(errors) + 1))[-1].error)
+
+    await long_enough(play, lambda: engine.num_cancelled >= 2)
+    assert not any(errors)
 
 
 async def test_a_worker_whose_stream_of_images_is_gone_ends_and_keeps_its_prompts(

@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.bus.connection import Bus
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
+from tests.support.bus.work_queue import until_beaten
 from tests.support.waiting import until
 from tests.support.worker.prompts import (
     count,
@@ -48,7 +49,7 @@ async def test_workers_share_the_queue_and_play_each_prompt_once(
 ) -> None:
     """Two workers, twelve prompts, twelve groups."""
     engine.delay_s = 0.1
-    recipe = make_recipe(engine.replica.address, concurrency=2)
+    recipe = make_recipe(engine.replica.address, concurrency=2, ack_wait_s=60.0)
     for index in range(12):
         await publish(bus, make_prompt(run_name, index))
     async with working(recipe), working(recipe):
@@ -73,10 +74,12 @@ async def test_a_long_group_is_kept_alive_and_played_once(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """Longer than ack_wait_s: signs of life keep the prompt from being delivered to another worker."""
-    engine.delay_s = 6.0
-    recipe = make_recipe(engine.replica.address, ack_wait_s=2.0)
+    engine.hang_after = 0
+    recipe = make_recipe(engine.replica.address, ack_wait_s=6.0)
     await publish(bus, make_prompt(run_name))
     async with working(recipe), working(recipe):
+        await until_beaten(bus, 4)
+        engine.released.set()
         await until_done(bus, 1)
     assert engine.num_calls == 2
 

@@ -3,8 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
+from nats.js.api import StreamState
+
+from penstock.bus.answers import until_answered
 from penstock.bus.connection import Bus, Stream
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.records import Group, GroupId, ImagePart, Message, Prompt, Sampling, TextPart
@@ -59,16 +63,21 @@ async def publish(bus: Bus, prompt: Prompt) -> None:
 
 async def count(bus: Bus, stream: Stream) -> int:
     """Messages that the stream holds."""
-    return int((await bus.jetstream.stream_info(stream.name)).state.messages)
+    return int((await _state(bus, stream)).messages)
 
 
 async def read(bus: Bus, stream: Stream) -> list[bytes]:
     """All messages of the stream, left where they are."""
-    state = (await bus.jetstream.stream_info(stream.name)).state
+    state = await _state(bus, stream)
     messages = [
-        await bus.jetstream.get_msg(stream.name, number) for number in range(state.first_seq, state.last_seq + 1)
+        await until_answered(bus.config, stream.name, partial(bus.jetstream.get_msg, stream.name, number))
+        for number in range(state.first_seq, state.last_seq + 1)
     ]
     return [message.data or b"" for message in messages]
+
+
+async def _state(bus: Bus, stream: Stream) -> StreamState:
+    return (await until_answered(bus.config, stream.name, lambda: bus.jetstream.stream_info(stream.name))).state
 
 
 async def read_groups(bus: Bus) -> list[Group]:
