@@ -4,7 +4,8 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any
 
 import structlog
 
@@ -12,6 +13,7 @@ from penstock.runtime import security
 from penstock.runtime.backoff import Backoff
 from penstock.runtime.isolation.forkserver_process import Forkserver, WorkerDiedError
 from penstock.runtime.isolation.forkserver_protocol import Sandbox
+from penstock.runtime.process import end_task
 from penstock.verdict_status import Status
 from services.reward.isolation.permits import Permit, Permits
 from services.reward.isolation.tasks import Task, VerifierTask, WorkerReply, WorkerSettings
@@ -27,6 +29,8 @@ _OVERTIME_AFTER_S = 0.01
 _DEMOTED_AFTER_S = (0.04, 0.3)
 """Seconds of an item's processor time at which its worker is demoted; wall-clock time grows when cores are shared."""
 _WATCH_INTERVAL_S = 0.02
+_NUM_LATE_TURNS = 10
+"""Turns of the event loop after an item's deadline, to read a reply that arrived while the loop stood still."""
 
 
 class WorkerPool:
@@ -136,8 +140,8 @@ class WorkerPool:
                 started = time.monotonic()
                 try:
                     permit.start(self._on_overtime)
-                    async with asyncio.timeout(deadline_s - spent_s):
-                        reply = await worker.ask(task, cpu_limit_s=_cpu_limit_s(task, deadline_s))
+                    asking = worker.ask(task, cpu_limit_s=_cpu_limit_s(task, deadline_s))
+                    reply = await _reply_within(deadline_s - spent_s, asking)
                 except TimeoutError:
                     self.num_killed += 1
                     return WorkerReply(status=Status.TIMEOUT), spent_s + time.monotonic() - started
@@ -240,6 +244,25 @@ class WorkerPool:
         """End surplus idle workers: lent ones, and those back from overtime."""
         while len(self._workers) > self._num_ready and not self._idle.empty():
             self._discard(self._idle.get_nowait())
+
+
+async def _reply_within(deadline_s: float, asking: Coroutine[Any, Any, WorkerReply]) -> WorkerReply:
+    """Return the reply that arrives by the deadline, even if the event loop stands still meanwhile.
+
+    Raises:
+        TimeoutError: none has arrived.
+        WorkerDiedError: the worker died, or broke the protocol.
+    """
+    asked = asyncio.create_task(asking)
+    try:
+        await asyncio.wait({asked}, timeout=deadline_s)
+        for _ in range(_NUM_LATE_TURNS):
+            if asked.done():
+                return asked.result()
+            await asyncio.sleep(0)
+        raise TimeoutError
+    finally:
+        await end_task(asked)
 
 
 def _cpu_limit_s(task: Task, deadline_s: float) -> int:

@@ -5,7 +5,9 @@ import os
 import resource
 import secrets
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -45,14 +47,19 @@ class WorkerProcess:
         except OSError:
             return 0
 
-    async def ask(self, task: Task, *, cpu_limit_s: int) -> WorkerReply:
-        """Send `task` and return the reply; if cancelled, the worker must be killed.
+    def ask(self, task: Task, *, cpu_limit_s: int) -> Coroutine[Any, Any, WorkerReply]:
+        """Count `task`, and return what sends it and returns the reply; if cancelled, the worker must be killed.
+
+        The item's processor time counts from this call.
 
         Raises:
-            WorkerDiedError: it died, or broke the protocol.
+            WorkerDiedError: when awaited, if it died or broke the protocol.
         """
         self.num_items += 1
         self._cpu_before_s = self._cpu_s()
+        return self._ask(task, cpu_limit_s)
+
+    async def _ask(self, task: Task, cpu_limit_s: int) -> WorkerReply:
         try:
             token = secrets.randbits(63)
             self._writer.write(frame(WorkerRequest(task=task, cpu_limit_s=cpu_limit_s, token=token)))
