@@ -14,6 +14,7 @@ from services.reward.profiles.custom import find_verifiers
 from services.reward.server import running
 from tests.conftest import ROOT
 from tests.support.reward.service import EASY, OK, TIMEOUT, item_of, reward_service
+from tests.support.waiting import HANG_S
 
 _FAILED = reward_pb2.VERDICT_STATUS_FAILED
 _VERIFIERS = """
@@ -83,9 +84,8 @@ async def test_a_verifier_that_fails_is_a_status_with_a_logged_reason(
     """Exceptions, exits and values that are no credit are FAILED; what hangs is TIMEOUT; the service goes on."""
     responses = ["raise", "exit", "cancel", "nan", "two", "none", "text", "bad", "hang"]
     async with reward_service(verifiers=verifiers, profiles={"misbehave": {"reward_min": -1}}) as (client, _):
-        verdicts = await client.verify_batch(
-            [_item("misbehave", response, deadline_s=0.5) for response in responses], timeout_s=30.0
-        )
+        items = [_item("misbehave", response, deadline_s=0.5 if response == "hang" else 30.0) for response in responses]
+        verdicts = await client.verify_batch(items, timeout_s=HANG_S)
         assert (await client.verify_batch([_item("contains", "a")], timeout_s=30.0))[0].score == 1.0
     assert [verdict.status for verdict in verdicts] == [_FAILED] * 8 + [TIMEOUT]
     assert {verdict.score for verdict in verdicts} == {-1.0}

@@ -8,17 +8,19 @@ import pytest
 
 from penstock.v1 import reward_pb2
 from tests.support.reward.service import OK, reward_service
+from tests.support.waiting import HANG_S
 
 
 async def test_a_pattern_that_backtracks_hangs_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     """A worker matches it, within the item's deadline; when that passes, the response does not have the format."""
     settings = {"format_weight": 0.5, "format_pattern": r"(a+)+[\\]boxed\{5\}"}
-    responses = [r"aaa\boxed{5}", r"b\boxed{5}", "a" * 60 + r"b\boxed{5}"]
+    responses = {r"aaa\boxed{5}": 30.0, r"b\boxed{5}": 30.0, "a" * 60 + r"b\boxed{5}": 0.5}
     items = [
-        reward_pb2.VerifyItem(golds=["5"], response=response, profile="math", deadline_s=0.5) for response in responses
+        reward_pb2.VerifyItem(golds=["5"], response=response, profile="math", deadline_s=deadline_s)
+        for response, deadline_s in responses.items()
     ]
     async with reward_service(profiles={"math": settings}) as (client, _):
-        verdicts = await client.verify_batch(items, timeout_s=30.0)
+        verdicts = await client.verify_batch(items, timeout_s=HANG_S)
     assert [verdict.score for verdict in verdicts] == [1.0, 0.5, 0.5]
     assert {verdict.status for verdict in verdicts} == {OK}
     assert "format.failed" in capsys.readouterr().out

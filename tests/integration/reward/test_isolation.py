@@ -22,7 +22,7 @@ from services.reward.isolation.tasks import SymbolicGold, SymbolicTask, Verifier
 from tests.support.processes import is_alive, open_files_left
 from tests.support.reward import misbehaving_verifiers
 from tests.support.reward.service import parent_of
-from tests.support.waiting import HANG_S, until
+from tests.support.waiting import HANG_S, promptly, until
 
 pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")
 
@@ -106,10 +106,12 @@ async def test_a_spare_worker_that_comes_late_is_let_go(monkeypatch: pytest.Monk
             return spawned
 
         monkeypatch.setattr(pool._forkserver, "spawn", spawn_late)
-        await _all(pool, _bad("nap 0.3"))
+        with monkeypatch.context() as patched:
+            patched.setattr(pool._permits, "overtime_after_s", 0.0)  # the spare worker is wanted before the nap is over
+            await _all(pool, _bad("nap 0.3"))
         await until(lambda: not pool._has_overtime.is_set())
         may_come.set()
-        await has_come.wait()
+        await promptly(has_come.wait())
         await _all(pool, _EASY)
         await until(lambda: (pool.num_workers, pool.num_overtime) == (4, 0))
 
@@ -118,13 +120,16 @@ async def test_only_so_many_items_are_in_overtime() -> None:
     """Then those that hang hold their turn, and the others wait for one of them to end."""
     async with _running(num_workers=1, max_overtime=2) as pool:
         killed = pool.num_killed
-        hanging = [asyncio.create_task(pool.run(_bad("sleep"), 5.0)) for _ in range(3)]
+        hanging = [asyncio.create_task(pool.run(_bad("sleep"), 600.0)) for _ in range(3)]
         await until(lambda: pool.num_busy == 3)
-        easy = asyncio.create_task(pool.run(_EASY, 20.0))
+        easy = asyncio.create_task(pool.run(_EASY, HANG_S))
         await until(lambda: (pool.num_overtime, pool.num_waiting) == (2, 1))
         assert not easy.done()
-        assert (await easy)[0].credit == 1.0
-        await asyncio.gather(*hanging)
+        hanging[0].cancel()
+        assert (await promptly(easy))[0].credit == 1.0
+        for item in hanging:
+            item.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
         assert pool.num_killed == killed + 3
 
 

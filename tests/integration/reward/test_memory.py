@@ -31,6 +31,7 @@ def service() -> Iterator[RewardProcess]:
     """A service whose HTTP requests may hold 16 MiB."""
     settings = {
         "workers": 1,
+        "deadline_s": 30,
         "http_max_body_mb": _MAX_BODY_MB,
         "verifiers.asleep": f"{Path(misbehaving_verifiers.__file__)}:verify",
     }

@@ -95,7 +95,8 @@ def test_own_verifier(tmp_path: Path) -> None:
     text = section("Your own verifier")
     (tmp_path / "exact.py").write_text(fenced(text))
     option = next(word for word in text.split() if word.startswith("--reward.verifiers."))
-    with reward_process("--reward.workers=1", option.replace("./", f"{tmp_path}/")) as started:
+    settings = ("--reward.workers=1", "--reward.deadline_s=30", option.replace("./", f"{tmp_path}/"))
+    with reward_process(*settings) as started:
         rows = [{"id": n, "gold": "5", "response": answer, "profile": "exact"} for n, answer in enumerate(("5\n", "6"))]
         result = subprocess.run(
             [PENSTOCK, "score", "--address", started.address],

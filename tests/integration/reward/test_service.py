@@ -18,7 +18,7 @@ from services.reward.isolation.pool import WorkerPool
 from services.reward.server import running
 from tests.support.processes import is_alive
 from tests.support.reward.service import EASY, HANGS, OK, TIMEOUT, item_of, reward_service
-from tests.support.waiting import promptly, until
+from tests.support.waiting import HANG_S, promptly, until
 
 pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")
 
@@ -58,15 +58,17 @@ async def test_verdicts_come_in_the_order_of_the_items(service: tuple[RewardClie
 async def test_a_full_queue_refuses() -> None:
     """RESOURCE_EXHAUSTED, at once and for the whole call; a batch that can never fit is refused as such."""
     async with reward_service(workers=1, max_items=4) as (client, pool):
-        hanging = asyncio.create_task(client.verify_batch([item_of(*HANGS, deadline_s=1.0)] * 3, timeout_s=20))
+        hanging = asyncio.create_task(client.verify_batch([item_of(*HANGS)] * 3, timeout_s=HANG_S))
         await until(lambda: pool.num_busy + pool.num_waiting == 3)
         with pytest.raises(OverloadedError, match=r"holds 3 of 4 items and 2 more do not fit"):
-            await client.verify_batch([item_of("5", r"\boxed{5}")] * 2, timeout_s=5)
+            await client.verify_batch([item_of("5", r"\boxed{5}")] * 2, timeout_s=30)
         with pytest.raises(InvalidRequestError, match="send at most 4"):
-            await client.verify_batch([item_of("5", r"\boxed{5}")] * 5, timeout_s=5)
-        (verdict,) = await client.verify_batch([item_of("5", r"\boxed{5}")], timeout_s=5)
+            await client.verify_batch([item_of("5", r"\boxed{5}")] * 5, timeout_s=30)
+        (verdict,) = await client.verify_batch([item_of("5", r"\boxed{5}")], timeout_s=30)
         assert verdict.score == 1
-        assert {verdict.status for verdict in await hanging} == {TIMEOUT}
+        assert not hanging.done()
+        hanging.cancel()
+        await asyncio.wait((hanging,))
 
 
 async def test_calls_in_progress_finish_when_the_service_stops() -> None:
@@ -76,8 +78,8 @@ async def test_calls_in_progress_finish_when_the_service_stops() -> None:
         server, pool, _ = await stack.enter_async_context(running(config))
         pids = pool.worker_pids
         client = RewardClient(server.address)
-        items = [item_of(*HANGS, deadline_s=1.0), item_of(*EASY)]
-        pending = asyncio.create_task(client.verify_batch(items, timeout_s=20))
+        items = [item_of(*HANGS, deadline_s=3.0), item_of(*EASY)]
+        pending = asyncio.create_task(client.verify_batch(items, timeout_s=HANG_S))
         await until(lambda: pool.num_busy > 0)
     hung, easy = await pending
     assert (hung.status, easy.score) == (TIMEOUT, 1)

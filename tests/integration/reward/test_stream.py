@@ -11,10 +11,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.clients import RewardClient
 from penstock.errors import DeadlineError, OverloadedError, UnavailableError
 from penstock.v1 import reward_pb2
+from services.reward import verifier
 from services.reward.config import RewardConfig
 from services.reward.isolation.pool import WorkerPool
 from services.reward.server import running
-from tests.support.reward.service import OK, TIMEOUT, easy_item, hanging_item, item_of, reward_service
+from tests.support.reward.service import (
+    OK,
+    OUT_OF_MEMORY,
+    TIMEOUT,
+    easy_item,
+    end_items,
+    hanging_item,
+    item_of,
+    reward_service,
+)
 from tests.support.waiting import HANG_S, promptly, until
 
 pytestmark = pytest.mark.leaves_behind("the module's pool replaces workers, and their pipes", "descriptor")
@@ -63,14 +73,15 @@ async def test_an_empty_stream_ends(service: tuple[RewardClient, WorkerPool]) ->
 async def test_verdicts_come_as_they_are_reached(service: tuple[RewardClient, WorkerPool]) -> None:
     """Who hangs is answered last, though it was sent first."""
     client, pool = service
-    items = [hanging_item("hangs", deadline_s=5.0), *(easy_item(str(n)) for n in range(5))]
+    items = [hanging_item("hangs"), *(easy_item(str(n)) for n in range(5))]
     got = []
-    async for response in client.verify_stream(each(items), timeout_s=30):
+    async for response in client.verify_stream(each(items), timeout_s=HANG_S):
         got.append(response.verdict)
         if len(got) == 5:
             assert pool.num_busy == 1
+            end_items(pool)
     assert {verdict.item_id for verdict in got[:5]} == {"0", "1", "2", "3", "4"}
-    assert (got[5].item_id, got[5].status) == ("hangs", TIMEOUT)
+    assert (got[5].item_id, got[5].status) == ("hangs", OUT_OF_MEMORY)
 
 
 async def test_an_item_that_cannot_be_taken_leaves_the_stream_whole(service: tuple[RewardClient, WorkerPool]) -> None:
@@ -101,13 +112,14 @@ async def test_a_request_without_an_item_is_an_error_of_its_own(service: tuple[R
 async def test_while_the_queue_is_full_a_stream_waits_and_a_call_is_refused() -> None:
     """The stream loses nothing; Verify is told RESOURCE_EXHAUSTED."""
     async with reward_service(workers=1, max_items=1) as (client, pool):
-        items = [hanging_item("hangs", deadline_s=4.0), *(easy_item(str(n)) for n in range(20))]
-        streaming = asyncio.create_task(answers(client, items))
+        items = [hanging_item("hangs"), *(easy_item(str(n)) for n in range(20))]
+        streaming = asyncio.create_task(answers(client, items, timeout_s=HANG_S))
         await until(lambda: pool.num_busy == 1)
         with pytest.raises(OverloadedError, match=r"the queue holds 1 of 1 items .* start another"):
-            await client.verify(item_of("5", r"\boxed{5}"), timeout_s=5)
+            await client.verify(item_of("5", r"\boxed{5}"), timeout_s=30)
+        end_items(pool)
         assert {response.verdict.item_id for response in await streaming} == {"hangs", *map(str, range(20))}
-        assert (await client.verify(item_of("5", r"\boxed{5}", item_id="a"), timeout_s=5)).item_id == "a"
+        assert (await client.verify(item_of("5", r"\boxed{5}", item_id="a"), timeout_s=30)).item_id == "a"
 
 
 async def test_a_stream_that_gets_no_answers_is_read_no_further() -> None:
@@ -190,7 +202,7 @@ async def test_draining_answers_what_a_stream_has_sent_and_then_ends_it() -> Non
 
     async def unending() -> AsyncIterator[Item]:
         yield item_of("5", r"\boxed{5}", item_id="quick")
-        yield hanging_item("hangs", deadline_s=1.0)
+        yield hanging_item("hangs")
         await done.wait()
 
     got: list[str] = []
@@ -204,6 +216,7 @@ async def test_draining_answers_what_a_stream_has_sent_and_then_ends_it() -> Non
 
         reading = asyncio.create_task(read())
         await until(lambda: service.pool.num_busy == 1)
+        asyncio.get_running_loop().call_later(1.0, end_items, service.pool)
         await stack.aclose()
         with pytest.raises(UnavailableError, match="stopping; send the items without a verdict again"):
             await reading
@@ -220,11 +233,14 @@ async def test_nobody_there_is_unavailable() -> None:
             await answers(client, [item_of("5", "5")])
 
 
-async def test_a_call_tells_an_item_less_time_than_the_caller_waits(service: tuple[RewardClient, WorkerPool]) -> None:
+async def test_a_call_tells_an_item_less_time_than_the_caller_waits(
+    service: tuple[RewardClient, WorkerPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One item that asks for more than the whole call has costs its batch nothing: it is a TIMEOUT of its own."""
+    monkeypatch.setattr(verifier, "_SHARE_FOR_ITEM", 0.1)
     client, _ = service
-    items = [easy_item(), hanging_item()]
-    verdicts = await client.verify_batch(items, timeout_s=5.0)
+    items = [item_of("5", r"\boxed{5}"), hanging_item()]
+    verdicts = await client.verify_batch(items, timeout_s=30.0)
     assert [verdict.status for verdict in verdicts] == [OK, TIMEOUT]
 
 
@@ -233,7 +249,7 @@ async def test_a_call_that_ends_takes_its_items_with_it(how: str) -> None:
     """Those that wait for a worker, and the one that a worker is at, which is killed."""
     async with reward_service(workers=1, max_overtime=0) as (client, pool):
         pids, num_killed = pool.worker_pids, pool.num_killed
-        timeout_s = 30.0 if how == "cancelled" else 1.0
+        timeout_s = HANG_S if how == "cancelled" else 3.0
         calling = asyncio.create_task(client.verify_batch([hanging_item()] * 3, timeout_s=timeout_s))
         await until(lambda: (pool.num_busy, pool.num_waiting) == (1, 2))
         if how == "cancelled":
@@ -252,13 +268,14 @@ async def test_health_tells_watchers_of_the_drain() -> None:
     service = await stack.enter_async_context(running(RewardConfig(workers=1), grace_s=HANG_S))
     async with RewardClient(service.rpc.address) as client:
         request = health_pb2.HealthCheckRequest(service="penstock.v1.RewardService")
-        watching = health_pb2_grpc.HealthStub(client._channel).Watch(request, timeout=20)
+        watching = health_pb2_grpc.HealthStub(client._channel).Watch(request, timeout=HANG_S)
         assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
-        hanging = asyncio.create_task(client.verify(hanging_item(deadline_s=1.0), timeout_s=20))
+        hanging = asyncio.create_task(client.verify(hanging_item(), timeout_s=HANG_S))
         await until(lambda: service.pool.num_busy == 1)
         stopping = asyncio.create_task(stack.aclose())
         assert (await watching.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert not hanging.done()
-        assert (await hanging).status == TIMEOUT
+        end_items(service.pool)
+        assert (await hanging).status == OUT_OF_MEMORY
         watching.cancel()  # else it holds the drain until its grace is over
         await stopping

@@ -99,7 +99,8 @@ UNPRIVILEGED = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh
 async def test_processes_that_judge_cannot_read_the_secret_of_their_server(tmp_path: Path) -> None:
     """Nor has /proc what it was started with, where the service and its workers are the same user's."""
     (tmp_path / "curious.py").write_text(_CURIOUS)
-    settings = (f"--reward.verifiers.curious={tmp_path}/curious.py:verify", "--reward.workers=1", "--log.format=json")
+    verifier = f"--reward.verifiers.curious={tmp_path}/curious.py:verify"
+    settings = (verifier, "--reward.workers=1", "--reward.deadline_s=30", "--log.format=json")
     environment = os.environ | {"PENSTOCK_TOKEN": TOKEN}
     server = await asyncio.create_subprocess_exec(
         *(*UNPRIVILEGED, sys.executable, "-m", "services.cli", "serve", "reward", *settings),
@@ -118,7 +119,7 @@ async def test_processes_that_judge_cannot_read_the_secret_of_their_server(tmp_p
             ]
             address = json.loads(line)["address"]
             async with RewardClient(address, security=Security(token=TOKEN)) as client:
-                verdicts = await client.verify_batch(items, timeout_s=20.0)
+                verdicts = await client.verify_batch(items, timeout_s=HANG_S)
     finally:
         neighbour.kill()
         await neighbour.wait()

@@ -13,6 +13,7 @@ from services.reward.server import MAX_OVERTIME, running
 
 OK = reward_pb2.VERDICT_STATUS_OK
 TIMEOUT = reward_pb2.VERDICT_STATUS_TIMEOUT
+OUT_OF_MEMORY = reward_pb2.VERDICT_STATUS_OUT_OF_MEMORY
 
 # No exact tier decides these; the first takes a worker milliseconds, the second for ever.
 EASY = (r"\frac{1}{x+1}", r"\boxed{(1+x)^{-1}}")
@@ -46,6 +47,13 @@ async def reward_service(
     service = running(config, grace_s=grace_s, max_overtime=max_overtime, max_items=max_items)
     async with service as (server, pool, _), RewardClient(server.address) as client:
         yield client, pool
+
+
+def end_items(pool: WorkerPool) -> None:
+    """End the items at work as OUT_OF_MEMORY, as if they had grown too large: a deadline may come too early."""
+    for worker in pool._busy:
+        pool._condemned.add(worker)
+        worker.kill()
 
 
 def easy_item(item_id: str = "") -> reward_pb2.VerifyItem:
