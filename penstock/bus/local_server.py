@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from penstock.bus.greeting import greeting_of
+from penstock.bus.greeting import read_greeting
 from penstock.config import BusConfig
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime.parent_death import dying_with_parent
@@ -42,6 +42,8 @@ _AUTHORIZATION = f"authorization {{ token: ${_TOKEN} }}\n"
 _NUM_LOOKS = 20
 """For two seconds: what a launcher that was killed has left takes a moment to end."""
 _LOOK_EVERY_S = 0.1
+_GREETING_TIMEOUT_S = 10.0
+"""Longer than either side stands still on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,13 @@ class _LastServer:
     """`server_name` in its greeting; empty: an earlier version of Penstock started it, without a name."""
 
     async def is_serving(self) -> bool:
-        """Return whether it answers at its address, and not the server of another store."""
+        """Return whether it answers at its address, and not the server of another store.
+
+        Raises:
+            TimeoutError: a program takes connections there and says nothing.
+        """
         host, _, port = self.address.rpartition(":")
-        greeting = await greeting_of(host, int(port))
+        greeting = await read_greeting(host, int(port), timeout_s=_GREETING_TIMEOUT_S)
         return greeting is not None and self.name in ("", greeting.get("server_name"))
 
 
@@ -102,15 +108,23 @@ async def require_unserved_store(folder: Path) -> None:
     """Check that no nats-server serves the store in `folder`, as far as this machine reaches the last one's address.
 
     Raises:
-        SetupError: one does, such as that of `penstock serve nats --config RUN/live.toml`.
+        SetupError: one does, such as that of `penstock serve nats --config RUN/live.toml`, or one may: a program takes
+            connections at that address and says nothing.
     """
     server = _last_server(folder)
     if server is None:
         return
-    for _ in range(_NUM_LOOKS):
-        if not await server.is_serving():
-            return
-        await asyncio.sleep(_LOOK_EVERY_S)
+    try:
+        for _ in range(_NUM_LOOKS):
+            if not await server.is_serving():
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
+    except TimeoutError:
+        raise SetupError(
+            f"{server.address} takes connections and says nothing, and a nats-server there may serve the store in "
+            f"{folder}; two would destroy it: stop that server, or if it is another program, remove "
+            f"{folder / _CONFIG_FILE}"
+        ) from None
     raise SetupError(
         f"the nats-server at {server.address} serves the store in {folder}, and two would destroy it; stop it first"
     )

@@ -17,6 +17,7 @@ from penstock.config import BusConfig, load
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
+from penstock.testing.freezing import frozen
 from services.cli.app import main
 from services.launch.launcher import launch
 from services.launch.run_folder import RunFolder
@@ -125,16 +126,28 @@ async def test_a_server_without_a_name_of_ours_counts_as_the_last_one(tmp_path: 
             await require_unserved_store(folder.nats)
 
 
+async def test_a_server_that_stands_still_keeps_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system takes connections for it, and it may go on; so the error is the same for a program that never does."""
+    monkeypatch.setattr("penstock.bus.local_server._GREETING_TIMEOUT_S", 0.5)
+    folder = RunFolder(tmp_path)
+    (port,) = free_ports(1)
+    may_be_served = pytest.raises(SetupError, match=rf"127\.0\.0\.1:{port} takes connections and says nothing.*stop")
+    async with local_server(folder.nats, port=port):
+        with frozen(int((folder.nats / "nats.pid").read_text())), may_be_served:
+            await require_unserved_store(folder.nats)
+    await require_unserved_store(folder.nats)
+
+
 async def test_a_server_that_is_ending_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a launcher that was just killed; the run may go on at once."""
     answers = [{"server_name": "its"}, {"server_name": "its"}, None]
 
-    async def greeting_of(host: str, port: int) -> dict[str, object] | None:
+    async def read_greeting(host: str, port: int, *, timeout_s: float) -> dict[str, object] | None:
         return answers.pop(0)
 
     folder = RunFolder(tmp_path)
     folder.nats.mkdir()
     (folder.nats / "nats.conf").write_text('listen: "127.0.0.1:1"\nserver_name: "its"\n')
-    monkeypatch.setattr("penstock.bus.local_server.greeting_of", greeting_of)
+    monkeypatch.setattr("penstock.bus.local_server.read_greeting", read_greeting)
     await require_unserved_store(folder.nats)
     assert answers == []
