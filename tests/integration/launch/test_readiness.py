@@ -226,9 +226,12 @@ async def test_the_trainer_is_asked_what_it_is_doing_with_what_it_wants_to_see()
     name = service_name(trainer_pb2.DESCRIPTOR, "TrainerService")
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(progress), name)
     await server.start()
-    run = await fetch_run(server.address, security)
-    assert run is not None
-    assert describe_phase(run) == "pushing weights to the engines"
+
+    async def says_what_it_does() -> bool:
+        run = await fetch_run(server.address, security)
+        return run is not None and describe_phase(run) == "pushing weights to the engines"
+
+    await until(says_what_it_does)
     assert await fetch_run(server.address, Security()) is None
     await server.drain(0.0)
     assert await fetch_run(server.address, security) is None
@@ -238,11 +241,11 @@ async def test_what_does_not_serve_is_not_ready(nats_url: str) -> None:
     """Not a server that drains, nor a port with nobody, nor another protocol; a nats-server is by its greeting."""
     server = RpcServer(host="127.0.0.1", port=0)
     await server.start()
-    assert await serves_grpc(server.address)
+    await until(lambda: serves_grpc(server.address))
     assert not await serves_nats(server.address)
     await server.set_serving(False)
     assert not await serves_grpc(server.address)
     await server.drain(0.0)
     assert not await serves_grpc(server.address)
-    assert await serves_nats(nats_url.removeprefix("nats://"))
+    await until(lambda: serves_nats(nats_url.removeprefix("nats://")))
     assert not await serves_grpc(nats_url.removeprefix("nats://"))

@@ -5,9 +5,11 @@ import dataclasses
 import errno
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -170,8 +172,11 @@ async def test_an_answer_that_cannot_be_written_is_not_the_last(
 
     monkeypatch.setattr(request, "write_atomically", write)
     async with running(folder, SERVE):
-        with pytest.raises(SetupError, match="has not answered within 2 s"):
-            await asyncio.to_thread(ask, folder, {"rollout": 2}, timeout_s=2.0)
+        with monkeypatch.context() as patched:
+            clock = SimpleNamespace(monotonic=lambda: 2.0 * num_failed, sleep=time.sleep)
+            patched.setattr(request, "time", clock)  # it stands until the answer has failed
+            with pytest.raises(SetupError, match="has not answered within 2 s"):
+                await promptly(asyncio.to_thread(ask, folder, {"rollout": 2}, timeout_s=2.0))
         assert num_failed == 1
         assert "penstock scale: starting rollout-1" in capsys.readouterr().out
         assert await asked(folder, rollout=2) == ["the run has these numbers already"]
