@@ -3,13 +3,16 @@
 import contextlib
 from pathlib import Path
 
+import pytest
 from prometheus_client.core import Metric
 
+from penstock.bus import metrics
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
 from penstock.bus.metrics import BusMetrics
 from penstock.config import BusConfig
 from tests.support.bus.work_queue import OpenConsumer, fetch_one
+from tests.support.waiting import HANG_S
 
 
 async def values(bus: Bus) -> dict[tuple[str, str], float]:
@@ -22,11 +25,14 @@ async def values(bus: Bus) -> dict[tuple[str, str], float]:
     }
 
 
-async def test_queues_tell_what_waits_and_what_is_in_hand(workers: OpenConsumer, bus: Bus) -> None:
+async def test_queues_tell_what_waits_and_what_is_in_hand(
+    workers: OpenConsumer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the stream's kind, without the run's name."""
+    monkeypatch.setattr(metrics, "_TIMEOUT_S", HANG_S)
     for name in ("a", "b", "c"):
         await bus.publish(bus.prompts, name.encode(), message_id=name)
-    consumer = await workers(bus)
+    consumer = await workers(bus, ack_wait_s=60.0)
     delivery = await fetch_one(consumer)
     found = await values(bus)
     assert found["reachable", ""] == 1

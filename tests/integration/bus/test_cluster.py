@@ -6,7 +6,9 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -172,8 +174,12 @@ async def play_through(cluster: LocalCluster, name: str, lose: Lose) -> None:
 
         async def look() -> None:
             nonlocal lapsed
+            looked_at, late_at = time.monotonic(), -math.inf
             while not stop.is_set():
-                lapsed += "r" not in watch.values
+                before, looked_at = looked_at, time.monotonic()
+                if looked_at - before > TTL_S / 3:
+                    late_at = looked_at  # the holder, in this loop, was late with a renewal
+                lapsed += "r" not in watch.values and looked_at - late_at > TTL_S
                 await asyncio.sleep(0.05)
 
         async with asyncio.timeout(2 * HANG_S), asyncio.TaskGroup() as tasks:

@@ -344,13 +344,14 @@ async def test_no_lease_lapses_while_nobody_can_renew_it(tmp_path: Path, run_nam
         watch = await stack.enter_async_context(watched(await bus.bucket("leases", ttl_s=TTL_S), ttl_s=TTL_S))
         bucket = await holder.bucket("leases", ttl_s=TTL_S)
         await stack.enter_async_context(held(bucket, "living", lambda: b"x", ttl_s=TTL_S))
-        async with killed_at_the_end(url, run_name):
+        async with killed_at_the_end(url, run_name) as holder:
             await until(watch, lambda values: values.keys() == {"living", "trainer"})
-        with frozen(pid):
-            ends_at = time.monotonic() + 3 * TTL_S
-            while time.monotonic() < ends_at:
-                assert watch.values.keys() == {"living", "trainer"}
-                await asyncio.sleep(0.02)
+            with frozen(pid):
+                holder.kill()
+                ends_at = time.monotonic() + 3 * TTL_S
+                while time.monotonic() < ends_at:
+                    assert watch.values.keys() == {"living", "trainer"}
+                    await asyncio.sleep(0.02)
         ends_at = time.monotonic() + HANG_S
         while "trainer" in watch.values:
             assert "living" in watch.values

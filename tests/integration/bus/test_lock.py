@@ -94,8 +94,8 @@ async def test_losing_the_lock_ends_a_holder_that_swallows_a_cancellation(bus: B
     async def hold_until_replaced() -> None:
         nonlocal num_swallowed
         async with locked(bus, "trainer", ttl_s=0.3):
-            await claim(other_bus, "trainer", ttl_s=0.0)
             try:
+                await claim(other_bus, "trainer", ttl_s=0.0)
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 num_swallowed += 1

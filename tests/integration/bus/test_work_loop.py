@@ -110,7 +110,7 @@ async def test_a_failing_message_is_tried_again_with_growing_delay_then_buried(w
 
     await bus.publish(bus.prompts, b"x", message_id="a")
     with capture_logs() as events:
-        async with working(await workers(bus), handle, max_deliveries=3):
+        async with working(await workers(bus, ack_wait_s=60.0), handle, max_deliveries=3):
             await until(is_buried)
     assert [event["delay_s"] for event in events if event["event"] == "message.put_back"] == [0.5, 1.0]
     assert await num_messages(bus, bus.prompts.name) == 0
@@ -129,7 +129,7 @@ async def test_what_is_no_exception_is_a_failure_too(workers: OpenConsumer, bus:
         return await num_messages(bus, bus.dead.name) == 1
 
     await bus.publish(bus.prompts, b"x", message_id="a")
-    consumer = await workers(bus)
+    consumer = await workers(bus, ack_wait_s=60.0)
     with capture_logs() as events:
         async with working(consumer, handle, max_deliveries=2):
             await until(is_buried)
