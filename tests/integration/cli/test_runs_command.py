@@ -21,6 +21,8 @@ from tests.support.nfs import rename_open_files
 from tests.support.view_runs import make_run
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
+LEASE_TTL_S = 6.0
+"""Commands that meet a held lock wait about as long, and this process must renew it in time."""
 
 
 async def penstock_runs(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -35,7 +37,8 @@ def make_stored_run(folder: Path, bus: Bus, run: str, *, started_at: float = 1e9
     """A run folder of three steps, whose NATS is that of `bus`."""
     make_run(folder, num_steps=3)
     (folder / "config.toml").write_text(
-        f'[run]\nname = "{run}"\n[bus]\nurl = "{bus.config.url}"\nlease_ttl_s = 3.0\nfrom_a_later_version = 1\n'
+        f'[run]\nname = "{run}"\n[bus]\nurl = "{bus.config.url}"\nlease_ttl_s = {LEASE_TTL_S}\n'
+        "from_a_later_version = 1\n"
     )
     os.utime(folder / "config.toml", (started_at, started_at))
     return folder
@@ -50,7 +53,7 @@ async def test_lists_runs_in_folders_and_on_nats(bus: Bus, run_name: str, tmp_pa
         os.utime(folder / "metrics.jsonl", (age, age))
     make_run(tmp_path / "own-bus", num_steps=200)
     await bus.publish(bus.prompts, b"x" * 5000, message_id="a")
-    async with locked(bus, TRAINER, ttl_s=3.0):
+    async with locked(bus, TRAINER, ttl_s=LEASE_TTL_S):
         listed = await penstock_runs("list", tmp_path, "--json")
         assert listed.returncode == 0, listed.stderr
         rows = {row["folder"]: row for row in json.loads(listed.stdout)}
@@ -109,10 +112,11 @@ async def test_a_recipe_that_cannot_be_read_hides_no_other_run(bus: Bus, run_nam
 async def test_a_run_that_is_live_stays(bus: Bus, run_name: str, tmp_path: Path) -> None:
     """Its launcher works in the folder, or its trainer or an engine is alive on any machine."""
     folder = make_stored_run(tmp_path / "live", bus, run_name)
-    async with locked(bus, TRAINER, ttl_s=3.0):
+    async with locked(bus, TRAINER, ttl_s=LEASE_TTL_S):
         trainer = await penstock_runs("delete", folder, "--yes")
     assert "another trainer of this run is running already" in trainer.stderr
-    async with held(await bus.bucket("replicas", ttl_s=3.0), "engine-7", lambda: b"x", ttl_s=3.0) as lease:
+    replicas = await bus.bucket("replicas", ttl_s=LEASE_TTL_S)
+    async with held(replicas, "engine-7", lambda: b"x", ttl_s=LEASE_TTL_S) as lease:
         await lease.renew()
         engine = await penstock_runs("delete", folder, "--yes")
     assert "has engines on NATS" in engine.stderr

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.waiting import wait_until
+
 PENSTOCK = Path(sys.executable).parent / "penstock"
 SERVICES = ("nats", "reward", "router", "trainer", "worker-0")
 
@@ -49,7 +51,10 @@ class TrainCommand:
 
     def survivors(self) -> list[str]:
         """Processes of the run that are alive still; zombies are not."""
-        psutil.wait_procs(self.seen, timeout=3.0)
+        wait_until(lambda: not self._alive())
+        return self._alive()
+
+    def _alive(self) -> list[str]:
         alive = []
         for process in self.seen:
             with contextlib.suppress(psutil.NoSuchProcess):
