@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,10 @@ from penstock.runtime.security import VARIABLES
 from services.rollout.worker.agents.runners import MAX_OUTPUT_BYTES, RunnerError, parse_result
 
 _END_S = 5.0
+_RESULT_S = 30.0
+"""Seconds that what a program has piped its output through may take to write the result."""
 _FILTERS_S = 2.0
-"""Seconds that what a program has piped its output through may take to write the rest."""
+"""Seconds that it may take to end after that."""
 _LOOK_EVERY_S = 0.1
 _PRINTED = re.compile(r"\S")
 _MAX_TOLD_CHARS = 500
@@ -53,7 +56,7 @@ class CommandRunner:
         try:
             await asyncio.wait({talking, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not talking.done():  # processes that it has left behind hold its output open: filters end by themselves
-                await asyncio.wait({talking}, timeout=_FILTERS_S)
+                await _until_written(talking, said, has_result=process.returncode == 0)
             if not talking.done():
                 self._kill_group(process)
                 await asyncio.wait({talking}, timeout=_END_S)  # one that left the group holds it still
@@ -148,6 +151,19 @@ async def _until_ended(process: asyncio.subprocess.Process) -> None:
     """Return when the program itself has ended, whoever holds its pipes open: `wait` waits for these too."""
     while process.returncode is None:  # noqa: ASYNC110 - asyncio has no event of it
         await asyncio.sleep(_LOOK_EVERY_S)
+
+
+async def _until_written(talking: asyncio.Task[None], said: _Said, *, has_result: bool) -> None:
+    """Return when filters have written all, or have had their time; a program that failed `has_result` no more."""
+    result_by, num_bytes = time.monotonic() + _RESULT_S, -1
+    while has_result and not talking.done() and time.monotonic() < result_by:
+        if num_bytes != len(said.output):
+            num_bytes = len(said.output)
+            with contextlib.suppress(RunnerError):
+                await parse_result(_read_one, bytes(said.output))
+                break
+        await asyncio.wait({talking}, timeout=_LOOK_EVERY_S)
+    await asyncio.wait({talking}, timeout=_FILTERS_S)
 
 
 async def _talk(process: asyncio.subprocess.Process, sent: bytes, said: _Said) -> None:
