@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from penstock.runtime.parent_death import dying_with_parent
 from services.launch.metrics import MetricsFollower, StepRow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,12 @@ _EXIT_INTERRUPTED = 130
 @contextmanager
 def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command of `penstock`; its processes are gone when the context ends."""
-    process = subprocess.Popen([*PENSTOCK, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*PENSTOCK, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=dying_with_parent(),  # a signal may come before the `try`
+    )
     try:
         yield process
     finally:
