@@ -25,7 +25,10 @@ import grpc.aio
 import pytest
 from nats.aio.client import Client
 
-_GRACE_S = 5.0
+_GRACE_S = 30.0
+_COLLECT_AFTER_S = 2.5
+_NUM_LOOKS = 200
+"""Looks after the garbage was collected, at least: this process may stand still for as long as the grace."""
 _POOLS = ("asyncio_", "ThreadPoolExecutor-", "AnyIO worker thread", "pytest_timeout")
 """How the names of threads begin that serve any number of tests."""
 _CACHES = ("torchinductor_", ".hypothesis")
@@ -93,14 +96,15 @@ async def nothing_left_behind(request: pytest.FixtureRequest, _session_loop: Non
         _reason, *kinds = marker.args
         assert kinds, "leaves_behind(reason, *kinds) names no kind"
         may_stay.update(kinds)
-    ends_at = time.monotonic() + _GRACE_S
-    collect_at = ends_at - _GRACE_S / 2
+    ended_at, num_looks = time.monotonic(), 0
     while left := _left(before, may_stay):
-        if time.monotonic() > ends_at:
+        waited_s = time.monotonic() - ended_at
+        if waited_s > _GRACE_S and num_looks > _NUM_LOOKS:
             pytest.fail("left behind: " + "; ".join(left), pytrace=False)
-        if time.monotonic() > collect_at:
-            gc.collect()  # what only a cycle of references keeps open is not left behind
-            collect_at = ends_at
+        if waited_s > _COLLECT_AFTER_S:
+            if num_looks == 0:
+                gc.collect()  # what only a cycle of references keeps open is not left behind
+            num_looks += 1
         await asyncio.sleep(0.01)
 
 
