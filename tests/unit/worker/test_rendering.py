@@ -11,7 +11,7 @@ from penstock.errors import InvalidRequestError
 from penstock.model.chat_template import Renderer
 from penstock.records import Message, TextPart
 from services.rollout.worker.episodes.rendering import LONG_TEXT_BYTES, Rendering
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 from tests.support.worker.scripted_episodes import (
     DONE,
     END,
@@ -36,7 +36,7 @@ class Held(Renderer):
     def _tokenize(self, rendered: str, *rest: Any, **options: Any) -> list[int]:
         if len(rendered) > LONG_TEXT_BYTES:
             self.begun.set()
-            self.was_released.append(self.released.wait(10.0))
+            self.was_released.append(self.released.wait(HANG_S))
         return super()._tokenize(rendered, *rest, **options)
 
 

@@ -11,6 +11,7 @@ import pytest
 from penstock.errors import SetupError
 from services.rollout.worker.environments.confined_python.interpreter import Interpreter
 from services.rollout.worker.environments.python import Python
+from tests.support.processes import is_alive
 from tests.support.waiting import HANG_S, settled, until
 from tests.support.worker.tool_calls import texts, turn
 
@@ -179,9 +180,12 @@ async def test_code_that_does_not_end_is_ended(code: str) -> None:
 
 
 async def test_what_was_printed_before_time_ran_out_is_told() -> None:
-    """Each print is sent at once."""
-    text = await run_alone("print('so far')\nwhile True: pass", time_limit_s=5)
-    assert text == "Error in python: so far\nIt was ended after 5 s."
+    """Each print is sent at once. Where a machine is too busy for a print within the limit, a longer one is tried."""
+    for limit_s in (1, 5, 25):
+        text = await run_alone("print('so far')\nwhile True: pass", time_limit_s=limit_s)
+        if "so far" in text:
+            break
+    assert text == f"Error in python: so far\nIt was ended after {limit_s} s."
 
 
 async def test_a_hundred_megabytes_of_output_are_cut(python: Python) -> None:
@@ -228,14 +232,14 @@ async def test_episodes_share_a_forkserver_and_the_last_one_ends_it() -> None:
     def forkservers() -> set[int]:
         return {child.pid for child in psutil.Process().children()} - before
 
-    first, second = Python(time_limit_s=9), Python(time_limit_s=9)
+    first, second = Python(time_limit_s=2 * HANG_S), Python(time_limit_s=2 * HANG_S)
     assert await run(first, "1") == await run(second, "1") == ["1"]
     assert len(forkservers()) == 1
     await first.close()
     assert await run(second, "2") == ["2"]
     await second.close()
     assert forkservers() == set()
-    assert Interpreter._shared.keys() == {key for key in Interpreter._shared if key[1].time_limit_s != 9}
+    assert Interpreter._shared.keys() == {key for key in Interpreter._shared if key[1].time_limit_s != 2 * HANG_S}
 
 
 async def test_an_episode_that_never_calls_starts_nothing() -> None:
@@ -250,20 +254,20 @@ async def test_an_episode_that_never_calls_starts_nothing() -> None:
 async def test_a_killed_forkserver_is_started_again() -> None:
     """The call that finds it gone does not notice."""
     before = {child.pid for child in psutil.Process().children()}
-    environment = Python(time_limit_s=9)
+    environment = Python(time_limit_s=2 * HANG_S)
     assert await run(environment, "1") == ["1"]
     [forkserver] = [child for child in psutil.Process().children() if child.pid not in before]
     forkserver.kill()
-    await until(lambda: not forkserver.is_running() or forkserver.status() == psutil.STATUS_ZOMBIE)
+    await until(lambda: not is_alive(forkserver.pid))
     assert await run(environment, "2") == ["2"]
     await environment.close()
 
 
 async def test_a_call_that_is_cancelled_before_it_has_a_process_takes_nobody_elses() -> None:
     """The forkserver's late answer is for the call that is gone: taken for the next one's, the wrong process is killed
-    and an endless loop lives on."""
+    and another one lives on."""
     before = {child.pid for child in psutil.Process().children()}
-    environment = Python(time_limit_s=0.5)
+    environment = Python(time_limit_s=2 * HANG_S)
     assert await run(environment, "1") == ["1"]
     [forkserver] = [child for child in psutil.Process().children() if child.pid not in before]
     forkserver.suspend()
@@ -272,7 +276,7 @@ async def test_a_call_that_is_cancelled_before_it_has_a_process_takes_nobody_els
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     forkserver.resume()
-    assert await run(environment, "while True: pass") == ["Error in python: It was ended after 0.5 s."]
+    assert await run(environment, "2") == ["2"]
     await until(lambda: not forkserver.children())
     await environment.close()
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from penstock.records import Group, Limits, Verdict
 from penstock.records.codec import decode, encode
 from penstock.v1 import reward_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
+from services.rollout.worker.episodes import clock as clock_module
 from services.rollout.worker.episodes.episode import Episode
 from services.rollout.worker.group_rollout import GroupRollout
 from tests.support.image_shelf import ImageShelf
+from tests.support.waiting import settled
 from tests.support.worker.scripted_episodes import (
     DONE,
     END,
@@ -31,6 +34,16 @@ from tests.support.worker.scripted_episodes import (
     shows,
 )
 from tests.support.worker.verifiers import Boxes
+
+LIMIT_S = 600.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`at` is what episodes take for now."""
+    made = SimpleNamespace(at=0.0, monotonic=lambda: made.at)
+    monkeypatch.setattr(clock_module, "time", made)
+    return made
 
 
 async def check(task: Task) -> StepResult:
@@ -161,17 +174,18 @@ async def test_a_wrong_gold_reaches_the_group(renderer: Renderer, answer: Any, w
     assert (Scripted.num_made, Scripted.num_closed) == (1, 1)
 
 
-async def test_a_wrong_gold_reaches_the_group_of_an_environment_that_hangs(renderer: Renderer) -> None:
+async def test_a_wrong_gold_reaches_the_group_of_an_environment_that_hangs(renderer: Renderer, clock: Any) -> None:
     """Its deadline does not hide what is wrong."""
 
     async def hang(task: Task) -> StepResult:
-        await asyncio.gather(task.grade("?"), return_exceptions=True)
+        clock.at += 2 * LIMIT_S
+        await asyncio.gather(task.grade("?"), return_exceptions=True)  # sets the timer anew
         await asyncio.Event().wait()
         raise AssertionError
 
     verifier = Boxes(status=reward_pb2.VERDICT_STATUS_GOLD_INVALID)
     with pytest.raises(InvalidRequestError, match="gold answers"):
-        await play_one(renderer, verifier, hang, limits=Limits(episode_timeout_s=0.2))
+        await play_one(renderer, verifier, hang, limits=Limits(episode_timeout_s=LIMIT_S))
 
 
 @pytest.mark.parametrize("answer", [check, check_carelessly])
@@ -237,22 +251,24 @@ async def test_an_environment_may_go_on_without_a_verdict(renderer: Renderer, ve
     assert (episode.reward, episode.finish_reason, episode.error) == (1.0, "stop", "")
 
 
-async def test_waiting_for_verdicts_is_not_counted(renderer: Renderer) -> None:
+async def test_waiting_for_verdicts_is_not_counted(renderer: Renderer, clock: Any) -> None:
     """The episode's clock stands still while the reward service is away; afterwards it goes on."""
-    limit_s = 0.3
 
     async def wait() -> None:
-        await asyncio.sleep(2 * limit_s)
+        clock.at += 2 * LIMIT_S
+        await settled()
 
     async def check_twice(task: Task) -> StepResult:
         await asyncio.gather(task.grade("one"), task.grade("two"))
         return shows("Go on.")
 
-    async def hang(_: Task) -> StepResult:
+    async def hang(task: Task) -> StepResult:
+        clock.at += 2 * LIMIT_S
+        await task.grade("three")  # sets the timer anew
         await asyncio.Event().wait()
         raise AssertionError
 
-    limits = Limits(episode_timeout_s=limit_s)
+    limits = Limits(episode_timeout_s=LIMIT_S)
     episode = await play_one(renderer, Boxes(before=wait), check_twice, DONE, limits=limits)
     assert episode.finish_reason == "stop"
     episode = await play_one(renderer, Boxes(before=wait), check_twice, hang, limits=limits)

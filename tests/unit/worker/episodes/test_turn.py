@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.v1 import common_pb2, generate_pb2
+from services.rollout.worker.episodes import turn as turn_module
 from services.rollout.worker.episodes.turn import Turn, TurnPlayer
 
 REQUEST = generate_pb2.GenerateRequest(
@@ -38,12 +41,15 @@ def chunk(*ids: int, last: bool = False) -> generate_pb2.GenerateChunk:
 
 @dataclasses.dataclass
 class ScriptedStreams:
-    """Streams `script`, one attempt after another: chunks, an error to raise, or HANG; an event is waited for."""
+    """Streams `script`, one attempt after another: chunks, an error to raise, or HANG; an event is waited for, and a
+    function called."""
 
-    script: Sequence[Sequence[generate_pb2.GenerateChunk | PenstockError | asyncio.Event | str]]
+    script: Sequence[Sequence[generate_pb2.GenerateChunk | PenstockError | asyncio.Event | Callable[[], None] | str]]
     requests: list[generate_pb2.GenerateRequest] = dataclasses.field(default_factory=list)
     num_cancelled: int = 0
     num_restored: int = 0
+    restored: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set a moment after images were stored again."""
 
     async def stream(
         self, request: generate_pb2.GenerateRequest, *, timeout_s: float
@@ -57,6 +63,8 @@ class ScriptedStreams:
                     await each.wait()
                 case generate_pb2.GenerateChunk():
                     yield each
+                case _ if callable(each):
+                    each()
                 case _:
                     try:
                         await asyncio.Event().wait()
@@ -69,6 +77,7 @@ async def play(streams: ScriptedStreams, *, budget_s: float = 60.0, wait_timeout
 
     async def restore_images(_: float) -> None:
         streams.num_restored += 1
+        asyncio.get_running_loop().call_soon(streams.restored.set)
 
     player = TurnPlayer(streams, wait_timeout_s=wait_timeout_s)
     return await player.play(REQUEST, budget_s=budget_s, restore_images=restore_images)
@@ -147,13 +156,19 @@ async def test_a_turn_that_loses_an_image_keeps_the_tokens_delivered() -> None:
     assert streams.num_restored == 2
 
 
-async def test_a_long_turn_that_loses_an_image_may_wait_for_a_replica_again() -> None:
+async def test_a_long_turn_that_loses_an_image_may_wait_for_a_replica_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As long as one that has just begun, though it has played for longer than that already."""
-    is_old, is_free = asyncio.Event(), asyncio.Event()
-    asyncio.get_running_loop().call_later(0.85, is_old.set)
-    asyncio.get_running_loop().call_later(0.9, is_free.set)
-    attempts = [[chunk(10), is_old, MissingImageError("image x")], [is_free, chunk(11, last=True)]]
-    turn = await play(ScriptedStreams(attempts), wait_timeout_s=0.8)
+    clock: Any = SimpleNamespace(at=0.0, monotonic=lambda: clock.at)
+    monkeypatch.setattr(turn_module, "time", clock)
+
+    def play_long() -> None:
+        clock.at += 120.0
+
+    is_free = asyncio.Event()
+    attempts = [[chunk(10), play_long, MissingImageError("image x")], [is_free, chunk(11, last=True)]]
+    turn = await play(ScriptedStreams(attempts, restored=is_free), budget_s=3600.0, wait_timeout_s=60.0)
     assert (list(turn.response.output_ids), turn.response.finish_reason) == ([10, 11], generate_pb2.FINISH_REASON_STOP)
 
 
