@@ -50,9 +50,10 @@ async def test_the_rest_is_handed_over_when_the_grace_is_over() -> None:
     """They hear why, and what to do."""
     calls = Calls(3)
     drain = Drain(calls, calls.begin)
-    draining = asyncio.create_task(drain.run(0.1))
+    draining = asyncio.create_task(drain.run(3600.0))
     await settled()
     calls.end()
+    await drain.run(0.0)
     assert await draining == Drained(num_finished=1, num_handed_over=2)
     assert "play the rest on another replica" in calls.reasons[0]
 

@@ -18,6 +18,8 @@ import pytest
 from penstock.errors import SetupError
 from penstock.runtime.parent_death import dying_with_parent
 from services.rollout.engine.scratch_folder import note_segments, scratch_folder
+from tests.support.processes import is_alive
+from tests.support.waiting import until
 
 _HOLD = """
 import tempfile, time
@@ -39,7 +41,7 @@ with scratch_folder() as folder:
     mapped = [share(name) for name in sys.argv[1:3]]
     if os.fork() == 0:
         mapped.append(share(sys.argv[3]))
-        print(flush=True)
+        print(os.getpid(), flush=True)
         time.sleep(600)
     sys.stdin.readline()
     note_segments(folder)
@@ -138,11 +140,12 @@ async def test_segments_of_shared_memory_go_with_the_folder(parent: Path) -> Non
     try:
         assert process.stdin is not None
         assert process.stdout is not None
-        await process.stdout.readline()  # of the child
+        child = int(await process.stdout.readline())
         process.stdin.write(b"\n")
         await process.stdout.readline()
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+        await until(lambda: not is_alive(child))  # it has the folder's lock, too
         assert all(path.exists() for path in segments.values())
         with scratch_folder():
             assert {name for name, path in segments.items() if path.exists()} == {other, unmapped}
