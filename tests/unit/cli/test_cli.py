@@ -16,6 +16,7 @@ import pytest
 from penstock.clients import RewardClient
 from penstock.runtime.ports import free_ports
 from services.cli import main
+from tests.support.waiting import HANG_S
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 
@@ -186,7 +187,7 @@ def test_the_reward_service_needs_no_recipe() -> None:
         assert "geo3k" in asyncio.run(profiles())
     finally:
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(HANG_S) == 0
         process.stderr.close()
 
 
@@ -205,14 +206,14 @@ def test_router_and_nats_need_no_model(tmp_path: Path) -> None:
             assert stderr is not None
             assert any("server.started" in line or "Server is ready" in line for line in stderr), service
         assert (tmp_path / "run/nats/store").is_dir()
-        with socket.create_connection(("127.0.0.1", port), timeout=5.0) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as connection:
             assert f'"max_payload":{32 * 2**20}' in connection.recv(4096).decode()
         again = penstock("serve", "nats", "--config", recipe)
         assert_mistake(again, "bus.url", f"127.0.0.1:{port}", "choose another")
     finally:
         for process in reversed(processes):
             process.terminate()
-            process.wait(20)
+            process.wait(HANG_S)
             process.stderr.close()
 
 

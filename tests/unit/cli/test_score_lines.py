@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,15 +60,18 @@ def test_a_signal_that_interrupts_no_call_ends_the_wait_for_input() -> None:
         was_handled.wait(HANG_S)
         os.close(writing)  # what waits for input without an end would never return
 
+    def wait_interrupted(windows: Iterator[list[Line]]) -> None:
+        other.start()
+        next(windows)
+
     handler = signal.signal(signal.SIGUSR1, handle)
     other = threading.Thread(target=interrupt)
     try:
         with io.FileIO(reading) as source:
             windows = LineReader(source, name="in", profile="math", known_profiles={"math"}, max_lines=500).windows()
             assert next(windows) == []  # the input pauses
-            other.start()
             with pytest.raises(InterruptError):
-                next(windows)
+                wait_interrupted(windows)
             is_open = other.is_alive()
     finally:
         was_handled.set()

@@ -133,7 +133,10 @@ def test_a_finished_run_ends_the_job(tmp_path: Path, start: Callable[..., Job]) 
     job.exits("train", 0)
     assert job.end() == (0, "")
     assert sorted(job.calls()[:2]) == ["node1 doctor", "node2 doctor"]
-    assert sorted(job.calls()[2:]) == ["node1 train", "node2 serves", "node2 slurm-node"]
+    started = [
+        call for call in job.calls()[2:] if not call.startswith("scancel")
+    ]  # nodes that are slow to end are told
+    assert sorted(started) == ["node1 train", "node2 serves", "node2 slurm-node"]
     assert not (tmp_path / "live.toml").exists()
 
 
@@ -211,9 +214,10 @@ def test_a_job_that_is_told_to_end_is_not_queued_again(start: Callable[..., Job]
     if number is signal.SIGTERM:
         time.sleep(0.2)
         assert job.process.poll() is None  # it waits for the checkpoint
+        assert "scancel --signal=TERM 7" not in job.calls()  # after the trainer, nodes that are slow to end are told
         job.exits("train", 130)
     assert job.end()[0] == 130
-    assert ("scancel --signal=TERM 7" in job.calls()) == (number is signal.SIGUSR1)
+    assert number is signal.SIGTERM or "scancel --signal=TERM 7" in job.calls()
     assert not any("requeue" in call for call in job.calls())
 
 
