@@ -19,6 +19,7 @@ from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.recipe import Recipe
 from tests.support.launch.fake_ray import RayError, Remote, faking_ray
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ async def test_a_head_that_is_slow_holds_nothing_else_up(backend: Any, monkeypat
     went_on, removed = threading.Event(), []
 
     def remove(group: Any) -> None:
-        removed.append((group, went_on.wait(5.0)))
+        removed.append((group, went_on.wait(HANG_S)))
 
     monkeypatch.setattr(backend, "remove_placement_group", remove)
     placing = backend.RayBackend(SimpleNamespace(), load(Recipe, [], []), has_gpus=False, write=lambda line: None)

@@ -21,6 +21,7 @@ from services.router.frontends.openai.schema.requests import ChatRequest
 from services.router.frontends.openai.schema.tokens import DetokenizeRequest
 from services.router.frontends.openai.sessions.session_api import SessionApi
 from tests.support.router.agent_session import group_id, state_of
+from tests.support.waiting import HANG_S
 
 
 class Parser:
@@ -35,7 +36,7 @@ async def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
     parsers: list[Any] = [Parser() for _ in range(NUM_THREADS)]
     threads, may_end = ParsingThreads(parsers), threading.Event()
     long = [
-        asyncio.ensure_future(threads.run(lambda _: may_end.wait(20.0), size_bytes=LONG_BYTES))
+        asyncio.ensure_future(threads.run(lambda _: may_end.wait(HANG_S), size_bytes=LONG_BYTES))
         for _ in range(2 * NUM_THREADS)
     ]
     await asyncio.sleep(0)  # they are handed to the threads
@@ -93,7 +94,7 @@ async def test_a_prompt_whose_client_left_before_its_turn_is_not_parsed() -> Non
     """The threads go on with those who wait."""
     threads, may_end, calls = ParsingThreads([Parser() for _ in range(NUM_THREADS)]), threading.Event(), []  # type: ignore[misc]
     running = [
-        asyncio.ensure_future(threads.run(lambda _: may_end.wait(20.0), size_bytes=LONG_BYTES))
+        asyncio.ensure_future(threads.run(lambda _: may_end.wait(HANG_S), size_bytes=LONG_BYTES))
         for _ in range(NUM_THREADS - 1)
     ]
     await asyncio.sleep(0)

@@ -224,12 +224,12 @@ async def test_a_run_that_is_cancelled_waits_for_nothing(tmp_path: Path, monkeyp
     released, stepping, closed = threading.Event(), threading.Event(), []
 
     def read(start: int) -> SftBatch:
-        assert not start or released.wait(HANG_S)
+        assert not start or released.wait(2 * HANG_S)
         return SftBatch(rendered=[], sequences=[], stop=start + 1, num_passed_over=0)
 
     def step(sequences: object) -> dict[str, float]:
         stepping.set()
-        assert released.wait(HANG_S)
+        assert released.wait(2 * HANG_S)
         return {}
 
     reader: Any = SimpleNamespace(read=read)
@@ -263,7 +263,7 @@ async def test_a_run_that_is_cancelled_waits_for_nothing(tmp_path: Path, monkeyp
         training = asyncio.create_task(train(settings, tmp_path, asyncio.Event(), Observer()))
         assert await asyncio.to_thread(stepping.wait, HANG_S)
         training.cancel()
-        ended, _ = await asyncio.wait({training}, timeout=5.0)
+        ended, _ = await asyncio.wait({training}, timeout=HANG_S)
         assert (ended, training.cancelled(), closed) == ({training}, True, [])
     finally:
         released.set()
