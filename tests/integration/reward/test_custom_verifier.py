@@ -65,7 +65,7 @@ async def test_verifiers_judge_in_workers(verifiers: dict[str, str]) -> None:
     async with reward_service(verifiers=verifiers) as (client, pool):
         right, wrong, half, record = await client.verify_batch(
             [_item("contains", "xax"), _item("contains", "c"), _item("half", "r", prompt="p"), _item("record", "r")],
-            timeout_s=30.0,
+            timeout_s=600.0,
         )
         pids = pool.worker_pids
     assert [verdict.status for verdict in (right, wrong, half, record)] == [OK] * 4
@@ -103,7 +103,7 @@ async def test_a_verifier_may_compute_on_all_cores_until_its_deadline(
     """The processor time of its threads adds up. One that computes for ever is stopped, whatever its server does."""
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     async with reward_service(verifiers=verifiers) as (client, _):
-        [verdict] = await client.verify_batch([_item("limit", "", deadline_s=20.0)], timeout_s=30.0)
+        [verdict] = await client.verify_batch([_item("limit", "", deadline_s=20.0)], timeout_s=600.0)
     assert 8 * 20 < float(verdict.extracted) < 9 * 20
 
 
@@ -141,7 +141,9 @@ async def test_what_a_verifier_loads_is_no_item_s_memory(tmp_path: Path) -> None
     verifiers = {"large": f"{tmp_path / 'large.py'}:verify"}
     async with reward_service(verifiers=verifiers, max_overtime=0) as (client, pool):
         before = pool.worker_pids
-        verdicts = await client.verify_batch([item_of(gold, r"\boxed{(2+x)^{-1}}"), _item("large", "")], timeout_s=30.0)
+        verdicts = await client.verify_batch(
+            [item_of(gold, r"\boxed{(2+x)^{-1}}"), _item("large", "")], timeout_s=600.0
+        )
         after = pool.worker_pids
     assert [(verdict.status, verdict.score) for verdict in verdicts] == [(OK, 0.0), (OK, 1.0)]
     assert after == before
@@ -168,7 +170,7 @@ async def test_installed_packages_offer_verifiers(tmp_path: Path, monkeypatch: p
     assert find_verifiers({}) == {"offered": "offered:verify"}
     assert find_verifiers({"offered": "mine.py:verify"}) == {"offered": "mine.py:verify"}
     async with reward_service() as (client, _):
-        assert (await client.verify_batch([_item("offered", "")], timeout_s=30.0))[0].score == 1.0
+        assert (await client.verify_batch([_item("offered", "")], timeout_s=600.0))[0].score == 1.0
     assert "offered" not in sys.modules
 
 
@@ -178,7 +180,7 @@ async def test_the_example_s_reward_falls_with_the_distance() -> None:
     responses = {r"\boxed{7}": 1.0, r"\boxed{6}": 0.8, r"It is 3, so \boxed{ 9.5 }": 0.5, r"\boxed{12}": 0.0, "7": 0.0}
     items = [reward_pb2.VerifyItem(golds=["7"], response=each, profile="near") for each in responses]
     async with reward_service(verifiers={"near": near}) as (client, _):
-        verdicts = await client.verify_batch(items, timeout_s=30.0)
+        verdicts = await client.verify_batch(items, timeout_s=600.0)
     assert [verdict.status for verdict in verdicts] == [OK] * len(items)
     assert [verdict.score for verdict in verdicts] == pytest.approx(list(responses.values()))
     assert [verdict.extracted for verdict in verdicts] == ["7", "6", "9.5", "12", ""]

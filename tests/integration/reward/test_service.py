@@ -44,7 +44,7 @@ async def test_verdicts_come_in_the_order_of_the_items(service: tuple[RewardClie
         ("", ""),
     ]
     items = [item_of(*golds[n % len(golds)], item_id=str(n)) for n in range(120)]
-    verdicts = await client.verify_batch(items, timeout_s=30)
+    verdicts = await client.verify_batch(items, timeout_s=600)
     assert [verdict.item_id for verdict in verdicts] == [str(n) for n in range(120)]
     assert [verdict.score for verdict in verdicts] == [1, 1, 0, 0, 0, 0] * 20
     assert [verdict.status for verdict in verdicts[:6]] == [
@@ -108,15 +108,17 @@ async def test_requests_that_can_never_succeed_are_refused(service: tuple[Reward
     """Unknown profiles, deadlines that are none and missing items are errors of the call."""
     client, _ = service
     with pytest.raises(InvalidRequestError, match=r"known: .*geo3k.*, math"):
-        await client.verify_batch([item_of("5", r"\boxed{5}", profile="algebra")], timeout_s=5)
+        await client.verify_batch([item_of("5", r"\boxed{5}", profile="algebra")], timeout_s=600)
     for deadline_s in (-1.0, float("nan"), float("inf")):
         with pytest.raises(InvalidRequestError, match="deadline_s"):
-            await client.verify_batch([item_of("5", r"\boxed{5}", deadline_s=deadline_s)], timeout_s=5)
+            await client.verify_batch([item_of("5", r"\boxed{5}", deadline_s=deadline_s)], timeout_s=600)
     async with connect(client.address) as channel:
         stub = reward_pb2_grpc.RewardServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError, match="item is missing"):
-            await stub.Verify(reward_pb2.VerifyRequest(), timeout=5)
-        response = await stub.Verify(reward_pb2.VerifyRequest(item=item_of("5", r"\boxed{5}", item_id="a")), timeout=5)
+            await stub.Verify(reward_pb2.VerifyRequest(), timeout=600)
+        response = await stub.Verify(
+            reward_pb2.VerifyRequest(item=item_of("5", r"\boxed{5}", item_id="a")), timeout=600
+        )
     assert (response.verdict.item_id, response.verdict.score) == ("a", 1)
 
 
@@ -138,7 +140,7 @@ async def test_long_and_odd_texts_are_taken(service: tuple[RewardClient, WorkerP
             item_of("5", "\x00\\boxed{5\x00}"),
             item_of("5", "\\boxed{5\ufffd}"),
         ],
-        timeout_s=20,
+        timeout_s=600,
     )
     assert [verdict.score for verdict in verdicts] == [1, 1, 0]
 
@@ -148,7 +150,7 @@ async def test_geo3k_tolerance_reaches_symbolic_answers(service: tuple[RewardCli
     client, _ = service
     cases = [("8.5", "geo3k", 1), ("8.5", "math", 0), ("8.4", "geo3k", 0), ("8", "geo3k", 0)]
     items = [item_of(gold, r"\boxed{6\sqrt{2}}", profile=profile) for gold, profile, _ in cases]
-    verdicts = await client.verify_batch(items, timeout_s=10)
+    verdicts = await client.verify_batch(items, timeout_s=600)
     assert [verdict.score for verdict in verdicts] == [score for _, _, score in cases]
 
 
@@ -164,10 +166,10 @@ async def test_real_geo3k_golds_judge_themselves_as_right(service: tuple[RewardC
         right = [
             item_of(gold, rf"<think>Hm.</think> \boxed{{{gold}}}", item_id=gold, profile=profile) for gold in golds
         ]
-        verdicts = await client.verify_batch(right, timeout_s=60)
+        verdicts = await client.verify_batch(right, timeout_s=600)
         assert [verdict.item_id for verdict in verdicts if verdict.score != 1 or verdict.status != OK] == []
         wrong = [item_of(gold, rf"\boxed{{{gold} + 1}}", item_id=gold, profile=profile) for gold in golds]
-        verdicts = await client.verify_batch(wrong, timeout_s=60)
+        verdicts = await client.verify_batch(wrong, timeout_s=600)
         assert [verdict.item_id for verdict in verdicts if verdict.score != 0] == []
 
 
@@ -178,6 +180,6 @@ async def test_accuracy_on_labelled_pairs(service: tuple[RewardClient, WorkerPoo
         pytest.skip("needs labelled pairs in ../shared/reward/pairs.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     items = [item_of(row["gold"], row["response"], item_id=row["id"]) for row in rows]
-    verdicts = await service[0].verify_batch(items, timeout_s=60)
+    verdicts = await service[0].verify_batch(items, timeout_s=600)
     as_labelled = sum((verdict.score == 1) is row["correct"] for verdict, row in zip(verdicts, rows, strict=True))
     assert as_labelled / len(rows) >= 0.95

@@ -58,7 +58,7 @@ def end_items(pool: WorkerPool) -> None:
 
 def easy_item(item_id: str = "") -> reward_pb2.VerifyItem:
     """An item that takes a worker milliseconds."""
-    return item_of("5", r"\boxed{5}", item_id=item_id, profile="math_verify", deadline_s=30.0)
+    return item_of("5", r"\boxed{5}", item_id=item_id, profile="math_verify", deadline_s=MAX_DEADLINE_S)
 
 
 def hanging_item(item_id: str = "", *, deadline_s: float = 30.0) -> reward_pb2.VerifyItem:
