@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs/operation/security.md").read_text()
 def make_certificates(folder: Path) -> SecurityConfig:
     """An authority and a certificate for this machine, in `folder`/certs."""
     (commands,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-    subprocess.run(["sh", "-ec", commands], cwd=folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(["sh", "-ec", commands], cwd=folder, check=True, capture_output=True, timeout=200)
     certs = folder / "certs"
     return SecurityConfig(tls_cert=certs / "penstock.pem", tls_key=certs / "penstock.key", tls_ca=certs / "ca.pem")
 

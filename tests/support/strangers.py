@@ -19,7 +19,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 async def ask(channel: grpc.aio.Channel, method: str, request: bytes = b"") -> tuple[Any, ...]:
     """Code, words and metadata of the answer to a call of `method`."""
-    call = channel.unary_unary(method, None, None)(request, timeout=10.0)
+    call = channel.unary_unary(method, None, None)(request, timeout=60.0)
     code, details = await call.code(), await call.details()
     headers = [*(await call.initial_metadata()), *(await call.trailing_metadata())]
     return code, details, *headers
@@ -36,7 +36,7 @@ async def assert_rpc_is_closed(address: str, method: str, *, security: Security 
             for asked in (method, f"{package}/NoSuchMethod", "/no.such.Service/Do", REFLECTION)
         }
         assert answers == {(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)}
-        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10.0)
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60.0)
         assert health.status == SERVING
 
 

@@ -34,7 +34,7 @@ def _run(folder: Path, *arguments: str, path: str = str(ROOT)) -> subprocess.Com
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 

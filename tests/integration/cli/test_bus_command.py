@@ -22,7 +22,7 @@ PENSTOCK = Path(sys.executable).parent / "penstock"
 async def penstock_bus(bus: Bus, run: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `penstock bus` on the run's streams."""
     command = [PENSTOCK, "bus", *arguments, "--url", bus.config.url, "--run", run]
-    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=200, check=False)
 
 
 async def test_lists_the_streams_with_what_waits_in_them(bus: Bus, run_name: str) -> None:
@@ -77,7 +77,7 @@ async def test_mistakes_are_one_line_with_the_remedy(bus: Bus, run_name: str) ->
     assert missing.returncode != 0
     assert missing.stderr == "error: there is no dead letter 17; `penstock bus letters` lists them\n"
     nowhere = await asyncio.to_thread(
-        subprocess.run, [PENSTOCK, "bus"], capture_output=True, text=True, timeout=60, check=False
+        subprocess.run, [PENSTOCK, "bus"], capture_output=True, text=True, timeout=200, check=False
     )
     assert nowhere.returncode == 2
     assert "give --url nats://HOST:PORT and --run NAME" in nowhere.stderr
@@ -113,7 +113,7 @@ async def test_a_nats_with_tls_is_reached_by_its_address(
         async def runs(*arguments: str) -> subprocess.CompletedProcess[str]:
             command = [PENSTOCK, "runs", *arguments, "--url", url]
             return await asyncio.to_thread(
-                subprocess.run, command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+                subprocess.run, command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
             )
 
         listed = await runs("list", "--json", reach)

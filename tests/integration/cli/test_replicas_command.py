@@ -24,7 +24,7 @@ PENSTOCK = Path(sys.executable).parent / "penstock"
 
 async def penstock(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return await asyncio.to_thread(
-        subprocess.run, [PENSTOCK, *arguments], capture_output=True, text=True, timeout=60, check=False
+        subprocess.run, [PENSTOCK, *arguments], capture_output=True, text=True, timeout=200, check=False
     )
 
 

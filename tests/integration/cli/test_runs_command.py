@@ -29,7 +29,7 @@ async def penstock_runs(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run `penstock runs`."""
     command = [sys.executable, "-m", "services.cli", "runs", *map(str, arguments)]
     return await asyncio.to_thread(
-        subprocess.run, command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+        subprocess.run, command, capture_output=True, text=True, timeout=200, check=False, stdin=subprocess.DEVNULL
     )
 
 

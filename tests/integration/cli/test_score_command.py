@@ -280,7 +280,7 @@ def test_missing_extra_names_the_remedy() -> None:
     script = (
         "import sys; sys.modules['grpc_reflection'] = None; from services.cli import main; sys.exit(main(['score']))"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 2
     assert "penstock[reward]" in result.stderr
     assert "penstock score" in result.stderr

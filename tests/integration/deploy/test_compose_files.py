@@ -112,7 +112,7 @@ def test_make_acts_on_the_files_that_env_names(target: str, tmp_path: Path) -> N
     (tmp_path / "deploy" / ".env").write_text("COMPOSE_FILE=docker-compose.yml:docker-compose.disaggregated.yml\n")
     told = f"COMPOSE=basename $$PWD; {' '.join(installed_compose())} config --services #"
     command = ["make", "--silent", "--directory", str(tmp_path), target, told]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     name, *services = done.stdout.split()
     assert name == "deploy"
@@ -272,7 +272,7 @@ def test_a_proxy_of_the_environment_does_not_hear_of_health() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         asked = [sys.executable, *(part.replace(":8222", f":{server.server_port}") for part in command[1:])]
-        done = subprocess.run(asked, env=kept | proxies, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(asked, env=kept | proxies, capture_output=True, text=True, check=False, timeout=200)
         server.shutdown()
     assert done.returncode == 0, done.stderr
 

@@ -36,7 +36,7 @@ def start(tmp_path: Path) -> Start:
 
     def run(**more: str) -> "subprocess.CompletedProcess[str]":
         command = [*UNPRIVILEGED, "sh", "-c", script]
-        return subprocess.run(command, env=environment | more, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(command, env=environment | more, capture_output=True, text=True, check=False, timeout=200)
 
     return run
 

@@ -241,7 +241,7 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
     for engine, push in zip(pushed, pushes, strict=True):
         waiting = [
             asyncio.ensure_future(
-                engine.generation.Generate(await pair.bootstrapped(made[0], version=each), timeout=20)
+                engine.generation.Generate(await pair.bootstrapped(made[0], version=each), timeout=60)
             )
             for each in (version, version + 1)
         ]
@@ -381,7 +381,7 @@ async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_wel
     traffic = Traffic(play_another, 8)
     await until(lambda: sum(each.num_tokens > 0 and not each.is_finished for each in turns) >= 4)
     traffic.stop()
-    await pair.decode.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=0.0), timeout=20)
+    await pair.decode.control.DrainReplica(rollout_pb2.DrainReplicaRequest(grace_s=0.0), timeout=60)
     ends = zip(await asyncio.gather(*traffic.calls, return_exceptions=True), turns, strict=True)
     handed_over = [(error, each) for error, each in ends if not each.is_finished]
     for error, each in handed_over:  # without a token, a call may also have failed at the prefill engine

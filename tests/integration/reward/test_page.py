@@ -51,7 +51,7 @@ def test_python(service: RewardProcess) -> None:
     """The program runs and prints what the page says."""
     text = section("Python")
     code = with_addresses(fenced(text), service)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert result.stdout == indented(text.partition("```\n")[2])[0], result.stderr
 
 
@@ -69,7 +69,7 @@ def test_http(service: RewardProcess) -> None:
 def test_moving_over(service: RewardProcess) -> None:
     """slime gets a bare number and the status in a header, OpenRLHF its three lists."""
     slime, openrlhf = (
-        subprocess.run(with_addresses(command, service), shell=True, capture_output=True, text=True, timeout=60).stdout
+        subprocess.run(with_addresses(command, service), shell=True, capture_output=True, text=True, timeout=200).stdout
         for command in indented(section("Moving over"))
     )
     head, _, body = slime.partition("\n\n")
@@ -85,7 +85,7 @@ def test_files(tmp_path: Path) -> None:
     command, lines, expected = indented(section("Files"))
     (tmp_path / "answers.jsonl").write_text(lines)
     command = command.replace("penstock", str(PENSTOCK), 1)
-    result = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "verdicts.jsonl").read_text() == expected
 
@@ -103,7 +103,7 @@ def test_own_verifier(tmp_path: Path) -> None:
             input="".join(f"{json.dumps(row)}\n" for row in rows),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
             check=False,
         )
     assert [json.loads(line)["score"] for line in result.stdout.splitlines()] == [1.0, 0.0], result.stderr
@@ -118,7 +118,7 @@ def test_scale_in_a_recipe(tmp_path: Path) -> None:
         input=f"{json.dumps(row)}\n{json.dumps({**row, 'response': 'no'})}\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert [json.loads(line)["score"] for line in result.stdout.splitlines()] == [1.0, -1.0], result.stderr

@@ -26,6 +26,6 @@ asyncio.run(main())
 
 def test_grpc_does_nothing_between_fork_and_exec() -> None:
     """It would start its threads in the child, which aborts when their files are closed under them, as `exec` does."""
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "fork" not in done.stderr

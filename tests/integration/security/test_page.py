@@ -47,7 +47,9 @@ def block(language: str) -> str:
 def run(command: list[str | Path], folder: Path, token: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_TOKEN", token)
-        return subprocess.run(command, cwd=folder, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            command, cwd=folder, input=stdin, capture_output=True, text=True, timeout=200, check=False
+        )
 
 
 def test_the_section_is_one_that_a_process_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

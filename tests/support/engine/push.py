@@ -85,11 +85,11 @@ class Push:
             digest=XXH3,
             deadline_s=120.0,
         )
-        await self.engine.control.PrepareWeights(request, timeout=20)
+        await self.engine.control.PrepareWeights(request, timeout=60)
 
     async def receive_only(self) -> None:
         """Ask for the buckets without sending any."""
-        await self.engine.control.ReceiveWeights(rollout_pb2.ReceiveWeightsRequest(push_id=self.push_id), timeout=20)
+        await self.engine.control.ReceiveWeights(rollout_pb2.ReceiveWeightsRequest(push_id=self.push_id), timeout=60)
 
     async def pause(self) -> None:
         """Stop generation."""

@@ -40,4 +40,4 @@ def reward_process(*settings: str) -> Iterator[RewardProcess]:
             yield RewardProcess(address=addresses[0], url=addresses[1], pid=process.pid)
         finally:
             process.terminate()
-            process.communicate(timeout=20)
+            process.communicate(timeout=60)

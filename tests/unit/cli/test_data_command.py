@@ -78,7 +78,7 @@ def test_reading_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
         with contextlib.suppress(OSError), os.fdopen(terminal, "rb", buffering=0) as opened:  # EIO ends a terminal
             while piece := opened.read(65536):
                 shown += piece
-        report, _ = process.communicate(timeout=60)
+        report, _ = process.communicate(timeout=200)
     assert process.returncode == 0, shown
     assert re.search(r"rows .* 3/3", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()))
     assert b"rows       3, in 1 file" in report

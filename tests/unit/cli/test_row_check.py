@@ -163,7 +163,7 @@ def test_reading_shows_a_bar_on_a_terminal(tmp_path: Path, tiny_model_path: Path
         with contextlib.suppress(OSError), os.fdopen(terminal, "rb", buffering=0) as opened:  # EIO ends a terminal
             while piece := opened.read(65536):
                 shown += piece
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=200)
     assert process.returncode == 2
     assert re.search(r"rows\.jsonl' .* 2/3", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()))
     assert b"rows.jsonl', row 2: column 'answer' holds empty text" in error
