@@ -32,6 +32,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.checks.adapters import adapter_contradiction
 from services.trainer.checks.answer_length import most_own_tokens, penalty_contradiction
 from services.trainer.checks.router_replay import pairs_contradiction
+from services.trainer.checks.schedule import schedule_contradiction
 from services.trainer.config import TrackersConfig, TrainerConfig
 from services.trainer.data.config import DataConfig
 from services.trainer.demonstrations.config import DemonstrationsConfig
@@ -105,6 +106,15 @@ class Recipe(Config):
     def _adapters_fit_the_reference(self) -> Self:
         if reason := adapter_contradiction(self.trainer.lora, self.algorithm.kl):
             raise ValueError(reason)
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        trainer = self.trainer
+        if self.sft.epochs:
+            return self  # the rows decide on the steps of a supervised run
+        if reason := schedule_contradiction(trainer.optimizer, num_steps=trainer.num_steps):
+            raise ValueError(f"trainer.num_steps = {trainer.num_steps}: {reason}")
         return self
 
     @pydantic.model_validator(mode="after")

@@ -28,6 +28,7 @@ from services.rollout.worker.config import WorkerSettings
 from services.rollout.worker.environments.config import EnvironmentServerSettings
 from services.router.config import RouterSettings
 from services.trainer.checks.router_replay import require_mixture
+from services.trainer.checks.schedule import schedule_contradiction
 from services.trainer.config import TrainerSettings
 from services.trainer.data.config import DataConfig
 from services.trainer.data.named_section import named_section
@@ -217,11 +218,20 @@ def require_trainable_without_model(recipe: Recipe) -> None:
     """Check what of a run's inputs can be checked before its model is there.
 
     Raises:
-        ConfigError: there is no data, the sampling cannot be trained on, or a tracker is not installed.
+        ConfigError: there is no data, the sampling cannot be trained on, the learning rate's schedule does not fit
+            into the steps, or a tracker is not installed.
     """
+    _require_schedule(recipe)
     _require_files(recipe, with_sets=recipe.evaluation.is_in_training, with_demonstrations=True)
     require_packages(recipe.trackers)
     recipe.sampling.require_trainable()
+
+
+def _require_schedule(recipe: Recipe) -> None:
+    """Check it also where the recipe has epochs of a supervised run, whose rows would decide on the steps."""
+    trainer = recipe.trainer
+    if reason := schedule_contradiction(trainer.optimizer, num_steps=trainer.num_steps):
+        raise ConfigError(f"trainer.num_steps = {trainer.num_steps}: {reason}")
 
 
 def require_inputs(recipe: Recipe) -> None:
@@ -244,11 +254,12 @@ def require_at_launcher(recipe: Recipe) -> None:
     """Check what the launcher of a run uses itself, if engines, workers and trainer may be on other hosts.
 
     Raises:
-        ConfigError: the sampling cannot be trained on, a name is unknown, agents have no API to call, or the router
-            needs a model that is not here.
+        ConfigError: the sampling cannot be trained on, the learning rate's schedule does not fit into the steps, a name
+            is unknown, agents have no API to call, or the router needs a model that is not here.
         UnavailableError: a model is on the Hub, which cannot be reached.
     """
     recipe.sampling.require_trainable()
+    _require_schedule(recipe)
     _require_agents_api(recipe)
     require_names(recipe, sets=recipe.evaluation.is_in_training)
     for_router(recipe)

@@ -218,19 +218,6 @@ class BackendConfig(Config):
             raise ValueError(f"row_lengths = {self.row_lengths} has no effect without padding; set fixed_rows = true")
         return self
 
-    @pydantic.model_validator(mode="after")
-    def _schedule_fits(self) -> Self:
-        optimizer = self.optimizer
-        if optimizer.schedule.kind == "constant":
-            return self
-        num_steps = optimizer.warmup_steps + optimizer.schedule.decay_steps
-        if num_steps > self.num_steps or optimizer.warmup_steps >= self.num_steps:
-            raise ValueError(
-                f"optimizer.warmup_steps = {optimizer.warmup_steps} and schedule.decay_steps = "
-                f"{optimizer.schedule.decay_steps} do not fit into num_steps = {self.num_steps}; lower them"
-            )
-        return self
-
 
 class TrainerConfig(BackendConfig):
     """The trainer: how much, how stale, and where it computes."""

@@ -3,12 +3,12 @@
 import math
 from pathlib import Path
 
-import pydantic
 import structlog
 
 from penstock.errors import ConfigError, SetupError
 from services.trainer.backend.ranks.start import open_supervised_ranks
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
+from services.trainer.checks.schedule import schedule_contradiction
 from services.trainer.config import TrainerConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import ConversationLimit
@@ -112,13 +112,9 @@ def _with_steps(settings: SftSettings, dataset: Dataset, checkpoint: Checkpoint 
     num_steps = max(1, step + math.ceil(num_left / sft.batch_size))
     if checkpoint is not None and checkpoint.state.get("num_steps_of") == _num_steps_of(sft, dataset):
         num_steps = int(checkpoint.state["num_steps"])
-    try:
-        return TrainerConfig(**{**dict(trainer), "num_steps": num_steps})
-    except pydantic.ValidationError as error:
-        message = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(
-            f"sft.epochs = {sft.epochs:g} makes {num_steps} steps of {num_rows} rows: {message}"
-        ) from None
+    if reason := schedule_contradiction(trainer.optimizer, num_steps=num_steps):
+        raise ConfigError(f"sft.epochs = {sft.epochs:g} makes {num_steps} steps of {num_rows} rows: {reason}")
+    return trainer.model_copy(update={"num_steps": num_steps})
 
 
 def _num_learnable(dataset: Dataset) -> int:

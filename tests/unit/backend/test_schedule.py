@@ -6,6 +6,7 @@ from transformers import get_scheduler
 
 from penstock.config import load
 from penstock.errors import ConfigError
+from services.cli.service_settings import require_trainable_without_model
 from services.recipe import Recipe
 from services.trainer.backend.optimizer.schedule import rate_factor
 from services.trainer.config import OptimizerConfig
@@ -82,8 +83,8 @@ def test_it_ends_at_the_minimum_and_stays_there(schedule: dict[str, object]) -> 
     ("overrides", "message"),
     [
         (["schedule.kind=wsd"], "wsd needs decay_steps"),
-        (["schedule.kind=wsd", "schedule.decay_steps=96", "warmup_steps=5"], "do not fit into num_steps = 100"),
-        (["schedule.kind=cosine", "warmup_steps=100"], "do not fit into num_steps = 100"),
+        (["schedule.kind=wsd", "schedule.decay_steps=96", "warmup_steps=5"], "do not fit into 100 steps"),
+        (["schedule.kind=cosine", "warmup_steps=100"], "do not fit into 100 steps"),
         (["schedule.kind=cosine", "schedule.decay_steps=3"], "decay_steps = 3 has no effect with kind = 'cosine'"),
         (["schedule.min_ratio=0.1"], "min_ratio = 0.1 has no effect with kind = 'constant'"),
         (["learning_rates.tower=-1"], "the rate of 'tower' must be 0 or a positive number"),
@@ -93,3 +94,11 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], m
     """Each with the setting and what to do."""
     with pytest.raises(ConfigError, match=message):
         load(Recipe, [], [f"--trainer.optimizer.{override}" for override in overrides])
+
+
+def test_the_epochs_of_a_supervised_run_make_room_for_its_schedule() -> None:
+    """The default of a number of steps that they replace does not; training from rewards takes that number."""
+    settings = ("--sft.epochs=3", "--trainer.optimizer.schedule.kind=cosine", "--trainer.optimizer.warmup_steps=200")
+    recipe = load(Recipe, [], settings)
+    with pytest.raises(ConfigError, match=r"trainer\.num_steps = 100: trainer\.optimizer\.warmup_steps = 200"):
+        require_trainable_without_model(recipe)

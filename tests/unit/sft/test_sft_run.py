@@ -382,7 +382,7 @@ def test_a_schedule_that_does_not_fit_into_the_epochs_is_refused(tiny_model_path
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     data = {"path": str(tmp_path / "rows.jsonl"), "answer_format": "", "cache_dir": tmp_path / "cache"}
     settings = settings_of(tiny_model_path, data=data, sft={"batch_size": 1, "epochs": 2})
-    with pytest.raises(ConfigError, match=r"sft\.epochs = 2 makes 2 steps of 1 rows: optimizer\.warmup_steps = 2"):
+    with pytest.raises(ConfigError, match=r"sft\.epochs = 2 makes 2 steps of 1 rows: trainer\.optimizer\.warmup"):
         run(settings, tmp_path / "run")
 
 
