@@ -7,7 +7,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "recipes" / "tiny-cpu.toml").read_text()
 TLS = {"tls": {"secret": "penstock-tls", "mutual": True}}
 ELSEWHERE = {"nats": {"enabled": False, "url": "nats://nats.bus.svc:4333"}}
-CLUSTER = {"nats": {"enabled": False, "url": "tls://a.bus.svc,tls://b.bus.svc:4333,tls://c.bus.svc:4222"}}
+CLUSTER = {
+    "nats": {"enabled": False, "url": "tls://a.bus.svc,tls://b.bus.svc:4333,tls://c.bus.svc:4222"},
+    "settings": ["bus.replicas=3"],
+}
 PAIRS = {
     "rollout": {
         "pools": {

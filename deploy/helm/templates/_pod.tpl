@@ -371,5 +371,9 @@ Arguments of a process, a JSON list. Takes:
 {{- range concat (.root.Values.settings | default list) (.settings | default list) }}
 {{- $args = append $args (printf "--%s" .) }}
 {{- end }}
+{{- if not .bus }}
+{{- /* Settings and recipe are all processes', and some of those of the bus need its address. */}}
+{{- $args = concat $args (list "--bus.url=" "--bus.replicas=1") }}
+{{- end }}
 {{- $args | toJson }}
 {{- end }}
