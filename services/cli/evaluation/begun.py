@@ -32,7 +32,7 @@ _CHANGES_ONLY_SPEED: Final = frozenset(
             "replicas prefill decode role port transfer_backend pair_deadline_s max_running max_total_tokens "
             "gpu_memory_fraction"
         ),
-        "worker": "num concurrency port router_address reward_address",
+        "worker": "num concurrency environment_processes port router_address router_url reward_address",
         "reward": "port http_port http_profile http_max_body_mb workers sandbox recycle_after remote.max_concurrency",
     }.items()
     for name in names.split()
@@ -144,6 +144,7 @@ def _answering(recipe: Recipe) -> dict[str, Any]:
         for key, value in _leaves(section, settings[section])
         if key not in _CHANGES_ONLY_SPEED
     }
+    found["trainer.float32_head"] = recipe.trainer.float32_head  # engines compute their output head like the trainer
     for name, each in recipe.evaluation.sets.items():
         found |= {f"evaluation.sets.{name}.{key}": value for key, value in _of_set(each)}
     return found
