@@ -113,5 +113,9 @@ def _step_of(row: Mapping[str, Any]) -> float:
 
 
 def as_logged(key: str, value: Any) -> Any:
-    """Return the value as logged: floats with six significant digits, but all digits for metrics in `EXACT`."""
-    return float(f"{value:.6g}") if isinstance(value, float) and key not in EXACT else value
+    """Return the value as logged: floats with six significant digits, but all digits of whole numbers and of metrics in
+    `EXACT`.
+    """
+    if not isinstance(value, float) or value.is_integer() or key in EXACT:
+        return value
+    return float(f"{value:.6g}")

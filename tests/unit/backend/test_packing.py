@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.model.tokens import image_token_id
+from services.trainer.backend.policy.planned_rows import TokenCounts
 from services.trainer.batching.packing import Block, common_prefix_length, num_row_tokens, plan_rows
 from services.trainer.batching.positions import sample_positions
 from services.trainer.batching.rows import build_row, fixed_length, padded_length
@@ -290,3 +291,8 @@ def test_padding_is_a_segment_of_its_own(reader: GroupReader, tiny_model_path: P
         assert row.positions_AT[:, row.num_tokens].tolist() == [0] * 4
         assert image_token_id(tiny_model_path) not in row.input_ids_T[row.num_tokens :]
         assert int(row.predict_N.max()) < row.num_tokens
+
+
+def test_a_step_without_samples_shares_nothing() -> None:
+    """Its metrics do not say that all was saved."""
+    assert TokenCounts().shared_fraction == 0.0

@@ -199,7 +199,7 @@ class TokenCounts:
     @property
     def shared_fraction(self) -> float:
         """Share of the samples' tokens that are not computed, because another sample begins with the same tokens."""
-        return 1 - self.read / max(1, self.planned)
+        return 1 - self.read / self.planned if self.planned else 0.0
 
     @property
     def replayed_fraction(self) -> float:

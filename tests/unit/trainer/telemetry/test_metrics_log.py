@@ -47,6 +47,13 @@ def test_loss_and_gradient_norm_keep_all_digits(tmp_path: Path) -> None:
     assert second["loss"] != second["loss"]
 
 
+def test_counts_keep_all_digits(tmp_path: Path) -> None:
+    """Those of backends are floats."""
+    log = MetricsLog(tmp_path, last_step=0)
+    log.write({"step": 1, "num_tokens": 2_097_149.0})
+    assert content(log.rows()) == [{"step": 1, "num_tokens": 2_097_149.0}]
+
+
 def test_a_long_run_is_resumed_in_one_pass(tmp_path: Path) -> None:
     """With work per line that grew with the lines, 200,000 of them would take longer than a test may."""
     lines = [json.dumps({"step": step}) + "\n" for step in range(1, 200_001)]
