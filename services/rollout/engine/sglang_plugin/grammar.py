@@ -6,6 +6,12 @@ makes the back end, which takes a second or two for a large vocabulary; other re
 
 from typing import Any
 
+_MAX_GRAMMARS = 256
+"""Compiled grammars that an engine keeps. SGLang's and XGrammar's own caches have no bound: only pushes that flush
+empty them, and clients may give each answer another form."""
+_MAX_COMPILED_BYTES = 256 * 2**20
+"""Parts of grammars that XGrammar keeps for others."""
+
 
 def prepare_backend(manager: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
     """Hook before SGLang's grammar manager sees a request: make the back end if the request needs it."""
@@ -28,12 +34,25 @@ def _make_backend(model_config: Any) -> Any:
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
     from sglang.srt.runtime_context import get_serving
     from transformers import AutoTokenizer
+    from xgrammar import GrammarCompiler
 
     settings = get_serving()
-    return XGrammarGrammarBackend(
+    backend = XGrammarGrammarBackend(
         AutoTokenizer.from_pretrained(model_config.model_path, local_files_only=True),
         vocab_size=model_config.vocab_size,
         model_eos_token_ids=sorted(model_config.hf_eos_token_id or ()) or None,
         any_whitespace=not settings.constrained_json_disable_any_whitespace,
         max_whitespace_cnt=settings.constrained_json_max_whitespace_cnt,
     )
+    backend.cache = _Newest()
+    backend.grammar_compiler = GrammarCompiler(backend._tokenizer_info, cache_limit_bytes=_MAX_COMPILED_BYTES)
+    return backend
+
+
+class _Newest(dict[Any, Any]):
+    """The newest entries; all ranks compile in one order, so they keep the same ones."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        if len(self) > _MAX_GRAMMARS:
+            del self[next(iter(self))]
