@@ -33,6 +33,8 @@ _HEADERS: Final = {
 """What a policy writes may be anything, so no page may run or load anything but its own files."""
 _KEPT: Final = {"Cache-Control": "private, max-age=31536000, immutable", "X-Content-Type-Options": "nosniff"}
 _MOST_LISTED: Final = 500
+_MOST_STEPS: Final = 5000
+"""Steps in one answer, about 25 MB: a browser reads an answer into one string, which has 512 MB at most."""
 
 
 def view_app(runs: Sequence[RunReader]) -> FastAPI:
@@ -58,7 +60,8 @@ def view_app(runs: Sequence[RunReader]) -> FastAPI:
         file_generation, rows = run_of(number).steps()
         now = f"{boot}-{file_generation}"
         start = after if generation == now else 0
-        return _json({"generation": now, "start": start, "rows": [without_groups(row) for row in rows[start:]]})
+        sent = [without_groups(row) for row in rows[start : start + _MOST_STEPS]]
+        return _json({"generation": now, "num_rows": len(rows), "start": start, "rows": sent})
 
     @app.get("/api/runs/{number}/evaluations")
     def evaluations(number: int) -> Response:

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,30 @@ _EXPORT = re.compile(r"^export ((?:async )?function|const|class) (\w+)", re.MULT
 class ViewScripts:
     """Calls what the scripts export. They are loaded when they are first imported, as a browser does."""
 
-    def __init__(self, exported: Any = None) -> None:
-        """Load nothing yet; `exported` is the data in an exported page."""
+    def __init__(self, exported: Any = None, *, answer: Callable[[str], str] | None = None) -> None:
+        """Load nothing yet.
+
+        Args:
+            exported: The data in an exported page.
+            answer: Returns the JSON that the server answers to a path with its query.
+        """
         element = "null" if exported is None else f"{{ textContent: {json.dumps(json.dumps(exported))} }}"
         self._context = quickjs.Context()
         self._context.add_callable("atob", lambda text: base64.b64decode(text).decode("latin-1"))
         self._context.add_callable("sourceOf", _as_function_body)
+        if answer is not None:
+            self._context.add_callable("answer", answer)
         self._context.eval(
             f"""
             const document = {{ getElementById: () => ({element}) }};
+            class URLSearchParams {{
+              constructor(entries) {{ this.entries = entries; this.size = entries.length; }}
+              toString() {{ return this.entries.map((entry) => entry.map(encodeURIComponent).join("=")).join("&"); }}
+            }}
+            async function fetch(path) {{
+              const body = answer(path);
+              return {{ status: 200, ok: true, json: async () => JSON.parse(body) }};
+            }}
             const loaded = {{}};
             function load(name) {{
               if (name.startsWith("vendor/")) return {{}}; // draws
@@ -49,6 +65,21 @@ class ViewScripts:
             shown = f", (_, it) => it === undefined ? {mark} : it"
         found = self._context.eval(f"JSON.stringify(load({json.dumps(script)}).{function}(...{given}){shown})")
         return None if found is None else json.loads(found)
+
+    def run(self, code: str) -> Any:
+        """Return what `code` returns, the body of an asynchronous function that may call `load(script)`, as JSON."""
+        self._context.eval(
+            f"""
+            globalThis.ended = ["it did not end", null];
+            (async () => {{ {code} }})().then(
+              (value) => {{ ended = [null, value]; }}, (error) => {{ ended = [String(error), null]; }});
+            """
+        )
+        while self._context.execute_pending_job():
+            pass
+        error, value = json.loads(self._context.eval("JSON.stringify(ended)"))
+        assert error is None, error
+        return value
 
 
 def _as_function_body(name: str) -> str:

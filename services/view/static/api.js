@@ -19,14 +19,17 @@ export class Steps {
     this.generation = "";
   }
 
-  // Returns whether anything is new.
+  // Returns whether anything is new. An answer has a part of a long run; the rows change when all parts have come.
   async poll() {
-    const found = await get(`api/runs/${this.run}/steps`, { after: this.rows.length, generation: this.generation });
-    const before = this.rows.length;
-    const isNew = found.rows.length > 0 || found.generation !== this.generation && before > found.start;
-    this.rows.length = found.start;
-    this.rows.push(...found.rows);
-    this.generation = found.generation;
+    let { rows, generation } = this;
+    let found;
+    do {
+      found = await get(`api/runs/${this.run}/steps`, { after: rows.length, generation });
+      rows = rows.slice(0, found.start).concat(found.rows);
+      generation = found.generation;
+    } while (rows.length < found.num_rows);
+    const isNew = rows.at(-1) !== this.rows.at(-1);
+    Object.assign(this, { rows, generation });
     return isNew;
   }
 }

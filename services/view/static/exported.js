@@ -7,7 +7,7 @@ export const exported = data && open(JSON.parse(data.textContent));
 function open({ exported: time, runs }) {
   const steps = runs.map((run) => rows(run.steps));
   const answers = {
-    steps: (run, number, { after = 0 }) => ({ generation: 0, start: Number(after), rows: steps[number].slice(after) }),
+    steps: (run, number, { after = 0 }) => ({ generation: 0, num_rows: steps[number].length, start: Number(after), rows: steps[number].slice(after) }),
     episodes: (run, _, parameters) => filter(run, parameters),
     spans: (run, _, { first_step = 0, last_step = Infinity }) => run.index.filter((entry) => isBetween(entry.step, first_step, last_step)),
     trace: (run, _, { first_step = 0, last_step = Infinity }) => run.trace.filter((step) => isBetween(step.step, first_step, last_step)),

@@ -189,6 +189,16 @@ async def test_only_new_steps_are_sent(client: httpx.AsyncClient, runs: list[Pat
     assert again["generation"] != found["generation"]
 
 
+async def test_the_steps_of_a_long_run_are_sent_in_parts(client: httpx.AsyncClient, runs: list[Path]) -> None:
+    """Each says how many steps there are: all of 100,000 would be half a gigabyte, which no browser reads at once."""
+    write_rows(runs[0], [step_row(step) for step in range(31, 7001)])
+    first = (await client.get("/api/runs/0/steps")).json()
+    asked = {"after": 5000, "generation": first["generation"]}
+    second = (await client.get("/api/runs/0/steps", params=asked)).json()
+    parts = [(part["num_rows"], part["start"], [row["step"] for row in part["rows"]]) for part in (first, second)]
+    assert parts == [(7000, 0, [*range(1, 5001)]), (7000, 5000, [*range(5001, 7001)])]
+
+
 async def test_a_new_server_does_not_go_on_with_the_steps_of_another(runs: list[Path]) -> None:
     """A page that stays open while `penstock view` is started again for another run would show a mixture."""
     write_rows(runs[1], [step_row(step) for step in range(4, 41)])

@@ -8,12 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from services.trainer.telemetry.episodes.files import EpisodeFiles
+from services.view.app import view_app
 from services.view.episode_query import EpisodeQuery
 from services.view.export.excerpt import excerpt_of
 from services.view.run_reader import RunReader
-from tests.support.view_runs import add_end, add_group, add_spans, make_run
+from tests.support.view_runs import add_end, add_group, add_spans, make_run, write_rows
 from tests.support.view_scripts import ViewScripts
 
 
@@ -140,6 +142,28 @@ def test_a_timeline_of_very_many_bars_has_an_extent(scripts: ViewScripts) -> Non
     bars = [{"start": start, "length": 9 if start == 7 else 0.5} for start in range(200_000)]
     assert scripts.call("pages/timeline.js", "extent", bars) == [0, 199_999.5]
     assert scripts.call("pages/timeline.js", "extent", bars[3:9]) == [3, 16]
+
+
+def test_a_page_reads_the_steps_of_a_very_long_run(tmp_path: Path) -> None:
+    """More than a function takes as arguments. Steps that replace them are shown when all have come, not before."""
+    client = TestClient(view_app([RunReader(tmp_path)]))
+    scripts = ViewScripts(answer=lambda path: client.get(path).text)
+    scripts.run("globalThis.steps = new (load('api.js').Steps)(0)")
+    polled = """
+        const meanwhile = [];
+        const { fetch } = globalThis;
+        globalThis.fetch = (path) => { meanwhile.push(steps.rows.length); return fetch(path); };
+        const isNew = await steps.poll();
+        globalThis.fetch = fetch;
+        return [isNew, [...new Set(meanwhile)], steps.rows.length, steps.rows.at(-1)?.step];
+    """
+    assert scripts.run(polled) == [False, [0], 0, None]
+    write_rows(tmp_path, [{"step": step} for step in range(130_000)])
+    assert scripts.run(polled) == [True, [0], 130_000, 129_999]
+    assert scripts.run(polled) == [False, [130_000], 130_000, 129_999]
+    write_rows(tmp_path / "new", [{"step": step} for step in range(5001)])
+    (tmp_path / "new" / "metrics.jsonl").replace(tmp_path / "metrics.jsonl")
+    assert scripts.run(polled) == [True, [130_000], 5001, 5000]
 
 
 def test_a_timeline_can_be_zoomed_out_again(scripts: ViewScripts) -> None:
