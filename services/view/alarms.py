@@ -26,9 +26,15 @@ class Alarm:
     remedy: str
 
 
+def find_step_alarms(rows: Sequence[Row]) -> list[Alarm]:
+    """Return what the steps alone show to be wrong. It looks at all of them, which takes long for a long run."""
+    return [alarm for rule in _RULES if rows and (alarm := rule(rows)) is not None]
+
+
 def find_alarms(
     rows: Sequence[Row],
     *,
+    step_alarms: Sequence[Alarm] | None = None,
     is_running: bool = False,
     silent_s: float = 0.0,
     is_evaluating: bool = False,
@@ -39,13 +45,14 @@ def find_alarms(
 
     Args:
         rows: The steps so far.
+        step_alarms: What `find_step_alarms` found in these steps; None: it is called.
         is_running: Whether the run goes on.
         silent_s: Seconds since the last step or evaluation, or the last sign of the present evaluation or validation.
         is_evaluating: Whether an evaluation is being played that the run may wait for.
         is_validating: Whether supervised training is validated between the last step and the next one.
         has_stepped: Whether one of the steps was taken since the run was started, or started again.
     """
-    found = [alarm for rule in _RULES if rows and (alarm := rule(rows)) is not None]
+    found = find_step_alarms(rows) if step_alarms is None else list(step_alarms)
     if not is_running:
         return found
     stuck = _stuck(rows, silent_s, is_evaluating=is_evaluating, is_validating=is_validating, has_stepped=has_stepped)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from penstock.errors import InvalidRequestError
 from penstock.telemetry.json_lines import JsonLinesFollower
+from services.view.alarms import Alarm, find_step_alarms
 from services.view.episode_query import EpisodeQuery, Found
 from services.view.text_search import TextSearch
 from services.view.trace_reader import Span, TraceReader
@@ -35,6 +36,8 @@ class RunReader:
         self.folder = folder
         self._lock = threading.Lock()
         self._metrics = JsonLinesFollower(folder / "metrics.jsonl")
+        self._step_alarms: tuple[tuple[int, int], list[Alarm]] = (0, 0), []
+        """Generation and number of the steps, and what they alone show to be wrong."""
         self._evaluations = JsonLinesFollower(folder / "evaluations.jsonl")
         self._trace_lock = threading.Lock()  # of its own: to find a time among gigabytes of spans takes seconds
         self._trace = TraceReader(folder)
@@ -82,6 +85,15 @@ class RunReader:
         with self._lock:
             self._metrics.poll()
             return self._metrics.generation, list(self._metrics.rows)
+
+    def step_alarms(self) -> list[Alarm]:
+        """Return what the steps alone show to be wrong. They are examined once, and again when they have changed."""
+        generation, rows = self.steps()
+        steps, found = self._step_alarms
+        if steps != (generation, len(rows)):
+            found = find_step_alarms(rows)
+            self._step_alarms = (generation, len(rows)), found
+        return found
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the rows of evaluations.jsonl."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from services.view.alarms import find_alarms, is_supervised
+from services.view.alarms import Alarm, find_alarms, is_supervised
 from services.view.evaluating import answered_at
 from services.view.fleet import MEMORY_S, fleet_of
 from services.view.run_reader import RunReader
@@ -62,6 +62,7 @@ def summarise(run: RunReader) -> dict[str, Any]:
         **standing(
             rows,
             evaluations,
+            step_alarms=run.step_alarms(),
             is_running=is_running,
             silent_s=time.time() - max(run.last_change, answered or 0.0),
             is_evaluating=answered is not None,
@@ -75,6 +76,7 @@ def standing(
     rows: Sequence[Mapping[str, Any]],
     evaluations: Sequence[Mapping[str, Any]],
     *,
+    step_alarms: Sequence[Alarm] | None = None,
     is_running: bool,
     silent_s: float,
     is_evaluating: bool = False,
@@ -86,6 +88,7 @@ def standing(
     Args:
         rows: The steps so far.
         evaluations: The evaluations so far.
+        step_alarms: What the steps alone show to be wrong, where that is known.
         is_running: Whether the run goes on.
         silent_s: Seconds since the last step or evaluation, or the last sign of the present evaluation or validation.
         is_evaluating: Whether an evaluation is being played that the run may wait for.
@@ -95,6 +98,7 @@ def standing(
     last = rows[-1] if rows else {}
     alarms = find_alarms(
         rows,
+        step_alarms=step_alarms,
         is_running=is_running,
         silent_s=silent_s,
         is_evaluating=is_evaluating,

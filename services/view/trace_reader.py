@@ -197,13 +197,18 @@ class TraceReader:
         return self._spans(first, last, {})
 
     def _spans(self, first: float, last: float, sources: dict[tuple[str, str, str], _Source]) -> Iterator[Span]:
+        sent = (
+            span
+            for span in _spans(list(self._paths(first, last)), sources)
+            if span.start <= last and span.start + span.seconds >= first
+        )
         steps = (
             Span(process="trainer", name=name, start=start, seconds=seconds, attributes={"step": step["step"]})
             for step in self.steps()
             for name, start, seconds in step["spans"]
+            if start <= last and start + seconds >= first  # few do, and a span takes much longer to make
         )
-        spans = chain(_spans(list(self._paths(first, last)), sources), steps)
-        return (span for span in spans if span.start <= last and span.start + span.seconds >= first)
+        return chain(sent, steps)
 
     def _trainer_skew(self, start: str, *, began: float) -> float:
         """Return how far the clock of this start of the trainer is off, whose first step began at `began` by it.

@@ -3,14 +3,18 @@
 import fcntl
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.trainer.telemetry.episodes.files import EpisodeFiles
+from services.view import run_reader
+from services.view.alarms import Alarm, find_step_alarms
 from services.view.run_reader import NotThereError, RunReader
+from services.view.summary import describe_run
 from services.view.trace_reader import Span, TraceReader
 from tests.support.view_runs import SHA, add_group, make_run, step_row, write_rows
 from tests.support.waiting import HANG_S
@@ -32,6 +36,30 @@ def test_a_run_that_grows_is_read_on(tmp_path: Path) -> None:
     replaced.replace(tmp_path / "run" / "metrics.jsonl")
     generation, rows = run.steps()
     assert (generation, [row["step"] for row in rows]) == (1, [1])
+
+
+def test_steps_are_examined_again_only_when_they_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every open page asks for the list of runs every two seconds, and a long run takes a third of one to examine."""
+    examined: list[int] = []
+
+    def find(rows: Sequence[Mapping[str, Any]]) -> list[Alarm]:
+        examined.append(len(rows))
+        return find_step_alarms(rows)
+
+    monkeypatch.setattr(run_reader, "find_step_alarms", find)
+    run = RunReader(tmp_path / "run")
+
+    def kinds() -> list[str]:
+        return list(describe_run(0, run)["alarm_kinds"])
+
+    write_rows(tmp_path / "run", [step_row(1), step_row(2)])
+    assert [kinds(), kinds()] == [[], []]
+    write_rows(tmp_path / "run", [step_row(3, skipped=1.0)])
+    assert [kinds(), kinds()] == [["skipped"], ["skipped"]]
+    write_rows(tmp_path / "new", [step_row(step) for step in (1, 2, 3)])
+    (tmp_path / "new" / "metrics.jsonl").replace(tmp_path / "run" / "metrics.jsonl")
+    assert [kinds(), kinds()] == [[], []]
+    assert examined == [2, 3, 3]
 
 
 def test_steps_do_not_wait_for_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

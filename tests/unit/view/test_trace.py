@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.launch.process.process_trace import ProcessTrace
+from services.view import trace_reader
 from services.view.trace_events import write_trace_events
 from services.view.trace_reader import Span, TraceReader
 
@@ -100,6 +101,26 @@ def test_only_the_asked_time_is_returned(tmp_path: Path) -> None:
         ("trainer", "train_s", 24.0),
     ]
     assert spans[1].attributes == {"step": 3}
+
+
+def test_a_time_late_in_a_long_run_costs_no_spans_of_its_earlier_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An open Fleet page asks for the last minutes again and again. A long push of an earlier step belongs to them."""
+    made: list[tuple[int, str]] = []
+
+    def make(**about: Any) -> Span:
+        made.append((about["attributes"]["step"], about["name"]))
+        return Span(**about)
+
+    monkeypatch.setattr(trace_reader, "Span", make)
+    for step in range(500):
+        pushes = [["push", 4009.0, 900.0]] if step == 400 else []
+        row = {"step": step, "spans": [["train_s", 10.0 * step, 9.0], *pushes]}
+        _write(tmp_path, row, name="trainer.jsonl")
+    spans = list(TraceReader(tmp_path).stream(4900.0, 4980.0))
+    assert [span.name for span in spans] == ["push", *["train_s"] * 9]
+    assert made == [(400, "push"), *((step, "train_s") for step in range(490, 499))]
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 400.0])
