@@ -4,6 +4,7 @@ A fault is a `ValueError` that names the field, the value and the remedy; the ca
 """
 
 import json
+import os
 from typing import Any
 
 from penstock.runtime.text import printable
@@ -91,3 +92,14 @@ def encode(fields: dict[str, Any]) -> bytes:
         return f"{json.dumps(fields, ensure_ascii=False)}\n".encode()
     except UnicodeEncodeError:  # an id with a lone surrogate, which needs an escape
         return f"{json.dumps(fields)}\n".encode()
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write bytes to an open file, without a buffer: one would keep them after an error, and fail again at its end.
+
+    Raises:
+        OSError: not all of them can be written.
+    """
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]

@@ -14,7 +14,16 @@ from penstock.errors import DataError, InvalidRequestError, PenstockError
 from penstock.records import Message, TextPart
 from services.cli.environment.grading import Grading, NotedGrade
 from services.cli.environment.tasks import Subject
-from services.cli.json_lines import MAX_LINE_BYTES, encode, read_golds, read_id, read_object, read_text, shown
+from services.cli.json_lines import (
+    MAX_LINE_BYTES,
+    encode,
+    read_golds,
+    read_id,
+    read_object,
+    read_text,
+    shown,
+    write_all,
+)
 
 _EXAMPLE = '{"id": ..., "gold": ..., "max_turns": ..., "responses": [...]}'
 _EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -54,7 +63,7 @@ def play(
 
     Raises:
         DataError: the file cannot be read, a line is wrong, or the environment takes too long for one; the lines before
-            it are played and written.
+            it are played and written. Or standard output cannot be written.
         PenstockError: an answer was not judged.
     """
     name = str(source or "<stdin>")
@@ -73,10 +82,15 @@ def play(
             except PenstockError as error:
                 raise type(error)(f"{name}:{number}: {error}") from None
             try:
-                _write(encode({"id": script.id, "steps": steps}))
+                write_all(1, encode({"id": script.id, "steps": steps}))
             except BrokenPipeError:  # the reader has left, as in `| head`
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 return _EXIT_BROKEN_PIPE
+            except OSError as error:
+                raise DataError(
+                    f"{name}:{number}: its steps cannot be written to standard output: {error.strerror}; make room, or "
+                    "write to another file"
+                ) from None
     return 0
 
 
@@ -170,8 +184,3 @@ def _reading(path: Path | None) -> io.BufferedReader:
         return io.BufferedReader(io.FileIO(0 if path is None else path, "rb", closefd=path is not None))
     except OSError as error:
         raise DataError(f"{path or 'standard input'} cannot be read: {error.strerror}; give a file of lines") from None
-
-
-def _write(line: bytes) -> None:
-    while line:
-        line = line[os.write(1, line) :]

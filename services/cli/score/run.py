@@ -18,6 +18,7 @@ from penstock.clients import RewardClient
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.security import Security
 from penstock.v1 import reward_pb2
+from services.cli.json_lines import write_all
 from services.cli.score.lines import INVALID, Line, LineReader, status_of, write_invalid, write_verdict
 from services.cli.score.reward_caller import RewardCaller, Service, Verdicts
 from services.reward.config import RewardConfig
@@ -72,13 +73,14 @@ def score(*, source: Path | None, output: Path | None, profile: str, service: Se
             while pending:
                 _write(writing, *pending.popleft(), tally)
                 show(reader.num_bytes, tally.num_lines)
+            writing.close()  # NFS says only here that there is no room
         except BrokenPipeError:  # the reader has left, as in `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), writing.fileno())
             return _EXIT_BROKEN_PIPE
         except OSError as error:
             raise DataError(
                 f"{source or 'standard input'} cannot be read to its end, or {output or 'standard output'} cannot be "
-                f"written: {error.strerror}; {tally.num_lines} lines are done"
+                f"written: {error.strerror}; {tally.num_lines} lines are done; make room, or give another file"
             ) from None
         except KeyboardInterrupt:
             sys.stderr.write(f"interrupted: {tally.num_lines} lines are done\n")
@@ -87,13 +89,13 @@ def score(*, source: Path | None, output: Path | None, profile: str, service: Se
     return _EXIT_BAD_LINES if tally.num_invalid else 0
 
 
-def _write(writing: io.BufferedWriter, lines: list[Line], verdicts: Verdicts, tally: "_Tally") -> None:
+def _write(writing: io.FileIO, lines: list[Line], verdicts: Verdicts, tally: "_Tally") -> None:
     judged = iter(verdicts.result())
-    for line in lines:
-        verdict = None if line.item is None else next(judged)
+    answered = [(line, None if line.item is None else next(judged)) for line in lines]
+    written = (write_invalid(line) if verdict is None else write_verdict(line, verdict) for line, verdict in answered)
+    write_all(writing.fileno(), b"".join(written))
+    for line, verdict in answered:
         tally.add(line, verdict)
-        writing.write(write_invalid(line) if verdict is None else write_verdict(line, verdict))
-    writing.flush()
 
 
 class _Tally:
@@ -141,9 +143,9 @@ def _reading(path: Path | None) -> io.FileIO:
     return file
 
 
-def _writing(path: Path | None) -> io.BufferedWriter:
+def _writing(path: Path | None) -> io.FileIO:
     try:
-        return io.BufferedWriter(io.FileIO(1 if path is None else path, "wb", closefd=path is not None))
+        return io.FileIO(1 if path is None else path, "wb", closefd=path is not None)
     except OSError as error:
         raise DataError(f"{path or 'standard output'} cannot be written: {error.strerror}; give another file") from None
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -22,10 +22,14 @@ FINAL = r"It is \boxed{12}."
 GOOD = {"id": "a", "gold": "12", "max_turns": 3, "responses": [WRONG, RIGHT, FINAL]}
 
 
-def env(*arguments: str | Path, text: str = "") -> subprocess.CompletedProcess[str]:
+def env(
+    *arguments: str | Path, text: str = "", output: int | IO[str] = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     """Run the command on `text`."""
     command = (PENSTOCK, "env", *arguments)
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, input=text, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +131,17 @@ def test_a_bad_line_ends_it_with_line_field_value_and_remedy(bad: object, words:
     assert error.startswith("error: <stdin>:3: ")
     for word in words:
         assert word in error
+
+
+def test_a_full_disk(address: str) -> None:
+    """One line that says which line's steps are not written, and what to do."""
+    with open("/dev/full", "w") as full:
+        result = env("geo3k_tools", "-", "--address", address, text=lines(GOOD), output=full)
+    assert (result.returncode, result.stderr) == (
+        2,
+        "error: <stdin>:1: its steps cannot be written to standard output: No space left on device; make room, or "
+        "write to another file\n",
+    )
 
 
 def test_a_line_that_is_too_long_is_told() -> None:

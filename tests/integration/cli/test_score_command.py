@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -195,11 +196,14 @@ def test_interrupted(number: signal.Signals) -> None:
         process.stdin.write(lines({"id": "a", **RIGHT}))
         process.stdin.flush()
         process.stdout.readline()
+        process.stdin.write(lines({"id": "b", **RIGHT}))
+        process.stdin.flush()
+        process.stdout.readline()  # so the first line is counted; the second may not be yet
         children = children_of(process.pid)
         assert children
         process.send_signal(number)
         assert process.wait(20) == 130
-        assert process.stderr.read() == b"interrupted: 1 lines are done\n"
+        assert re.fullmatch(rb"interrupted: [12] lines are done\n", process.stderr.read())
     wait_until(lambda: not any(map(is_alive, children)))
     assert not any(map(is_alive, children))
 
@@ -246,6 +250,12 @@ def test_mistakes_that_are_found_once_the_service_runs(
 ) -> None:
     """They are told in the same way."""
     assert_refused(score(lines({"id": "a", **RIGHT}), *arguments), words)
+
+
+def test_a_full_disk(score: Callable[..., Scored]) -> None:
+    """One line with what to do, and without verdicts that were not written."""
+    words = ("/dev/full cannot be written: No space left on device", "0 lines are done", "make room")
+    assert_refused(score(lines({"id": "a", **RIGHT}, {"id": "b", **WRONG}), "--output", "/dev/full"), words)
 
 
 def assert_refused(scored: Scored, words: tuple[str, ...]) -> None:
