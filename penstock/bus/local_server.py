@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from penstock.bus.greeting import read_greeting
 from penstock.config import BusConfig
 from penstock.errors import ConfigError, SetupError
+from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.parent_death import dying_with_parent
 from penstock.runtime.ports import require_free_port
 from penstock.runtime.security import NATS_TOKEN, Security, Tls
@@ -159,7 +160,8 @@ def become_server(config: BusConfig, folder: Path, security: Security) -> NoRetu
 
     Raises:
         ConfigError: the URL has no port or an IPv6 address, or it names several servers.
-        SetupError: the port is taken, a nats-server serves the store already, or the binary is not installed.
+        SetupError: the port is taken, a nats-server serves the store already, its disk is full, or the binary is not
+            installed.
     """
     if len(config.servers) > 1:
         raise ConfigError(
@@ -178,7 +180,8 @@ def become_server(config: BusConfig, folder: Path, security: Security) -> NoRetu
     require_free_port(host, port, key="bus.url")
     asyncio.run(require_unserved_store(folder))
     # Only now, because it writes down where others look for the store's server.
-    command = server_command(folder, host=host, port=port, security=security)
+    with disk_full_reported(folder, "make room and start the server again"):
+        command = server_command(folder, host=host, port=port, security=security)
     security.tell_if_open(host, url, secret=NATS_TOKEN)
     os.execve(command.arguments[0], command.arguments, {**os.environ, **command.environment})
 

@@ -1,7 +1,8 @@
 """`penstock slurm`: writes the sbatch file of a training run, and submits it."""
 
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, SetupError
+from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.files import write_atomically
 from services.cli import hub_models, service_settings
 from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
@@ -53,8 +55,8 @@ def slurm(
     folder = RunFolder.create(settings.run)
     absolute = folder.path.absolute()
     script = absolute / "job.sh"
-    write_atomically(absolute / "recipe.toml", dump_repeatable(settings))
-    write_atomically(script, job_script(settings, absolute, shares, working_directory=Path.cwd()))
+    job = job_script(settings, absolute, shares, working_directory=Path.cwd())
+    _write(absolute, {"recipe.toml": dump_repeatable(settings), script.name: job})
     lines = [f"run folder {absolute}", *plan.describe(), *_others(shares)]
     if dry_run:
         lines.append(f"not submitted; read {script}, then `sbatch {script}`")
@@ -90,6 +92,23 @@ def _require_not_begun(run: RunConfig) -> None:
             f"run.folder = {str(run.folder)!r} holds a run already; `sbatch {run.folder}/job.sh` continues it, also "
             "on other nodes, once shares=() and --nodes in that file are changed"
         )
+
+
+def _write(folder: Path, contents: Mapping[str, str]) -> None:
+    """Write files into the run folder; if they cannot be written, a folder that was empty before goes.
+
+    Raises:
+        SetupError: the disk is full.
+    """
+    was_empty = not any(folder.iterdir())
+    try:
+        with disk_full_reported(folder, "make room and give the command again"):
+            for name, content in contents.items():
+                write_atomically(folder / name, content)
+    except BaseException:
+        if was_empty:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _of_node(recipe: Recipe, share: NodeShare) -> Recipe:

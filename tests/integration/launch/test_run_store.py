@@ -1,6 +1,7 @@
 """`penstock serve nats` on the store of a run that has ended: nobody else touches the store meanwhile."""
 
 import asyncio
+import errno
 import importlib
 import os
 import re
@@ -97,6 +98,18 @@ async def test_a_store_that_is_served_gets_no_second_server(tmp_path: Path, monk
     assert started == []
     await asyncio.to_thread(serve_nats)
     assert len(started) == 1
+
+
+def test_a_server_is_not_started_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration cannot be written; one line says what to do."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("penstock.bus.local_server.server_command", full)
+    [port] = free_ports(1)
+    with pytest.raises(SetupError, match=rf"{tmp_path}: .*No space left on device; .* start the server again"):
+        become_server(BusConfig(url=f"nats://127.0.0.1:{port}"), tmp_path, Security())
 
 
 def test_a_server_is_not_started_at_an_ipv6_address(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What `penstock slurm` writes and refuses; what its sbatch file does: test_slurm_job.py."""
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 from penstock.config import load
 from penstock.errors import ConfigError, SetupError
+from penstock.runtime.files import write_atomically
+from services.cli import main
 from services.launch.slurm import submission
 from services.launch.slurm.node import addresses_of_first, plan_node
 from services.launch.slurm.placement import NodeShare, place
@@ -222,6 +225,30 @@ def test_mistakes_are_named_before_anything_is_submitted(
     result = penstock("slurm", "tiny-cpu", "--nodes=2", "--dry-run", f"--run.dir={runs}", *arguments)
     assert_mistake(result, *words)
     assert not runs.exists()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_full_disk_leaves_no_new_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_new: bool
+) -> None:
+    """One line says what to do; a new run folder goes, an earlier job in a given one stays."""
+    folder = tmp_path / "mine"
+    if not is_new:
+        folder.mkdir()
+        (folder / "job.sh").write_text("earlier")
+
+    def write(file: Path, content: str) -> None:
+        if file.name == "job.sh":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", str(file))
+        write_atomically(file, content)
+
+    monkeypatch.setattr("services.cli.slurm.command.write_atomically", write)
+    assert main(["slurm", "tiny-cpu", "--dry-run", f"--run.folder={folder}"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {folder}: [Errno {errno.EDQUOT}] Disk quota exceeded")
+    assert error.endswith("are free there; make room and give the command again")
+    assert [*folder.glob("job.sh")] == ([] if is_new else [folder / "job.sh"])
+    assert folder.exists() is not is_new
 
 
 def test_without_sbatch_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
