@@ -37,7 +37,11 @@ def init(
     schema = target.with_name(shipped.schema_file().name)
     _write_new(target, _as_copy(source.read_text(), name, target))
     if not schema.exists():
-        _write_new(schema, shipped.schema_file().read_text())
+        try:
+            _write_new(schema, shipped.schema_file().read_text())
+        except SetupError:
+            target.unlink()  # so that the same command can be given again
+            raise
     command = _command(source)
     if command is None:
         sys.stdout.write(f"{target}: {_OVERLAY}\n")
@@ -73,12 +77,24 @@ def _as_copy(text: str, name: str, target: Path) -> str:
 
 
 def _write_new(file: Path, text: str) -> None:
+    """Write a file that is not there yet; if it cannot be written whole, it is not there afterwards.
+
+    Raises:
+        SetupError: it exists, or cannot be written.
+    """
     try:
-        with file.open("x", encoding="utf-8") as written:
-            written.write(text)
+        written = file.open("x", encoding="utf-8")
     except FileExistsError:
         raise SetupError(f"{file} exists already; give another name: `penstock init NAME FILE`") from None
     except OSError as error:
-        raise SetupError(
-            f"{file} cannot be written: {error.strerror}; give another: `penstock init NAME FILE`"
-        ) from None
+        raise _unwritable(file, error) from None
+    try:
+        with written:
+            written.write(text)
+    except OSError as error:
+        file.unlink()
+        raise _unwritable(file, error) from None
+
+
+def _unwritable(file: Path, error: OSError) -> SetupError:
+    return SetupError(f"{file} cannot be written: {error.strerror}; give another: `penstock init NAME FILE`")

@@ -1,6 +1,7 @@
 """The recipes and the model that come with Penstock: by name, and as copies."""
 
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,22 @@ def test_each_recipe_names_the_command_that_it_is_for(capsys: pytest.CaptureFixt
             assert f"`penstock doctor --sft mine/{name}.toml` and `penstock sft mine/{name}.toml`" in said
         else:
             assert f"`penstock doctor mine/{name}.toml` and `penstock train mine/{name}.toml`" in said
+
+
+@pytest.mark.parametrize(("limit_bytes", "name"), [(100, "tiny-cpu.toml"), (50_000, "recipe.schema.json")])
+def test_a_copy_that_cannot_be_written_whole_is_none(
+    limit_bytes: int, name: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the recipe nor its schema is left, so that the same command works once there is room."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, usual[1]))
+    try:
+        assert main(["init", "tiny-cpu"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert capsys.readouterr().err.startswith(f"error: {name} cannot be written: File too large; ")
+    assert not [*elsewhere.iterdir()]
+    assert main(["init", "tiny-cpu"]) == 0
 
 
 @pytest.mark.parametrize(
