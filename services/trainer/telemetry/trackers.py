@@ -24,6 +24,7 @@ import structlog
 
 from penstock.config.base import leaves
 from penstock.errors import ConfigError
+from penstock.runtime.files import write_atomically
 from services.trainer.config import TrackersConfig, TrainerSettings
 from services.trainer.sft.config import SftSettings
 
@@ -221,7 +222,7 @@ def _mlflow(run: TrackedRun) -> "GeneralTracker":
 
         def start(self) -> None:
             super().start()
-            file.write_text(json.dumps({"run_id": run.run_id, "mlflow_run_id": self.active_run.info.run_id}))
+            write_atomically(file, json.dumps({"run_id": run.run_id, "mlflow_run_id": self.active_run.info.run_id}))
 
         def store_init_configuration(self, values: dict[str, str]) -> None:
             super().store_init_configuration(_accepted_by_mlflow(values))
@@ -230,9 +231,17 @@ def _mlflow(run: TrackedRun) -> "GeneralTracker":
             super().log(_accepted_by_mlflow(values), step=step)
 
     file = run.folder / "mlflow-run.json"
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    run_id = known["mlflow_run_id"] if known.get("run_id") == run.run_id else None
-    return Tracker(run.project, logging_dir=str(run.folder / "mlflow"), run_id=run_id, run_name=run.name)
+    known = _known_to_mlflow(file, run.run_id)
+    return Tracker(run.project, logging_dir=str(run.folder / "mlflow"), run_id=known, run_name=run.name)
+
+
+def _known_to_mlflow(file: Path, run_id: str) -> str | None:
+    """Return the id that MLflow assigned to the run; None if it has not, or the file cannot be read."""
+    try:
+        known = json.loads(file.read_text())
+        return str(known["mlflow_run_id"]) if known["run_id"] == run_id else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _accepted_by_mlflow(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,6 +100,18 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
+@pytest.mark.variant
+def test_mlflow_gets_the_steps_of_a_run_whose_id_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a new id, as the one that MLflow assigned is lost."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "mlflow-run.json").write_text('{"run_id": "ti')
+    log_rows("mlflow", tmp_path, ROWS[2:], last_step=2)
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        steps = database.execute("SELECT step FROM metrics WHERE key = 'reward_mean' ORDER BY step").fetchall()
+    assert steps == [(3,), (4,)]
+
+
+@pytest.mark.slow
 def test_wandb_goes_on_under_the_runs_id(tmp_path: Path) -> None:
     """Offline, each part of the run is a file of its own; both carry the run's id, by which `wandb sync` joins them."""
     log_rows("wandb", tmp_path, ROWS[:2], WANDB_MODE="offline")
