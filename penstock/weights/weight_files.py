@@ -6,10 +6,8 @@ versions are kept, so that a reader of the older one can finish.
 
 import json
 import os
-import re
 import shutil
 import struct
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,19 +15,13 @@ import torch
 
 from penstock.errors import NotReadyError
 from penstock.weights.manifest import Manifest
+from penstock.weights.version_folders import complete_folders, unfinished_folder, unfinished_folders, version_folder
 
 FILE_NAME = "model.safetensors"
 KEEP = 2
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32",
            "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}  # fmt: skip
-_VERSION_FOLDER = re.compile(r"v(\d{8,})")
-_UNFINISHED = re.compile(r"\.v\d{8,}-[0-9a-f]{8}")
-
-
-def version_folder(parent: Path, version: int) -> Path:
-    """Return the folder of `version`."""
-    return parent / f"v{version:08d}"
 
 
 def write_weight_files(parent: Path, version: int, manifest: Manifest, buckets: Sequence[torch.Tensor]) -> Path:
@@ -38,11 +30,10 @@ def write_weight_files(parent: Path, version: int, manifest: Manifest, buckets: 
     Only one process may write below `parent`: it deletes unfinished folders as leftovers of a killed writer.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    for left_behind in parent.iterdir():
-        if _UNFINISHED.fullmatch(left_behind.name):
-            shutil.rmtree(left_behind, ignore_errors=True)
+    for left_behind in unfinished_folders(parent):
+        shutil.rmtree(left_behind, ignore_errors=True)
     folder = version_folder(parent, version)
-    unfinished = parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
+    unfinished = unfinished_folder(parent, version)
     unfinished.mkdir()
     try:
         header = _header(version, manifest)
@@ -55,7 +46,7 @@ def write_weight_files(parent: Path, version: int, manifest: Manifest, buckets: 
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    written = _versions(parent)
+    written = complete_folders(parent)
     for old in written[: max(0, written.index(folder) + 1 - KEEP)]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
@@ -63,7 +54,7 @@ def write_weight_files(parent: Path, version: int, manifest: Manifest, buckets: 
 
 def find_weight_files(parent: Path) -> tuple[int, Path] | None:
     """Return the newest version below `parent` and its folder; None if there is none. Blocking."""
-    if not parent.is_dir() or not (versions := _versions(parent)):
+    if not parent.is_dir() or not (versions := complete_folders(parent)):
         return None
     return int(versions[-1].name.removeprefix("v")), versions[-1]
 
@@ -103,7 +94,3 @@ def _header(version: int, manifest: Manifest) -> bytes:
         first = end
     text = json.dumps(header).encode()
     return text + b" " * (-len(text) % 8)  # aligns the data
-
-
-def _versions(parent: Path) -> list[Path]:
-    return sorted(path for path in parent.iterdir() if _VERSION_FOLDER.fullmatch(path.name))

@@ -6,6 +6,7 @@ Imports nothing heavy, so that a mistyped key is reported before torch is loaded
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar, Final, Literal, Self
 
 import pydantic
@@ -141,8 +142,9 @@ class WeightSyncConfig(Config):
     trainer and engines."""
     files_dir: OptionalPath = None
     """Folder in which each version is written as weight files, from which replicas that join later load it: in a folder
-    of the run's name, where the newest two versions are kept. Unset: only transport disk writes them, to `weights` in
-    the run's folder."""
+    of the run folder's name, where the newest two versions are kept. They stay when the run ends, for engines that live
+    on; `penstock runs delete` removes them. Unset: only transport disk writes them, to `weights` in the run's
+    folder."""
     bucket_bytes: int = pydantic.Field(default=16 * 2**20, ge=4096)
     """Weights are broadcast in parts of at most this size, several at a time. Tensors below 1 MiB share a bucket;
     larger ones have their own, and are cut if they exceed this size."""
@@ -153,6 +155,13 @@ class WeightSyncConfig(Config):
     """The longest that each stage of a push may take that moves or reads all weights: to upload a delta, to receive and
     load the weights, and to compute their digests. Over NCCL, replicas that have not begun to receive within
     TORCH_NCCL_NONBLOCKING_TIMEOUT seconds, 30 by default, fail before."""
+
+    def own_files_dir(self, run_folder: Path) -> Path | None:
+        """Return the folder in `files_dir` of the run in `run_folder`; None without `files_dir`.
+
+        Runs may share `files_dir`: the versions of each begin at 1, and only one may write in a folder.
+        """
+        return None if self.files_dir is None else self.files_dir.absolute() / run_folder.absolute().name
 
     def shares_memory(self, *, on_gpu: bool) -> bool:
         """Return whether replicas read the weights from the trainer's memory, which computes on a GPU or does not."""

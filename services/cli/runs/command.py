@@ -101,10 +101,10 @@ def delete(
     url: Annotated[
         str, typer.Option("--url", metavar="NATS_URL", help="Delete what these NATS servers store of runs by name.")
     ] = "",
-    keep_bus: Annotated[bool, typer.Option("--keep-bus", help="Delete the folders only.")] = False,
+    keep_bus: Annotated[bool, typer.Option("--keep-bus", help="Leave what NATS stores.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> int:
-    """Delete runs: their folders, with checkpoints, and what NATS stores of them. Refuses a run that is live."""
+    """Delete runs: their folders and weight files, and what NATS stores of them. Refuses a run that is live."""
     log.configure(LogConfig(level="error"), service="runs")
     security = _security_of(url, overrides_of(context)) or SecurityConfig()
     if url:
@@ -149,12 +149,14 @@ def _delete(found: FolderOfRun, *, keep_bus: bool, yes: bool) -> None:
     has_stored = bool(found.bus.url and found.run) and not keep_bus and not newer
     path, row = found.folder.path, _row_of(found)
     what = f"{path} ({describe_size(row.size_bytes)}, step {row.step} of {row.num_steps})"
+    if found.weight_files is not None:
+        what += f", its weight files in {found.weight_files}"
     if has_stored:
         what += f" and all that NATS at {found.bus.url} stores of run {found.run!r}"
     if newer and not keep_bus:
         sys.stdout.write(f"NATS keeps what it stores of run {found.run!r}: {newer[0]} is a later run of that name\n")
     _confirm(what, yes=yes)
-    with deleting(found.folder):
+    with deleting(found):
         asyncio.run(require_unserved_store(found.folder.nats))
         if has_stored:
             _on_bus(lambda bus: _remove_stored(bus, found.run), found.bus, found.security)

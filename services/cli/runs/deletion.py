@@ -1,10 +1,11 @@
-"""Removes the folder of a run."""
+"""Removes the folder of a run, and its weight files elsewhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.errors import ConfigError, SetupError
+from penstock.weights.version_folders import remove_versions
 from services.cli.runs.folders import FolderOfRun, read_folder, without_bus
 from services.launch.run_folder import RunFolder
 
@@ -29,18 +30,21 @@ def _may_be_newer(path: Path, found: FolderOfRun) -> bool:
 
 
 @contextmanager
-def deleting(folder: RunFolder) -> Iterator[None]:
+def deleting(found: FolderOfRun) -> Iterator[None]:
     """Keep launchers out during the context, then remove the folder.
 
-    The addresses for Prometheus that its processes left beside it go too.
+    Its weight files elsewhere go too, and the addresses for Prometheus that its processes left beside it.
 
     Raises:
         SetupError: a launcher uses the folder, or a file cannot be removed.
     """
+    folder = found.folder
     with folder.locked():
         yield
         folder.forget_targets()
         with _removal_reported(folder):
+            if found.weight_files is not None:
+                remove_versions(found.weight_files)
             folder.clear()
     with _removal_reported(folder):
         folder.remove_cleared()

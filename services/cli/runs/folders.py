@@ -14,6 +14,7 @@ from penstock.config import BusConfig, SecurityConfig
 from penstock.errors import ConfigError
 from services.launch.run_folder import RunFolder
 from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.config import WeightSyncConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class FolderOfRun:
     bus: BusConfig
     """Without a URL if the run has a nats-server of its own, whose store is in the folder."""
     security: SecurityConfig
+    weight_files: Path | None = None
+    """The folder of its weight files in `trainer.weight_sync.files_dir`; None: there is none."""
 
     @property
     def size_bytes(self) -> int:
@@ -60,18 +63,25 @@ def read_folder(path: Path) -> FolderOfRun:
     """Return the run folder at `path`, which holds a config.toml.
 
     Raises:
-        ConfigError: the recipe does not say where its NATS is.
+        ConfigError: the recipe does not say where its NATS is, or its weight files are.
     """
     folder = RunFolder(path)
     recipe = _read(folder.config_file)
+    files_dir = _section(_section(recipe, "trainer"), "weight_sync").get("files_dir")
     known = {name: value for name, value in _section(recipe, "bus").items() if name in BusConfig.model_fields}
     tls = {name: value for name, value in _section(recipe, "security").items() if name in SecurityConfig.model_fields}
     try:
         bus, security = BusConfig.model_validate(known), SecurityConfig.model_validate(tls)
+        weight_files = WeightSyncConfig.model_validate({"files_dir": files_dir}).own_files_dir(path)
     except pydantic.ValidationError as error:
         reason = error.errors(include_url=False, include_input=False)[0]["msg"]
-        raise ConfigError(f"{folder.config_file}: [bus] or [security] cannot be read: {reason}; correct it") from None
-    return FolderOfRun(folder=folder, run=_run_name(recipe), bus=bus, security=security)
+        raise ConfigError(
+            f"{folder.config_file}: [bus], [security] or trainer.weight_sync.files_dir cannot be read: {reason}; "
+            "correct it"
+        ) from None
+    if weight_files is not None and not weight_files.is_dir():
+        weight_files = None
+    return FolderOfRun(folder=folder, run=_run_name(recipe), bus=bus, security=security, weight_files=weight_files)
 
 
 def without_bus(path: Path) -> FolderOfRun:

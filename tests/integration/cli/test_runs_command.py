@@ -100,7 +100,7 @@ async def test_a_recipe_that_cannot_be_read_hides_no_other_run(bus: Bus, run_nam
     make_run(tmp_path / "torn", num_steps=3)
     (tmp_path / "torn/config.toml").write_text(f'[run]\nname = "{run_name}"\n[bus]\nurl = 3\n')
     listed = await penstock_runs("list", tmp_path, "--json")
-    assert "torn/config.toml: [bus] or [security] cannot be read" in listed.stderr
+    assert "torn/config.toml: [bus], [security] or trainer.weight_sync.files_dir cannot be read" in listed.stderr
     rows = [row for row in json.loads(listed.stdout) if row["folder"]]  # other tests' runs have none here
     assert {row["folder"]: row["run"] for row in rows} == {str(old): run_name, str(tmp_path / "torn"): run_name}
     deleted = await penstock_runs("delete", old, "--yes")
@@ -154,6 +154,25 @@ def test_a_run_without_a_launcher_is_deleted(tmp_path: Path) -> None:
     (folder / "config.toml").write_text('[run]\nname = "run"\n')
     assert main(["runs", "delete", str(folder), "--yes"]) == 0
     assert not folder.exists()
+
+
+def test_weight_files_elsewhere_go_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own, complete or not; another run's in the same folder stay, and so do foreign files."""
+    shared = tmp_path / "weights"
+    runs = [make_run(tmp_path / name, num_steps=1) for name in ("a", "b")]
+    for run in runs:
+        (run / "config.toml").write_text(
+            f'[run]\nname = "{run.name}"\n[trainer.weight_sync]\nfiles_dir = "{shared}"\nfrom_a_later_version = 1\n'
+        )
+        for name in ("v00000001", "v00000002", ".v00000003-0123abcd"):
+            (shared / run.name / name).mkdir(parents=True)
+            (shared / run.name / name / "model.safetensors").touch()
+    assert main(["runs", "delete", str(runs[0]), "--yes"]) == 0
+    assert f", its weight files in {shared}/a\n" in capsys.readouterr().out
+    assert [path.name for path in shared.iterdir()] == ["b"]
+    (shared / "b" / "notes").touch()
+    assert main(["runs", "delete", str(runs[1]), "--yes"]) == 0
+    assert [path.name for path in (shared / "b").iterdir()] == ["notes"]
 
 
 def test_a_folder_on_nfs_is_deleted_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,12 +44,9 @@ class WeightFileStore:
 
     @classmethod
     def of_run(cls, config: WeightSyncConfig, run_folder: Path) -> Self:
-        """Return the store of a run: below the configured folder, else in the run folder if the transport is disk.
-
-        Runs may share the configured folder: the versions of each begin at 1, and only one may write in a folder.
-        """
-        if config.files_dir is not None:
-            return cls(config.files_dir.absolute() / run_folder.absolute().name)
+        """Return the store of a run: below the configured folder, else in the run folder if the transport is disk."""
+        if (shared := config.own_files_dir(run_folder)) is not None:
+            return cls(shared)
         return cls(run_folder.absolute() / "weights" if config.transport == "disk" else None)
 
     @classmethod
@@ -88,6 +85,6 @@ class WeightFileStore:
             self._writing = asyncio.create_task(self.write(weights))
 
     async def close(self) -> None:
-        """Wait until the current write has finished."""
+        """Wait until the current write has finished. The files stay: replicas may live on, and read them."""
         if self._writing is not None:
             await self._writing
