@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.errors import DataError, PenstockError, SetupError, UnavailableError, UserError
 from penstock.model.folder import require_model
 from services.cli import hub_models, service_settings
+from services.cli.output_file import output_file
 from services.launch.checks.known_names import KnownNames, require_names
 from services.launch.checks.row_check import RowsOfRun
 from services.recipe import Recipe
@@ -290,13 +291,15 @@ def _require_writable(file: Path) -> None:
         raise _unwritable(file, "it is a folder")
     if not os.path.isdir(file.parent):
         raise _unwritable(file, f"there is no folder {file.parent}, or it is closed to you")
-    if not os.access(file if os.path.exists(file) else file.parent, os.W_OK):
+    is_device = os.path.exists(file) and not os.path.isfile(file)
+    if not os.access(file if is_device else file.resolve().parent, os.W_OK):  # a file is replaced
         raise _unwritable(file, "you have no permission")
 
 
 def _write(file: Path, text: str) -> None:
     try:
-        file.write_text(text, encoding="utf-8")
+        with output_file(file) as out:
+            out.write(text.encode())
     except OSError as error:
         raise _unwritable(file, error.strerror) from None
 

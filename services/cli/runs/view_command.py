@@ -18,6 +18,7 @@ from penstock.runtime import process
 from penstock.runtime.security import TOKEN, Security
 from penstock.telemetry import log
 from services.cli.extras import import_with_extra
+from services.cli.output_file import output_file
 
 _GRACE_S = 2.0
 _SHOWING: Final = ("services.view.app", "services.view.sign_in", "penstock.http.server")
@@ -144,7 +145,7 @@ def _write_trace(folders: list[Path], file: Path) -> int:
     if not trace.spans:
         raise SetupError(f"{folders[0]} has no spans; see trace.max_gib")
     try:
-        with file.open("wb") as out:
+        with output_file(file) as out:
             num_events = write_trace_events(trace.spans, out)
     except OSError as error:
         raise SetupError(f"--trace={file}: {error.strerror}; give a file that can be written") from None
@@ -165,7 +166,8 @@ def _write_page(folders: list[Path], file: Path) -> int:
 
     found = export_runs([RunReader(folder) for folder in folders])
     try:
-        file.write_bytes(found.page)
+        with output_file(file) as out:
+            out.write(found.page)
     except OSError as error:
         raise SetupError(f"--export={file}: {error.strerror}; give a file that can be written") from None
     number = f"{len(folders)} {'run' if len(folders) == 1 else 'runs'}"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -204,3 +205,21 @@ def test_what_processes_did_is_written_for_perfetto(tmp_path: Path) -> None:
     (run / "trace" / "trainer.jsonl").unlink()
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (2, f"error: {run} has no spans; see trace.max_gib\n")
+
+
+@pytest.mark.parametrize("option", ["--export", "--trace"])
+def test_a_full_disk_leaves_the_file_of_an_earlier_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """It is replaced once the new one is complete; the error says what to do."""
+    run, file = make_run(tmp_path / "run", num_steps=3), tmp_path / "out"
+    file.write_text("earlier")
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))
+    try:
+        assert main(["view", str(run), f"{option}={file}"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert capsys.readouterr().err == f"error: {option}={file}: File too large; give a file that can be written\n"
+    assert file.read_text() == "earlier"
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}

@@ -1,0 +1,22 @@
+"""The file that a person names for a command's output: a good one stays until the new one is complete."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from penstock.runtime.files import replacing
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yield an open file that replaces the one at `path` at the end; after an error, that is as it was.
+
+    A link stays, and what it leads to is replaced. A device or a pipe, such as /dev/stdout, is written itself.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    is_replaced = path.is_file() or not path.exists()
+    with replacing(path.resolve()) if is_replaced else path.open("wb") as written:
+        yield written
