@@ -5,9 +5,6 @@ policy. Only a failure of Penstock's own servers passes through, because it says
 """
 
 import asyncio
-import contextlib
-import contextvars
-import ctypes
 import dataclasses
 import functools
 import inspect
@@ -15,7 +12,6 @@ import itertools
 import json
 import math
 import re
-import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self
 
@@ -23,6 +19,7 @@ import jsonschema
 import structlog
 
 from penstock.errors import InvalidRequestError, PenstockError
+from penstock.runtime.own_thread import run_in_own_thread
 from penstock.runtime.process import others_code
 
 log = structlog.get_logger()
@@ -141,7 +138,7 @@ class Tool:
                     with others_code():
                         result = await self.function(**arguments)
                 else:
-                    result = await _run_in_thread(functools.partial(self.function, **arguments))
+                    result = await run_in_own_thread(functools.partial(self.function, **arguments), name="tool")
                     if inspect.isawaitable(result):
                         with others_code():
                             result = await result
@@ -214,41 +211,3 @@ def _to_result(value: object) -> ToolResult:
         case None:
             return ToolResult()
     return ToolResult(text=json.dumps(value, ensure_ascii=False))
-
-
-async def _run_in_thread(call: Callable[[], object]) -> object:
-    """Return the result of a blocking call in its own thread, which is ended when this coroutine is cancelled.
-
-    The event loop's pool would not do: calls that do not end would fill it, and a process waits for it at its end.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[object, Exception | None]] = loop.create_future()
-
-    def work() -> None:
-        value: object = None
-        failure: Exception | None = None
-        try:
-            value = call()
-        except Exception as error:  # noqa: BLE001 - raised again below, where it is awaited
-            failure = error
-        except BaseException as error:  # noqa: BLE001 - SystemExit would end the whole process there
-            failure = RuntimeError(repr(error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, value, failure)
-
-    def settle(value: object, failure: Exception | None) -> None:
-        if not done.done():
-            done.set_result((value, failure))
-
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(work,), name="tool", daemon=True)
-    thread.start()
-    try:
-        value, failure = await done
-    except asyncio.CancelledError:
-        assert thread.ident is not None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        raise
-    if failure is not None:
-        raise failure
-    return value

@@ -94,18 +94,6 @@ def test_the_row_is_shown_in_openais_form() -> None:
     assert json.loads(json.dumps(SESSION.to_json()))["task"]["messages"] == SESSION.messages
 
 
-async def test_a_function_that_blocks_has_a_thread_of_its_own() -> None:
-    """The event loop goes on, and any number of them can wait at once."""
-    everyone = threading.Barrier(40, timeout=60.0)
-
-    def wait(session: AgentSession) -> float:
-        return float(everyone.wait() >= 0)
-
-    runner = FunctionRunner(wait)
-    results = await asyncio.gather(*(runner.run(SESSION) for _ in range(40)))
-    assert {result.reward for result in results} == {1.0}
-
-
 async def test_a_runner_that_will_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It catches its own cancellation; its sample ends all the same."""
     monkeypatch.setattr(agent_player, "_END_S", 0.05)
@@ -155,7 +143,7 @@ async def test_what_a_function_raises_is_the_reason() -> None:
 
     with pytest.raises(RunnerError, match="nobody has cancelled it"):
         await FunctionRunner(cancel_itself).run(SESSION)
-    with pytest.raises(RunnerError, match=r"^SystemExit: bye$"):
+    with pytest.raises(RunnerError, match=r"SystemExit\('bye'\)"):
         await FunctionRunner(leave).run(SESSION)
     with pytest.raises(RunnerError, match=r"SystemExit\('of the whole worker'\)"):
         await FunctionRunner(leave_in_a_coroutine).run(SESSION)

@@ -1,19 +1,19 @@
 """Calls runners that are functions of this process; programs and services have a file each.
 
 Invariants: every failure of a runner is a `RunnerError` with its reason. A cancelled runner ends, except for a blocking
-function, which Python cannot end: its thread is left behind and its session closed.
+function in a call that nothing interrupts: its thread is left behind, which the log says, and its session closed.
 """
 
 import asyncio
-import contextlib
+import functools
 import importlib
 import inspect
-import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from penstock.agents import AgentResult, AgentSession, Runner
 from penstock.errors import ConfigError
+from penstock.runtime.own_thread import run_in_own_thread
 from penstock.runtime.process import others_code
 from penstock.runtime.reaper import Reaper
 from services.rollout.worker.agents.config import AgentConfig
@@ -82,11 +82,9 @@ class FunctionRunner:
                 if inspect.iscoroutinefunction(self._function):
                     value = await self._function(session)
                 else:
-                    value = await _in_thread(self._function, session)
+                    value = await run_in_own_thread(functools.partial(self._function, session), name="runner")
                     if inspect.isawaitable(value):  # an object whose call is a coroutine
                         value = await value
-        except RunnerError:
-            raise  # the thread's, which has its reason already
         except Exception as error:  # a boundary: runners are other people's code
             raise RunnerError(f"{type(error).__name__}: {error}") from error
         return read_result(value)
@@ -119,29 +117,3 @@ async def parse_result(parse: Callable[[bytes], object], output: bytes) -> Agent
         return read_result(parse(output))
 
     return read() if len(output) <= _SMALL_BYTES else await asyncio.to_thread(read)
-
-
-async def _in_thread(function: Runner, session: AgentSession) -> Any:
-    """Return a blocking function's result. It has its own thread, so that one that never ends blocks no other."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Any] = loop.create_future()
-
-    def end(value: Any, error: BaseException | None) -> None:
-        if ended.done():  # the caller has gone
-            return
-        if error is None:
-            ended.set_result(value)
-        else:
-            ended.set_exception(RunnerError(f"{type(error).__name__}: {error}"))
-
-    def call() -> None:
-        value, failure = None, None
-        try:
-            value = function(session)
-        except BaseException as error:  # noqa: BLE001 - a boundary, and SystemExit ends a runner, not its thread alone
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(end, value, failure)
-
-    threading.Thread(target=call, name="runner", daemon=True).start()
-    return await ended
