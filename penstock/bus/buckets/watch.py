@@ -32,6 +32,8 @@ _OF_SILENCE = 1 / 3
 """Share of the time after which the leader is asked; an answer that takes longer is slow."""
 _ABANDONED_S = 10.0
 """Seconds without a listener after which the server drops a watch."""
+_KEPT_TTLS = 2
+"""Times to live after which an expired value is forgotten."""
 
 
 class _Seen(NamedTuple):
@@ -187,8 +189,18 @@ class Watch:
             # counts from 1 again.
             assert entry.revision is not None, "the server numbers what it stores"
             self._note_work()
+            if known is None:
+                self._forget_expired()
             self._values[entry.key] = _Seen(entry.value, entry.revision, self._now())
             self._announce()
+
+    def _forget_expired(self) -> None:
+        """Forget values that expired long ago, whose keys come back no more: an engine that starts again has a new one.
+
+        Not at once: a value that is seen again shortly after it has expired must not count as new.
+        """
+        oldest = -math.inf if self._ttl_s is None else self._now() - _KEPT_TTLS * self._ttl_s
+        self._values = {key: seen for key, seen in self._values.items() if seen.at > oldest}
 
     def _announce(self) -> None:
         self._changed.set()

@@ -110,6 +110,25 @@ async def test_what_others_do_shows_that_the_bucket_works(clock: Any) -> None:
     assert set(watch.values) == {"u"}
 
 
+async def test_leases_of_the_dead_are_forgotten(clock: Any) -> None:
+    """Engines that are killed leave theirs, and come back under new keys, for as long as the run goes on."""
+    watch = Watch(Bucket(), ttl_s=TTL_S)  # type: ignore[arg-type]
+    for number in range(100):
+        clock.at += 1.0
+        watch._store(dataclasses.replace(renewal(number + 1), key=f"r{number}"))
+    assert [*watch.values] == ["r97", "r98", "r99"]
+    assert len(watch._values) <= 2 * TTL_S + 1
+
+
+async def test_what_has_no_time_to_live_is_kept(clock: Any) -> None:
+    """However many keys there are."""
+    watch = Watch(Bucket())  # type: ignore[arg-type]
+    for number in range(100):
+        clock.at += 1000.0
+        watch._store(dataclasses.replace(renewal(number + 1), key=f"r{number}"))
+    assert len(watch.values) == 100
+
+
 async def test_an_outage_brings_no_lapsed_lease_back(clock: Any) -> None:
     """Its engine died long before; only the lease that was alive has its whole time again."""
     bucket = Bucket()
