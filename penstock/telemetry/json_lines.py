@@ -3,22 +3,34 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 _TAIL_BYTES: Final = 256
 
 
+def every_field(name: str) -> bool:
+    """Return True: all fields are kept."""
+    return True
+
+
 class JsonLinesFollower:
     """The objects of a file; each read continues where the last one ended. A line counts when it is whole."""
 
-    def __init__(self, path: Path) -> None:
-        """Follow the file at `path`, which need not exist yet."""
+    def __init__(self, path: Path, *, keep: Callable[[str], bool] = every_field) -> None:
+        """Follow a file.
+
+        Args:
+            path: Its path; it need not exist yet.
+            keep: Tells of a field's name whether objects keep the field. A long run has gigabytes of metrics.
+        """
         self.rows: list[dict[str, Any]] = []
         """All objects so far."""
         self.generation = 0
         """Grows whenever the file was replaced or cut, and is read from its beginning again."""
         self._path = path
+        self._keep = keep
         self._offset = 0
         self._inode = -1
         self._tail = b""
@@ -37,17 +49,21 @@ class JsonLinesFollower:
                 self.generation += self._inode != -1
                 self._inode, self._offset, self._tail, self.rows = status.st_ino, 0, b"", []
                 file.seek(0)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        self._tail = (self._tail + whole + newline)[-_TAIL_BYTES:]
-        new = [_with_shared_keys(row) for line in whole.split(b"\n") if (row := read_object(line))]
+            new, size, tail = list[dict[str, Any]](), 0, self._tail
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                size, tail = size + len(line), (tail + line)[-_TAIL_BYTES:]
+                if row := read_object(line):
+                    new.append(kept_fields(row, self._keep))
+        self._offset, self._tail = self._offset + size, tail
         self.rows += new
         return new
 
 
-def _with_shared_keys(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with keys that all rows share; otherwise they take more memory than the values."""
-    return {sys.intern(key): value for key, value in row.items()}
+def kept_fields(row: dict[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:
+    """Return the fields to keep, with keys that all rows share; otherwise they take more memory than the values."""
+    return {sys.intern(name): value for name, value in row.items() if keep(name)}
 
 
 def read_object(line: str | bytes) -> dict[str, Any]:

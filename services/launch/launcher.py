@@ -14,7 +14,7 @@ from penstock.runtime.ports import held_port, held_ports
 from penstock.runtime.security import Security
 from services.launch.background import background, repeated
 from services.launch.gpu_plan import extend_plan, find_gpus, require_own_gpus, without
-from services.launch.metrics import MetricsFollower, StepRow, describe_run
+from services.launch.metrics import SUMMED_UP, MetricsFollower, StepRow, describe_run
 from services.launch.process.backend import Backend
 from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.child import Child
@@ -135,8 +135,8 @@ async def run_processes(
         UserError: a process found a fault that a person must fix.
         ProcessFailedError: a process died too often.
     """
-    metrics = MetricsFollower(folder.metrics_file)
-    metrics.poll()
+    metrics = MetricsFollower(folder.metrics_file, keep=SUMMED_UP.__contains__)
+    await asyncio.to_thread(metrics.poll)
     evaluations = MetricsFollower(folder.evaluations_file)
     evaluations.poll()
     follower = RunFollower(folder.path, metrics, evaluations)
@@ -254,6 +254,10 @@ async def _watched(
     """Note the run's progress twice a second, show it at most as often, and keep the logs within their bound."""
     pace = Pace()
     unshown: list[StepRow] = []
+    evaluated: list[str] = []
+
+    def read() -> None:
+        unshown.extend(follower.poll(evaluated.append))
 
     def show() -> None:
         new_rows = unshown.copy()
@@ -262,9 +266,17 @@ async def _watched(
 
     async def look() -> None:
         await look_after(supervisor, display.write, own_log)
-        if new_rows := follower.poll(display.write):
+        num_known = len(unshown)
+        # In a thread: a restarted trainer replaces its file, and to read all of a long one takes half a minute.
+        reading = asyncio.ensure_future(asyncio.to_thread(read))
+        try:
+            await asyncio.shield(reading)
+        finally:  # when it is cancelled, too: the last look goes on where this one ends
+            await asyncio.wait({reading})
+            while evaluated:
+                display.write(evaluated.pop(0))
+        if len(unshown) > num_known:
             supervisor.note_progress()
-            unshown.extend(new_rows)
         pace.when_due(show)
 
     async with background(repeated(look, every_s=REFRESH_S)):

@@ -2,11 +2,11 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from penstock.telemetry.json_lines import JsonLinesFollower
+from penstock.telemetry.json_lines import JsonLinesFollower, every_field
 from services.view.summary import reward_of
 
 StepRow = dict[str, Any]
@@ -29,13 +29,29 @@ _SHORTEST_WAIT_S = 0.05
 
 _BARS = "▁▂▃▄▅▆▇█"
 
+SHOWN: Final = frozenset(
+    {
+        *("step", "num_steps", "time", "elapsed_s", "step_s", "train_s", "policy_version", "skipped", "trainer_deaths"),
+        *("reward_mean", "reward_mean_played", "loss", "dlogp_mean", "dlogp_max", "dlogp_mean_current"),
+        *("staleness_mean", "staleness_max", "max_staleness", "trainer_idle_fraction", *(wait for wait, _ in _WAITS)),
+        *("output_tokens_per_s", "trained_tokens_per_s", "num_replicas"),
+        *("push_s", "push_replicas", "push_failed_replicas"),
+        *(f"num_{kind}_groups" for kind in _GROUP_COUNTS),
+        *("num_samples", "num_unjudged_samples", "truncated_fraction"),
+        *("filtered_group_fraction", "zero_std_fraction", "num_steps_without_gradient", "num_episodes_dropped"),
+    }
+)
+"""Metrics from which it is said where a run stands, and what is wrong with it."""
+SUMMED_UP: Final = SHOWN | {"groups"}
+"""Metrics that the description of a run at its end needs, too."""
+
 
 class MetricsFollower:
     """The rows of a metrics file; each read continues where the last one ended."""
 
-    def __init__(self, path: Path) -> None:
-        """Follow the file at `path`, which need not exist yet."""
-        self._file = JsonLinesFollower(path)
+    def __init__(self, path: Path, *, keep: Callable[[str], bool] = every_field) -> None:
+        """Follow the file at `path`, which need not exist yet; `keep` tells which metrics rows keep beside `step`."""
+        self._file = JsonLinesFollower(path, keep=lambda name: name == "step" or keep(name))
 
     @property
     def rows(self) -> list[StepRow]:

@@ -7,14 +7,14 @@ import re
 import threading
 import tomllib
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import InvalidRequestError
-from penstock.telemetry.json_lines import JsonLinesFollower
+from penstock.telemetry.json_lines import JsonLinesFollower, every_field
 from services.view.alarms import Alarm, find_step_alarms
 from services.view.episode_query import EpisodeQuery, Found
 from services.view.text_search import TextSearch
@@ -31,11 +31,11 @@ class NotThereError(InvalidRequestError):
 class RunReader:
     """One run. Its methods may be called from several threads."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the run in `folder`."""
+    def __init__(self, folder: Path, *, keep: Callable[[str], bool] = every_field) -> None:
+        """Read the run in `folder`; `keep` tells which metrics its steps keep."""
         self.folder = folder
         self._lock = threading.Lock()
-        self._metrics = JsonLinesFollower(folder / "metrics.jsonl")
+        self._metrics = JsonLinesFollower(folder / "metrics.jsonl", keep=keep)
         self._step_alarms: tuple[tuple[int, int], list[Alarm]] = (0, 0), []
         """Generation and number of the steps, and what they alone show to be wrong."""
         self._evaluations = JsonLinesFollower(folder / "evaluations.jsonl")

@@ -212,7 +212,7 @@ def _read_or_warn(path: Path) -> FolderOfRun:
 
 
 def _row_of(found: FolderOfRun) -> _Row:
-    run = RunReader(found.folder.path)
+    run = RunReader(found.folder.path, keep={"step", "num_steps"}.__contains__)
     _, steps = run.steps()
     last: dict[str, Any] = steps[-1] if steps else {}
     step, num_steps = last.get("step", 0), last.get("num_steps", 0)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from services.cli.runs.view_command import find_runs
-from services.launch.metrics import StepRow
+from services.launch.metrics import SHOWN, StepRow
 from services.launch.terminal.standing import describe_alarm, describe_standing
 from services.view.run_reader import RunReader
 from services.view.summary import summarise
@@ -30,7 +30,7 @@ def status(
     """
     has_alarm = False
     for folder in find_runs(folders):
-        run = RunReader(folder)
+        run = RunReader(folder, keep=SHOWN.__contains__)
         found = summarise(run)
         has_alarm |= bool(found["alarms"])
         if as_json:

@@ -65,7 +65,7 @@ async def serve_node(
     plan = plan_node(node, share, [*overrides, *addresses_of_first(live)])
     write(f"serving {share.describe()}")
     own_log = BoundedLog(folder.logs / f"{node.network.advertised}.log")
-    metrics = MetricsFollower(folder.metrics_file)
+    metrics = MetricsFollower(folder.metrics_file, keep=lambda _: False)
     async with supervised(
         process_specs(plan, folder, security),
         logs=folder.logs,
@@ -75,7 +75,7 @@ async def serve_node(
 
         async def look() -> None:
             await look_after(supervisor, write, own_log)
-            if metrics.poll():
+            if await asyncio.to_thread(metrics.poll):
                 supervisor.note_progress()
 
         async with background(repeated(look, every_s=REFRESH_S)):

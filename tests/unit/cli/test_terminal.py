@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.launch.metrics import MetricsFollower
+from services.launch.metrics import SHOWN, SUMMED_UP, MetricsFollower, describe_run, describe_step
 from services.launch.process.child import Child, State
 from services.launch.run_follower import RunFollower
 from services.launch.terminal.display import LiveDisplay, PlainDisplay
@@ -139,6 +139,40 @@ def test_supervised_training_has_a_loss_and_no_reward() -> None:
     found = standing(rows, [], is_running=True, silent_s=0.0)
     lines = [(line.label, line.value) for line in describe_standing(found, rows, width=10)]
     assert lines == [("step", "1/4"), ("loss", "1.5000"), ("throughput", "1,000")]
+
+
+class NotingRow(dict[str, Any]):
+    """A step that notes the metrics that are asked for, whether it has them or not."""
+
+    def __init__(self, row: dict[str, Any], asked: set[str]) -> None:
+        super().__init__(row)
+        self._asked = asked
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self._asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._asked.add(str(key))
+        return super().__contains__(key)
+
+
+def test_all_that_the_terminal_shows_is_kept() -> None:
+    """Launcher and `penstock status` keep no other metrics of a step: a hundred thousand steps would take gigabytes."""
+    asked = set[str]()
+    rows = [NotingRow(full_row(step), asked) for step in range(1, 60)]
+    losses = [NotingRow({"step": 1, "num_steps": 4, "loss": 1.5, "trained_tokens_per_s": 1.0}, asked)]
+    for some in (rows, losses):
+        found = standing(some, [], is_running=True, silent_s=1e6)
+        describe_standing(found, some, width=10)
+        describe_step(some[-1])
+    assert asked <= SHOWN
+    describe_run(rows)
+    assert asked <= SUMMED_UP
 
 
 def test_a_run_that_is_stuck_is_noticed_without_a_step(tmp_path: Path) -> None:

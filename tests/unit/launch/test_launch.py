@@ -1,10 +1,14 @@
 """What the launcher settles before it starts anything, and what it reads while the run goes on."""
 
+import asyncio
 import json
 import os
 import re
 import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +18,26 @@ from penstock.errors import SetupError
 from penstock.runtime.reaper_process import groups_left
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2
+from services.launch import launcher
 from services.launch.launcher import addressed
-from services.launch.metrics import MetricsFollower, describe_run, describe_step, describe_waits, sparkline
+from services.launch.metrics import (
+    MetricsFollower,
+    StepRow,
+    describe_run,
+    describe_step,
+    describe_waits,
+    sparkline,
+)
 from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.spec import StopPhase
 from services.launch.process.specs import child_environment, process_specs
 from services.launch.run_bus import bus_host, reach_of
 from services.launch.run_folder import RunFolder
+from services.launch.run_follower import RunFollower
 from services.launch.run_plan import make_plan
 from services.launch.run_status import describe_phase
 from services.recipe import Recipe
+from tests.support.waiting import until
 
 
 def test_demo_recipe_holds_known_keys_only(tmp_path: Path) -> None:
@@ -254,6 +268,37 @@ def test_follower_takes_over_a_replaced_file(tmp_path: Path) -> None:
     os.replace(tmp_path / "new", path)
     assert follower.poll() == [{"step": 3}]
     assert follower.rows[1]["reward_mean"] == 0.2
+
+
+class SlowFollower(RunFollower):
+    """Its reading goes on when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            folder, MetricsFollower(folder / "metrics.jsonl"), MetricsFollower(folder / "evaluations.jsonl")
+        )
+        self.began, self.goes_on = threading.Event(), threading.Event()
+
+    def poll(self, write: Callable[[str], None]) -> list[StepRow]:
+        assert threading.current_thread() is not threading.main_thread()
+        self.began.set()
+        self.goes_on.wait()
+        return super().poll(write)
+
+
+async def test_a_long_file_is_read_beside_the_event_loop(tmp_path: Path) -> None:
+    """Which watches the processes meanwhile. What was read when the run ends is shown all the same."""
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 1}])
+    write_rows(tmp_path / "evaluations.jsonl", [{"step": 1, "elapsed_s": 2.5, "sets": {}}])
+    shown, lines = list[StepRow](), list[str]()
+    supervisor: Any = SimpleNamespace(children=())
+    display: Any = SimpleNamespace(show=lambda _children, _rows, new_rows, _found: shown.extend(new_rows))
+    display.write = lines.append
+    follower = SlowFollower(tmp_path)
+    async with launcher._watched(supervisor, follower, display, BoundedLog(tmp_path / "launcher.log")):
+        await until(follower.began.is_set)
+        asyncio.get_running_loop().call_soon(follower.goes_on.set)  # when the context has been left
+    assert (shown, lines) == ([{"step": 1}], ["evaluation of step 1  2.5 s"])
 
 
 def test_sparkline_rises_with_the_values() -> None:

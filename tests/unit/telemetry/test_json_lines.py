@@ -22,6 +22,16 @@ def test_a_file_that_replaced_another_is_read_from_its_beginning(tmp_path: Path)
     assert (follower.generation, len(follower.rows)) == (1, 4)
 
 
+def test_only_the_fields_that_are_kept_take_memory(tmp_path: Path) -> None:
+    """Of new lines, of a file that replaced another, and of a line that has none of them."""
+    path = tmp_path / "metrics.jsonl"
+    follower = JsonLinesFollower(path, keep={"step", "loss"}.__contains__)
+    path.write_text('{"step": 1, "loss": 0.5, "groups": [1, 2]}\n')
+    assert follower.poll() == follower.rows == [{"step": 1, "loss": 0.5}]
+    path.write_text('{"step": 2, "groups": [1, 2]}\n{"groups": [3]}\n')
+    assert follower.poll() == follower.rows == [{"step": 2}, {}]
+
+
 def test_rows_share_the_memory_of_their_keys(tmp_path: Path) -> None:
     """A long run has a hundred thousand rows of the same sixty keys."""
     path = tmp_path / "metrics.jsonl"
