@@ -24,7 +24,7 @@ from services.trainer.assembly import OpenBackend, assemble, followed, on_ranks
 from services.trainer.config import TrainerSettings
 from services.trainer.loop import TrainingLoop
 from services.trainer.starting_point import find_starting_point
-from services.trainer.telemetry.curves import draw_curves
+from services.trainer.telemetry.curves import draw_curves, is_drawn
 from services.trainer.telemetry.progress import Progress, TrainerServicer
 from services.trainer.telemetry.span_files import collecting_spans
 
@@ -67,7 +67,7 @@ async def serve(
                 return
             await _run_beside_its_tasks(loop, stop)
             await asyncio.to_thread(loop.metrics.end)
-            await _draw(loop)
+            await asyncio.to_thread(_draw, loop)
         log.info("run.ended", step=loop.position.step, num_steps=settings.trainer.num_steps, folder=str(start.folder))
 
 
@@ -102,7 +102,7 @@ async def _run_beside_its_tasks(loop: TrainingLoop, stop: asyncio.Event) -> None
             await end_task(helper)
 
 
-async def _draw(loop: TrainingLoop) -> None:
-    if rows := loop.metrics.rows():
-        title = f"{loop.progress.run_id}: {len(rows)} steps"
-        await asyncio.to_thread(draw_curves, rows, loop.folder / "curves.png", title=title)
+def _draw(loop: TrainingLoop) -> None:
+    """Draw the curves of all steps. Blocks."""
+    if rows := loop.metrics.rows(is_drawn):
+        draw_curves(rows, loop.folder / "curves.png", title=f"{loop.progress.run_id}: {len(rows)} steps")

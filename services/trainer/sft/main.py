@@ -9,7 +9,7 @@ from penstock.runtime.disk_space import disk_full_reported
 from services.trainer.sft.assembly import assemble
 from services.trainer.sft.config import SftSettings
 from services.trainer.sft.loop import Observer, SftLoop
-from services.trainer.telemetry.curves import draw_loss_curves
+from services.trainer.telemetry.curves import draw_loss_curves, is_drawn
 
 log = structlog.get_logger()
 
@@ -43,13 +43,17 @@ async def train(
             await _close(loop)
             raise
         await _close(loop)
-        if rows := loop.metrics.rows():
-            title = f"{loop.run_id}: {len(rows)} steps"
-            curves = folder / "curves.png"
-            await asyncio.to_thread(draw_loss_curves, rows, loop.validations.rows(), curves, title=title)
+        await asyncio.to_thread(_draw, loop, folder)
     log.info("run.ended", step=loop.step, num_steps=loop.num_steps, folder=str(folder))
     newest = loop.checkpoints.latest()
     return None if newest is None else newest.model_path
+
+
+def _draw(loop: SftLoop, folder: Path) -> None:
+    """Draw the losses of all steps and validations. Blocks."""
+    if rows := loop.metrics.rows(is_drawn):
+        title = f"{loop.run_id}: {len(rows)} steps"
+        draw_loss_curves(rows, loop.validations.rows(is_drawn), folder / "curves.png", title=title)
 
 
 async def _close(loop: SftLoop) -> None:

@@ -3,11 +3,24 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+_DRAWN: Final = frozenset(
+    {
+        *("step", "loss", "validation_loss", "reward_mean", "first_turn_accuracy"),
+        *("staleness_mean", "staleness_max", "max_staleness", "dlogp_mean", "dlogp_max", "dlogp_max_current"),
+    }
+)
+_TOOL_USE: Final = "/tool_use"
+"""End of the names of environments' metrics that are drawn, too."""
 _SMOOTH_STEPS = 10
 _SMALLEST_GAP = 1e-9
 """Smaller gaps are drawn as this one, because a logarithmic axis cannot show 0."""
+
+
+def is_drawn(name: str) -> bool:
+    """Return whether a metric is drawn; rows need no other ones."""
+    return name in _DRAWN or name.endswith(_TOOL_USE)
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
@@ -20,7 +33,7 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    episodes = sorted({name for row in rows for name in row if name.endswith("/tool_use")})
+    episodes = sorted({name for row in rows for name in row if name.endswith(_TOOL_USE)})
     num_axes = 4 if episodes else 3
     figure, axes = plt.subplots(num_axes, 1, figsize=(8, 3 * num_axes), sharex=True, layout="constrained")
     reward, staleness, gap = axes[0], axes[-2], axes[-1]

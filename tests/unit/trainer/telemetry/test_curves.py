@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
-from services.trainer.telemetry.curves import draw_curves, reward_limits
+from services.trainer.telemetry.curves import draw_curves, draw_loss_curves, is_drawn, reward_limits
+from services.trainer.telemetry.metrics_log import MetricsLog
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,22 @@ def test_tool_use_and_first_turns_have_an_axis(tmp_path: Path, monkeypatch: pyte
     assert [text.get_text() for text in axis.get_legend().get_texts()] == [*drawn]
     for figure in figures:
         plt.close(figure)
+
+
+@pytest.mark.leaves_behind("matplotlib keeps the fonts that it has read open", "descriptor")
+def test_the_metrics_that_are_drawn_are_enough(tmp_path: Path) -> None:
+    """The trainer reads no others of a long run: all of them would take gigabytes."""
+    log, validations = MetricsLog(tmp_path, last_step=0), MetricsLog(tmp_path, last_step=0, name="validation")
+    names = ("reward_mean", "loss", "staleness_mean", "staleness_max", "max_staleness", "dlogp_mean", "dlogp_max")
+    for step in (1, 2, 3):
+        row = {name: step / (place + 2) for place, name in enumerate(names)}
+        row |= {"dlogp_max_current": step / 10, "environment/a/tool_use": step / 3, "first_turn_accuracy": step / 5}
+        log.write({"step": step, "groups": [step], "grad_norm": 1.0, **row})
+        validations.write({"step": step, "validation_loss": 1 / step, "validation_s": 1.0})
+    assert all("groups" not in row and "grad_norm" not in row for row in log.rows(is_drawn))
+    pictures = list[tuple[bytes, bytes]]()
+    for keep in (lambda _: True, is_drawn):
+        draw_curves(log.rows(keep), tmp_path / "curves.png", title="run")
+        draw_loss_curves(log.rows(keep), validations.rows(keep), tmp_path / "losses.png", title="run")
+        pictures.append(((tmp_path / "curves.png").read_bytes(), (tmp_path / "losses.png").read_bytes()))
+    assert pictures[0] == pictures[1]

@@ -1,0 +1,41 @@
+"""What supervised training does after its last step."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli.service_settings import for_sft
+from services.recipe import Recipe
+from services.trainer.sft.loop import Observer
+from services.trainer.sft.main import train
+from services.trainer.telemetry.metrics_log import MetricsLog
+
+pytestmark = pytest.mark.leaves_behind("matplotlib keeps the fonts that a thread has used open", "descriptor")
+
+
+async def test_the_curves_are_drawn_beside_the_event_loop(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read a hundred thousand steps takes half a minute, of which only what is drawn is kept."""
+    kept, rows = list[dict[str, Any]](), MetricsLog.rows
+
+    def read(log: MetricsLog, *keep: Callable[[str], bool]) -> list[dict[str, Any]]:
+        assert threading.current_thread() is not threading.main_thread()
+        found = rows(log, *keep)
+        kept.extend(found)
+        return found
+
+    monkeypatch.setattr(MetricsLog, "rows", read)
+    recipe = {
+        "model": {"path": tiny_model_path},
+        "data": {"answer_format": r"\boxed{{answer}}"},
+        "sft": {"batch_size": 2},
+        "trainer": {"num_steps": 1, "device": "cpu", "micro_batch_tokens": 100},
+    }
+    await train(for_sft(Recipe.model_validate(recipe)), tmp_path, asyncio.Event(), Observer())
+    assert [row.keys() for row in kept] == [{"step", "loss"}]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
