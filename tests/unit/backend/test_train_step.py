@@ -1,6 +1,8 @@
 """The optimizer step: the same however it is cut, nothing from groups without a signal, and no step into the void."""
 
 import math
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -282,6 +284,18 @@ def test_a_checkpoints_model_folder_is_whole(tiny_model_path: Path, groups: list
     assert {path.name for path in tiny_model_path.iterdir()} <= {path.name for path in (tmp_path / "model").iterdir()}
     AutoProcessor.from_pretrained(tmp_path / "model")
     assert forbidden_token_ids(tmp_path / "model") == forbidden_token_ids(tiny_model_path)
+
+
+def test_others_may_read_a_checkpoints_weights(tiny_model_path: Path, tmp_path: Path) -> None:
+    """As far as the umask lets them, like the files beside them."""
+    umask = os.umask(0o027)
+    try:
+        backend_of(tiny_model_path, config()).save(tmp_path)
+    finally:
+        os.umask(umask)
+    weights = [*tmp_path.rglob("*.safetensors")]
+    assert weights
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (*weights, tmp_path / "trainer.pt")} == {0o640}
 
 
 def test_bfloat16_computes_and_pushes_in_bfloat16_and_keeps_master_weights(

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime.disk_space import disk_full_reported, flush, is_disk_full
 from penstock.weights.manifest import dtype_of
-from services.trainer.backend.files.tensor_files import writing_safetensors
+from services.trainer.backend.files.tensor_files import save_tensors
 
 _WEIGHTS = ".safetensors"
 _INDEX = ".safetensors.index.json"
@@ -85,8 +84,7 @@ def _write(source: Path, target: Path, dtype: str, change: Callable[[str, torch.
             name: _cast(change(name, file.get_tensor(name)), dtype_of(dtype))
             for name in file.keys()  # noqa: SIM118 - it is no mapping
         }
-        with writing_safetensors():
-            save_file(tensors, target, metadata=file.metadata())
+        save_tensors(tensors, target, metadata=file.metadata())
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -1,8 +1,8 @@
 """Writes and reads a checkpoint's tensors. A full or failing disk raises OSError, whatever the libraries raise."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +27,24 @@ def save_state(state: dict[str, Any], path: Path) -> None:
     except RuntimeError as error:
         cause = error.__context__  # torch closes its archive after a failed write, which raises another error
         raise cause if isinstance(cause, OSError) else error from None
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str] | None) -> None:
+    """Write a safetensors file with the rights that the umask gives a new one; the library's has mode 0600.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        found = _OS_ERROR.search(str(error))
+        if found is None:
+            raise
+        raise OSError(int(found["number"]), found["reason"]) from None
+    path.chmod(mode)
 
 
 def _unchanged(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
@@ -61,8 +79,7 @@ def write_share(
         contents = {
             name: part.contiguous() for each in file.tensors for name, part in stored(each, tensors[each].detach())
         }
-        with writing_safetensors():
-            save_file(contents, folder / file.name, metadata={"format": "pt"})
+        save_tensors(contents, folder / file.name, metadata={"format": "pt"})
         written.append(folder / file.name)
     return written
 
@@ -101,19 +118,3 @@ class StoredTensors:
     def __exit__(self, *_: object) -> None:
         """Close the files."""
         self._files.close()
-
-
-@contextmanager
-def writing_safetensors() -> Iterator[None]:
-    """Write safetensors files.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    try:
-        yield
-    except SafetensorError as error:
-        found = _OS_ERROR.search(str(error))
-        if found is None:
-            raise
-        raise OSError(int(found["number"]), found["reason"]) from None

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def test_it_is_the_model_of_the_run(run: Path, model: Path, dtype: torch.dtype, 
     assert config == json.loads((model / "config.json").read_text()) | {"dtype": name}
     index = json.loads((target / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in exported.values())
+
+
+def test_others_may_read_it(run: Path, tmp_path: Path) -> None:
+    """As far as the umask lets them: the weights like the files beside them."""
+    umask = os.umask(0o027)
+    try:
+        assert main(["export", str(run), str(tmp_path / "exported")]) == 0
+    finally:
+        os.umask(umask)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "exported").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o640)
 
 
 def test_it_is_complete_or_absent(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from penstock.errors import DataError, SetupError
 from penstock.runtime.disk_space import disk_full_reported
 from services.trainer.algorithm.config import AlgorithmConfig
-from services.trainer.backend.files.tensor_files import save_state, writing_safetensors
+from services.trainer.backend.files.tensor_files import save_state, save_tensors
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import TrainerConfig
@@ -95,8 +94,7 @@ def test_a_policy_without_room_is_told_as_such(tmp_path: Path, tiny_model_path: 
 
 def write_safetensors(path: Path) -> None:
     """A safetensors file that is too large."""
-    with writing_safetensors():
-        save_file({"weight": torch.zeros(LARGEST_FILE_BYTES)}, path)
+    save_tensors({"weight": torch.zeros(LARGEST_FILE_BYTES)}, path, metadata=None)
 
 
 def write_state(path: Path) -> None:
