@@ -54,7 +54,7 @@ async def find_starting_point(settings: TrainerSettings, bus: Bus) -> StartingPo
 
     Raises:
         ConfigError: the checkpoint has more steps than the run is to have.
-        SetupError: checkpoints are damaged or missing, NATS does not answer, or the disk is full.
+        SetupError: checkpoints are damaged, missing or unreadable, NATS does not answer, or the disk is full.
     """
     folder = settings.run.folder or settings.run.dir / settings.run.name
     checkpoints = CheckpointStore(folder / "checkpoints", keep=settings.trainer.keep_checkpoints)

@@ -22,12 +22,13 @@ which the next writer renames away. So a trainer that was replaced while it was 
 successor's: its next rename fails.
 """
 
+import errno
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ _WRITER = ".writer-"
 """Begins the name of a writer's folder."""
 _MAX_READERS = 8
 """Files that are read at once to compare their digests."""
+_DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EIO})
+"""A file is missing, or a sector is bad. Any other failure to read says nothing about what the disk holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +185,7 @@ class CheckpointStore:
         """Return the newest complete checkpoint, or None if this folder never had one.
 
         Raises:
-            SetupError: there are or were checkpoints, but none is complete.
+            SetupError: there are or were checkpoints, but none is complete; or a file cannot be read.
         """
         paths, newest = self._paths(), self._pointed()
         if not paths and newest:
@@ -192,14 +195,8 @@ class CheckpointStore:
             )
         if not paths:
             return None
-        problems = []
-        for path in sorted(paths, key=self._preference):
-            try:
-                checkpoint = _read(path)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                problems.append(f"{path.name}: {error}")
-                log.warning("checkpoint.refused", path=str(path), reason=str(error))
-                continue
+        checkpoint, problems = _first_complete(sorted(paths, key=self._preference))
+        if checkpoint is not None:
             return checkpoint
         raise SetupError(
             f"no checkpoint in {self.folder} is complete ({'; '.join(problems)}); restore one from a backup, or "
@@ -207,15 +204,13 @@ class CheckpointStore:
         )
 
     def newest(self, *, before: int) -> Checkpoint | None:
-        """Return the newest complete checkpoint of fewer than `before` steps; None where there is none."""
-        for path in sorted(self._paths(), key=_step, reverse=True):
-            if _step(path) >= before:
-                continue
-            try:
-                return _read(path)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning("checkpoint.refused", path=str(path), reason=str(error))
-        return None
+        """Return the newest complete checkpoint of fewer than `before` steps; None where there is none.
+
+        Raises:
+            SetupError: a file cannot be read.
+        """
+        paths = (path for path in self._paths() if _step(path) < before)
+        return _first_complete(sorted(paths, key=_step, reverse=True))[0]
 
     def steps(self) -> list[int]:
         """Steps of which there is a checkpoint, complete or not, in order."""
@@ -267,11 +262,35 @@ class CheckpointStore:
             log.warning("checkpoint.not_deleted", path=str(path))
 
 
+def _first_complete(paths: Sequence[Path]) -> tuple[Checkpoint | None, list[str]]:
+    """Return the first complete checkpoint, if any, and what is wrong with each before it.
+
+    Raises:
+        SetupError: a file cannot be read. Its checkpoint may be intact, and the next save would delete it.
+    """
+    problems = []
+    for number, path in enumerate(paths, start=1):
+        try:
+            return _read(path), problems
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, OSError) and error.errno not in _DAMAGE:
+                is_last = number == len(paths)
+                instead = "" if is_last else f"; to continue from {paths[number].name} instead, move {path.name} away"
+                raise SetupError(
+                    f"{error.filename or path} cannot be read: {error.strerror}; mend the disk or its rights and start "
+                    f"again{instead}"
+                ) from None
+            problems.append(f"{path.name}: {error}")
+            log.warning("checkpoint.refused", path=str(path), reason=str(error))
+    return None, problems
+
+
 def _read(path: Path) -> Checkpoint:
     """Return the checkpoint in a folder, all files of which are read.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: it is damaged.
+        OSError: a file is missing or cannot be read.
+        ValueError, KeyError, TypeError: it is damaged.
     """
     manifest = json.loads((path / "manifest.json").read_text())
     if "files" not in manifest:

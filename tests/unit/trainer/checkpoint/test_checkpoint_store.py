@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from penstock.errors import SetupError
 from penstock.runtime.file_digest import file_digest
+from services.trainer.checkpoint import store as store_module
 from services.trainer.checkpoint.store import CheckpointStore
 
 
@@ -124,6 +126,50 @@ def test_a_damaged_checkpoint_is_refused_for_the_one_before(tmp_path: Path, dama
     latest = store.latest()
     assert latest is not None
     assert latest.state == {"step": 1}
+
+
+def fail_to_read(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int) -> None:
+    """From here on, reading a file in `folder` fails with the error `number`."""
+
+    def digest(path: Path) -> str:
+        if path.is_relative_to(folder):
+            raise OSError(number, os.strerror(number), str(path))
+        return file_digest(path)
+
+    monkeypatch.setattr(store_module, "file_digest", digest)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.EACCES], ids=os.strerror)
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """To go on from an older one would have the next save delete it. The error names file, reason and remedy."""
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in (1, 2):
+        store.save(step, {}, write)
+    fail_to_read(monkeypatch, tmp_path, number)
+    reason = re.escape(os.strerror(number))
+    unread = (
+        rf"step-000002/(model/weights|trainer\.pt|state\.json) cannot be read: {reason}; mend the disk or its rights "
+        r"and start again; to continue from step-000001 instead, move step-000002 away$"
+    )
+    with pytest.raises(SetupError, match=unread):
+        store.latest()
+    with pytest.raises(SetupError, match=unread):
+        store.newest(before=3)
+    with pytest.raises(SetupError, match=r"mend the disk or its rights and start again$"):
+        store.newest(before=2)
+
+
+def test_a_bad_sector_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it held is lost."""
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in (1, 2):
+        store.save(step, {}, write)
+    fail_to_read(monkeypatch, tmp_path / "step-000002", errno.EIO)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 1
 
 
 def test_says_so_when_no_checkpoint_is_whole(tmp_path: Path) -> None:
