@@ -47,6 +47,8 @@ _WRITER = ".writer-"
 """Begins the name of a writer's folder."""
 _MAX_READERS = 8
 """Files that are read at once to compare their digests."""
+_MAX_LISTINGS = 5
+"""Times that `latest` lists the checkpoints of a live run, which deletes old ones meanwhile."""
 _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EIO})
 """A file is missing, or a sector is bad. Any other failure to read says nothing about what the disk holds."""
 
@@ -158,7 +160,7 @@ class CheckpointStore:
     def _describe_lack_of_room(self, step: int, partial: Path) -> str:
         """Say how much room the checkpoint of `step` had, of which `partial` is what was written."""
         room_mib = (_size_bytes(partial) + shutil.disk_usage(self.folder).free) / 2**20
-        paths = sorted(self._paths(), key=self._preference)
+        paths, _ = self._listed()
         needed, remedy, start = "", "make room there", "the beginning"
         if paths:
             needed = f", and {paths[0].name} takes {_size_bytes(paths[0]) / 2**20:,.0f} MiB"
@@ -184,18 +186,32 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None if this folder never had one.
 
+        The run may be live: if checkpoints come or go meanwhile, this looks again.
+
         Raises:
             SetupError: there are or were checkpoints, but none is complete; or a file cannot be read.
         """
-        paths, newest = self._paths(), self._pointed()
-        if not paths and newest:
+        listed = self._listed()
+        for _ in range(_MAX_LISTINGS - 1):
+            try:
+                return self._latest(*listed)
+            except SetupError:
+                found = self._listed()
+                if found == listed:
+                    raise
+                listed = found
+        return self._latest(*listed)
+
+    def _latest(self, paths: Sequence[Path], pointed: str) -> Checkpoint | None:
+        """Do as `latest` with what `_listed` returned."""
+        if not paths and pointed:
             raise SetupError(
-                f"{self.folder / 'latest'} names {newest}, but {self.folder} holds no checkpoint; restore one from a "
+                f"{self.folder / 'latest'} names {pointed}, but {self.folder} holds no checkpoint; restore one from a "
                 "backup, or delete the folder to start the run anew"
             )
         if not paths:
             return None
-        checkpoint, problems = _first_complete(sorted(paths, key=self._preference))
+        checkpoint, problems = _first_complete(paths)
         if checkpoint is not None:
             return checkpoint
         raise SetupError(
@@ -224,9 +240,10 @@ class CheckpointStore:
         pointer = self.folder / "latest"
         return pointer.read_text().strip() if pointer.is_file() else ""
 
-    def _preference(self, path: Path) -> tuple[bool, int]:
-        """Order checkpoints as a run prefers to continue from them: what `latest` names, then the newest."""
-        return path.name != self._pointed(), -_step(path)
+    def _listed(self) -> tuple[list[Path], str]:
+        """Return the checkpoints as a run prefers to continue from them, and what `latest` names, which comes first."""
+        pointed = self._pointed()
+        return sorted(self._paths(), key=lambda path: (path.name != pointed, -_step(path))), pointed
 
     def _point_at(self, name: str) -> None:
         temporary = self._writer / "latest"

@@ -7,7 +7,8 @@ another precision. It is written under another name, flushed and renamed, so it 
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,18 @@ def cast_model(
 
     Raises:
         ConfigError: `target` already exists, or `model` has no safetensors files.
-        SetupError: there is no room for it, or it cannot be made.
+        SetupError: there is no room for it, it cannot be made, or `model` was deleted while it was read.
     """
     if target.exists():
         raise ConfigError(f"{target} is there already; name a folder that is not")
-    files = sorted(path for path in model.iterdir() if path.is_file())
+    with deletion_reported(model):
+        files = sorted(path for path in model.iterdir() if path.is_file())
     if not any(path.name.endswith(_WEIGHTS) for path in files):
         raise ConfigError(f"{model} has no {_WEIGHTS} files; name a run, a checkpoint or a model folder that has")
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    remedy = "make room there, or name a folder on another disk"
     try:
-        with disk_full_reported(target.parent, "make room there, or name a folder on another disk"):
+        with disk_full_reported(target.parent, remedy), deletion_reported(model):
             _make(partial, target)
             sizes = [_write(path, partial / path.name, dtype, change) for path in files if path.name.endswith(_WEIGHTS)]
             for path in files:
@@ -65,6 +68,24 @@ def cast_model(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sum(sizes)
+
+
+@contextmanager
+def deletion_reported(folder: Path) -> Iterator[None]:
+    """Read `folder`, a model or adapters.
+
+    Raises:
+        SetupError: it was deleted.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        if folder.exists():
+            raise
+        raise SetupError(
+            f"{folder} was deleted while it was read, as a live run deletes checkpoints beyond "
+            "trainer.keep_checkpoints; give the command again"
+        ) from None
 
 
 def _make(partial: Path, target: Path) -> None:

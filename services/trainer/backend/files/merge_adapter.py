@@ -13,7 +13,7 @@ from penstock.model.families.qwen_vl import published_name
 from penstock.weights.adapter_names import LORA_A, LORA_B
 from penstock.weights.adapters import change_of, merged
 from services.trainer.backend.files.adapter_folder import PREFIX, STEM, read_adapter_config
-from services.trainer.backend.files.cast_model import cast_model
+from services.trainer.backend.files.cast_model import cast_model, deletion_reported
 
 
 def merge_adapter(adapter: Path, target: Path, *, dtype: str, base: Path | None = None) -> int:
@@ -29,16 +29,18 @@ def merge_adapter(adapter: Path, target: Path, *, dtype: str, base: Path | None 
 
     Raises:
         ConfigError: the base is not there, or the adapters are not of it; or `target` already exists.
-        SetupError: there is no room for it, or it cannot be made.
+        SetupError: there is no room for it, it cannot be made, or the adapters were deleted while they were read.
     """
     config = read_adapter_config(adapter)
+    tensors: dict[str, torch.Tensor] = {}
+    with deletion_reported(adapter):
+        for file in sorted(adapter.iterdir()):
+            if file.match(f"{STEM}*.safetensors"):  # earlier releases cut large ones
+                tensors |= load_file(file)
     base = base or Path(config["base_model_name_or_path"])
     if not (base / "config.json").is_file():
         raise ConfigError(f"{base}, the base of {adapter}, is no model folder (config.json); name it with --base")
     scale = config["lora_alpha"] / config["r"]
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(adapter.glob(f"{STEM}*.safetensors")):  # earlier releases cut large ones
-        tensors |= load_file(file)
     layers = [name.removeprefix(PREFIX).removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
     model_type = json.loads((base / "config.json").read_text())["model_type"]
     changes = {

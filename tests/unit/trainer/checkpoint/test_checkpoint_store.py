@@ -172,6 +172,25 @@ def test_a_bad_sector_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert latest.step == 1
 
 
+def test_a_checkpoint_that_a_live_run_deletes_is_read_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for an export of a run that goes on, whose trainer has saved the next step meanwhile."""
+    trainer = CheckpointStore(tmp_path, keep=1)
+    trainer.save(1, {}, write)
+    next_steps = iter([2])
+
+    def digest(path: Path) -> str:
+        for step in next_steps:
+            trainer.save(step, {}, write)
+        return file_digest(path)
+
+    monkeypatch.setattr(store_module, "file_digest", digest)
+    latest = CheckpointStore(tmp_path, keep=1).latest()
+    assert latest is not None
+    assert latest.step == 2
+
+
 def test_says_so_when_no_checkpoint_is_whole(tmp_path: Path) -> None:
     """Starting anew in silence would lose a run."""
     store = CheckpointStore(tmp_path, keep=3)

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.errors import SetupError
 from services.cli import main
+from services.trainer.backend.files import merge_adapter as merging
+from services.trainer.backend.files.adapter_folder import read_adapter_config
+from services.trainer.backend.files.cast_model import cast_model
 from services.trainer.checkpoint.store import CheckpointStore
 from tests.support.trainer.families import FAMILIES, write_model
 
@@ -110,6 +114,39 @@ def test_a_disk_too_full_for_the_folder_is_told(
     said = capsys.readouterr().err
     assert said.startswith(f"error: {tmp_path}: [Errno 28] No space left on device")
     assert said.endswith("make room there, or name a folder on another disk\n")
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_told(run: Path, tmp_path: Path) -> None:
+    """Between two files, or before the first; nothing stays."""
+    model = run / "checkpoints/step-000004/model"
+
+    def delete(_: str, tensor: torch.Tensor) -> torch.Tensor:
+        shutil.rmtree(model.parent, ignore_errors=True)
+        return tensor
+
+    for _ in range(2):
+        with pytest.raises(SetupError, match=r"step-000004/model was deleted while .*; give the command again"):
+            cast_model(model, tmp_path / "exported", dtype="bfloat16", change=delete)
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_adapters_that_their_run_deletes_meanwhile_are_told(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base without them is no export."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 1, "lora_alpha": 1}))
+
+    def read_and_delete(folder: Path) -> dict[str, Any]:
+        config = read_adapter_config(folder)
+        shutil.rmtree(folder)
+        return config
+
+    monkeypatch.setattr(merging, "read_adapter_config", read_and_delete)
+    with pytest.raises(SetupError, match=r"adapter was deleted while .*; give the command again"):
+        merging.merge_adapter(adapter, tmp_path / "exported", dtype="bfloat16", base=model)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_cannot_be_exported_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
