@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 from penstock.errors import SetupError
 
@@ -14,7 +15,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MIB = 2**20
 
 
-def is_disk_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> TypeGuard[OSError]:
     """Return whether a write failed because there was no room."""
     return isinstance(error, OSError) and error.errno in _FULL
 

@@ -71,9 +71,16 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
-        """Use `folder`, which `save` makes; keep the newest `keep` checkpoints."""
+    def __init__(self, folder: Path, *, keep: int, room_remedy: str | None = None) -> None:
+        """Use the checkpoints in a folder.
+
+        Args:
+            folder: The folder, which `save` makes.
+            keep: How many of the newest checkpoints are kept.
+            room_remedy: What a person must do if there is no room; None: make some and start the run again.
+        """
         self.folder = folder
+        self._room_remedy = room_remedy
         self._keep = keep
         self._writer = folder / f"{_WRITER}{uuid.uuid4().hex}"
         self._is_claimed = False
@@ -144,33 +151,31 @@ class CheckpointStore:
             self._point_at(name)
             self._delete_others(step)
         except Exception as error:  # also what the libraries raise whose folder is removed under them
-            is_superseded, is_full = not self._writer.exists(), is_disk_full(error)
-            problem = self._describe_lack_of_room(step, partial) if is_full and not is_superseded else ""
+            is_superseded = not self._writer.exists()
+            problem = ""
+            if is_disk_full(error) and not is_superseded:
+                problem = self._describe_lack_of_room(error, step, partial)
             shutil.rmtree(partial, ignore_errors=True)
             if is_superseded:
                 raise SupersededError(
                     f"another trainer has taken over {self.folder} while this one was saving step {step}; let that one "
                     "go on, or stop it and start this one again"
                 ) from None
-            if is_full:
+            if problem:
                 raise SetupError(problem) from None
             raise
         return Checkpoint(step=step, path=self.folder / name, state=state)
 
-    def _describe_lack_of_room(self, step: int, partial: Path) -> str:
-        """Say how much room the checkpoint of `step` had, of which `partial` is what was written."""
-        room_mib = (_size_bytes(partial) + shutil.disk_usage(self.folder).free) / 2**20
+    def _describe_lack_of_room(self, error: OSError, step: int, partial: Path) -> str:
+        """Say why there was no room for the checkpoint of `step`, of which `partial` is what was written."""
         paths, _ = self._listed()
-        needed, remedy, start = "", "make room there", "the beginning"
-        if paths:
-            needed = f", and {paths[0].name} takes {_size_bytes(paths[0]) / 2**20:,.0f} MiB"
-            start = paths[0].name
-        if len(paths) > 1:
-            remedy = f"make room there, for example by deleting {paths[-1].name},"
-        return (
-            f"no room for the checkpoint of step {step} in {self.folder}: it had {room_mib:,.0f} MiB{needed}; {remedy} "
-            f"and start the run again, which continues from {start}"
-        )
+        room_mib = (_size_bytes(partial) + shutil.disk_usage(self.folder).free) / 2**20
+        room = f"it had {room_mib:,.0f} MiB" if error.errno == errno.ENOSPC else ""  # says nothing about a quota
+        needed = f"{paths[0].name} takes {_size_bytes(paths[0]) / 2**20:,.0f} MiB" if paths else ""
+        sizes = ", and ".join(filter(None, (room, needed)))
+        remedy = self._room_remedy or _describe_restart(paths)
+        reason = "; ".join(filter(None, (error.strerror, sizes, remedy)))
+        return f"no room for the checkpoint of step {step} in {self.folder}: {reason}"
 
     def _rename_into_place(self, partial: Path, final: Path) -> None:
         """Give a complete folder its name; the one that has it goes aside first."""
@@ -279,13 +284,20 @@ class CheckpointStore:
             log.warning("checkpoint.not_deleted", path=str(path))
 
 
+def _describe_restart(paths: Sequence[Path]) -> str:
+    """Say what to do after a lack of room, given the checkpoints in the order in which a run prefers them."""
+    example = f", for example by deleting {paths[-1].name}," if len(paths) > 1 else ""
+    start = paths[0].name if paths else "the beginning"
+    return f"make room there{example} and start the run again, which continues from {start}"
+
+
 def _first_complete(paths: Sequence[Path]) -> tuple[Checkpoint | None, list[str]]:
     """Return the first complete checkpoint, if any, and what is wrong with each before it.
 
     Raises:
         SetupError: a file cannot be read. Its checkpoint may be intact, and the next save would delete it.
     """
-    problems = []
+    problems: list[str] = []
     for number, path in enumerate(paths, start=1):
         try:
             return _read(path), problems

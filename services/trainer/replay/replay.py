@@ -26,7 +26,7 @@ from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import TrainGroup, TrainSequence, open_reader
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.replay.recording import Recording
-from services.trainer.replay.run import RecordedRun
+from services.trainer.replay.run import TEMPORARY_ROOM, RecordedRun
 from services.trainer.replay.settings import StepSettings
 from services.trainer.sft.sequences import DemonstrationReader
 
@@ -67,7 +67,8 @@ def start_of(run: RecordedRun, step: int, *, model_path: Path, scratch: Path) ->
         scratch: Folder for a checkpoint that the run did not keep.
 
     Raises:
-        SetupError: a step on the way is not recorded, or the weights to start from are not the recorded ones.
+        SetupError: a step on the way is not recorded, the weights to start from are not the recorded ones, or
+            `scratch` has no room.
         ConfigError: the base model cannot be found or loaded.
     """
     run.recording(step)  # raises before anything is computed
@@ -77,7 +78,7 @@ def start_of(run: RecordedRun, step: int, *, model_path: Path, scratch: Path) ->
     _require_same_weights(trainer, first, start, model_path)
     if start is not None and start.step == step - 1:
         return start
-    store = CheckpointStore(scratch / "checkpoints", keep=1)
+    store = CheckpointStore(scratch / "checkpoints", keep=1, room_remedy=TEMPORARY_ROOM)
     for number in range(first.inputs.step, step):
         recording = run.recording(number)
         if recording.settings != trainer.settings:

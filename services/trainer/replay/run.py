@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock.errors import SetupError
+from penstock.runtime.disk_space import disk_full_reported
 from penstock.telemetry.json_lines import read_object
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.replay.recording import Recording, describe_steps, read_recording, recorded_steps, step_folder
@@ -23,6 +24,8 @@ GROUPS_FOLDER = "groups"
 _CHECKPOINTS_FOLDER = "checkpoints"
 _METRICS_FILE = "metrics.jsonl"
 _CONFIG_FILE = "config.toml"
+TEMPORARY_ROOM = "make room there, or set TMPDIR to another folder"
+"""The remedy where a replay's temporary files find no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +91,15 @@ def opened_run(path: Path) -> Iterator[RecordedRun]:
     """Open a run folder, or a file that `export_step` wrote, which is unpacked into a temporary folder.
 
     Raises:
-        SetupError: `path` is neither.
+        SetupError: `path` is neither, or there is no room to unpack it.
     """
     if path.is_dir():
         yield RecordedRun(path)
         return
     with TemporaryDirectory(prefix="penstock-replay-") as folder:
         try:
-            with tarfile.open(path) as archive:
+            full = disk_full_reported(Path(folder).parent, f"to unpack {path}, {TEMPORARY_ROOM}")
+            with full, tarfile.open(path) as archive:
                 archive.extractall(folder, filter="data")
         except (OSError, tarfile.TarError) as error:
             raise SetupError(

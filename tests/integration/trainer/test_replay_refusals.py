@@ -1,16 +1,20 @@
 """Replay refuses what cannot be computed again, and names it."""
 
+import resource
 import shutil
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import ConfigError, SetupError
-from services.cli.replay.run import replay
+from services.cli.replay import run as replaying
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.replay.replay import start_of
 from services.trainer.replay.run import RecordedRun, opened_run
-from tests.support.trainer.runs.recorded_run import MODEL, copied, replayed
+from tests.support.trainer.runs.recorded_run import MODEL, RECORDED, copied, replayed
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def test_an_export_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> 
     (tmp_path / "there.tar").write_text("")
     for name, words in (("there.tar", "exists already; give another name"), ("no/x.tar", "there is no folder .*no;")):
         with pytest.raises(SetupError, match=words):
-            replay(tmp_path / "no run", step=1, overrides=[], export=tmp_path / name)
+            replaying.replay(tmp_path / "no run", step=1, overrides=[], export=tmp_path / name)
 
 
 @pytest.mark.parametrize("file", ["step.json", "group", "image-"])
@@ -54,6 +58,36 @@ def test_says_what_is_missing(run: RecordedRun, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("no tar")
     with pytest.raises(SetupError, match="neither a run folder nor a file"), opened_run(tmp_path / "other"):
         pass
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """The recorded run as one file."""
+    file = tmp_path / "run.tar"
+    with tarfile.open(file, "w") as archive:
+        archive.add(RECORDED, "")
+    return file
+
+
+@contextmanager
+def largest_file(size_bytes: int) -> Iterator[None]:
+    """Within the context no file may become larger: writing then fails as where a quota is used up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_lack_of_temporary_room_is_told(run: RecordedRun, exported: Path, tmp_path: Path) -> None:
+    """While a file is unpacked, and where the step before is computed; the remedy is another folder."""
+    unpacking = r"File too large; .* to unpack .*run\.tar, make room there, or set TMPDIR to another folder$"
+    with largest_file(100), pytest.raises(SetupError, match=unpacking), opened_run(exported):
+        pass
+    computing = r"no room for the checkpoint of step 1 .*; make room there, or set TMPDIR to another folder$"
+    with largest_file(100_000), pytest.raises(SetupError, match=computing):
+        start_of(run, 2, model_path=MODEL, scratch=tmp_path)
 
 
 def test_refuses_another_model_and_another_history(run: RecordedRun, tiny_model_path: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Writes and reads a checkpoint's tensors. A full or failing disk raises OSError, whatever the libraries raise."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 
 from services.trainer.backend.files.file_plan import PlannedFile
 
-_OS_ERROR = re.compile(r"(?P<reason>.*) \(os error (?P<number>\d+)\)")
+_OS_ERROR = re.compile(r"\(os error (?P<number>\d+)\)")
 
 
 def save_state(state: dict[str, Any], path: Path) -> None:
@@ -43,7 +44,8 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, *, metadata: dict
         found = _OS_ERROR.search(str(error))
         if found is None:
             raise
-        raise OSError(int(found["number"]), found["reason"]) from None
+        number = int(found["number"])
+        raise OSError(number, os.strerror(number)) from None
     path.chmod(mode)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,7 +51,9 @@ def test_a_checkpoint_without_room_leaves_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     with pytest.raises(SetupError) as first:
         store.save(1, {}, write_on_a_full_disk)
-    assert str(first.value).startswith(f"no room for the checkpoint of step 1 in {tmp_path}: it had ")
+    assert str(first.value).startswith(
+        f"no room for the checkpoint of step 1 in {tmp_path}: No space left on device; it had "
+    )
     assert str(first.value).endswith(
         " MiB; make room there and start the run again, which continues from the beginning"
     )
@@ -67,6 +70,22 @@ def test_a_checkpoint_without_room_leaves_nothing(tmp_path: Path) -> None:
     assert latest is not None
     assert latest.step == 3
     assert store.save(4, {}, write).step == 4
+
+
+def test_a_quota_that_is_used_up_is_told_as_such(tmp_path: Path) -> None:
+    """The free space of the disk would only mislead."""
+
+    def exceed_quota(_: Path) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(1, {}, write)
+    with pytest.raises(SetupError) as raised:
+        store.save(2, {}, exceed_quota)
+    assert str(raised.value) == (
+        f"no room for the checkpoint of step 2 in {tmp_path}: Disk quota exceeded; step-000001 takes 1 MiB; make room "
+        "there and start the run again, which continues from step-000001"
+    )
 
 
 def test_any_other_failed_write_leaves_nothing_either(tmp_path: Path) -> None:
@@ -87,8 +106,9 @@ def test_a_policy_without_room_is_told_as_such(tmp_path: Path, tiny_model_path: 
     config = TrainerConfig.model_validate({"device": "cpu"})
     backend = InProcessBackend(tiny_model_path, config, AlgorithmConfig(), seed=0, temperature=1.0)
     backend.load(None)
-    with pytest.raises(SetupError, match="no room for the checkpoint of step 1"):
-        CheckpointStore(tmp_path / "checkpoints", keep=1).save(1, {}, backend.save)
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(SetupError, match=rf"no room for the checkpoint of step 1 in {folder}: File too large; make"):
+        CheckpointStore(folder, keep=1).save(1, {}, backend.save)
     assert not list((tmp_path / "checkpoints").glob(".*.partial"))
 
 
