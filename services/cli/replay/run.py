@@ -9,6 +9,7 @@ from rich.table import Table
 
 from penstock.errors import ConfigError
 from services.cli.console import open_console
+from services.cli.interruption import interruptible
 from services.trainer.replay.comparison import Line, Value, compare, verdict
 from services.trainer.replay.replay import replay_step, start_of
 from services.trainer.replay.run import export_step, opened_run, require_new
@@ -16,6 +17,7 @@ from services.trainer.replay.run import export_step, opened_run, require_new
 _EXIT_DIFFERS = 1
 
 
+@interruptible()
 def replay(source: Path, *, step: int | None, overrides: Sequence[str], export: Path | None) -> int:
     """Replay a step, print both sides, and return the exit code: 1 if the replay differs from the run.
 

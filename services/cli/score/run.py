@@ -18,6 +18,7 @@ from penstock.clients import RewardClient
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.security import Security
 from penstock.v1 import reward_pb2
+from services.cli.interruption import interruptible
 from services.cli.json_lines import write_all
 from services.cli.score.lines import INVALID, Line, LineReader, status_of, write_invalid, write_verdict
 from services.cli.score.reward_caller import RewardCaller, Service, Verdicts
@@ -32,6 +33,7 @@ _EXIT_BAD_LINES = 1
 _EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
+@interruptible()
 def score(*, source: Path | None, output: Path | None, profile: str, service: Service) -> int:
     """Verify the lines of `source` and write their verdicts; return the exit code: 1 if there were bad lines.
 
@@ -45,8 +47,6 @@ def score(*, source: Path | None, output: Path | None, profile: str, service: Se
         UserError: a file cannot be read or written, the profile is unknown, or no service answers.
         PenstockError: the service became unavailable; the output so far is complete and in order.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT starts out ignored in a script's `&` jobs
-        signal.signal(number, signal.default_int_handler)
     max_windows = _MAX_IN_FLIGHT // _WINDOW_LINES
     with contextlib.ExitStack() as stack:
         reading = stack.enter_context(_reading(source))

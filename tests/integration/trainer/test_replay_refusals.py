@@ -2,7 +2,9 @@
 
 import resource
 import shutil
+import signal
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +90,23 @@ def test_a_lack_of_temporary_room_is_told(run: RecordedRun, exported: Path, tmp_
     computing = r"no room for the checkpoint of step 1 .*; make room there, or set TMPDIR to another folder$"
     with largest_file(100_000), pytest.raises(SetupError, match=computing):
         start_of(run, 2, model_path=MODEL, scratch=tmp_path)
+
+
+def test_an_end_by_sigterm_leaves_nothing_unpacked(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after Ctrl-C."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(replaying, "start_of", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            replaying.replay(exported, step=1, overrides=[], export=None)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert not [*temporary.iterdir()]
 
 
 def test_refuses_another_model_and_another_history(run: RecordedRun, tiny_model_path: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import stat
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,24 @@ def test_it_is_complete_or_absent(run: Path, tmp_path: Path, capsys: pytest.Capt
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert main(arguments) == 0
     assert f"{run}/checkpoints/step-000004/model, weights in bfloat16" in capsys.readouterr().out
+
+
+def test_an_end_by_sigterm_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after Ctrl-C, with the same exit code."""
+    mkdir = os.mkdir
+
+    def make_and_stop(path: Any, *options: Any) -> None:
+        mkdir(path, *options)
+        if str(path).endswith(".partial"):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(os, "mkdir", make_and_stop)
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert main(["export", str(run), str(tmp_path / "exported")]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_disk_too_full_for_the_folder_is_told(
