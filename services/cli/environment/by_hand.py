@@ -1,6 +1,7 @@
 """Plays an environment with a person as the policy: shows the policy's input, and reads its turns."""
 
 import asyncio
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from penstock.environments import AssistantTurn, EnvironmentFactory, Observation, Task
 from penstock.errors import SetupError
 from penstock.records import ImagePart, Message, ToolCall
-from services.cli.environment.grading import NotedGrade
+from services.rollout.worker.episodes.noted_grade import NotedGrade
 
 _END_OF_TURN = "."
 _SUFFIXES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"RIFF": "webp", b"GIF8": "gif"}
@@ -23,10 +24,10 @@ def play(task: Task, factory: EnvironmentFactory, runner: asyncio.Runner, *, pic
         PenstockError: the environment raised it, or the reward service refuses to grade the last turn.
     """
     table = _Table(pictures)
-    noted = NotedGrade(task)
+    noted = NotedGrade(task.grade)
     environment = factory()
     try:
-        table.show(runner.run(environment.reset(noted.task)))
+        table.show(runner.run(environment.reset(dataclasses.replace(task, grade=noted.grade))))
         rewards: list[float] = []
         num_turns, last_turn = 0, ""
         while task.max_turns is None or num_turns < task.max_turns:

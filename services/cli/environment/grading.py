@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
 from penstock.clients import RewardClient
-from penstock.environments import Grade, Task
-from penstock.errors import ConfigError, PenstockError
+from penstock.environments import Grade
+from penstock.errors import ConfigError
 from penstock.records import GroupId, Prompt, Sampling, Verdict
 from penstock.runtime.security import Security
 from penstock.v1 import reward_pb2
@@ -78,32 +77,6 @@ class Grading:
         caller = self._stack.enter_context(RewardCaller(self._service))
         self._profiles = caller.known_profiles()
         self._caller = caller
-
-
-class NotedGrade:
-    """A task's grader that notes what was not judged: training takes no reward that may rest on such an answer."""
-
-    def __init__(self, task: Task) -> None:
-        """Wrap the grader of `task`."""
-        self.task = dataclasses.replace(task, grade=self._grade)
-        """The task, for the environment."""
-        self._judge = task.grade
-        self._unjudged = ""
-
-    def take_unjudged(self) -> str:
-        """Return why a text was not judged since the last call; empty if all were."""
-        unjudged, self._unjudged = self._unjudged, ""
-        return unjudged
-
-    async def _grade(self, text: str) -> Verdict:
-        try:
-            verdict = await self._judge(text)
-        except PenstockError as error:
-            self._unjudged = str(error)
-            raise
-        if not verdict.is_judged:
-            self._unjudged = f"verdict {verdict.status}"
-        return verdict
 
 
 @contextlib.asynccontextmanager

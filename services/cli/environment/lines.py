@@ -12,7 +12,7 @@ from typing import Any
 from penstock.environments import AssistantTurn, EnvironmentFactory, StepResult
 from penstock.errors import DataError, InvalidRequestError, PenstockError
 from penstock.records import Message, TextPart
-from services.cli.environment.grading import Grading, NotedGrade
+from services.cli.environment.grading import Grading
 from services.cli.environment.tasks import Subject
 from services.cli.json_lines import (
     MAX_LINE_BYTES,
@@ -24,6 +24,7 @@ from services.cli.json_lines import (
     shown,
     write_all,
 )
+from services.rollout.worker.episodes.noted_grade import NotedGrade
 
 _EXAMPLE = '{"id": ..., "gold": ..., "max_turns": ..., "responses": [...]}'
 _EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -121,13 +122,14 @@ async def _play(
     script: Script, factory: EnvironmentFactory, graders: Grading, timeout_s: float
 ) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
-    noted = NotedGrade(script.subject.to_task(graders, profile=None, max_turns=script.max_turns))
+    task = script.subject.to_task(graders, profile=None, max_turns=script.max_turns)
+    noted = NotedGrade(task.grade)
     environment = factory()
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
             try:
-                await environment.reset(noted.task)
+                await environment.reset(dataclasses.replace(task, grade=noted.grade))
                 for response in script.responses[: script.max_turns]:
                     result = await environment.step(AssistantTurn.parse(response))
                     if (unjudged := noted.take_unjudged()) and result.reward is not None:

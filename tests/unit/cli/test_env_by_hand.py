@@ -1,6 +1,7 @@
 """What `penstock env` says that an episode played by hand is worth; without a reward service."""
 
 import asyncio
+import contextlib
 import io
 from typing import Any
 
@@ -39,6 +40,16 @@ class Trusting(SingleTurn):
 
     async def step(self, turn: AssistantTurn) -> StepResult:
         return StepResult(observation=None, reward=(await self._task.grade(turn.text)).score)
+
+
+class Impatient(Trusting):
+    """Does not wait for a verdict, and takes 0 instead."""
+
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                return await super().step(turn)
+        return StepResult(observation=None, reward=0.0)
 
 
 @pytest.fixture
@@ -103,6 +114,17 @@ def test_a_reward_of_an_answer_that_was_not_judged_is_none(last_line: Any) -> No
 
     said = last_line(Trusting, "It is 12.", golds=("12",), grade=grade)
     assert said == "--- the episode ended, unjudged: the reward may rest on an answer that was not (verdict TIMEOUT)"
+
+
+def test_a_reward_of_an_answer_that_the_environment_did_not_wait_for_is_none(last_line: Any) -> None:
+    """As in training, also if the environment takes its own timeout for a wrong answer."""
+
+    async def grade(text: str) -> Verdict:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    said = last_line(Impatient, "It is 12.", golds=("12",), grade=grade)
+    assert said.startswith("--- the episode ended, unjudged: the reward may rest on an answer that was not (the wait")
 
 
 def test_without_a_gold_answer_the_command_asks_for_one(last_line: Any) -> None:

@@ -4,51 +4,37 @@ Invariant: a failed grading never becomes a reward, whatever the environment doe
 the group. A step whose reward may rest on an unjudged answer leaves its sample unjudged.
 """
 
-import asyncio
-
 from penstock.errors import InvalidRequestError, PenstockError, UserError
 from penstock.records import Prompt, Verdict
 from services.rollout.worker.answer_verifier import AnswerVerifier
 from services.rollout.worker.episodes.clock import EpisodeClock
+from services.rollout.worker.episodes.noted_grade import NotedGrade
 
-_NOT_AWAITED = "the wait for the verdict was cut short"
 
-
-class Grading:
+class Grading(NotedGrade):
     """The grade handle of one episode."""
 
     def __init__(self, answer_verifier: AnswerVerifier, prompt: Prompt, item_id: str, clock: EpisodeClock) -> None:
         """Have `answer_verifier` verify answers to `prompt` as those of sample `item_id`; pause `clock` meanwhile."""
+        super().__init__(self._verify)
         self._answer_verifier = answer_verifier
         self._prompt = prompt
         self._item_id = item_id
         self._clock = clock
         self._fault: PenstockError | None = None
-        self._unjudged = ""
-        self._num_pending = 0
 
-    async def grade(self, text: str) -> Verdict:
-        """Return the verdict on `text`; see `penstock.environments.Grade`.
+    async def _verify(self, text: str) -> Verdict:
+        """Return the verdict on `text`.
 
         Raises:
             PenstockError: the reward service cannot judge: it has not answered for a long time, or refuses the golds.
         """
-        self._num_pending += 1
         try:
             with self._clock.paused():
                 [verdict] = await self._answer_verifier.verify(self._prompt, [(self._item_id, text)])
-        except PenstockError as error:
-            if isinstance(error, InvalidRequestError | UserError):
-                self._fault = error
-            self._unjudged = str(error)
+        except (InvalidRequestError, UserError) as error:
+            self._fault = error
             raise
-        except asyncio.CancelledError:
-            self._unjudged = _NOT_AWAITED
-            raise
-        finally:
-            self._num_pending -= 1
-        if not verdict.is_judged:
-            self._unjudged = f"verdict {verdict.status}"
         return verdict
 
     def require_sound(self) -> None:
@@ -60,8 +46,3 @@ class Grading:
         """
         if self._fault is not None:
             raise self._fault
-
-    def take_unjudged(self) -> str:
-        """Return why a text was not judged since the last call, or is not judged yet; empty if all were."""
-        unjudged, self._unjudged = self._unjudged, ""
-        return unjudged or (_NOT_AWAITED if self._num_pending else "")
