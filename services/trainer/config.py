@@ -5,6 +5,7 @@ Imports nothing heavy, so that a mistyped key is reported before torch is loaded
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Final, Literal, Self
@@ -161,7 +162,7 @@ class WeightSyncConfig(Config):
 
         Runs may share `files_dir`: the versions of each begin at 1, and only one may write in a folder.
         """
-        return None if self.files_dir is None else self.files_dir.absolute() / run_folder.absolute().name
+        return None if self.files_dir is None else self.files_dir.absolute() / Path(os.path.abspath(run_folder)).name
 
     def shares_memory(self, *, on_gpu: bool) -> bool:
         """Return whether replicas read the weights from the trainer's memory, which computes on a GPU or does not."""

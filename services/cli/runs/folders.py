@@ -12,6 +12,7 @@ import pydantic
 
 from penstock.config import BusConfig, SecurityConfig
 from penstock.errors import ConfigError
+from penstock.weights.version_folders import belongs_to
 from services.launch.run_folder import RunFolder
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.config import WeightSyncConfig
@@ -79,7 +80,7 @@ def read_folder(path: Path) -> FolderOfRun:
             f"{folder.config_file}: [bus], [security] or trainer.weight_sync.files_dir cannot be read: {reason}; "
             "correct it"
         ) from None
-    if weight_files is not None and not weight_files.is_dir():
+    if weight_files is not None and not belongs_to(weight_files, Path(os.path.abspath(path))):
         weight_files = None
     return FolderOfRun(folder=folder, run=_run_name(recipe), bus=bus, security=security, weight_files=weight_files)
 

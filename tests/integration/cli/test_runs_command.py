@@ -15,6 +15,7 @@ import pytest
 from penstock.bus.buckets.leases import held
 from penstock.bus.buckets.lock import TRAINER, locked
 from penstock.bus.connection import Bus
+from penstock.weights.version_folders import claim
 from services.cli.app import main
 from services.trainer.checkpoint.store import CheckpointStore
 from tests.support.nfs import rename_open_files
@@ -167,12 +168,27 @@ def test_weight_files_elsewhere_go_with_the_run(tmp_path: Path, capsys: pytest.C
         for name in ("v00000001", "v00000002", ".v00000003-0123abcd"):
             (shared / run.name / name).mkdir(parents=True)
             (shared / run.name / name / "model.safetensors").touch()
+        claim(shared / run.name, run)
     assert main(["runs", "delete", str(runs[0]), "--yes"]) == 0
     assert f", its weight files in {shared}/a\n" in capsys.readouterr().out
     assert [path.name for path in shared.iterdir()] == ["b"]
     (shared / "b" / "notes").touch()
     assert main(["runs", "delete", str(runs[1]), "--yes"]) == 0
     assert [path.name for path in (shared / "b").iterdir()] == ["notes"]
+
+
+def test_weight_files_of_a_run_of_the_same_name_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It runs where the deleted one was before that was moved, or under another parent folder."""
+    moved, live = (make_run(tmp_path / parent / "exp", num_steps=1) for parent in ("archive", "runs"))
+    for run in (moved, live):
+        (run / "config.toml").write_text(
+            f'[run]\nname = "exp"\n[trainer.weight_sync]\nfiles_dir = "{tmp_path}/weights"\n'
+        )
+    (tmp_path / "weights" / "exp" / "v00000040").mkdir(parents=True)
+    claim(tmp_path / "weights" / "exp", live)
+    assert main(["runs", "delete", str(moved), "--yes"]) == 0
+    assert "weight files" not in capsys.readouterr().out
+    assert (tmp_path / "weights" / "exp" / "v00000040").is_dir()
 
 
 def test_a_folder_on_nfs_is_deleted_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from penstock.weights.manifest import Manifest, pack, specs_of
 from penstock.weights.named_weights import NamedWeights
+from penstock.weights.version_folders import belongs_to
 from penstock.weights.weight_files import check_weight_files, write_weight_files
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.snapshot import WeightSnapshot
@@ -55,6 +56,17 @@ def test_runs_that_share_a_folder_have_their_own_in_it(tmp_path: Path) -> None:
     config = WeightSyncConfig(files_dir=tmp_path / "shared")
     parents = {WeightFileStore.of_run(config, tmp_path / "runs" / name).parent for name in ("a-1", "a-2")}
     assert parents == {tmp_path / "shared" / "a-1", tmp_path / "shared" / "a-2"}
+
+
+async def test_a_run_notes_in_a_shared_folder_whose_files_these_are(tmp_path: Path) -> None:
+    """`penstock runs delete` removes no other run's, and a run that goes on elsewhere takes them over."""
+    config = WeightSyncConfig(files_dir=tmp_path / "shared")
+    for parent, other in (("a", "b"), ("b", "a")):
+        store = WeightFileStore.of_run(config, tmp_path / parent / "exp")
+        await store.write(WeightSnapshot.take(1, NamedWeights.of(TENSORS), max_bucket_bytes=1))
+        assert store.parent is not None
+        assert belongs_to(store.parent, tmp_path / parent / "exp")
+        assert not belongs_to(store.parent, tmp_path / other / "exp")
 
 
 def test_what_a_killed_writer_has_left_is_deleted(tmp_path: Path) -> None:

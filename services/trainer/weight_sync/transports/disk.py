@@ -4,6 +4,7 @@ If writing them fails, the weights are broadcast instead.
 """
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Self
 import structlog
 
 from penstock.v1 import rollout_pb2
+from penstock.weights.version_folders import claim
 from penstock.weights.weight_files import write_weight_files
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.push_calls import Member
@@ -38,6 +40,8 @@ class WeightFileStore:
     """Writes weight files below `parent`, one version at a time; with None it writes nothing."""
 
     parent: Path | None
+    owner: Path | None = None
+    """The run folder that is noted in `parent`; None: `parent` lies in it."""
     _newest: tuple[int, Path] | None = None
     _writing: asyncio.Task[None] | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -46,13 +50,13 @@ class WeightFileStore:
     def of_run(cls, config: WeightSyncConfig, run_folder: Path) -> Self:
         """Return the store of a run: below the configured folder, else in the run folder if the transport is disk."""
         if (shared := config.own_files_dir(run_folder)) is not None:
-            return cls(shared)
+            return cls(shared, Path(os.path.abspath(run_folder)))
         return cls(run_folder.absolute() / "weights" if config.transport == "disk" else None)
 
     @classmethod
     def of(cls, version: int, folder: Path) -> Self:
         """Return a store of existing files, which writes none."""
-        return cls(None, (version, folder))
+        return cls(None, _newest=(version, folder))
 
     def folder_of(self, version: int) -> Path | None:
         """Return the folder of `version`, if it was the last version written."""
@@ -65,9 +69,7 @@ class WeightFileStore:
                 return
             started = time.monotonic()
             try:
-                folder = await asyncio.to_thread(
-                    write_weight_files, self.parent, weights.version, weights.manifest, weights.buckets
-                )
+                folder = await asyncio.to_thread(self._write, self.parent, weights)
             except OSError as error:
                 log.error(
                     "weight_files.failed",
@@ -78,6 +80,11 @@ class WeightFileStore:
                 return
             self._newest = (weights.version, folder)
         log.info("weight_files.written", version=weights.version, elapsed_s=round(time.monotonic() - started, 3))
+
+    def _write(self, parent: Path, weights: WeightSnapshot) -> Path:
+        if self.owner is not None:
+            claim(parent, self.owner)
+        return write_weight_files(parent, weights.version, weights.manifest, weights.buckets)
 
     def write_soon(self, weights: WeightSnapshot) -> None:
         """Write a version in the background, unless another is still being written."""
