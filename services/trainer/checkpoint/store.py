@@ -49,8 +49,8 @@ _MAX_READERS = 8
 """Files that are read at once to compare their digests."""
 _MAX_LISTINGS = 5
 """Times that `latest` lists the checkpoints of a live run, which deletes old ones meanwhile."""
-_DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EIO})
-"""A file is missing, or a sector is bad. Any other failure to read says nothing about what the disk holds."""
+_MISSING = (FileNotFoundError, NotADirectoryError)
+"""Any other failure says nothing about what the disk holds: EIO is a bad sector, or a network disk's timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,12 +238,23 @@ class CheckpointStore:
         return sorted(map(_step, self._paths()))
 
     def _paths(self) -> list[Path]:
-        return [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+        try:
+            paths = [self.folder / name for name in os.listdir(self.folder) if _NAME.fullmatch(name)]
+            return [path for path in paths if path.is_dir()]
+        except _MISSING:
+            return []
+        except OSError as error:
+            raise _unreadable(error, self.folder) from None
 
     def _pointed(self) -> str:
         """Return what `latest` names; empty if there is none."""
         pointer = self.folder / "latest"
-        return pointer.read_text().strip() if pointer.is_file() else ""
+        try:
+            return pointer.read_text().strip()
+        except _MISSING:
+            return ""
+        except OSError as error:
+            raise _unreadable(error, pointer) from None
 
     def _listed(self) -> tuple[list[Path], str]:
         """Return the checkpoints as a run prefers to continue from them, and what `latest` names, which comes first."""
@@ -302,16 +313,18 @@ def _first_complete(paths: Sequence[Path]) -> tuple[Checkpoint | None, list[str]
         try:
             return _read(path), problems
         except (OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, OSError) and error.errno not in _DAMAGE:
+            if isinstance(error, OSError) and not isinstance(error, _MISSING):
                 is_last = number == len(paths)
                 instead = "" if is_last else f"; to continue from {paths[number].name} instead, move {path.name} away"
-                raise SetupError(
-                    f"{error.filename or path} cannot be read: {error.strerror}; mend the disk or its rights and start "
-                    f"again{instead}"
-                ) from None
+                raise _unreadable(error, path, instead) from None
             problems.append(f"{path.name}: {error}")
             log.warning("checkpoint.refused", path=str(path), reason=str(error))
     return None, problems
+
+
+def _unreadable(error: OSError, path: Path, instead: str = "") -> SetupError:
+    remedy = f"mend the disk or its rights and start again{instead}"
+    return SetupError(f"{error.filename or path} cannot be read: {error.strerror}; {remedy}")
 
 
 def _read(path: Path) -> Checkpoint:

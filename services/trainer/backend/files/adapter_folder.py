@@ -73,11 +73,14 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: it is missing or damaged.
+        FileNotFoundError: the folder is gone.
     """
     try:
         contents: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
         return {"r": int(contents["r"]), "lora_alpha": float(contents["lora_alpha"])} | contents
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, FileNotFoundError) and not folder.exists():
+            raise
         raise ConfigError(f"{folder / CONFIG_FILE} is no PEFT configuration of adapters ({error})") from None
 
 

@@ -31,9 +31,9 @@ def merge_adapter(adapter: Path, target: Path, *, dtype: str, base: Path | None 
         ConfigError: the base is not there, or the adapters are not of it; or `target` already exists.
         SetupError: there is no room for it, it cannot be made, or the adapters were deleted while they were read.
     """
-    config = read_adapter_config(adapter)
     tensors: dict[str, torch.Tensor] = {}
     with deletion_reported(adapter):
+        config = read_adapter_config(adapter)
         for file in sorted(adapter.iterdir()):
             if file.match(f"{STEM}*.safetensors"):  # earlier releases cut large ones
                 tensors |= load_file(file)

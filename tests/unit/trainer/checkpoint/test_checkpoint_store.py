@@ -1,12 +1,14 @@
 """Checkpoints: whole or not there, whatever dies while they are written."""
 
 import errno
+import io
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,7 +141,9 @@ def fail_to_read(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int) -> 
     monkeypatch.setattr(store_module, "file_digest", digest)
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.EACCES], ids=os.strerror)
+@pytest.mark.parametrize(
+    "number", [errno.ESTALE, errno.ETIMEDOUT, errno.EIO, errno.EMFILE, errno.EACCES], ids=os.strerror
+)
 def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -161,15 +165,29 @@ def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
         store.newest(before=2)
 
 
-def test_a_bad_sector_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it held is lost."""
+@pytest.mark.parametrize("name", [".", "latest", "step-000002"])
+def test_a_list_of_checkpoints_that_cannot_be_read_is_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The remedy is not to delete the folder."""
     store = CheckpointStore(tmp_path, keep=3)
     for step in (1, 2):
         store.save(step, {}, write)
-    fail_to_read(monkeypatch, tmp_path / "step-000002", errno.EIO)
-    latest = store.latest()
-    assert latest is not None
-    assert latest.step == 1
+    stat, listdir, opening = os.stat, os.listdir, io.open
+
+    def refusing(call: Any) -> Any:
+        def refuse(path: Any, *args: Any, **named: Any) -> Any:
+            if Path(path) == tmp_path / name:
+                raise OSError(errno.ESTALE, "Stale file handle", str(path))
+            return call(path, *args, **named)
+
+        return refuse
+
+    monkeypatch.setattr(os, "listdir", refusing(listdir))
+    monkeypatch.setattr(os, "stat", refusing(stat))
+    monkeypatch.setattr(io, "open", refusing(opening))
+    with pytest.raises(SetupError, match=rf"{re.escape(str(tmp_path / name))} cannot be read: Stale file handle; mend"):
+        store.latest()
 
 
 def test_a_checkpoint_that_a_live_run_deletes_is_read_for_the_next(
