@@ -8,7 +8,7 @@ from typing import Any
 from services.trainer.admission.filters import FilterReason
 from services.trainer.replay.recording import StepInputs
 from services.trainer.replay.replay import ReplayedStep
-from services.trainer.telemetry.metrics_log import as_logged
+from services.trainer.telemetry.metrics_log import EXACT, as_logged
 
 Value = float | str | None
 """A metric or a digest; None if there is none."""
@@ -64,9 +64,7 @@ class Line:
         """Whether the replay equals the recorded value; None if none was recorded."""
         if self.recorded is None or self.replayed is None:
             return None
-        numbers = (self.recorded, self.replayed)
-        both_nan = all(isinstance(number, float) and math.isnan(number) for number in numbers)
-        return both_nan or self.recorded == self.replayed
+        return _are_equal(self.name, self.recorded, self.replayed)
 
 
 def compare(
@@ -83,7 +81,9 @@ def compare(
     """
     names = [name for name in replayed.metrics if name not in _OF_THE_MACHINE and (name in logged or not logged)]
     shown = [name for name in _SHOWN if name in {*names, *(changed.metrics if changed else ())}]
-    differing = [name for name in names if name not in shown and logged.get(name) != _logged(replayed, name)]
+    differing = [
+        name for name in names if name not in shown and not _are_equal(name, logged.get(name), _logged(replayed, name))
+    ]
     return [
         Line(
             name="weights before",
@@ -120,6 +120,15 @@ def verdict(lines: Sequence[Line]) -> bool | None:
     results = [line.agrees for line in lines if line.agrees is not None]
     has_results = any(line.agrees is not None for line in lines[2:])
     return all(results) if has_results or not all(results) else None
+
+
+def _are_equal(name: str, recorded: Value, replayed: Value) -> bool:
+    """Return whether a replay gave the recorded value. Earlier releases gave whole numbers six digits, too."""
+    if not (isinstance(recorded, float) and isinstance(replayed, float)):
+        return recorded == replayed
+    if math.isnan(recorded) or math.isnan(replayed):
+        return math.isnan(recorded) and math.isnan(replayed)
+    return recorded == replayed or (name not in EXACT and recorded == float(f"{replayed:.6g}"))
 
 
 def _logged(step: ReplayedStep, name: str) -> Value:

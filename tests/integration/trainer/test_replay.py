@@ -24,7 +24,7 @@ from services.trainer.algorithm.presets import PRESETS
 from services.trainer.backend.environment import computing_threads, current_environment
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import open_reader
-from services.trainer.replay.comparison import compare, verdict
+from services.trainer.replay.comparison import Line, compare, verdict
 from services.trainer.replay.recorder import StepRecorder
 from services.trainer.replay.recording import read_recording, recorded_steps, write_recording
 from services.trainer.replay.replay import ReplayedStep, replay_step, start_of
@@ -326,3 +326,16 @@ def current_environment_is_recorded() -> bool:
     recorded = RecordedRun(RECORDED).recording(1).inputs.environment
     here = current_environment(torch.device("cpu"))
     return msgspec.structs.replace(here, num_threads=recorded.num_threads) == recorded
+
+
+def test_counts_of_earlier_releases_agree() -> None:
+    """They logged whole numbers with six digits; other values agree to the bit or not at all."""
+    lines = [
+        Line(name=name, recorded=recorded, replayed=replayed, changed=None)
+        for name, recorded, replayed in (
+            ("num_tokens", 1234570.0, 1234567.0),
+            ("num_tokens", 1234560.0, 1234567.0),
+            ("loss", 0.333333, 1 / 3),
+        )
+    ]
+    assert [line.agrees for line in lines] == [True, False, False]
