@@ -1,5 +1,6 @@
 """The file that a person names for a command's output."""
 
+import os
 from pathlib import Path
 
 from services.cli.output_file import output_file
@@ -15,10 +16,23 @@ def test_a_link_stays_and_leads_to_the_new_file(tmp_path: Path) -> None:
         assert (link.is_symlink(), file.read_bytes()) == (True, content)
 
 
-def test_a_device_is_written_itself(tmp_path: Path) -> None:
-    """It is not replaced by a file, even if the person may do that."""
-    device = tmp_path / "null"
-    device.symlink_to("/dev/null")
-    with output_file(device) as out:
-        out.write(b"gone")
-    assert device.is_char_device()
+def test_a_pipe_is_written_itself(tmp_path: Path) -> None:
+    """Nor is a device replaced by a file, even if the person may do that."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with output_file(pipe) as out:
+            out.write(b"page")
+        assert (pipe.is_fifo(), os.read(reading, 10)) == (True, b"page")
+    finally:
+        os.close(reading)
+
+
+def test_rights_stay(tmp_path: Path) -> None:
+    """A page that others may not read stays such a page."""
+    file = tmp_path / "page.html"
+    file.touch(mode=0o600)
+    with output_file(file) as out:
+        out.write(b"page")
+    assert file.stat().st_mode & 0o777 == 0o600
