@@ -199,7 +199,9 @@ class Watch:
 
         Not at once: a value that is seen again shortly after it has expired must not count as new.
         """
-        oldest = -math.inf if self._ttl_s is None else self._now() - _KEPT_TTLS * self._ttl_s
+        if self._ttl_s is None:
+            return
+        oldest = self._now() - _KEPT_TTLS * self._ttl_s
         self._values = {key: seen for key, seen in self._values.items() if seen.at > oldest}
 
     def _announce(self) -> None:

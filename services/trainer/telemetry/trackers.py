@@ -236,11 +236,11 @@ def _mlflow(run: TrackedRun) -> "GeneralTracker":
 
 
 def _known_to_mlflow(file: Path, run_id: str) -> str | None:
-    """Return the id that MLflow assigned to the run; None if it has not, or the file cannot be read."""
+    """Return the id that MLflow assigned to the run; None if it has not, or the file was cut off."""
     try:
         known = json.loads(file.read_text())
         return str(known["mlflow_run_id"]) if known["run_id"] == run_id else None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
 
 

@@ -11,6 +11,7 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
+from penstock.bus import span_stream
 from penstock.bus.connection import connect
 from penstock.bus.local_server import local_server
 from penstock.bus.span_stream import sending_spans
@@ -106,8 +107,9 @@ async def test_a_fetch_that_brings_nothing_does_not_end_the_collecting(
 async def test_a_process_runs_without_a_server_and_ends_promptly(
     run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spans are no reason to wait, at the start, during the run or at the end."""
+    """Spans are no reason to wait, at the start or during the run, and at the end not for long."""
     monkeypatch.setattr("penstock.bus.connection._CONNECT_TIMEOUT_S", 600.0)
+    assert span_stream._LAST_WORDS_S <= 2.0
     async with asyncio.timeout(HANG_S), sending_spans(BusConfig(url="nats://127.0.0.1:1"), run=run_name):
         spans.record("turn", time.monotonic())
         await asyncio.sleep(0.1)

@@ -51,7 +51,7 @@ class TrainCommand:
 
     def survivors(self) -> list[str]:
         """Processes of the run that are alive still; zombies are not."""
-        wait_until(lambda: not self._alive())
+        wait_until(lambda: not self._alive(), timeout_s=10.0)  # less than orphans take to notice
         return self._alive()
 
     def _alive(self) -> list[str]:

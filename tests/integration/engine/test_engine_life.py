@@ -75,8 +75,8 @@ def _segments(*pids: int) -> set[Path]:
 
 
 async def test_sigterm_drains(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
-    """The lease tells of the engine. On SIGTERM requests may finish, new ones are refused, what outlasts the
-    grace is handed over, and nothing is left."""
+    """The lease tells of the engine. On SIGTERM requests may finish, new ones are refused, what lasts
+    too long is handed over, and nothing is left."""
     async with (
         engine_process(tiny_model_path, nats_url, tmp_path, grace_s=2 * HANG_S) as engine,
         GenerateClient((await engine.replica()).address) as client,

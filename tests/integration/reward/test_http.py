@@ -73,6 +73,11 @@ async def test_a_batch_is_judged_in_order(http: httpx.AsyncClient) -> None:
     assert [verdict["score"] for verdict in verdicts] == [1, 0] * 15
 
 
+async def test_an_item_ends_by_its_own_deadline(http: httpx.AsyncClient) -> None:
+    """Not by the service's."""
+    assert (await post(http, "/v1/verify", HANGS | {"deadline_s": 0.5})).json()["status"] == "TIMEOUT"
+
+
 async def test_an_empty_batch_has_no_verdicts(http: httpx.AsyncClient) -> None:
     """It is no error."""
     assert (await post(http, "/v1/verify:batch", {"items": []})).json() == {"verdicts": []}

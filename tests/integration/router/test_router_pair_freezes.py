@@ -7,13 +7,15 @@ import grpc
 import pytest
 
 from penstock.bus.connection import Bus
+from penstock.clients import pd_pair
 from penstock.errors import UnavailableError
+from penstock.testing.freezing import frozen
 from penstock.testing.simulated_pd_pair import SimulatedDecode, SimulatedPrefill
 from penstock.testing.simulated_process import simulated_process
-from penstock.v1 import router_pb2
+from penstock.v1 import generate_pb2, router_pb2
 from tests.support.router.pd_pairs import CLOSED, breakers, ids
 from tests.support.router.routers import failure, router
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 
 @pytest.fixture
@@ -26,14 +28,14 @@ def hasty_blame(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_frozen_prefill_replica_is_blamed_for_what_its_partner_waited_for(bus: Bus, run_name: str) -> None:
     """Its connection stands, and the decode replica is the first to give up; yet that is who goes on."""
     async with (
-        simulated_process(bus, run_name, "a-frozen", role="prefill", delay_s=60.0) as frozen,
+        simulated_process(bus, run_name, "a-frozen", role="prefill", delay_s=60.0) as standing_still,
         SimulatedDecode(bus, replica_id="d", pair_timeout_s=1.0).running() as d,
         router(bus, breaker={"failures": 1}) as caller,
     ):
         await caller.until_routable(2)
         pending = asyncio.ensure_future(caller.generate("s", timeout_s=30.0))
         await until(lambda: d.num_running == 1)
-        frozen.send_signal(signal.SIGSTOP)
+        standing_still.send_signal(signal.SIGSTOP)
         async with SimulatedPrefill(bus, replica_id="b-heir").running():
             while not pending.done():
                 assert (await breakers(caller))["d"] == CLOSED
@@ -41,21 +43,31 @@ async def test_a_frozen_prefill_replica_is_blamed_for_what_its_partner_waited_fo
             assert list((await pending).output_ids) == ids(4)
 
 
-async def test_a_living_partner_may_be_silent_for_a_moment(steady_bus: Bus, run_name: str) -> None:
+async def test_a_living_partner_may_be_silent_for_a_moment(
+    steady_bus: Bus, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It gets no turn on a busy host: the peer that failed is to blame, and its breaker opens."""
+    assert pd_pair._HEALTH_TIMEOUT_S >= 5.0
+    monkeypatch.setattr(pd_pair, "_HEALTH_TIMEOUT_S", HANG_S)
     async with (
         simulated_process(steady_bus, run_name, "p", role="prefill", delay_s=60.0) as silent,
         SimulatedDecode(steady_bus, replica_id="d").running() as d,
         router(steady_bus, breaker={"failures": 1}, max_attempts=1) as caller,
     ):
         await caller.until_routable(2)
-        d.delay_s, d.error = 0.5, UnavailableError("crashed")
+        may_crash = asyncio.Event()
+
+        async def crash(request: generate_pb2.GenerateRequest) -> None:
+            await may_crash.wait()
+            raise UnavailableError("crashed")
+
+        monkeypatch.setattr(d, "_delay", crash)
         pending = asyncio.ensure_future(caller.generate("s"))
         await until(lambda: d.num_running == 1)
-        silent.send_signal(signal.SIGSTOP)
-        await until(lambda: d.num_running == 0)
-        await asyncio.sleep(1.5)
-        silent.send_signal(signal.SIGCONT)
+        with frozen(silent.pid):
+            may_crash.set()
+            await until(lambda: d.num_running == 0)
+            await asyncio.sleep(1.5)
         await failure(pending)
         assert await breakers(caller) == {"p": CLOSED, "d": router_pb2.BREAKER_STATE_OPEN}
 
@@ -64,14 +76,14 @@ async def test_a_living_partner_may_be_silent_for_a_moment(steady_bus: Bus, run_
 async def test_a_turn_that_freezes_its_peers_is_given_up_for_good(bus: Bus, run_name: str) -> None:
     """Like one that kills them: ABORTED, which nobody retries. The frozen peer gets no more calls."""
     async with (
-        simulated_process(bus, run_name, "p", role="prefill", delay_s=60.0) as frozen,
+        simulated_process(bus, run_name, "p", role="prefill", delay_s=60.0) as standing_still,
         SimulatedDecode(bus, replica_id="d", pair_timeout_s=1.0).running() as d,
         router(bus, max_attempts=1) as caller,
     ):
         await caller.until_routable(2)
         pending = asyncio.ensure_future(caller.generate("s", timeout_s=30.0))
         await until(lambda: d.num_running == 1)
-        frozen.send_signal(signal.SIGSTOP)
+        standing_still.send_signal(signal.SIGSTOP)
         error = await failure(pending)
         assert error.code() == grpc.StatusCode.ABORTED
         assert "given up after 1 replicas failed" in (error.details() or "")

@@ -1,8 +1,13 @@
 """Draining: who may finish, who is handed over, and that it happens once."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from services.rollout.engine.drain import Drain, Drained
+from services.rollout.engine.server import EngineServer
 from tests.support.waiting import settled, until
 
 
@@ -46,7 +51,26 @@ async def test_calls_that_finish_in_time_are_not_disturbed() -> None:
     assert await draining == Drained(num_finished=2, num_handed_over=0)
 
 
-async def test_the_rest_is_handed_over_when_the_grace_is_over() -> None:
+@pytest.mark.parametrize(("has_died", "expected_s"), [(False, 7.0), (True, 0.0)])
+async def test_an_engine_that_ends_gives_calls_the_grace_of_its_run(has_died: bool, expected_s: float) -> None:
+    """One whose SGLang has died gives none."""
+    graces: list[float] = []
+
+    async def run(grace_s: float) -> None:
+        graces.append(grace_s)
+
+    server: Any = SimpleNamespace(
+        engine=SimpleNamespace(died=asyncio.Event()),
+        crashes=SimpleNamespace(is_useless=asyncio.Event()),
+        drain=SimpleNamespace(run=run),
+    )
+    if has_died:
+        server.engine.died.set()
+    await EngineServer.end_service(server, 7.0)
+    assert graces == [expected_s]
+
+
+async def test_the_rest_is_handed_over_when_it_is_hurried() -> None:
     """They hear why, and what to do."""
     calls = Calls(3)
     drain = Drain(calls, calls.begin)

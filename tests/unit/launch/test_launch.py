@@ -37,7 +37,7 @@ from services.launch.run_follower import RunFollower
 from services.launch.run_plan import make_plan
 from services.launch.run_status import describe_phase
 from services.recipe import Recipe
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 
 def test_demo_recipe_holds_known_keys_only(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ class SlowFollower(RunFollower):
     def poll(self, write: Callable[[str], None]) -> list[StepRow]:
         assert threading.current_thread() is not threading.main_thread()
         self.began.set()
-        self.goes_on.wait()
+        self.goes_on.wait(HANG_S)
         return super().poll(write)
 
 

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from penstock.agents import AgentSession
 from penstock.runtime import own_thread
 from services.rollout.worker.agents.runners import FunctionRunner
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 SESSION: Any = None  # these runners ask it nothing
 
@@ -59,6 +59,7 @@ async def test_its_thread_ends_with_the_sample() -> None:
 async def test_a_thread_that_nothing_interrupts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the number of those that still run, so that a person sees them grow."""
     monkeypatch.setattr(own_thread, "_END_S", 0.0)
+    monkeypatch.setattr(own_thread, "_left_behind", set())
     hangs, threads = threading.Event(), list[threading.Thread]()
 
     def reports() -> list[int]:
@@ -71,7 +72,7 @@ async def test_a_thread_that_nothing_interrupts_is_reported(monkeypatch: pytest.
             def hang(session: AgentSession, began: threading.Event = began) -> float:
                 threads.append(threading.current_thread())
                 began.set()
-                return float(hangs.wait())
+                return float(hangs.wait(2 * HANG_S))
 
             await cancelled(hang, began)
             await until(lambda number=number: len(reports()) == number)
