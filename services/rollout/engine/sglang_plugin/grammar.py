@@ -31,10 +31,9 @@ def queue_compiled(scheduler: Any) -> None:
 
 
 def _make_backend(model_config: Any) -> Any:
-    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+    from sglang.srt.constrained.xgrammar_backend import GrammarCompiler, XGrammarGrammarBackend
     from sglang.srt.runtime_context import get_serving
     from transformers import AutoTokenizer
-    from xgrammar import GrammarCompiler
 
     settings = get_serving()
     backend = XGrammarGrammarBackend(
