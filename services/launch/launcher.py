@@ -135,13 +135,13 @@ async def run_processes(
         UserError: a process found a fault that a person must fix.
         ProcessFailedError: a process died too often.
     """
+    request.forget_all(folder)  # first: requests that come while files are read are answered later
     metrics = MetricsFollower(folder.metrics_file, keep=SUMMED_UP.__contains__)
     await asyncio.to_thread(metrics.poll)
     evaluations = MetricsFollower(folder.evaluations_file)
     evaluations.poll()
     follower = RunFollower(folder.path, metrics, evaluations)
     display = open_display(str(folder.path))
-    request.forget_all(folder)
     try:
         async with (
             supervised(

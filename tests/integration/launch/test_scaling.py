@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import errno
+import itertools
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from penstock.telemetry import log
 from services.cli.app import main
 from services.cli.own_folder import own_folder
 from services.launch.launcher import run_processes
+from services.launch.metrics import MetricsFollower, StepRow
 from services.launch.process.spec import ProcessSpec, StopPhase
 from services.launch.run_folder import RunFolder
 from services.launch.run_plan import PlannedProcess, plan_processes
@@ -29,8 +31,9 @@ from services.launch.scaling import request
 from services.launch.scaling.fleet import Fleet
 from services.launch.scaling.request import ask
 from services.recipe import Recipe
+from services.view.run_reader import RunReader
 from tests.support.launch.fake_run import NOTE, SERVE
-from tests.support.waiting import promptly, until
+from tests.support.waiting import promptly, until, wait_until
 
 SLOW = (
     NOTE
@@ -259,6 +262,27 @@ async def test_a_request_waits_until_all_processes_are_started(tmp_path: Path) -
         assert not asking.done()
         async with await asyncio.start_server(greet, "127.0.0.1", port):
             assert await promptly(asking) == ["ending rollout-1"]
-            await until(lambda: num_noted(folder, "up") + num_noted(folder, "stopped-rollout-1") >= len(processes))
+            await until(lambda: num_noted(folder, "up") >= len(processes) - 1)  # one may be ended as it starts
         stop.set()
         await promptly(run)
+
+
+async def test_a_request_that_comes_while_metrics_are_read_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher of a long run that goes on reads them for half a minute."""
+    folder, poll, num_polls = RunFolder(tmp_path), MetricsFollower.poll, itertools.count()
+
+    def poll_late(follower: MetricsFollower) -> list[StepRow]:
+        if next(num_polls) == 0:
+            wait_until(lambda: any(tmp_path.glob("scale/*.request.json")))
+        return poll(follower)
+
+    async def ask_at_once() -> list[str]:
+        await until(lambda: RunReader(tmp_path).is_running)
+        return await asked(folder, rollout=2)
+
+    monkeypatch.setattr(MetricsFollower, "poll", poll_late)
+    asking = asyncio.create_task(ask_at_once())
+    async with running(folder, SERVE):
+        assert await promptly(asking) == ["starting rollout-1"]
