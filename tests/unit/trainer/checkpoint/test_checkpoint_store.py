@@ -173,7 +173,6 @@ def test_a_list_of_checkpoints_that_cannot_be_read_is_no_empty_one(
     store = CheckpointStore(tmp_path, keep=3)
     for step in (1, 2):
         store.save(step, {}, write)
-    stat, listdir, opening = os.stat, os.listdir, io.open
 
     def refusing(call: Any) -> Any:
         def refuse(path: Any, *args: Any, **named: Any) -> Any:
@@ -183,9 +182,8 @@ def test_a_list_of_checkpoints_that_cannot_be_read_is_no_empty_one(
 
         return refuse
 
-    monkeypatch.setattr(os, "listdir", refusing(listdir))
-    monkeypatch.setattr(os, "stat", refusing(stat))
-    monkeypatch.setattr(io, "open", refusing(opening))
+    for module, call in ((os, "listdir"), (os, "stat"), (io, "open")):
+        monkeypatch.setattr(module, call, refusing(getattr(module, call)))
     with pytest.raises(SetupError, match=rf"{re.escape(str(tmp_path / name))} cannot be read: Stale file handle; mend"):
         store.latest()
 
