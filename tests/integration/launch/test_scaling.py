@@ -90,7 +90,7 @@ async def running(folder: RunFolder, program: str, *, joining: str = "") -> Asyn
     with folder.locked():
         run = asyncio.create_task(run_processes(specs, folder, stop, Security(), grace_s=20.0, fleet=fleet))
         try:
-            await until(lambda: num_noted(folder, "up") == len(specs))
+            await until(lambda: num_noted(folder, "up") >= len(specs))
             yield stop
         finally:
             stop.set()
