@@ -29,7 +29,7 @@ class FolderOfRun:
     """Without a URL if the run has a nats-server of its own, whose store is in the folder."""
     security: SecurityConfig
     weight_files: Path | None = None
-    """The folder of its weight files in `trainer.weight_sync.files_dir`; None: there is none."""
+    """The folder of its weight files in `trainer.weight_sync.files_dir`; None: it has none there."""
 
     @property
     def size_bytes(self) -> int:
