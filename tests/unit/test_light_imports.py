@@ -119,6 +119,7 @@ def others_than(extra: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "packages"),
     [

@@ -286,6 +286,7 @@ def test_a_key_that_no_header_can_have_is_not_shown(
     assert read_api_key({"OPENAI_API_KEY": "sk-secret\r\n"}) == "sk-secret"
 
 
+@pytest.mark.slow
 async def test_the_reward_service_that_the_recipe_names_judges(recipe: Path) -> None:
     """Also over an API; a profile that it does not know is refused before anything is asked."""
     verifier = recipe.parent / "strict.py"
@@ -304,6 +305,7 @@ async def test_the_reward_service_that_the_recipe_names_judges(recipe: Path) -> 
         assert "evaluation.sets.four.profile = 'strct' is unknown; did you mean 'strict'?" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--url-model=some"]], ids=["finds the model", "knows the model"])
 def test_an_api_that_is_away_leaves_no_folder(recipe: Path, arguments: list[str]) -> None:
     """Nobody listens at --url: one line, exit code 2, and what was made of the run folder is removed, on NFS too."""

@@ -110,6 +110,7 @@ async def test_a_recipe_that_cannot_be_read_hides_no_other_run(bus: Bus, run_nam
     assert (old.exists(), await stored_names(bus, run_name) >= 3) == (False, True)
 
 
+@pytest.mark.slow
 async def test_a_run_that_is_live_stays(bus: Bus, run_name: str, tmp_path: Path) -> None:
     """Its launcher works in the folder, or its trainer or an engine is alive on any machine."""
     folder = make_stored_run(tmp_path / "live", bus, run_name)

@@ -89,6 +89,7 @@ def test_port_in_use(train: Callable[..., TrainCommand], tmp_path: Path) -> None
     assert [path.name for path in tmp_path.rglob("*") if path.name in ("config.toml", "logs")] == []
 
 
+@pytest.mark.slow
 def test_nats_out_of_reach(train: Callable[..., TrainCommand], tmp_path: Path) -> None:
     """A bus.url where nobody answers ends the run before it starts, with one line, exit code 2 and no run folder."""
     code, _, err = train("--bus.url=nats://127.0.0.1:1").finish(timeout_s=180.0)

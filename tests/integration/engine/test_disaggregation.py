@@ -112,7 +112,7 @@ def require_code(error: object, code: grpc.StatusCode) -> None:
     assert error.code() == code, error
 
 
-@pytest.mark.parametrize("kind", PICTURES)
+@pytest.mark.parametrize("kind", ["text", "image", pytest.param("two images", marks=pytest.mark.slow)])
 async def test_a_pair_is_a_unified_engine(engine: EngineProcess, pair: Pair, kind: str) -> None:
     """Greedy: the same ids and logprobs, unary and streamed. Sampled: the logprobs of transformers."""
     version = await share_policy(engine, pair)
@@ -211,7 +211,13 @@ async def test_pairs_that_cannot_be_are_refused(engine: EngineProcess, pair: Pai
     assert (await pair.generate(made)).output_ids
 
 
-@pytest.mark.parametrize(("first", "mode"), [("prefill", "PAUSE_MODE_IN_PLACE"), ("decode", "PAUSE_MODE_RETRACT")])
+@pytest.mark.parametrize(
+    ("first", "mode"),
+    [
+        ("prefill", "PAUSE_MODE_IN_PLACE"),
+        pytest.param("decode", "PAUSE_MODE_RETRACT", marks=pytest.mark.slow),
+    ],
+)
 async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_version(
     pair: Pair, first: str, mode: str
 ) -> None:
@@ -369,6 +375,7 @@ async def _begin(pair: Pair, given: generate_pb2.GenerateRequest) -> Any:
     return stream
 
 
+@pytest.mark.slow
 @pytest.mark.kills_engine
 async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_well(pair: Pair) -> None:
     """Drained, it hands over what it has, and nothing failed; killed, the requests that wait for it fail in seconds."""
@@ -397,6 +404,7 @@ async def test_a_decode_engine_that_drains_or_dies_leaves_its_prefill_engine_wel
     await pair.decode.process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.kills_engine
 async def test_a_run_loses_nothing_when_both_peers_are_killed(engine: EngineProcess, pair: Pair, nats_url: str) -> None:
     """Real router, kill -9 of the prefill and then of the decode engine in mid-flight: the caller sees one answer, and

@@ -257,6 +257,7 @@ async def test_an_engine_that_only_crashes_ends(tiny_model_path: Path, nats_url:
         assert not watch.values
 
 
+@pytest.mark.slow
 async def test_a_taken_port_is_said_at_once(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
     """Exit code 2 and one line, before anything is loaded."""
     with socket.socket() as taken:

@@ -197,6 +197,7 @@ async def test_a_cancelled_caller_aborts_in_the_engine(engine: EngineProcess, cl
     await assert_freed(engine)
 
 
+@pytest.mark.slow
 async def test_what_a_broken_push_interrupts_goes_on_where_it_was(
     engine: EngineProcess, client: GenerateClient, current: Reference
 ) -> None:

@@ -59,7 +59,10 @@ def _blames(case: Case, parts: list[dict[str, Any]]) -> bool:
     return re.split(r"[.\[]", param)[0] in {"model", *case.body}
 
 
-@pytest.mark.parametrize("group", CASES)
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("grid", "completions") else ()) for name in CASES],
+)
 async def test_cases_of_peers(harness: Harness, group: str) -> None:
     """Each is answered or refused as the peer does it; of those that are not, none is by a crash."""
     wrong: dict[str, Any] = {}

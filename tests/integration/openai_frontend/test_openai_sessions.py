@@ -93,6 +93,7 @@ async def test_a_client_with_one_base_url_names_its_session_in_a_header(harness:
         await stranger.chat.completions.create(model="any", messages=HI)
 
 
+@pytest.mark.slow
 async def test_a_router_that_is_killed_between_calls_is_missed_by_nobody(harness: Harness, nats_url: str) -> None:
     """Another one goes on from the bus, also with what it never saw."""
     async with router_process(nats_url, harness.run, MODEL_PATH, "--bus.lease_ttl_s=60") as dying:

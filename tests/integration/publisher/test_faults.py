@@ -55,15 +55,15 @@ async def test_a_killed_replica_costs_the_others_nothing(bus: Bus, point: str) -
 @pytest.mark.parametrize(
     ("point", "setting"),
     [
-        ("GetReplica", "stage_timeout_s"),
+        pytest.param("GetReplica", "stage_timeout_s", marks=pytest.mark.slow),
         ("PrepareWeights", "stage_timeout_s"),
         ("join", "stage_timeout_s"),
-        ("PauseGeneration", "stage_timeout_s"),
-        ("ReceiveWeights", "transfer_timeout_s"),
+        pytest.param("PauseGeneration", "stage_timeout_s", marks=pytest.mark.slow),
+        pytest.param("ReceiveWeights", "transfer_timeout_s", marks=pytest.mark.slow),
         ("bucket", "transfer_timeout_s"),
-        ("VerifyWeights", "transfer_timeout_s"),
+        pytest.param("VerifyWeights", "transfer_timeout_s", marks=pytest.mark.slow),
         ("CommitWeights", "stage_timeout_s"),
-        ("ResumeGeneration", "stage_timeout_s"),
+        pytest.param("ResumeGeneration", "stage_timeout_s", marks=pytest.mark.slow),
     ],
 )
 async def test_a_hung_replica_costs_one_deadline(
@@ -190,6 +190,7 @@ async def test_a_publication_does_not_wait_for_one_that_fails_again(bus: Bus, po
             await until_serving(second, 3)
 
 
+@pytest.mark.slow
 async def test_a_replica_that_is_slower_than_a_step_comes_back(bus: Bus) -> None:
     """Two publications interrupt its retry; the third waits for it, and then brings the replica up to date."""
     async with replicas_of(bus, 2) as (first, second), publishing(bus, retry_after_s=0.1) as publisher:

@@ -66,11 +66,11 @@ async def test_a_held_out_replica_keeps_its_version_and_then_catches_up(bus: Bus
 @pytest.mark.parametrize(
     ("transport", "load"),
     [
-        ("shared_memory", "disk"),
+        pytest.param("shared_memory", "disk", marks=pytest.mark.slow),
         pytest.param("broadcast", "disk", marks=pytest.mark.variant),
         pytest.param("delta", "disk", marks=pytest.mark.variant),
         ("broadcast", "broadcast"),
-        ("delta", "whole"),
+        pytest.param("delta", "whole", marks=pytest.mark.slow),
     ],
 )
 async def test_one_that_dies_is_replaced_by_one_with_newer_weights(
@@ -112,6 +112,7 @@ async def test_one_replica_is_not_spared(bus: Bus, tmp_path: Path) -> None:
         await assert_serving(only, 2)
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_starts_again_pushes_no_more_to_what_was_held_out(bus: Bus, tmp_path: Path) -> None:
     """Its first publication already leaves the replica out; it reads the weights back if that one has died."""
     async with replicas_of(bus, 2) as (first, second):
@@ -133,6 +134,7 @@ async def test_a_trainer_that_starts_again_pushes_no_more_to_what_was_held_out(b
             await until_serving(second, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", ["waits for the lock", "has the lock"])
 async def test_the_end_of_an_evaluation_ends_the_replacement_of_replicas(bus: Bus, tmp_path: Path, look: str) -> None:
     """One that dies while weights are pushed is not replaced after the end: routers would call its heir no more."""

@@ -244,12 +244,12 @@ async def test_a_replica_that_is_killed_while_it_copies(bus: Bus, point: str) ->
 @pytest.mark.parametrize(
     ("point", "action", "transport"),
     [
-        ("PrepareWeights", "hang", "shared_memory"),
-        ("PauseGeneration", "hang", "shared_memory"),
+        pytest.param("PrepareWeights", "hang", "shared_memory", marks=pytest.mark.slow),
+        pytest.param("PauseGeneration", "hang", "shared_memory", marks=pytest.mark.slow),
         ("PauseGeneration", "refuse", "shared_memory"),
         ("CommitWeights", "refuse", "shared_memory"),
-        ("ResumeGeneration", "hang", "shared_memory"),
-        ("PrepareWeights", "refuse", "broadcast"),
+        pytest.param("ResumeGeneration", "hang", "shared_memory", marks=pytest.mark.slow),
+        pytest.param("PrepareWeights", "refuse", "broadcast", marks=pytest.mark.slow),
         ("ReceiveWeights", "refuse", "broadcast"),
         ("bucket", "hang", "broadcast"),
         ("VerifyWeights", "corrupt", "broadcast"),

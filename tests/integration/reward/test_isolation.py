@@ -149,7 +149,7 @@ async def test_a_demoted_item_keeps_a_share_of_a_busy_core() -> None:
         await asyncio.gather(spinning, return_exceptions=True)
 
 
-@pytest.mark.parametrize("max_overtime", [0, 8])
+@pytest.mark.parametrize("max_overtime", [0, pytest.param(8, marks=pytest.mark.slow)])
 async def test_an_item_that_eats_memory_is_stopped(max_overtime: int) -> None:
     """Its worker is replaced, and the next item is verified."""
     async with _running(num_workers=1, max_overtime=max_overtime) as pool:
@@ -170,6 +170,7 @@ async def test_what_one_item_took_is_not_held_against_the_next() -> None:
     assert [(reply.status, reply.credit) for reply in replies] == [(Status.OK, 1.0), (Status.OK, 0.0)]
 
 
+@pytest.mark.slow
 async def test_items_that_eat_memory_together_are_stopped() -> None:
     """Each would be allowed what it takes; all of them are not."""
     async with _running(num_workers=2, memory_limit_mb=2048) as pool:
@@ -282,6 +283,7 @@ async def test_a_forkserver_that_is_ready_too_late_is_not_used(monkeypatch: pyte
         assert {parent_of(pid) for pid in pool.worker_pids} <= {each.pid for each in psutil.Process().children()}
 
 
+@pytest.mark.slow
 async def test_workers_are_recycled() -> None:
     """After this many items a worker makes place for a fresh one."""
     async with _running(num_workers=1, recycle_after=5, max_overtime=0) as pool:

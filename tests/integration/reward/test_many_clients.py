@@ -30,6 +30,7 @@ def response_of(number: int) -> str:
     return rf"so it is \boxed{{{number + number % 2}}}"
 
 
+@pytest.mark.slow
 async def test_over_grpc(service: RewardProcess) -> None:
     """Each with a connection of its own, and two calls on it."""
 
@@ -53,6 +54,7 @@ async def test_over_grpc(service: RewardProcess) -> None:
     ]
 
 
+@pytest.mark.slow
 async def test_over_http(service: RewardProcess) -> None:
     """Each with a connection of its own, and two requests on it."""
     connector = aiohttp.TCPConnector(limit=0)

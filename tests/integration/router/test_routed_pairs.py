@@ -158,6 +158,7 @@ async def test_a_turn_that_has_outgrown_a_replica_goes_on_with_a_larger_one(stea
             assert await num_in_flight(router) == 0
 
 
+@pytest.mark.slow
 async def test_pushes_are_no_failures(steady_bus: Bus) -> None:
     """A turn that is broken off by more pushes than it may have failures is played to its end, and no breaker opens."""
     async with (

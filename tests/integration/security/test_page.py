@@ -92,6 +92,7 @@ def test_curl(service: RewardProcess, folder: Path) -> None:
     assert json.loads(run(["sh", "-c", command], folder, "").stdout)["error"]["code"] == "UNAUTHENTICATED"
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_ends_the_process_at_its_start(folder: Path) -> None:
     """Before it listens anywhere; the token that was wrong is not shown."""
     command = [PENSTOCK, "serve", "reward", "--reward.workers=1"]

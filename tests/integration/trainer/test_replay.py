@@ -300,6 +300,7 @@ def test_the_command_names_what_differs_between_the_environments(
     assert "pillow: recorded with 1.0, replayed with" in output
 
 
+@pytest.mark.slow
 def test_the_command_shows_both_sides_and_what_other_settings_give(tmp_path: Path) -> None:
     """Recorded and replayed side by side, one more column for the overrides, and one sentence."""
     command = [sys.executable, "-m", "services.cli", "replay", str(RECORDED), "--step", "2"]

@@ -169,6 +169,7 @@ async def test_a_runner_that_cuts_a_verdict_short_has_no_reward(
     assert "was not judged: the wait for the verdict was cut short" in sample.error
 
 
+@pytest.mark.slow
 async def test_a_runner_that_never_ends_is_ended(
     bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str, tmp_path: Path
 ) -> None:
@@ -224,6 +225,7 @@ async def test_a_runner_that_asks_nothing_fails_its_group_with_the_reason(
     assert "/nowhere/agent does not start: No such file or directory; correct its command" in gone.error
 
 
+@pytest.mark.slow
 async def test_a_session_is_over_when_its_sample_is(
     bus: Bus, engine: SimulatedEngine, make_harness: Callable[..., Any], run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ async def test_a_server_that_is_stopped_lets_its_episodes_end() -> None:
         assert server.process.returncode == 0
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_killed_costs_its_samples_and_nothing_else(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:

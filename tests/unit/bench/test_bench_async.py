@@ -119,7 +119,7 @@ def test_with_one_replica_placement_costs_nothing() -> None:
     assert routed.prefill_ratio == 1.0
 
 
-@pytest.mark.parametrize(("max_staleness", "num_steps"), [(1, 20), (4, 30)])
+@pytest.mark.parametrize(("max_staleness", "num_steps"), [(1, 20), pytest.param(4, 30, marks=pytest.mark.slow)])
 def test_placement_and_chunks_cost_less_than_five_percent(max_staleness: int, num_steps: int) -> None:
     """Eight replicas of eight slots: calls hardly wait beside free slots, and groups hardly wait for the trainer."""
     shares = []

@@ -138,6 +138,7 @@ def test_every_family_can_be_counted(family: str, tmp_path: Path) -> None:
     assert working_bytes(shape, row, **SETTINGS) > 600 * 64 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("computed_whole")
 def test_longer_rows_take_more_and_computing_again_less(tmp_path: Path) -> None:
     """As a person expects who turns these settings."""
@@ -198,6 +199,7 @@ def test_every_rank_computes_the_tower_for_the_whole_row(tmp_path: Path) -> None
     assert images_shared - text_shared == pytest.approx(images - text, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("computed_whole")
 def test_a_frozen_tower_keeps_no_activations(tmp_path: Path) -> None:
     """Nothing goes backward through it."""
@@ -207,6 +209,7 @@ def test_a_frozen_tower_keeps_no_activations(tmp_path: Path) -> None:
     assert working_bytes(shape, row, **SETTINGS | frozen) < 0.8 * working_bytes(shape, row, **SETTINGS)
 
 
+@pytest.mark.slow
 def test_one_trained_layer_costs_what_all_cost(tmp_path: Path) -> None:
     """What lies above keeps its activations for it; a number of a layer that the small models lack is no mistake."""
     config = random_qwen3_vl().config
@@ -220,6 +223,7 @@ def test_one_trained_layer_costs_what_all_cost(tmp_path: Path) -> None:
     assert one == all_text > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("computed_whole")
 def test_a_row_without_gradient(tmp_path: Path) -> None:
     """Of text, where only the tower is trained."""

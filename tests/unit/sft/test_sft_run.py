@@ -138,7 +138,12 @@ def test_a_validation_that_goes_on_is_a_sign_of_life(
 
 @pytest.mark.parametrize(
     ("sections", "stop_after", "expected"),
-    [({}, 6, True), ({}, 5, False), (VALIDATED, 6, False), (VALIDATED, None, True)],
+    [
+        pytest.param({}, 6, True, marks=pytest.mark.slow),
+        pytest.param({}, 5, False, marks=pytest.mark.slow),
+        (VALIDATED, 6, False),
+        (VALIDATED, None, True),
+    ],
 )
 def test_a_run_says_whether_it_is_complete(
     tiny_model_path: Path, tmp_path: Path, sections: dict[str, Any], stop_after: int | None, expected: bool
@@ -290,6 +295,7 @@ def test_epochs_are_every_row_once_in_an_order_of_their_own(tiny_model_path: Pat
     assert all(row["num_samples"] == 2 and math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in found)
 
 
+@pytest.mark.slow
 def test_epochs_do_not_count_wrong_rows_and_a_run_keeps_their_number(tiny_model_path: Path, tmp_path: Path) -> None:
     """Of six rows, two wrong: two epochs in batches of two are four steps; still so when a row is found too long."""
     rows = [{"prompt": f"Say {n}.", "completion": str(n)} for n in range(4)]
@@ -306,6 +312,7 @@ def test_epochs_do_not_count_wrong_rows_and_a_run_keeps_their_number(tiny_model_
     assert run(settings, tmp_path / "another", stop_after=1)[0]["num_steps"] == 3
 
 
+@pytest.mark.slow
 def test_epochs_are_every_row_once_whatever_batches_a_run_goes_on_with(tiny_model_path: Path, tmp_path: Path) -> None:
     """Of eight rows, four are learned in two steps; two more one by one; and the last two in one step."""
     rows = [{"prompt": f"Say {n}.", "completion": str(n)} for n in range(8)]
@@ -319,6 +326,7 @@ def test_epochs_are_every_row_once_whatever_batches_a_run_goes_on_with(tiny_mode
     assert found[-1]["epoch"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_release_has_the_epochs_that_are_left(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

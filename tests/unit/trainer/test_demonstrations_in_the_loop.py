@@ -62,6 +62,7 @@ def weights_file(checkpoint: Checkpoint) -> bytes:
     return (checkpoint.model_path / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_demonstrations_are_learned_while_the_policy_learns_from_rewards(tiny_model_path: Path, tmp_path: Path) -> None:
     """Their cross-entropy falls, which it does not without them, and right samples become likelier than wrong ones."""
     rows = train(tiny_model_path, tmp_path / "mixed", BUILT_IN, num_steps=16)

@@ -28,7 +28,12 @@ from tests.support.engine.traffic import Traffic
 from tests.support.trainer.families import EXPERTS, MIXTURES, heard, write_model
 from tests.support.trainer.routing import chosen_experts, disturb_routers, exchanged
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("rendezvous", "engine_forker")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("rendezvous", "engine_forker"),
+]
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl_moe", pytest.param("qwen3_moe", marks=pytest.mark.variant)])

@@ -44,6 +44,7 @@ async def assert_serves(engine: EngineProcess, policy: Reference, version: int) 
     assert max(abs(got - want) for got, want in zip(answer.logprobs, expected.tolist(), strict=True)) < TOLERANCE
 
 
+@pytest.mark.slow
 async def test_engines_that_join_late(
     tiny_model_path: Path, nats_url: str, tmp_path: Path, reference: Reference
 ) -> None:

@@ -44,7 +44,10 @@ async def started(
     return traffic
 
 
-@pytest.mark.parametrize("images", [[], IMAGES], ids=["text", "image"])
+@pytest.mark.parametrize(
+    "images",
+    [pytest.param([], id="text", marks=pytest.mark.slow), pytest.param(IMAGES, id="image")],
+)
 async def test_in_place_goes_on_from_what_the_old_weights_computed(
     engine: EngineProcess, current: Reference, images: list[bytes]
 ) -> None:
@@ -81,7 +84,7 @@ async def test_in_place_goes_on_from_what_the_old_weights_computed(
     [
         pytest.param("PAUSE_MODE_RETRACT", IMAGES, id="RETRACT, image"),
         pytest.param("PAUSE_MODE_IN_PLACE", IMAGES, id="IN_PLACE, image"),
-        pytest.param("PAUSE_MODE_DRAIN", [], id="DRAIN, text"),
+        pytest.param("PAUSE_MODE_DRAIN", [], id="DRAIN, text", marks=pytest.mark.slow),
         pytest.param("PAUSE_MODE_RETRACT", [], id="RETRACT, text", marks=pytest.mark.variant),
         pytest.param("PAUSE_MODE_IN_PLACE", [], id="IN_PLACE, text", marks=pytest.mark.variant),
         pytest.param("PAUSE_MODE_DRAIN", IMAGES, id="DRAIN, image", marks=pytest.mark.variant),
@@ -123,6 +126,7 @@ async def test_nothing_computed_by_older_weights_serves_a_new_request(
         assert answer.usage.num_cached_tokens > len(turn) // 2  # within a version, prefixes are shared as ever
 
 
+@pytest.mark.slow
 async def test_in_place_computes_a_half_computed_prompt_anew(engine: EngineProcess, current: Reference) -> None:
     """Long prompts, computed in parts, while one push follows another: every token has its version's logprobs."""
     version = (await engine.replica()).policy_version
@@ -172,6 +176,7 @@ async def test_drain_lets_requests_finish_under_the_weights_they_began_with(
     assert numbers.count(version) >= 12
 
 
+@pytest.mark.slow
 async def test_a_drain_that_is_given_up_lets_waiting_requests_go_on(engine: EngineProcess, current: Reference) -> None:
     """The trainer vanishes while it waits: the old weights serve on, those that waited included."""
     version = (await engine.replica()).policy_version

@@ -121,6 +121,7 @@ def failing(ranks: Ranks, path: Path, failing_rank: int, num_near: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("failing_rank", "num_near"), [(1, 2), (0, 1), (1, 1)])
 def test_a_rank_that_cannot_write_ends_the_push(
     two: RankPool, tiny_model_path: Path, failing_rank: int, num_near: int

@@ -178,6 +178,7 @@ def test_every_algorithm_takes_the_same_step_on_two_ranks(
             assert_same(alone[name], together[name])
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_from_a_teacher_as_one(two: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """Each has its shard of the teacher's weights."""
     teacher = write_teacher(tiny_model_path, tmp_path / "teacher")
@@ -188,6 +189,7 @@ def test_two_ranks_learn_from_a_teacher_as_one(two: RankPool, tiny_model_path: P
         assert_same(alone, together)
 
 
+@pytest.mark.slow
 def test_a_batch_without_pictures_leaves_the_tower_as_it_is(two: RankPool, tiny_model_path: Path) -> None:
     """Neither weight decay nor averages of earlier steps move it, as on one rank."""
     settings = {"optimizer": {"weight_decay": 0.1}}
@@ -212,6 +214,7 @@ def supervised(
     return weights, metrics, (measured.total, measured.num_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", [pytest.param(0, id="with pictures"), pytest.param(1, id="without", marks=pytest.mark.variant)]
 )
@@ -243,6 +246,7 @@ def mixed(
     return weights_of(backend), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "pictures"),
     [
@@ -289,6 +293,7 @@ def test_a_group_without_numbers_is_skipped_by_all(two: RankPool, tiny_model_pat
         assert all(weight.isfinite().all() for weight in weights.values())
 
 
+@pytest.mark.slow
 def test_bfloat16_is_gathered_and_summed_in_float32(two: RankPool, tiny_model_path: Path) -> None:
     """The same as on one rank, within what bfloat16 rounds."""
     settings = {"dtype": "bfloat16", "optimizer": {"learning_rate": 1e-4}}

@@ -115,6 +115,7 @@ def attended_together(ranks: Ranks, seeds: Sequence[int]) -> list[list[torch.Ten
     return found
 
 
+@pytest.mark.slow
 def test_attention_over_any_row_is_that_of_one_rank(two: RankPool) -> None:
     """Its output and its gradients, also where a rank has a single token or none."""
     seeds = range(40)
