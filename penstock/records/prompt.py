@@ -10,6 +10,8 @@ from penstock.names import TRAIN
 from penstock.records.record import Envelope, Record
 
 _MAX_VERIFIED_CHARS = 65_536
+REQUEUED = "requeued"
+"""First word of the id of a message that a person put back on its queue; its number and first id follow."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -91,8 +93,14 @@ class GroupId(Record, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, message_id: str) -> "GroupId | None":
-        """Return the identity that `message` wrote; None if it is not one. For messages that cannot be decoded."""
-        match message_id.split("/"):
+        """Return the identity that `message` wrote; None if it is not one. For messages that cannot be decoded.
+
+        What was put back on its queue (`requeue_letter`) has its first id at the end of its own.
+        """
+        words = message_id.split("/")
+        while len(words) > 4 and words[0] == REQUEUED:
+            words = words[2:]
+        match words:
             case [run_id, index, attempt, epoch] if index.isdecimal() and attempt.isdecimal():
                 return cls(run_id=run_id, index=int(index), attempt=int(attempt), trainer_epoch=epoch)
         return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from penstock import config as configuration
+from penstock import shipped
 from penstock.config import LogConfig
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
@@ -32,7 +33,14 @@ app = typer.Typer(cls=RecipeGroup, help=_HELP, invoke_without_command=True)
 
 ResultT = TypeVar("ResultT")
 
-Config = Annotated[Path | None, typer.Option("--config", help="Recipe (TOML): the live.toml in a run folder.")]
+Config = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--config",
+        help="Recipe (TOML): the live.toml in a run folder; a further --config overrides it.",
+        show_default=False,
+    ),
+]
 Url = Annotated[str, typer.Option("--url", metavar="NATS_URL", help="NATS; default: the recipe's bus.url.")]
 Run = Annotated[str, typer.Option("--run", metavar="NAME", help="Name of the run; default: the recipe's.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -47,7 +55,7 @@ def list_streams(
 ) -> int:
     """List the streams of a run: messages, bytes, age of the oldest message, and each consumer's backlog."""
     if context.invoked_subcommand is not None:
-        if config is not None or url or run or as_json:
+        if config or url or run or as_json:
             raise ConfigError(f"options of `penstock bus {context.invoked_subcommand}` come after its name")
         return 0
     from penstock.bus.stored.stream_report import (
@@ -108,18 +116,26 @@ def requeue(context: typer.Context, number: Number, config: Config = None, url: 
 
 
 def _on_bus(
-    ask: "Callable[[Bus], Awaitable[ResultT]]", context: typer.Context, config: Path | None, url: str, run: str
+    ask: "Callable[[Bus], Awaitable[ResultT]]", context: typer.Context, config: list[Path] | None, url: str, run: str
 ) -> ResultT:
     overrides = [*overrides_of(context), *([f"--bus.url={url}"] if url else [])]
-    recipe = configuration.load(Recipe, [config] if config else (), overrides)
+    recipe = configuration.load(Recipe, [shipped.find_recipe(path) for path in config or ()], overrides)
     log.configure(LogConfig(level="warning"), service="bus")
     if not recipe.bus.url:
         raise ConfigError("bus.url is empty: give --url nats://HOST:PORT and --run NAME, or --config RUN/live.toml")
 
     async def asking() -> ResultT:
+        # NATS takes long to import: only after the arguments are checked.
         from penstock.bus.connection import connect
+        from penstock.bus.stored.stream_report import report_streams
 
-        async with connect(recipe.bus, run=run or recipe.run.name, security=Security.load(recipe.security)) as bus:
+        name = run or recipe.run.name
+        async with connect(recipe.bus, run=name, security=Security.load(recipe.security)) as bus:
+            if not await report_streams(bus, with_ages=False):
+                raise ConfigError(
+                    f"run {name!r} has no streams on NATS at {recipe.bus.url}; "
+                    f"`penstock runs list --url {recipe.bus.url}` lists those that have"
+                )
             return await ask(bus)
 
     return asyncio.run(asking())

@@ -16,6 +16,7 @@ from nats.js import api
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.errors import InvalidRequestError, UnavailableError
+from penstock.records.prompt import REQUEUED
 
 REASON = "Penstock-Reason"
 SUBJECT = "Penstock-Subject"
@@ -95,7 +96,7 @@ async def requeue_letter(bus: Bus, number: int) -> DeadLetter:
     if queue is None:
         raise InvalidRequestError(f"dead letter {number} is from {letter.subject!r}, which is no queue of this run")
     # Its own id would be taken for a repetition of the given-up message.
-    await bus.publish(queue, letter.payload, message_id=f"requeued/{number}/{letter.message_id}", headers={})
+    await bus.publish(queue, letter.payload, message_id=f"{REQUEUED}/{number}/{letter.message_id}", headers={})
     try:
         await bus.jetstream.delete_msg(bus.dead.name, number)
     except BUS_ERRORS as error:
@@ -112,7 +113,7 @@ def show_payload(payload: bytes) -> Any:
     """
     try:
         return _shown(msgpack.unpackb(payload, strict_map_key=False))
-    except (ValueError, msgpack.UnpackException):
+    except (TypeError, ValueError, msgpack.UnpackException):  # a TypeError: a map whose keys are no values
         return f"{len(payload)} bytes that are not msgpack: {payload[:64]!r}"
 
 
@@ -129,8 +130,10 @@ def _shown(value: Any) -> Any:
             return [*map(_shown, items[:_MAX_SHOWN_ITEMS]), *more]
         case dict():
             return {str(key): _shown(each) for key, each in value.items()}
-        case _:
+        case None | bool() | int() | float() | str():
             return value
+        case _:  # msgpack's timestamps and extension types
+            return repr(value)
 
 
 def _letter(message: api.RawStreamMsg) -> DeadLetter:

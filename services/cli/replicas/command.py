@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock import config as configuration
+from penstock import shipped
 from penstock.errors import ConfigError
 from penstock.runtime.security import Security
 from services.cli.arguments import RecipeGroup, overrides_of
@@ -20,7 +21,14 @@ Any --section.key=value overrides the recipe. With --address, --security.key=val
 
 app = typer.Typer(cls=RecipeGroup, help=_HELP, invoke_without_command=True)
 
-Config = Annotated[Path | None, typer.Option("--config", help="Recipe (TOML) whose router section has host and port.")]
+Config = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--config",
+        help="Recipe (TOML) whose router section has host and port; a further --config overrides it.",
+        show_default=False,
+    ),
+]
 Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="The router; default: by the recipe.")]
 
 
@@ -33,7 +41,7 @@ def list_replicas(
 ) -> int:
     """List the replicas that the router sees: role, state, version, load, KV use, calls in flight of the limit."""
     if context.invoked_subcommand is not None:
-        if config is not None or address or as_json:
+        if config or address or as_json:
             raise ConfigError(f"options of `penstock replicas {context.invoked_subcommand}` come after its name")
         return 0
     router_address, security = _find_router(config, address, overrides_of(context))
@@ -70,18 +78,18 @@ def drain(
     return 0
 
 
-def _find_router(config: Path | None, address: str, overrides: list[str]) -> tuple[str, Security]:
+def _find_router(config: list[Path] | None, address: str, overrides: list[str]) -> tuple[str, Security]:
     """Return the router's address, and the secrets for it."""
-    if address and config is not None:
-        raise ConfigError(f"--address {address} and --config {config} both name a router; leave out one")
+    if address and config:
+        raise ConfigError(f"--address {address} and --config {config[0]} both name a router; leave out one")
     if address and (others := [each for each in overrides if not each.startswith("--security.")]):
         raise ConfigError(f"--address {address} names a router with settings of its own; leave out {others[0]}")
-    recipe = configuration.load(Recipe, [config] if config else (), overrides)
+    recipe = configuration.load(Recipe, [shipped.find_recipe(path) for path in config or ()], overrides)
     if address:
         return address, Security.load(recipe.security)
     router = recipe.router
     if router.port == 0:
-        source = f"recipe {config}" if config is not None else "without a recipe it"
+        source = f"recipe {', '.join(map(str, config))}" if config else "without a recipe it"
         raise ConfigError(
             f"router.port = 0 ({source} leaves it open): give --address HOST:PORT, or --config RUN/live.toml"
         )

@@ -71,11 +71,24 @@ async def test_shows_a_dead_letter_of_any_version_and_puts_it_back(bus: Bus, run
         assert (await penstock_bus(bus, run_name, "letters")).stdout == ""
 
 
+async def test_recipes_lie_over_one_another(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    """One that comes with Penstock by its name; a later one keeps what it does not name."""
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text(f'[bus]\nurl = "{bus.config.url}"\n[run]\nname = "another"\n')
+    second.write_text(f'[run]\nname = "{run_name}"\n')
+    command = [PENSTOCK, "bus", "letters", "--config", "tiny-cpu", "--config", first, "--config", second]
+    found = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=200, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 async def test_mistakes_are_one_line_with_the_remedy(bus: Bus, run_name: str) -> None:
     """A letter that is not there, and a command that does not know which bus is meant."""
     missing = await penstock_bus(bus, run_name, "show", "17")
     assert missing.returncode != 0
     assert missing.stderr == "error: there is no dead letter 17; `penstock bus letters` lists them\n"
+    unknown = await penstock_bus(bus, "another")
+    assert unknown.returncode == 2
+    assert unknown.stderr.startswith(f"error: run 'another' has no streams on NATS at {bus.config.url}; ")
     nowhere = await asyncio.to_thread(
         subprocess.run, [PENSTOCK, "bus"], capture_output=True, text=True, timeout=200, check=False
     )
@@ -83,14 +96,22 @@ async def test_mistakes_are_one_line_with_the_remedy(bus: Bus, run_name: str) ->
     assert "give --url nats://HOST:PORT and --run NAME" in nowhere.stderr
 
 
-async def test_bytes_that_are_no_record_are_shown_as_such(bus: Bus, run_name: str) -> None:
+@pytest.mark.parametrize(
+    ("payload", "shown"),
+    [
+        pytest.param(b"\xc1 garbage", "9 bytes that are not msgpack: ", id="no msgpack"),
+        pytest.param(b"\x81\x90\x00", "3 bytes that are not msgpack: ", id="a list as a key"),
+        pytest.param(b"\xd6\xff" + bytes(4), "Timestamp(", id="a time"),
+    ],
+)
+async def test_bytes_that_are_no_record_are_shown_as_such(bus: Bus, run_name: str, payload: bytes, shown: str) -> None:
     """Anything may be on a queue."""
-    await bus.publish(bus.prompts, b"\xc1 garbage", message_id="a")
+    await bus.publish(bus.prompts, payload, message_id="a")
     async with consuming(bus, bus.prompts, "workers", ack_wait_s=30.0, max_ack_pending=10) as consumer:
         [delivery] = await consumer.fetch(1)
         await delivery.bury("no record")
-    shown = json.loads((await penstock_bus(bus, run_name, "show", "1")).stdout)
-    assert shown["payload"].startswith("9 bytes that are not msgpack: ")
+    letter = json.loads((await penstock_bus(bus, run_name, "show", "1")).stdout)
+    assert letter["payload"].startswith(shown)
 
 
 @pytest.mark.slow

@@ -288,7 +288,15 @@ def test_a_message_id_is_read_back(text: str) -> None:
     assert group_id.scope == text.replace("/", ".")
 
 
-@pytest.mark.parametrize("text", ["", "run/3/1", "run/x/1/a", "run/-1/0/a", "a/b/c/d/e"])
+@pytest.mark.parametrize("text", ["run/3/1/a", "requeued/3/1/a"])
+def test_the_id_of_a_message_that_was_put_back_is_that_of_its_group(text: str) -> None:
+    """However often; a run may have any name."""
+    group_id = GroupId.parse(f"requeued/9/requeued/2/{text}")
+    assert group_id is not None
+    assert group_id.message == text
+
+
+@pytest.mark.parametrize("text", ["", "run/3/1", "run/x/1/a", "run/-1/0/a", "a/b/c/d/e", "requeued/2/3/1/a"])
 def test_what_is_no_message_id_is_none(text: str) -> None:
     """No error: whoever asks has a message that is broken already."""
     assert GroupId.parse(text) is None
