@@ -24,9 +24,9 @@ def test_there_are_overlays() -> None:
 
 @pytest.mark.parametrize("overlay", _OVERLAYS, ids=lambda path: path.parent.name)
 def test_what_an_overlay_names_can_be_loaded(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the PYTHONPATH of the command in its first line, from the root of the repository."""
+    """With the PYTHONPATH of the command in its first line of prose, from the root of the repository."""
     monkeypatch.chdir(ROOT)
-    first = overlay.read_text().splitlines()[0]
+    first = next(line for line in overlay.read_text().splitlines() if not line.startswith("#:"))
     assert first.endswith(f"penstock train tiny-cpu {overlay.relative_to(ROOT)}")
     for folder in _PYTHONPATH.findall(first):
         monkeypatch.syspath_prepend(ROOT / folder)

@@ -1,6 +1,7 @@
 """The settings' reference and the recipes' schema say what the models say."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,8 @@ from services.recipe import Recipe
 from tools.generate_settings import contents
 
 ROOT = Path(__file__).parents[3]
-RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+RECIPES = sorted([*(ROOT / "recipes").glob("*.toml"), *(ROOT / "examples").glob("*/recipe.toml")])
+SCHEMA = Path("recipes/recipe.schema.json")
 
 
 class Inner(Config):
@@ -89,13 +91,13 @@ def test_every_setting_is_explained() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_every_shipped_recipe_fits_the_schema(path: Path) -> None:
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_recipe_fits_the_schema(path: Path) -> None:
     """And names it in its first line, where editors look."""
     text = path.read_text()
-    assert text.startswith("#:schema ./recipe.schema.json\n")
-    schema = contents()[Path("recipes/recipe.schema.json")]
-    jsonschema.validate(tomllib.loads(text), json.loads(schema))
+    [named] = re.findall(r"\A#:schema (\S+)\n", text)
+    assert (path.parent / named).resolve() == ROOT / SCHEMA
+    jsonschema.validate(tomllib.loads(text), json.loads(contents()[SCHEMA]))
 
 
 def test_the_generated_files_are_current() -> None:
@@ -115,7 +117,7 @@ def test_services_by_hand_find_each_other(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_schema_refuses_what_a_recipe_must_not_hold() -> None:
     """Unknown keys and values out of range."""
-    schema = json.loads(contents()[Path("recipes/recipe.schema.json")])
+    schema = json.loads(contents()[SCHEMA])
     for wrong in ({"trainer": {"num_stepz": 1}}, {"trainer": {"num_steps": 0}}, {"log": {"level": "loud"}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
