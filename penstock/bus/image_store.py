@@ -51,7 +51,7 @@ class ImageStore:
         """Store images on `bus`, and cache recently used ones in memory."""
         self._bus = bus
         self._js = bus.client.jetstream(timeout=LONGEST_S)
-        self._places = asyncio.Semaphore(_FETCHES_AT_ONCE)
+        self._fetch_limit = asyncio.Semaphore(_FETCHES_AT_ONCE)
         self._cache = _ByteCache(cache_bytes)
         self._fetching: dict[str, asyncio.Task[bytes]] = {}
         self._is_away = False
@@ -158,7 +158,7 @@ class ImageStore:
 
     async def _fetch(self, subject: str, sha256: str) -> bytes:
         try:
-            async with self._places:
+            async with self._fetch_limit:
                 asking = self._js.get_msg(self._bus.images.name, subject=subject, direct=True)
                 message = await awaited(self._bus.client, asking)
         except nats.js.errors.NotFoundError:

@@ -282,7 +282,7 @@ class RoutedExperts(_message.Message):
     ID_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     EXPERT_IDS_FIELD_NUMBER: _builtins.int
     first_token: _builtins.int
-    """Place of the run's first token: the request's routed_experts_from. The last token is the one before the turn's last,
+    """Index of the run's first token: the request's routed_experts_from. The last token is the one before the turn's last,
     which is sampled but not computed.
     """
     num_layers: _builtins.int

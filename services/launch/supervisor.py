@@ -309,10 +309,11 @@ async def supervised(
     context, kills them at once.
     """
     async with AsyncExitStack() as stack:
-        place: Backend = await stack.enter_async_context(local_backend()) if backend is None else backend
+        if backend is None:
+            backend = await stack.enter_async_context(local_backend())
 
         def make_child(spec: ProcessSpec) -> Child:
-            return Child(spec, log=BoundedLog(logs / f"{spec.name}.log"), backend=place, trace=trace)
+            return Child(spec, log=BoundedLog(logs / f"{spec.name}.log"), backend=backend, trace=trace)
 
         supervisor = Supervisor(
             specs,

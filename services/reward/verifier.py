@@ -77,7 +77,7 @@ class Verifier:
         self._pool = pool
         self._remote = RemoteVerifier(config.remote, tls) if config.remote.url else None
         self.queue = AdmissionQueue(max_items)
-        """Holds a place for each item in the service."""
+        """Admits each item to the service."""
         self.metrics = Metrics(pool, self.queue)
         self.profiles = make_profiles(config, verifiers)
 

@@ -43,7 +43,7 @@ class CheckedRequest:
     num_top_logprobs: int = 0
     prompt_logprobs: bool = False
     routed_experts_from: int | None = None
-    """Place of the first token whose experts are reported; None: none are."""
+    """Index of the first token whose experts are reported; None: none are."""
     bootstrap: generate_pb2.Bootstrap | None = None
     """How the peers of the PD pair find each other; None on a unified engine."""
 

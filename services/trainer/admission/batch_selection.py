@@ -7,34 +7,34 @@ Invariant, for groups_per_step = B, n_k = untrained groups with a deadline of at
 
     n_k <= (k + 1) B                                                                                (feasible)
 
-This is Hall's condition for giving every group one of the B places of each coming step. It holds at the start, because
+This is Hall's condition for every group to have room in a coming step, each of which takes B. It holds at the start, as
 at most (max_staleness + 1) B groups are admitted and a new one has the deadline c + max_staleness. A batch keeps it if
 it has at least need_k = max(0, n_k - k B) groups of each prefix k: at most k B groups of the prefix then remain, the
 condition at version c + 1, where the same deadlines are one step nearer. In particular at most B groups are ever due
 (k = 0). While a group is being played its deadline only moves later.
 
 Groups are *committed* to the batch as they finish, those of earliest deadline first, and stay in it. A set C of groups
-may be committed if it leaves enough places:
+may be committed if it leaves enough room:
 
     |C outside prefix k| <= B - need_k   for every k                                                (open)
 
-- It is necessary and sufficient. If it fails for a k, fewer than need_k places are left for prefix k, whatever arrives
-  later. If it holds, filling the batch by earliest deadline completes it: the batch then has
+- It is necessary and sufficient. If it fails for a k, there is room for fewer than need_k groups of prefix k, whatever
+  arrives later. If it holds, filling the batch by earliest deadline completes it: the batch then has
   min(n_k, B - |C outside prefix k|) groups of prefix k, at least need_k.
 - It remains true until the step ends. Versions of finished groups are fixed, unfinished groups move to later prefixes
   only, and a group that fails or is filtered leaves them. Only an admission makes an n_k larger. A group admitted at
   version a has the deadline a + max_staleness, so it is only in prefixes k >= max_staleness - (c - a).
-  The gate keeps the places of c - a steps free, so at most (max_staleness + 1 - (c - a)) B groups are outstanding. For
+  The gate keeps the room of c - a steps free, so at most (max_staleness + 1 - (c - a)) B groups are outstanding. For
   these k therefore n_k <= (k + 1) B - |C outside prefix k|, and (open) holds.
-- There is always something to wait for. Suppose the batch is incomplete, and let k be the first prefix without a spare
-  place. All remaining places are for prefix k, which has that many uncommitted groups. None of these is finished:
+- There is always something to wait for. Suppose the batch is incomplete, and let k be the first prefix without spare
+  room. All remaining room is for prefix k, which has as many uncommitted groups. None of these is finished:
   otherwise it could be committed, because no earlier prefix blocks it.
 - Committing at once delays nothing. The open sets are the independent sets of a laminar matroid, because the prefixes
   are nested. So the groups committed early can be extended to a full batch from any set of finished groups that
   contains one: the batch is complete at the same moment as if the choice were made at the end.
 
 Looking one step ahead only (due groups first, then whatever finished first) is not enough: with max_staleness = 2 and
-B = 1, training a fresh group 3 before groups 1 and 2, admitted earlier, leaves two groups due for one place.
+B = 1, training a fresh group 3 before groups 1 and 2, admitted earlier, leaves two groups due and room for one.
 """
 
 from collections.abc import Collection, Mapping

@@ -299,7 +299,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return [self._training[index].group for index in indices]
 
     def finish_training(self) -> None:
-        """Record that the batch was trained, which frees its groups' places in the gate."""
+        """Record that the batch was trained, which frees its groups' room in the gate."""
         for index in self._training:
             del self._admissions[index]
             self._ended[index] = GroupStatus.TRAINED

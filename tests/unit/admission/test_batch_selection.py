@@ -41,7 +41,7 @@ def test_the_gate_admits_no_more_than_the_run_can_still_train() -> None:
     assert gate.num_admissible(1, num_steps_left=100) == 7
     assert gate.num_admissible(1, num_steps_left=2) == 3
     assert gate.num_admissible(1, num_steps_left=0) == 0
-    assert gate.num_admissible(1, num_steps_left=100, num_steps_ahead=1) == 5, "the step's groups keep their places"
+    assert gate.num_admissible(1, num_steps_left=100, num_steps_ahead=1) == 5, "the step's groups still count"
     assert gate.num_admissible(1, num_steps_left=2, num_steps_ahead=2) == 3
 
 
@@ -63,7 +63,7 @@ def test_zero_staleness_takes_exactly_the_admitted_groups() -> None:
 
 
 def test_waits_for_a_due_group_even_when_enough_others_are_finished() -> None:
-    """Group 0 is due; a batch without it would make it stale. One other may be committed; the last place is kept."""
+    """Group 0 is due; a batch without it would make it stale. One other may be committed; room is kept for it."""
     outstanding = {0: 3, 1: 4, 2: 4, 3: 4}
     for committed, indices in (((), (1,)), ((1,), ())):
         selection = select_groups({1: 4, 2: 4}, outstanding, committed, version=4, max_staleness=1, groups_per_step=2)
@@ -71,7 +71,7 @@ def test_waits_for_a_due_group_even_when_enough_others_are_finished() -> None:
 
 
 def test_looks_further_ahead_than_one_step() -> None:
-    """Training 3 now would leave 1 and 2 due for the one place of the next step (the module's example)."""
+    """Training 3 now would leave 1 and 2 due in the next step, which has room for one (the module's example)."""
     selection = select_groups({3: 1}, {1: 0, 2: 0, 3: 1}, version=1, max_staleness=2, groups_per_step=1)
     assert selection == Selection(waiting_for=(1, 2))
 

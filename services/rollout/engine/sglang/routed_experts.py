@@ -23,7 +23,7 @@ def message_of(
     Args:
         ids: From `read_ids`.
         shape: The model's.
-        first_token: Place of the first token that was asked for.
+        first_token: Index of the first token that was asked for.
         num_tokens: Tokens of prompt and output; the last has not been computed.
 
     Raises:

@@ -2,8 +2,8 @@
 
 Several buckets are in flight while one is loaded. A bucket with one tensor is received directly in its parameter's
 memory. Buckets of several small tensors go through a buffer, and so do parameters that several processes share: each
-process receives the whole parameter and keeps its shard. Until the places of the parameters are proven, SGLang's own
-loader takes the tensors one by one. Adapters are received beside the parameters, and merged into them.
+process receives the whole parameter and keeps its shard. Until the addresses of the parameters are proven, SGLang's
+own loader takes the tensors one by one. Adapters are received beside the parameters, and merged into them.
 """
 
 import contextlib

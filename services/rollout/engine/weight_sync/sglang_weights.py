@@ -145,7 +145,7 @@ class SglangWeights:
         """Receive all buckets and load them; `digest` is the kind that will be asked for.
 
         SGLang's own loader loads the first push, whose digests prove where each parameter is. Later pushes write into
-        the parameters directly. Adapters are always merged directly; the digests of their base prove the places.
+        the parameters directly. Adapters are always merged directly; the digests of their base prove the addresses.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 

@@ -54,8 +54,8 @@ class Beat:
     """The name of that one, and why it has refused it."""
 
     @property
-    def place(self) -> tuple[int, bool, int]:
-        """How far it has come: of two ranks, the one with the smaller place is behind."""
+    def progress(self) -> tuple[int, bool, int]:
+        """How far it has come: of two ranks, the one with less is behind."""
         return self.command, self.is_done, 0 if self.is_done else self.collectives
 
     def encode(self) -> bytes:
@@ -104,7 +104,7 @@ class Pulse:
 class _Heard:
     beat: Beat
     moved_at: float
-    """When its place or its processor time has changed."""
+    """When its progress or its processor time has changed."""
     moving_from_s: float
     """Its processor time at that moment."""
     behind_since: float | None = None
@@ -127,7 +127,7 @@ class BeatWatch:
                 self._heard[rank] = _Heard(beat=beat, moved_at=now, moving_from_s=beat.cpu_s)
                 return
             least = max(_LEAST_MOVE_S, _MOVING_SHARE * (now - known.moved_at))
-            if beat.place != known.beat.place or beat.cpu_s - known.moving_from_s >= least:
+            if beat.progress != known.beat.progress or beat.cpu_s - known.moving_from_s >= least:
                 known.moved_at, known.moving_from_s = now, beat.cpu_s
             known.beat = beat
 
@@ -150,9 +150,9 @@ class BeatWatch:
     def _stall(self) -> str:
         if not self._heard:
             return ""
-        now, places = self.now(), {rank: heard.beat.place for rank, heard in sorted(self._heard.items())}
-        first, last = max(places, key=lambda rank: places[rank]), min(places.values())
-        behind = [rank for rank, place in places.items() if place == last < places[first]]
+        now, progress = self.now(), {rank: heard.beat.progress for rank, heard in sorted(self._heard.items())}
+        first, last = max(progress, key=lambda rank: progress[rank]), min(progress.values())
+        behind = [rank for rank, reached in progress.items() if reached == last < progress[first]]
         for rank, heard in self._heard.items():
             if rank not in behind:
                 heard.behind_since = None
