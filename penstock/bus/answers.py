@@ -24,13 +24,13 @@ is busy may hold a server up as long."""
 RETRY_S = 0.5
 
 
-async def until_answered(config: BusConfig, what: str, attempt: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
-    """Return what `attempt` does. It is repeated while nobody answers, and must be repeatable.
+async def until_answered(config: BusConfig, what: str, ask: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
+    """Return what `ask` does. It is repeated while nobody answers, and must be repeatable.
 
     Args:
         config: The servers.
-        what: What is attempted, for the log: "stream run_PROMPTS".
-        attempt: Asks the servers.
+        what: What is asked, for the log: "stream run_PROMPTS".
+        ask: Asks the servers.
 
     Raises:
         nats.errors.Error: there is no answer after `ANSWER_S`, or the error is of another kind; also those of
@@ -39,7 +39,7 @@ async def until_answered(config: BusConfig, what: str, attempt: Callable[[], Awa
     ends_at = time.monotonic() + ANSWER_S
     while True:
         try:
-            return await attempt()
+            return await ask()
         except BUS_ERRORS as error:
             is_waited_out = _is_of_an_election if config.is_cluster else _is_silence
             if not is_waited_out(error) or time.monotonic() >= ends_at:

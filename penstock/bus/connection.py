@@ -234,19 +234,19 @@ class Bus:
         """
         await self.retried(f"write of {key}", lambda: bucket.put(key, value), bucket)
 
-    async def retried(self, what: str, attempt: Callable[[], Awaitable[StoredT]], bucket: KeyValue) -> StoredT:
+    async def retried(self, what: str, ask: Callable[[], Awaitable[StoredT]], bucket: KeyValue) -> StoredT:
         """Retry a bucket operation until the server answers; it must be safe to repeat after it succeeded.
 
         Raises:
             SetupError: the server no longer has the bucket.
         """
-        return await self._stored(what, attempt, self.presence(f"the bucket for the {what}", bucket.status))
+        return await self._stored(what, ask, self.presence(f"the bucket for the {what}", bucket.status))
 
-    async def _stored(self, what: str, attempt: Callable[[], Awaitable[StoredT]], presence: Presence) -> StoredT:
-        """Retry until the server confirms; it must be safe to repeat an attempt whose answer was lost."""
+    async def _stored(self, what: str, ask: Callable[[], Awaitable[StoredT]], presence: Presence) -> StoredT:
+        """Retry until the server confirms; it must be safe to ask again where an answer was lost."""
         while True:
             try:
-                return await attempt()
+                return await ask()
             except BUS_ERRORS as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():  # nats-py swallows it where it flushes what is large
@@ -268,13 +268,13 @@ class Bus:
             SetupError: the server no longer has the stream.
         """
 
-        async def attempt() -> int:
+        async def ask() -> int:
             count = (await self._js.stream_info(stream.name)).state.messages
             await self._js.purge_stream(stream.name)
             return int(count)
 
         presence = self.presence(f"stream {stream.name}", lambda: self._js.stream_info(stream.name))
-        return await self._stored(f"purge of {stream.name}", attempt, presence)
+        return await self._stored(f"purge of {stream.name}", ask, presence)
 
     async def delete_run(self) -> None:
         """Remove the run's streams and buckets with all that they hold, whoever uses them.

@@ -56,7 +56,7 @@ class Delivery:
     def renew(self, message: Msg) -> None:
         """Continue with another delivery of the same message, which arrived because heartbeats were late.
 
-        `num_delivered` stays, since no attempt failed at the message meanwhile, and so does the payload: the bytes that
+        `num_delivered` stays, since nobody failed at the message meanwhile, and so does the payload: the bytes that
         came again are freed.
         """
         message.data = b""

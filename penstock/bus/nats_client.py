@@ -56,7 +56,7 @@ async def connected_client(config: BusConfig, security: Security, *, timeout_s: 
         log.debug("bus.failed", error=str(error) or type(error).__name__)
         if _REFUSED in str(error):
             if not was_admitted:
-                raise AccessError(f"bus.url = {config.url!r}: {_REFUSAL}")  # ends the first attempt to connect
+                raise AccessError(f"bus.url = {config.url!r}: {_REFUSAL}")  # ends the first try to connect
             log.warning("bus.refused", url=config.url, reason=_REFUSAL)
 
     async def on_disconnect() -> None:

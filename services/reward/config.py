@@ -10,11 +10,11 @@ import pydantic
 from penstock.config import Config, MetricsConfig, NetworkConfig, RunConfig
 from penstock.config.paths import expand_home
 
-ATTEMPTS: Final = 3
-"""Maximum attempts of the profile `remote` if the service fails: two more bridge a restart of seconds."""
+MAX_TRIES: Final = 3
+"""Tries of the profile `remote` if the service fails: two more bridge a restart of seconds."""
 MAX_DEADLINE_S: Final = 50.0
 """Maximum seconds of an item: less than the minute that workers first wait for a group's verdicts, enough for three
-attempts of a remote service, and too short for hostile items to hold the workers for long."""
+tries of a remote service, and too short for hostile items to hold the workers for long."""
 _WITH_USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 
 
@@ -56,7 +56,7 @@ class RemoteConfig(Config):
     """Where to POST {"prompt", "response", "label"}, as slime does; empty: there is no profile `remote`. It has no user
     and password: the service gets `PENSTOCK_REMOTE_TOKEN`."""
     timeout_s: float = pydantic.Field(default=10.0, gt=0)
-    """Seconds for one attempt, of three. An item without a deadline has the time of all three, at most 50 s."""
+    """Seconds for one try, of three. An item without a deadline has the time of all three, at most 50 s."""
     max_concurrency: int = pydantic.Field(default=64, ge=1, le=4096)
     """Requests at once; further items wait."""
 

@@ -19,7 +19,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from penstock.runtime.security import REMOTE_TOKEN, Tls, read_secret
 from penstock.verdict_status import Status
-from services.reward.config import ATTEMPTS, RemoteConfig
+from services.reward.config import MAX_TRIES, RemoteConfig
 from services.reward.isolation.tasks import sendable
 from services.reward.item import Item
 from services.reward.verdict import Finding, Method
@@ -31,16 +31,16 @@ _WORTH_ANOTHER_TRY = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_
 
 
 class _RemoteError(Exception):
-    """The remote service returned no number; another attempt would not help."""
+    """The remote service returned no number; another try would not help."""
 
 
 class RemoteVerifier:
     """A client of the remote service, with persistent connections. Close it after use."""
 
-    def __init__(self, config: RemoteConfig, tls: Tls | None = None, *, attempts: int = ATTEMPTS) -> None:
+    def __init__(self, config: RemoteConfig, tls: Tls | None = None, *, max_tries: int = MAX_TRIES) -> None:
         """Trust the authorities of `tls` beside the public ones, if the service speaks https."""
         self._config = config
-        self._attempts = attempts
+        self._max_tries = max_tries
         self._slots = asyncio.Semaphore(config.max_concurrency)
         # Its token differs from that of this process's own ports, because it may be any third party's service.
         token = read_secret(REMOTE_TOKEN)
@@ -66,20 +66,20 @@ class RemoteVerifier:
             return finding, time.monotonic() - started
 
     async def _verify_within(self, item: Item, deadline_s: float) -> Finding:
-        reason = "no attempt was finished"
+        reason = "no try was finished"
         retrying = AsyncRetrying(
             retry=retry_if_exception_type((TimeoutError, httpx.HTTPError)),
             wait=_BACKOFF,
-            stop=stop_after_attempt(self._attempts),
+            stop=stop_after_attempt(self._max_tries),
             reraise=True,
         )
         deadline = asyncio.timeout(deadline_s)
         try:
             async with deadline:
-                async for attempt in retrying:
-                    with attempt:
+                async for each in retrying:
+                    with each:
                         try:
-                            return await self._attempt(item)
+                            return await self._try(item)
                         except (TimeoutError, httpx.HTTPError) as error:
                             reason = self._describe(error)
                             raise
@@ -92,7 +92,7 @@ class RemoteVerifier:
         log.warning("remote.failed", reason=reason)
         return Finding(status=Status.FAILED)
 
-    async def _attempt(self, item: Item) -> Finding:
+    async def _try(self, item: Item) -> Finding:
         async with asyncio.timeout(self._config.timeout_s):
             credit = await self._ask(item)
         return Finding(status=Status.OK, credit=credit, method=Method.VERIFIER)
@@ -100,7 +100,7 @@ class RemoteVerifier:
     def _describe(self, error: Exception) -> str:
         match error:
             case TimeoutError():
-                return f"an attempt took longer than {self._config.timeout_s:g} s"
+                return f"a try took longer than {self._config.timeout_s:g} s"
             case httpx.HTTPStatusError():  # its text has the URL, which may hold a secret
                 return f"it answered with HTTP status {error.response.status_code}"
             case _:

@@ -45,15 +45,15 @@ class Register:
         Raises:
             SetupError: the server no longer has the bucket.
         """
-        num_attempts = 0
+        num_asked = 0
 
-        async def attempt() -> tuple[bytes, int]:
-            nonlocal num_attempts
-            num_attempts += 1
+        async def ask() -> tuple[bytes, int]:
+            nonlocal num_asked
+            num_asked += 1
             return await self._newest()
 
-        self._value, self._revision = await self._bus.retried(f"read of {self._key}", attempt, self._bucket)
-        return num_attempts == 1
+        self._value, self._revision = await self._bus.retried(f"read of {self._key}", ask, self._bucket)
+        return num_asked == 1
 
     async def write(self, value: bytes) -> None:
         """Replace the value that this process knows, retrying while the server is unreachable.
@@ -70,14 +70,14 @@ class Register:
 
         begun = time.monotonic()
 
-        async def attempt() -> int:
+        async def ask() -> int:
             try:
                 return await self._bucket.update(self._key, value, last=self._revision)
             except nats.js.errors.KeyWrongLastSequenceError:
                 found, revision = await self._newest()
                 is_newer = revision > self._revision or time.monotonic() - begun > _BELIEVED_AFTER_S
                 if not is_newer:
-                    raise  # an earlier attempt is on its way through the cluster, or its leader has just changed
+                    raise  # an earlier write is on its way through the cluster, or its leader has just changed
             if found != value:
                 raise SupersededError(
                     f"another process has written {self._key!r}, which this process held; see that the run has one "
@@ -86,7 +86,7 @@ class Register:
             self._revision = revision
             return await self._bucket.update(self._key, value, last=revision)
 
-        self._revision = await self._bus.retried(f"write of {self._key}", attempt, self._bucket)
+        self._revision = await self._bus.retried(f"write of {self._key}", ask, self._bucket)
         self._value = value
 
     async def _newest(self) -> tuple[bytes, int]:

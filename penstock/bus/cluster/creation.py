@@ -33,16 +33,16 @@ _NO_STORAGE = "insufficient storage"
 async def create(
     config: BusConfig,
     what: str,
-    attempt: Callable[[], Awaitable[CreatedT]],
+    ask: Callable[[], Awaitable[CreatedT]],
     *,
     passing: type[Exception] | tuple[()] = (),
 ) -> CreatedT:
-    """Return what `attempt` creates. It is repeated while nobody answers, and must be repeatable.
+    """Return what `ask` creates. It is repeated while nobody answers, and must be repeatable.
 
     Args:
         config: The servers.
         what: What is created, for error messages: "stream run_PROMPTS".
-        attempt: Creates it, or finds it as it should be.
+        ask: Creates it, or finds it as it should be.
         passing: Errors to raise unchanged.
 
     Raises:
@@ -51,7 +51,7 @@ async def create(
     settled_at: float | None = None
     while True:
         try:
-            return await until_answered(config, what, attempt)
+            return await until_answered(config, what, ask)
         except BUS_ERRORS as error:
             code = getattr(error, "err_code", None)
             settled_at = settled_at or time.monotonic() + _SETTLING_S

@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import partial
 
 from penstock.errors import ConfigError, InvalidRequestError
-from services.reward.config import ATTEMPTS, ProfileConfig, RewardConfig
+from services.reward.config import MAX_TRIES, ProfileConfig, RewardConfig
 from services.reward.exact.extraction import Forms
 from services.reward.profiles.custom import CustomProfile, find_verifiers
 from services.reward.profiles.dapo import DapoProfile
@@ -153,7 +153,7 @@ def _kinds(config: RewardConfig) -> dict[str, _Kind]:
     }
     if config.remote.url:
         kinds["remote"] = _Kind(
-            make=partial(RemoteProfile, default_deadline_s=ATTEMPTS * config.remote.timeout_s),
+            make=partial(RemoteProfile, default_deadline_s=MAX_TRIES * config.remote.timeout_s),
             description="The number that another service answers, asked in the format of slime's remote_rm.",
         )
     return kinds

@@ -82,7 +82,7 @@ class SourceConfig(Config):
     image_folder: OptionalPath = None
     """Folder that image paths are relative to and may not leave. Unset: the data file's."""
     image_urls: bool = False
-    """Download images whose cell is an http address: at most 64 MiB, in 10 s at each of four attempts, kept in
+    """Download images whose cell is an http address: at most 64 MiB, in 10 s at each of four tries, kept in
     `data.cache_dir`."""
     min_pixels: int = pydantic.Field(default=0, ge=0)
     """Enlarge images with fewer pixels. An image's own `min_pixels`, in its struct, takes precedence. 0: no bound."""

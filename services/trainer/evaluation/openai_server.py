@@ -19,8 +19,8 @@ from penstock.runtime.backoff import Backoff
 
 log = structlog.get_logger()
 
-MAX_ATTEMPTS: Final = 8
-"""Failed attempts at one answer, over about a minute: enough for a server that restarts."""
+MAX_TRIES: Final = 8
+"""Failed tries at one answer, over about a minute: enough for a server that restarts."""
 _LIMITED_PATIENCE_S: Final = 900.0
 """Seconds for which one request is told that there are too many, such as by a limit per minute."""
 _NO_QUOTA: Final = "insufficient_quota"
@@ -87,7 +87,7 @@ class OpenAiServer:
             SetupError: it does not answer.
         """
         try:
-            answer = await self._answered("GET", _MODELS, None, max_attempts=1)
+            answer = await self._answered("GET", _MODELS, None, max_tries=1)
         except InvalidRequestError as error:
             raise self._lists_no_models(str(error)) from None
         models = answer.get("data")
@@ -124,9 +124,9 @@ class OpenAiServer:
         return {self._max_tokens_name if name == _MAX_TOKENS else name: value for name, value in request.items()}
 
     async def _answered(
-        self, method: str, path: str, body: Mapping[str, Any] | None, *, max_attempts: int = MAX_ATTEMPTS
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, max_tries: int = MAX_TRIES
     ) -> dict[str, Any]:
-        """Send a request and return the server's answer, after at most `max_attempts` attempts that fail.
+        """Send a request and return the server's answer, after at most `max_tries` tries that fail.
 
         By hand, not by tenacity as Penstock's own clients: each status has an outcome of its own.
         """
@@ -160,7 +160,7 @@ class OpenAiServer:
                     await self._pause(reason, wait_s)
                     continue
             num_failures += 1
-            if num_failures == max_attempts:
+            if num_failures == max_tries:
                 may_be_the_prompt = response is None or response.status_code in _AT_A_PROMPT
                 if may_be_the_prompt and body is not None and await self._answers_another(body):
                     raise InvalidRequestError(f"{self.url} fails at the prompt: {reason}")

@@ -145,8 +145,8 @@ async def test_a_service_out_of_reach_is_a_status(capsys: pytest.CaptureFixture[
     assert "ConnectError" in capsys.readouterr().out
 
 
-async def test_the_items_deadline_bounds_all_attempts() -> None:
-    """A service that hangs costs the item its deadline, not the attempts' limits together."""
+async def test_the_items_deadline_bounds_all_tries() -> None:
+    """A service that hangs costs the item its deadline, not the limits of its tries together."""
     async with reward_model(lambda _: (200, "1")) as model:
         model.hangs = True
         async with reward_service(remote={"url": model.url, "timeout_s": 0.2}) as (client, _):
@@ -155,7 +155,7 @@ async def test_the_items_deadline_bounds_all_attempts() -> None:
     assert len(model.requests) >= 1
 
 
-async def test_an_attempt_has_a_limit_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_try_has_a_limit_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where the service answers byte by byte; then it is asked again, and then FAILED."""
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -164,15 +164,15 @@ async def test_an_attempt_has_a_limit_of_its_own(capsys: pytest.CaptureFixture[s
             while not writer.is_closing():
                 writer.write(b" ")
                 await writer.drain()
-                await asyncio.sleep(0.05)  # well within the limit of an attempt
+                await asyncio.sleep(0.05)  # well within the limit of a try
 
     async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-        verify = RemoteVerifier(RemoteConfig(url=url, timeout_s=0.2), attempts=2)
+        verify = RemoteVerifier(RemoteConfig(url=url, timeout_s=0.2), max_tries=2)
         finding, _ = await promptly(verify.verify(Item(golds=["5"], response="r", profile="remote"), 600.0))
         await verify.close()
     assert finding.status is Status.FAILED
-    assert "an attempt took longer than 0.2 s" in capsys.readouterr().out
+    assert "a try took longer than 0.2 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://host:99999/", "https://\0/", "ftp://host/"])

@@ -139,7 +139,7 @@ async def test_what_the_remote_judge_logs_has_no_secret_of_its_url(capsys: pytes
 
     server = HttpServer(app, host="127.0.0.1", port=0, security=Security())
     await server.start()
-    remote = RemoteVerifier(RemoteConfig(url=f"{server.url}/?key={TOKEN}"), attempts=1)
+    remote = RemoteVerifier(RemoteConfig(url=f"{server.url}/?key={TOKEN}"), max_tries=1)
     judgement, _ = await remote.verify(Item(golds=["5"], response="r", profile="remote"), 30.0)
     await remote.close()
     await server.drain(0.0)

@@ -27,7 +27,7 @@ PNG = png("blue")
 @pytest.fixture(autouse=True)
 def one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits until a server is better; see test_downloads.py."""
-    monkeypatch.setattr(downloads, "_MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(downloads, "_MAX_TRIES", 1)
 
 
 BASE64 = base64.b64encode(PNG).decode()

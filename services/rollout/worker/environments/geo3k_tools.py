@@ -55,7 +55,7 @@ class Geo3kTools(BuiltIn):
         Args:
             max_turns: Turns of an episode whose task sets no limit.
             discount: A right answer after n wrong checks earns its score times discount to the power n. 0.5 is the
-                largest value at which all later attempts together never earn more than the first.
+                largest value at which all later answers together never earn more than the first.
             right_from: Minimum score of a verdict that says "right".
             show_tools: Show the tool's schema through the chat template. False for a template without tools, with the
                 call's form in the data or the instruction; feedback is then a user's message.

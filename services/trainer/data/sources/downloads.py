@@ -1,6 +1,6 @@
 """Downloads each image that a data set names by address once.
 
-Invariant: each attempt at a download ends within `DEADLINE_S`, reads at most `MAX_FILE_BYTES`, and follows no redirect
+Invariant: each try of a download ends within `DEADLINE_S`, reads at most `MAX_FILE_BYTES`, and follows no redirect
 away from http.
 """
 
@@ -28,7 +28,7 @@ DEADLINE_S: Final = 10.0
 """Longest duration of one download, in seconds."""
 
 _PIECE_BYTES = 2**16
-_MAX_ATTEMPTS = 4
+_MAX_TRIES = 4
 _FIRST_WAIT_S = 1.0
 _PASSING_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -42,7 +42,7 @@ def download(url: str, folder: Path) -> bytes:
 
     Raises:
         ValueError: there is no image file of at most `MAX_FILE_BYTES`, or it did not arrive within `DEADLINE_S`
-            at any of several attempts.
+            at any of several tries.
         SetupError: files in `folder` cannot be read or written.
     """
     kept = folder / hashlib.sha256(url.encode()).hexdigest()
@@ -86,13 +86,13 @@ def _unusable(folder: Path, error: OSError) -> SetupError:
 
 def _get_patiently(url: str) -> bytes:
     """Read an address, again where a server was busy or a connection broke: a row would count as wrong for it."""
-    attempts = Retrying(
-        stop=stop_after_attempt(_MAX_ATTEMPTS),
+    retrying = Retrying(
+        stop=stop_after_attempt(_MAX_TRIES),
         wait=wait_random_exponential(multiplier=_FIRST_WAIT_S, max=DEADLINE_S),
         retry=retry_if_exception(_may_pass),
         reraise=True,
     )
-    return attempts(_get, url)
+    return retrying(_get, url)
 
 
 def _may_pass(error: BaseException) -> bool:
