@@ -164,7 +164,7 @@ async def run_processes(
                 async with _trainer_reported(supervisor, display, security):
                     await supervisor.stop()
         new_rows = follower.poll(display.write)  # the trainer may have finished a step after it was asked to stop
-        display.show(supervisor.children, metrics.rows, new_rows, follower.standing(is_running=False))
+        display.show(supervisor.children, metrics.rows, new_rows, follower.status(is_running=False))
     finally:
         display.close()
         folder.forget_targets()
@@ -262,7 +262,7 @@ async def _watched(
     def show() -> None:
         new_rows = unshown.copy()
         unshown.clear()
-        display.show(supervisor.children, follower.rows, new_rows, follower.standing(is_running=True))
+        display.show(supervisor.children, follower.rows, new_rows, follower.status(is_running=True))
 
     async def look() -> None:
         await look_after(supervisor, display.write, own_log)

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from services.launch.metrics import MetricsFollower, StepRow, describe_evaluation
 from services.view.evaluating import answered_at
-from services.view.summary import standing
+from services.view.summary import status_of
 
 _AGAIN_S: Final = 5.0
-"""Seconds after which the run's standing is computed anew although nothing is new: it may be stuck."""
+"""Seconds after which the run's status is computed anew although nothing is new: it may be stuck."""
 
 
 class RunFollower:
@@ -33,8 +33,8 @@ class RunFollower:
         self._heard_at = now()
         self._answered_at: float | None = None
         """When the last answer of a running evaluation was written, by the wall clock."""
-        self._stood_at = now()
-        self._standing: dict[str, Any] = {}
+        self._status_at = now()
+        self._status: dict[str, Any] = {}
 
     @property
     def rows(self) -> list[StepRow]:
@@ -52,18 +52,18 @@ class RunFollower:
             write(describe_evaluation(row))
         if new_rows or evaluated:
             self._heard_at = self._now()
-            self._standing = {}
+            self._status = {}
         return new_rows
 
-    def standing(self, *, is_running: bool) -> dict[str, Any]:
+    def status(self, *, is_running: bool) -> dict[str, Any]:
         """Return where the run stands, as of a few seconds ago at most."""
         now = self._now()
-        if not self._standing or self._standing["is_running"] != is_running or now - self._stood_at >= _AGAIN_S:
+        if not self._status or self._status["is_running"] != is_running or now - self._status_at >= _AGAIN_S:
             answered = answered_at(self._folder, self.rows, self._evaluations.rows) if is_running else None
             if answered is not None and answered != self._answered_at:
                 self._heard_at = now
             self._answered_at = answered
-            self._standing = standing(
+            self._status = status_of(
                 self.rows,
                 self._evaluations.rows,
                 is_running=is_running,
@@ -71,5 +71,5 @@ class RunFollower:
                 is_evaluating=answered is not None,
                 has_stepped=len(self.rows) > self._num_old,
             )
-            self._stood_at = now
-        return self._standing
+            self._status_at = now
+        return self._status

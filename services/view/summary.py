@@ -59,7 +59,7 @@ def summarise(run: RunReader) -> dict[str, Any]:
     return {
         "name": run.name,
         "folder": str(run.folder),
-        **standing(
+        **status_of(
             rows,
             evaluations,
             step_alarms=run.step_alarms(),
@@ -72,7 +72,7 @@ def summarise(run: RunReader) -> dict[str, Any]:
     }
 
 
-def standing(
+def status_of(
     rows: Sequence[Mapping[str, Any]],
     evaluations: Sequence[Mapping[str, Any]],
     *,

@@ -10,7 +10,7 @@ import typer
 
 from services.cli.runs.view_command import find_runs
 from services.launch.metrics import SHOWN, StepRow
-from services.launch.terminal.standing import describe_alarm, describe_standing
+from services.launch.terminal.status_lines import describe_alarm, describe_status
 from services.view.run_reader import RunReader
 from services.view.summary import summarise
 
@@ -43,7 +43,7 @@ def status(
 
 def _lines(found: Mapping[str, Any], rows: Sequence[StepRow]) -> Iterator[str]:
     yield f"{found['name']}: {'running' if found['is_running'] else 'not running'}"
-    lines = describe_standing(found, rows, width=_WIDTH)
+    lines = describe_status(found, rows, width=_WIDTH)
     label_width, value_width = (max(len(line.label) for line in lines), max(len(line.value) for line in lines))
     for line in lines:
         yield f"  {line.label:<{label_width}}  {line.value:<{value_width}}  {line.note}".rstrip()

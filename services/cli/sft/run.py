@@ -18,7 +18,7 @@ from services.launch.terminal.pace import Pace
 from services.recipe import Recipe
 from services.trainer.sft.loop import Observer
 from services.trainer.sft.main import train as train_supervised
-from services.view.summary import standing
+from services.view.summary import status_of
 
 
 class _Shown(Observer):
@@ -55,7 +55,7 @@ class _Shown(Observer):
         """Show the steps that are not shown yet."""
         if new_rows := self._rows[self._num_shown :]:
             self._num_shown = len(self._rows)
-            self._display.show([], self._rows, new_rows, standing(self._rows, [], is_running=True, silent_s=0.0))
+            self._display.show([], self._rows, new_rows, status_of(self._rows, [], is_running=True, silent_s=0.0))
 
 
 def train(recipe: Recipe, folder: RunFolder | None) -> int:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from services.launch.metrics import StepRow, describe_step
 from services.launch.process.child import Child, State
-from services.launch.terminal.standing import Line, describe_alarm, describe_left, describe_standing
+from services.launch.terminal.status_lines import Line, describe_alarm, describe_left, describe_status
 
 _COLOURS = {State.STARTING: "yellow", State.UP: "green", State.RESTARTING: "red", State.STOPPED: "dim"}
 _WIDEST_COURSE: Final = 60
@@ -32,9 +32,9 @@ class Display(Protocol):
         children: Sequence[Child],
         rows: Sequence[StepRow],
         new_rows: Sequence[StepRow],
-        standing: Mapping[str, Any],
+        status: Mapping[str, Any],
     ) -> None:
-        """Show the processes, the steps, and where the run stands, as `services.view.summary.standing` returns it."""
+        """Show the processes, the steps, and where the run stands, as `services.view.summary.status_of` returns it."""
 
     def close(self) -> None:
         """Restore the terminal."""
@@ -64,16 +64,16 @@ class PlainDisplay:
         children: Sequence[Child],
         rows: Sequence[StepRow],
         new_rows: Sequence[StepRow],
-        standing: Mapping[str, Any],
+        status: Mapping[str, Any],
     ) -> None:
         """Write the new steps and alarms; changes of processes have their own lines."""
         for row in new_rows:
-            left = describe_left(standing) if row is new_rows[-1] else ""
+            left = describe_left(status) if row is new_rows[-1] else ""
             self.write("  ".join(filter(None, (describe_step(row), left))))
-        for alarm in standing["alarms"]:
+        for alarm in status["alarms"]:
             if alarm["kind"] not in self._alarms:
                 self.write(f"ALARM {describe_alarm(alarm)}")
-        self._alarms = {alarm["kind"] for alarm in standing["alarms"]}
+        self._alarms = {alarm["kind"] for alarm in status["alarms"]}
 
     def close(self) -> None:
         """Do nothing."""
@@ -97,19 +97,19 @@ class LiveDisplay:
         children: Sequence[Child],
         rows: Sequence[StepRow],
         new_rows: Sequence[StepRow],
-        standing: Mapping[str, Any],
+        status: Mapping[str, Any],
     ) -> None:
         """Redraw the table."""
         console = self._live.console
         parts: list[RenderableType] = [Text(self._title, style="bold", no_wrap=True, overflow="ellipsis")]
         if children:
             parts.append(_processes(children))
-        if standing["alarms"]:
-            parts.append(_alarm(standing["alarms"]))
+        if status["alarms"]:
+            parts.append(_alarm(status["alarms"]))
         if rows:
             width = max(8, min(_WIDEST_COURSE, console.width - _LABELS))
-            lines = describe_standing(standing, rows, width=width)
-            parts.append(_table(lines[: max(1, console.height - len(parts) - 1)], standing, width))
+            lines = describe_status(status, rows, width=width)
+            parts.append(_table(lines[: max(1, console.height - len(parts) - 1)], status, width))
         self._live.update(Group(*parts), refresh=True)
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ def _alarm(alarms: Sequence[Mapping[str, Any]]) -> Text:
     return Text(f"ALARM {describe_alarm(last)}{others}", style="red", no_wrap=True, overflow="ellipsis")
 
 
-def _table(lines: Sequence[Line], standing: Mapping[str, Any], width: int) -> Table:
+def _table(lines: Sequence[Line], status: Mapping[str, Any], width: int) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -152,14 +152,14 @@ def _table(lines: Sequence[Line], standing: Mapping[str, Any], width: int) -> Ta
     for line in lines:
         note = Text(style="dim", no_wrap=True, overflow="ellipsis")
         if line.label == "step":
-            note.append(_bar(standing, width - len(line.note) - 2), style="not dim green").append("  ")
+            note.append(_bar(status, width - len(line.note) - 2), style="not dim green").append("  ")
         note.append(line.note, style="not dim green" if line.label in ("reward", "loss") else "")
         table.add_row(line.label, line.value, note)
     return table
 
 
-def _bar(standing: Mapping[str, Any], width: int) -> str:
+def _bar(status: Mapping[str, Any], width: int) -> str:
     """Return how far the run is."""
     width = max(4, width)
-    done: int = round(width * standing["step"] / max(1, standing["num_steps"], standing["step"]))
+    done: int = round(width * status["step"] / max(1, status["num_steps"], status["step"]))
     return "━" * done + "╌" * (width - done)

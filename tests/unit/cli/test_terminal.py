@@ -15,8 +15,8 @@ from services.launch.process.child import Child, State
 from services.launch.run_follower import RunFollower
 from services.launch.terminal.display import LiveDisplay, PlainDisplay
 from services.launch.terminal.pace import Pace
-from services.launch.terminal.standing import describe_standing
-from services.view.summary import standing
+from services.launch.terminal.status_lines import describe_status
+from services.view.summary import status_of
 from tests.support.view_runs import step_row, write_rows
 
 _EVALUATION = {
@@ -37,7 +37,7 @@ def drawn(rows: list[dict[str, Any]], *, children: Sequence[Any] = (), height: i
     terminal = io.StringIO()
     console = Console(file=terminal, force_terminal=True, width=width, height=height, color_system=None)
     display = LiveDisplay(console, "run")
-    found = standing(rows, [_EVALUATION], is_running=True, silent_s=0.0)
+    found = status_of(rows, [_EVALUATION], is_running=True, silent_s=0.0)
     display.show(children, rows, rows[-1:], found)
     display.close()
     frames = re.split(r"\r?\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", terminal.getvalue())
@@ -97,8 +97,8 @@ def test_elsewhere_than_on_a_terminal_there_are_plain_lines(capsys: pytest.Captu
     rows: list[dict[str, Any]] = []
     for step in range(1, 4):
         rows.append(full_row(step, skipped=int(step >= 2)))
-        display.show(nobody, rows, rows[-1:], standing(rows, [], is_running=True, silent_s=0.0))
-        display.show(nobody, rows, [], standing(rows, [], is_running=True, silent_s=0.0))
+        display.show(nobody, rows, rows[-1:], status_of(rows, [], is_running=True, silent_s=0.0))
+        display.show(nobody, rows, [], status_of(rows, [], is_running=True, silent_s=0.0))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" ")[0] for line in lines] == ["step", "step", "ALARM", "step"]
     assert lines[0].startswith("step 1/200  reward 0.304")
@@ -136,8 +136,8 @@ def test_a_terminal_that_stopped_is_written_to_within_half_a_minute() -> None:
 def test_supervised_training_has_a_loss_and_no_reward() -> None:
     """And the speed at which the trainer reads."""
     rows: list[dict[str, Any]] = [{"step": 1, "num_steps": 4, "loss": 1.5, "trained_tokens_per_s": 1000.4}]
-    found = standing(rows, [], is_running=True, silent_s=0.0)
-    lines = [(line.label, line.value) for line in describe_standing(found, rows, width=10)]
+    found = status_of(rows, [], is_running=True, silent_s=0.0)
+    lines = [(line.label, line.value) for line in describe_status(found, rows, width=10)]
     assert lines == [("step", "1/4"), ("loss", "1.5000"), ("throughput", "1,000")]
 
 
@@ -167,8 +167,8 @@ def test_all_that_the_terminal_shows_is_kept() -> None:
     rows = [NotingRow(full_row(step), asked) for step in range(1, 60)]
     losses = [NotingRow({"step": 1, "num_steps": 4, "loss": 1.5, "trained_tokens_per_s": 1.0}, asked)]
     for some in (rows, losses):
-        found = standing(some, [], is_running=True, silent_s=1e6)
-        describe_standing(found, some, width=10)
+        found = status_of(some, [], is_running=True, silent_s=1e6)
+        describe_status(found, some, width=10)
         describe_step(some[-1])
     assert asked <= SHOWN
     describe_run(rows)
@@ -183,22 +183,22 @@ def test_a_run_that_is_stuck_is_noticed_without_a_step(tmp_path: Path) -> None:
     metrics.poll()
     follower = RunFollower(tmp_path, metrics, MetricsFollower(tmp_path / "evaluations.jsonl"), now=lambda: now)
     assert follower.poll(print) == []
-    assert follower.standing(is_running=True)["alarms"] == []
+    assert follower.status(is_running=True)["alarms"] == []
     now = 200.0
-    assert follower.standing(is_running=True)["alarms"] == []
+    assert follower.status(is_running=True)["alarms"] == []
     now = 2000.0
-    assert [alarm["kind"] for alarm in follower.standing(is_running=True)["alarms"]] == ["stuck"]
+    assert [alarm["kind"] for alarm in follower.status(is_running=True)["alarms"]] == ["stuck"]
     write_rows(tmp_path, [full_row(6)])
     assert [row["step"] for row in follower.poll(print)] == [6]
-    found = follower.standing(is_running=True)
+    found = follower.status(is_running=True)
     assert (found["step"], found["alarms"]) == (6, [])
     samples = tmp_path / "evaluations" / "step-000006" / "samples.jsonl"
     samples.parent.mkdir(parents=True)
     samples.touch()
     now = 2200.0  # the evaluation of step 6 holds up step 7
-    assert follower.standing(is_running=True)["alarms"] == []
+    assert follower.status(is_running=True)["alarms"] == []
     (tmp_path / "evaluations.jsonl").write_text('{"step": 6, "elapsed_s": 200.0, "sets": {}}\n')
     follower.poll(print)
-    assert follower.standing(is_running=True)["alarms"] == []
+    assert follower.status(is_running=True)["alarms"] == []
     now = 2400.0
-    assert [alarm["kind"] for alarm in follower.standing(is_running=True)["alarms"]] == ["stuck"]
+    assert [alarm["kind"] for alarm in follower.status(is_running=True)["alarms"]] == ["stuck"]

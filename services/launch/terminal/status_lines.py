@@ -20,11 +20,11 @@ class Line:
     note: str = ""
 
 
-def describe_standing(found: Mapping[str, Any], rows: Sequence[StepRow], *, width: int) -> list[Line]:
+def describe_status(found: Mapping[str, Any], rows: Sequence[StepRow], *, width: int) -> list[Line]:
     """Return the lines about a run, the most important ones first, without its alarms.
 
     Args:
-        found: Where it stands, as `services.view.summary.standing` returns it.
+        found: Where it stands, as `services.view.summary.status_of` returns it.
         rows: The steps so far.
         width: Characters of a course of numbers.
     """
