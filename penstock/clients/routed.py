@@ -241,7 +241,7 @@ class _RouteSource:
         is_broken = isinstance(error, LostReplicaError) and not isinstance(error, UnreachableError)
         if is_broken or slot.culprit.outcome == router_pb2.ROUTE_OUTCOME_FAILED:  # the router avoids others itself
             failed_id = slot.culprit.replica_id
-            log.warning("generate.retried", request=self._request_id, replica=failed_id, error=str(error))
+            log.warning("generate.retried", request=self._request_id, replica_id=failed_id, error=str(error))
             self._routing.excluded_replica_ids.append(failed_id)
 
 

@@ -147,7 +147,7 @@ class _Slots:
         _MOVED.labels("rejected" if is_rejection else "failed").inc()
         is_news = not is_rejection or (slot.culprit.is_first_rejection and not is_small)  # once per outage
         level = log.warning if is_news else log.debug
-        level("generate.retried", request=self._query.request_id, replica=replica_id, error=str(error))
+        level("generate.retried", request=self._query.request_id, replica_id=replica_id, error=str(error))
         self._query.excluded |= {replica_id}
         self._ticket.is_patient = self._budget.is_suspect
         if has_progressed:

@@ -66,7 +66,7 @@ class Routes:
 
     def _expire(self, route_id: str) -> None:
         slot, _ = self._slots[route_id]
-        log.warning("route.expired", route=route_id, replica=slot.replica_id)
+        log.warning("route.expired", route=route_id, replica_id=slot.replica_id)
         self._release(route_id)
 
     def _release(self, route_id: str) -> None:

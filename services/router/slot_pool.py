@@ -163,14 +163,14 @@ class SlotPool:
     def _add(self, lease: common_pb2.Replica) -> None:
         connection = ReplicaConnection(lease.replica_id, lease.address, self._security)
         self.replicas[lease.replica_id] = ReplicaSlots(lease, connection, self._tuning, self._publish)
-        log.info("replica.joined", replica=lease.replica_id, address=lease.address)
+        log.info("replica.joined", replica_id=lease.replica_id, address=lease.address)
 
     def _remove(self, replica_id: str) -> None:
         replica = self.replicas.pop(replica_id)
         del self._statuses[replica_id]
         self._with_room.pop(replica_id, None)
         replica.is_gone = True
-        log.info("replica.left", replica=replica_id, num_in_flight=replica.num_in_flight)
+        log.info("replica.left", replica_id=replica_id, num_in_flight=replica.num_in_flight)
         self._close_if_unused(replica)
 
     def _publish(self, replica: ReplicaSlots, status: ReplicaStatus) -> None:
@@ -186,7 +186,7 @@ class SlotPool:
             if self.replicas[replica_id].pair(partners):
                 assert partners.lack is not None
                 level = log.warning if partners.lack in MISMATCHES else log.debug
-                level("replica.unpaired", replica=replica_id, reason=partners.lack.value)
+                level("replica.unpaired", replica_id=replica_id, reason=partners.lack.value)
 
     def _adapt_limits(self) -> None:
         for replica in self.replicas.values():

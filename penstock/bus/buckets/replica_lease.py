@@ -22,7 +22,7 @@ def read_replica(replica_id: str, lease: bytes) -> common_pb2.Replica | None:
         if replica.replica_id != replica_id or not replica.address:
             raise ValueError(f"replica_id {replica.replica_id!r} or address {replica.address!r} is wrong")
     except (json_format.ParseError, ValueError) as error:
-        log.error("replica.unreadable", replica=replica_id, error=str(error))
+        log.error("replica.unreadable", replica_id=replica_id, error=str(error))
         return None
     return replica
 

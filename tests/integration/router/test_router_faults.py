@@ -128,7 +128,7 @@ async def test_an_image_that_is_not_stored_is_no_failure_of_the_replica(steady_b
 
 
 async def test_an_outage_of_the_image_store_is_logged_once(steady_bus: Bus) -> None:
-    """The only replica rejects a call again and again: one warning, and one more in the next outage."""
+    """The only replica rejects a call again and again: one warning, which names it, and one more in the next outage."""
     async with pool(steady_bus, 1, wait_for_replica_s=30.0) as (caller, [engine]):
         for _ in range(2):
             with capture_logs() as events:
@@ -137,9 +137,9 @@ async def test_an_outage_of_the_image_store_is_logged_once(steady_bus: Bus) -> N
                 await until(lambda num=num_before: engine.num_calls >= num + 3)
                 engine.error = None
                 await pending
-            levels = [event["log_level"] for event in events if event["event"] == "generate.retried"]
-            assert levels[0] == "warning"
-            assert set(levels[1:]) == {"debug"}
+            first, *others = (event for event in events if event["event"] == "generate.retried")
+            assert (first["log_level"], first["replica_id"]) == ("warning", engine.replica_id)
+            assert {event["log_level"] for event in others} == {"debug"}
 
 
 async def test_a_call_gets_the_replica_that_can_be_reached_again(steady_bus: Bus) -> None:
