@@ -6,6 +6,7 @@ from pathlib import Path
 from penstock.errors import ConfigError, UnavailableError, UserError
 from penstock.model import hub
 from penstock.model.families.experts import has_experts
+from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
 from penstock.model.folder import read_json, require_model
 from penstock.model.parameters import own_parameter_sizes
 from penstock.runtime.security import Security
@@ -16,7 +17,6 @@ from services.launch.checks.model_fit import require_fits_model
 from services.recipe import Recipe
 from services.rollout.engine.sglang import recipe_settings
 from services.trainer.checks.parameter_patterns import linear_layers, matches, rates_of
-from services.trainer.config import TRAINED_MODEL_TYPES
 from services.trainer.data.sources.files import require_files
 from services.trainer.demonstrations.files import require_demonstrations
 from services.trainer.evaluation.set_files import require_sets

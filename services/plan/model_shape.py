@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
-from penstock.model.families.qwen_vl import part_of
+from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES, part_of
 from penstock.model.folder import require_model
 from services.trainer.checks.parameter_patterns import rates_of
-from services.trainer.config import TRAINED_MODEL_TYPES
 
 NUM_BLOCKS = 4
 """Fewest blocks of a tower that is made smaller: three of them hand their features to the text's layers."""

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Final, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import pydantic
 
@@ -30,10 +30,6 @@ from services.trainer.data.config import DataConfig
 from services.trainer.demonstrations.config import DemonstrationsConfig
 from services.trainer.evaluation.config import EvaluationConfig
 from services.trainer.telemetry.episodes.config import EpisodesConfig
-
-TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Model types of which packed rows are known to give transformers' own log-probabilities and gradients. Others may
-scale or cap their logits, count positions in another way, or route tokens to experts."""
 
 
 class ScheduleConfig(Axis):

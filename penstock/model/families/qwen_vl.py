@@ -1,7 +1,10 @@
 """The Qwen families, with and without vision: special tokens, how images become tokens, and names of parameters.
 
-Everything that depends on the family is here, so that engine, worker and trainer agree on it. Needs neither torch nor
-transformers.
+What engine, worker and trainer must agree on is here. Needs neither torch nor transformers. What only one of them
+computes stands there: rotary positions (services/trainer/batching/positions.py), layers that take adapters
+(services/trainer/checks/parameter_patterns.py), calls of the vision tower (services/trainer/backend/policy), its memory
+(services/plan/working_memory.py), and in services/rollout/engine/sglang_plugin the sizes of SGLang's MLPs
+(parameters.py) and its image processor (image_processors.py).
 
 A parameter's name has three spellings. *Own*: transformers' `named_parameters`, used by the trainer and every push.
 *Published*: the checkpoint's, which older members of the family keep from before transformers 5, and which lays out the
@@ -10,13 +13,17 @@ experts of a mixture differently (`experts`). *SGLang's*: fused projections, and
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.families.experts import loaded_expert_name, own_expert_name
 from penstock.model.folder import read_json
+
+TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Model types of which packed rows are known to give transformers' own log-probabilities and gradients. Others may
+scale or cap their logits, count positions in another way, or route tokens to experts."""
 
 VISION_TOKENS: Final = (
     "<|vision_start|>",
@@ -45,6 +52,8 @@ PARTS: Final = ("tower", "merger", "text", "head")
 """Parts of a model that may have their own learning rate: the vision tower, the merger that maps its features into the
 language model, the language model with its embedding, and the output head, which many members of the family tie to the
 embedding."""
+IMAGE_PARTS: Final = ("tower", "merger")
+"""Parts that only images go through."""
 
 MAX_ASPECT_RATIO: Final = 200
 """The image processor rejects images with one side more than this many times the other."""
@@ -103,6 +112,30 @@ def own_names(name: str, *, is_multimodal: bool) -> tuple[str, ...]:
         if fused in name:
             return tuple(name.replace(fused, f".{part}.") for part in parts)
     return (name,)
+
+
+def require_published_tower(model: Mapping[str, Any]) -> None:
+    """Refuse towers for which SGLang has numbers of the published models instead of reading them.
+
+    Args:
+        model: The content of config.json.
+
+    Raises:
+        ConfigError: SGLang would compute the tower differently from transformers.
+    """
+    vision, text = model.get("vision_config") or {}, model.get("text_config") or model
+    patch = (vision.get("temporal_patch_size", 2), vision.get("patch_size", 14))
+    if model.get("model_type") == "qwen2_5_vl" and patch != (2, 14):
+        raise ConfigError(
+            f"model.path: the tower takes patches of {patch[0]} x {patch[1]} x {patch[1]}; SGLang takes those of "
+            "Qwen2.5-VL in 2 x 14 x 14 only, as published, and would end at the first image; use such a model"
+        )
+    epsilon = text.get("rms_norm_eps", 1e-5)  # transformers' default
+    if model.get("model_type") == "qwen2_vl" and epsilon != 1e-6:
+        raise ConfigError(
+            f"model.path: the language model's rms_norm_eps is {epsilon}; SGLang takes it for the norms of Qwen2-VL's "
+            "tower too, where the trainer has 1e-06; use a model with 1e-06, as published"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

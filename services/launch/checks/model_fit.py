@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.model.families.experts import num_experts
+from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
 from penstock.model.folder import attention_heads, read_json
 from penstock.model.parameters import own_parameter_sizes
 from services.recipe import Recipe
@@ -16,7 +17,6 @@ from services.trainer.checks.expert_parallel import require_divisible
 from services.trainer.checks.parameter_patterns import require_fitting
 from services.trainer.checks.router_replay import require_mixture
 from services.trainer.checks.sequence_parallel import require_shareable
-from services.trainer.config import TRAINED_MODEL_TYPES
 
 
 def require_fits_model(recipe: Recipe, path: Path, *, is_sft: bool = False) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.model.families.qwen_vl import IMAGE_PARTS
 from services.trainer.algorithm.metrics.experts import expert_stats
 from services.trainer.backend.base import TokenLoss
 from services.trainer.backend.cross_entropy import add_cross_entropy_gradient, plan_demonstrations
@@ -16,7 +17,6 @@ from services.trainer.backend.files.model_state import ModelState
 from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
 from services.trainer.backend.policy.planned_rows import PlannedRows
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
-from services.trainer.backend.train_step import IMAGE_PARTS
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import BackendConfig
 

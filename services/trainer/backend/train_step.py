@@ -31,6 +31,7 @@ from typing import TypeVar
 import structlog
 import torch
 
+from penstock.model.families.qwen_vl import IMAGE_PARTS
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.algorithm.loss import Loss, policy_loss
 from services.trainer.algorithm.metrics.clamped import CLAMPED_REMEDY, MIN_CLAMPED_FRACTION, clamped_cause
@@ -57,9 +58,6 @@ from services.trainer.batching.shared_experts import with_shared_experts
 log = structlog.get_logger()
 
 ResultT = TypeVar("ResultT")
-
-IMAGE_PARTS = ("tower", "merger")
-"""Parts of the model that only images go through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import varlen as torch_varlen
 
 from bench.trainer.padded import PaddedPolicy
+from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from services.trainer.backend.policy import varlen
 from services.trainer.backend.policy.model import PolicyModel
@@ -21,7 +22,6 @@ from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.packing import common_prefix_length
 from services.trainer.batching.rows import PackedRow, Segment
 from services.trainer.batching.sequences import TrainSequence
-from services.trainer.config import TRAINED_MODEL_TYPES
 from tests.support.trainer import varlen_on_cpu
 from tests.support.trainer.families import CHECKPOINT, FAMILIES, VOCABULARY, write_processors
 from tests.support.trainer.groups import picture

@@ -15,6 +15,7 @@ from penstock.config import NetworkConfig
 from penstock.errors import ConfigError
 from penstock.model import tokens
 from penstock.model.families.experts import has_experts
+from penstock.model.families.qwen_vl import require_published_tower
 from penstock.model.folder import read_json
 from penstock.model.parameters import parameter_sizes
 from penstock.model.precision import resolve_dtype
@@ -115,7 +116,7 @@ def server_args(
         ConfigError: the recipe sets a value that an engine on a CPU cannot have, the model is damaged, or SGLang
             computes its tower differently from transformers.
     """
-    _require_tower_like_published(read_json(model_path / "config.json"))
+    require_published_tower(read_json(model_path / "config.json"))
     parameter_sizes(model_path)  # names a damaged file, which SGLang's processes would not
     args: dict[str, Any] = {
         "model_path": str(model_path),
@@ -147,23 +148,6 @@ def server_args(
     args = {**_CPU_DEFAULTS, **passed, **args, **_CPU_ARGS}
     recipe_settings.require_used(config.sglang, args)
     return args
-
-
-def _require_tower_like_published(model: Mapping[str, Any]) -> None:
-    """Refuse towers for which SGLang has numbers of the published models instead of reading them."""
-    vision, text = model.get("vision_config") or {}, model.get("text_config") or model
-    patch = (vision.get("temporal_patch_size", 2), vision.get("patch_size", 14))
-    if model.get("model_type") == "qwen2_5_vl" and patch != (2, 14):
-        raise ConfigError(
-            f"model.path: the tower takes patches of {patch[0]} x {patch[1]} x {patch[1]}; SGLang takes those of "
-            "Qwen2.5-VL in 2 x 14 x 14 only, as published, and would end at the first image; use such a model"
-        )
-    epsilon = text.get("rms_norm_eps", 1e-5)  # transformers' default
-    if model.get("model_type") == "qwen2_vl" and epsilon != 1e-6:
-        raise ConfigError(
-            f"model.path: the language model's rms_norm_eps is {epsilon}; SGLang takes it for the norms of Qwen2-VL's "
-            "tower too, where the trainer has 1e-06; use a model with 1e-06, as published"
-        )
 
 
 def _require_heads_for(tensor_parallel: int, model: Mapping[str, Any]) -> None:

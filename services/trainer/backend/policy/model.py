@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
+from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
 from services.trainer.backend.policy.attention import RowLayout, use_packed_attention
 from services.trainer.backend.policy.compiled import compile_layers
 from services.trainer.backend.policy.expert_counts import ExpertCounter
@@ -22,7 +23,6 @@ from services.trainer.backend.policy.router_replay import KEYWORD, replay_router
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.backend.policy.tower import image_features, use_tower_attention
 from services.trainer.batching.rows import PackedRow
-from services.trainer.config import TRAINED_MODEL_TYPES
 
 
 class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
