@@ -3,7 +3,7 @@
 An event simulation in which every message, call, push and decision takes no time. It asks the trainer's own ledger, so
 gate, deadlines and batch selection are the real ones. It has the same drawn durations and the same number of slots; a
 slot that becomes free takes the oldest waiting sample, of any group. So this is the most that Penstock can reach under
-the bound by becoming faster itself. Other policies could do better: with lengths known in advance one could begin with
+the bound by becoming faster itself. Other orders could do better: with lengths known in advance one could begin with
 the longest samples, and giving up or splitting long ones would save more. Only max(R/n, U), with neither slots nor
 trainer ever idle, limits all of them.
 

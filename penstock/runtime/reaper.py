@@ -1,4 +1,4 @@
-"""Starts and informs a process that kills this process's remaining process groups when it ends in any way."""
+"""Starts and informs a process that kills the OS process groups that this process leaves when it ends in any way."""
 
 import asyncio
 import os
@@ -35,26 +35,26 @@ class Reaper:
             open_ends.pop_all()
         return cls(process, pipe)
 
-    def forget(self, group: int) -> None:
-        """Report that nothing is left of this group."""
-        self._send(f"-{group}\n")
+    def forget(self, process_group: int) -> None:
+        """Report that nothing is left of this process group."""
+        self._send(f"-{process_group}\n")
 
     def naming_child(self) -> Callable[[], None]:
-        """Return a `preexec_fn` that makes the child, and its group, die with this process.
+        """Return a `preexec_fn` that makes the child, and its process group, die with this process.
 
-        The child reports its group itself, before it runs a program that could start others: this process may be killed
+        The child reports the group itself, before it runs a program that could start others: this process may be killed
         before it learns the child's id.
         """
         die_with_parent = dying_with_parent()
 
-        def name_group() -> None:
+        def name_process_group() -> None:
             die_with_parent()
             self._send(f"+{os.getpid()}\n")
 
-        return name_group
+        return name_process_group
 
     async def end(self) -> None:
-        """End the reaper; it kills the groups that were not forgotten."""
+        """End the reaper; it kills the process groups that were not forgotten."""
         self._pipe.close()
         await self._process.wait()
 

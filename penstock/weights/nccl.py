@@ -1,6 +1,7 @@
 """Settings of NCCL and torch for the process groups of pushes, the same in trainer and engines.
 
-Seen on one GPU (docs/benchmarks.md): a group that blocks connects to a dead member for ever, deaf to its deadline.
+Seen on one GPU (docs/benchmarks.md): a process group that blocks connects to a dead member for ever, deaf to its
+deadline.
 """
 
 import datetime
@@ -8,15 +9,16 @@ import os
 from typing import Any
 
 _DEFAULTS = {
-    # A dead member fails the broadcast, and the group is closed. By default (3) torch would also end every other
-    # member's process, so that an engine's death would kill the trainer.
+    # A dead member fails the broadcast, and the process group is closed. By default (3) torch would also end every
+    # other member's process, so that an engine's death would kill the trainer.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     # After a failure torch's watchdog waits four times as long as this, a minute by default, for a report of what its
-    # groups were doing, and only then aborts the transfer (ProcessGroupNCCL.cpp); whoever waits for it waits as long.
+    # process groups did, and only then aborts the transfer (ProcessGroupNCCL.cpp); whoever waits for it waits as long.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
-    # Nor does it write that report, after which a monitor would end the process if its group were not closed by then.
+    # Nor does it write that report, after which a monitor would end the process if its process group were not closed by
+    # then.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # Seconds in which the members of a group that does not block must connect. By default it is 1800.
+    # Seconds in which the members of a process group that does not block must connect. By default it is 1800.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
     # Trainer and engine may share a GPU. By default NCCL (2.30 and newer) refuses two members on one GPU.
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",

@@ -73,7 +73,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCheckpoint:
-    """A snapshot of the ledger; pass it to `settle` once it is on disk."""
+    """A copy of the ledger's state; pass it to `settle` once it is on disk."""
 
     state: dict[str, Any]
     """Input of `GroupLedger.from_state`, as plain data for JSON."""
