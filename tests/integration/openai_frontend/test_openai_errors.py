@@ -117,7 +117,7 @@ COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "suffix": ({"suffix": "x"}, "suffix", "not supported"),
     "empty": ({"prompt": ""}, "prompt", "empty"),
     "no prompts": ({"prompt": []}, "prompt", "empty"),
-    "negative": ({"prompt": [1, -1]}, "prompt", "at least 0"),
+    "negative": ({"prompt": [1, -1]}, "prompt", "token id -1; ids are integers from 0"),
     "null": ({"prompt": [1, None]}, "prompt.1", "valid integer"),
     "too many": ({"prompt": ["x"] * 9, "n": 2}, "n", "over the 16 choices"),
 }

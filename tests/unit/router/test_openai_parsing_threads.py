@@ -15,8 +15,8 @@ from penstock.errors import UnavailableError
 from penstock.records import SessionId
 from services.router.frontends.openai import chat_api, event_stream
 from services.router.frontends.openai.chat_api import ChatApi
-from services.router.frontends.openai.parsing_threads import LONG_BYTES, NUM_THREADS, ParsingThreads
-from services.router.frontends.openai.request_parser import size_to_parse
+from services.router.frontends.openai.parsing.text_sizes import LONG_BYTES
+from services.router.frontends.openai.parsing_threads import NUM_THREADS, ParsingThreads
 from services.router.frontends.openai.schema.requests import ChatRequest
 from services.router.frontends.openai.schema.tokens import DetokenizeRequest
 from services.router.frontends.openai.sessions.session_api import SessionApi
@@ -45,23 +45,6 @@ async def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
     may_end.set()
     assert all(await asyncio.gather(*long))
     threads.close()
-
-
-def test_tools_make_a_prompt_long() -> None:
-    """They are rendered and tokenised with it."""
-    tool = {"type": "function", "function": {"name": "add", "description": "a" * LONG_BYTES}}
-    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    assert size_to_parse(ChatRequest.model_validate(chat)) == 2
-    assert size_to_parse(ChatRequest.model_validate({**chat, "tools": [tool]})) > LONG_BYTES
-
-
-@pytest.mark.parametrize(("num_images", "is_long"), [(1, False), (2, True)])
-def test_images_make_a_prompt_long(*, num_images: int, is_long: bool) -> None:
-    """Their base64 is decoded and hashed with it: 1 MiB of it takes as long as 64 KiB of text."""
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "a" * 2**19}}
-    content = [{"type": "text", "text": "look"}, *[image] * num_images]
-    chat = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": content}]})
-    assert (size_to_parse(chat) >= LONG_BYTES) is is_long
 
 
 async def test_tools_of_a_sessions_row_make_a_prompt_long() -> None:

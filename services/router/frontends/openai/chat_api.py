@@ -23,14 +23,10 @@ from services.router.frontends.openai.errors import ParameterError, UnknownModel
 from services.router.frontends.openai.event_stream import EventStream, SendEvent, encode_event
 from services.router.frontends.openai.generation import Terms, generating
 from services.router.frontends.openai.parsed_request import ParsedRequest
+from services.router.frontends.openai.parsing.text_sizes import size_of_completion, size_to_parse
 from services.router.frontends.openai.parsing_threads import ParsingThreads
 from services.router.frontends.openai.recording import page_json, record
-from services.router.frontends.openai.request_parser import (
-    RequestParser,
-    name_session,
-    size_of_completion,
-    size_to_parse,
-)
+from services.router.frontends.openai.request_parser import RequestParser, name_session
 from services.router.frontends.openai.responses import ChatFormat, CompletionFormat, ResponseFormat
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest, GenerationRequest
 from services.router.frontends.openai.schema.tokens import DetokenizeRequest, TokenizeRequest
@@ -96,7 +92,7 @@ class ChatApi:
 
     @property
     def context_length(self) -> int | None:
-        """Maximum tokens of prompt and answer together; None: the leases do not say."""
+        """Maximum tokens of prompt and answer together, as `RequestForwarder.context_length`."""
         return self._forwarder.context_length
 
     def describe(self) -> dict[str, Any]:

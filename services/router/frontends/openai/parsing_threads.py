@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from services.router.frontends.openai.parsing.text_sizes import LONG_BYTES
 from services.router.frontends.openai.request_parser import RequestParser
 
 ResultT = TypeVar("ResultT")
 
-LONG_BYTES = 2**16
-"""Texts of this size or more take more than about 10 ms."""
 NUM_THREADS = 3
 """One for short prompts, two for long ones; each holds a copy of the tokenizer, tens of MB for a large vocabulary."""
 

@@ -1,13 +1,13 @@
 """Parses requests into prompts of ids.
 
-Invariant: a text that cannot fit into the context is refused by its size, before it is rendered or tokenised.
+Invariant: what cannot fit into the context is refused by its size, before it is rendered, tokenised or packed.
 """
 
 import array
 import dataclasses
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from penstock.config import SamplingConfig
 from penstock.model.chat_template import Renderer
@@ -19,16 +19,16 @@ from services.router.frontends.openai.parsed_request import ParsedRequest, Promp
 from services.router.frontends.openai.parsing.constraint import read_constraint
 from services.router.frontends.openai.parsing.forced_call import begin_call
 from services.router.frontends.openai.parsing.message_parser import read_messages
-from services.router.frontends.openai.schema.messages import ImagePart, NamedTool, RefusalPart
-from services.router.frontends.openai.schema.messages import TextPart as TextPartIn
+from services.router.frontends.openai.parsing.text_sizes import size_of_chat, size_of_text, size_of_tools
+from services.router.frontends.openai.schema.messages import NamedTool
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest, GenerationRequest
 from services.router.tuning import OpenAITuning
 
 _MAX_NAME_CHARS = 256
-_IMAGE_CHARS_PER_BYTE = 16
-"""Characters of base64 that take as long to decode and hash as a byte of text takes to render and tokenise."""
 _UNBOUNDED = 2**20
 """Token limit of an answer that may use the rest of a context of unknown length; engines cut it."""
+
+IdsT = TypeVar("IdsT", list[int], "array.array[int]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class RequestParser:
             sampling: Defaults of requests.
             renderer: Makes ids of messages.
             longest_token_bytes: Size of the longest token of the vocabulary.
-            context_length: Maximum tokens that an engine takes at the moment; None: unknown.
+            context_length: Maximum tokens that an engine takes, or took before the last one left; None: unknown.
             default_max_tokens: Maximum tokens of an answer if the request does not say; 0: the rest of the context;
                 None: as in `sampling`.
             separates_reasoning: Whether to separate reasoning from content if the request does not say.
@@ -103,10 +103,12 @@ class RequestParser:
             raise ParameterError("max_completion_tokens", "max_tokens and max_completion_tokens differ; send one")
         if body.tools and not self._renderer.takes_tools:
             raise ParameterError("tools", "tools: the model's chat template does not support tools; leave them out")
+        shown_tools = body.tools if body.tool_choice != "none" else []
+        self._require_short("messages", size_of_chat(body))
+        self._require_short("tools", size_of_tools(shown_tools))
         begun_call = begin_call(body, self._renderer.call_format)
         messages, images = read_messages(body.messages, self._tuning)
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tool_choice != "none" else []
-        self._require_short("messages", size_of_chat(body))
+        tools = [tool.model_dump(exclude_none=True) for tool in shown_tools]
         begun = _take_begun(messages) if body.continue_final_message else begun_call
         if begun_call and body.continue_final_message:
             raise ParameterError("continue_final_message", "continue_final_message and tool_choice exclude each other")
@@ -143,18 +145,24 @@ class RequestParser:
         Raises:
             InvalidRequestError: the request is invalid.
         """
-        prompt = body.prompt
-        several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
-        self._require_few(body, num_prompts=len(several))
-        for each in several:
+        self._require_few(body, num_prompts=len(body.prompts))
+        prompts = [each if isinstance(each, str) else self._truncated(body, each) for each in body.prompts]
+        for each in prompts:
             if isinstance(each, str):
-                self._require_short("prompt", _num_bytes(each))
-        ids = [self._renderer.render_text(each) if isinstance(each, str) else _checked_ids(each) for each in several]
+                self._require_short("prompt", size_of_text(each))
+            else:
+                self._require_fitting(each)
+        ids = [
+            self._truncated(body, pack_ids(self._renderer.render_text(each)))
+            if isinstance(each, str)
+            else _checked_ids(each)
+            for each in prompts
+        ]
         if not ids or not all(ids):
             raise ParameterError("prompt", "prompt is empty; give text or token ids")
         return self._parsed(
             body,
-            [PromptIds(input_ids=self._truncated(body, pack_ids(each), num_images=0)) for each in ids],
+            [PromptIds(input_ids=each) for each in ids],
             name="cmpl",
             max_tokens=body.max_tokens,
             session_id=session_id,
@@ -214,7 +222,7 @@ class RequestParser:
             **rest,
         )
 
-    def _truncated(self, body: GenerationRequest, ids: "array.array[int]", *, num_images: int) -> "array.array[int]":
+    def _truncated(self, body: GenerationRequest, ids: IdsT, *, num_images: int = 0) -> IdsT:
         """Return the prompt's last tokens if the request truncates it, else the whole prompt."""
         if body.truncate_prompt_tokens is None:
             return ids
@@ -240,6 +248,16 @@ class RequestParser:
                 param,
                 f"{param} has {num_bytes} bytes of text, more than fit into the context of {context_length} tokens; "
                 "shorten it",
+            )
+
+    def _require_fitting(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt of more ids than the context has."""
+        context_length = self._context_length()
+        if context_length is not None and len(ids) > context_length:
+            raise TextTooLongError(
+                "prompt",
+                f"prompt has {len(ids)} token ids, more than the context of {context_length} tokens; shorten it, or "
+                "set truncate_prompt_tokens",
             )
 
 
@@ -290,49 +308,8 @@ def name_session(*, header: str, metadata: str, user: str) -> str:
     return name
 
 
-def size_to_parse(body: ChatRequest) -> int:
-    """Return the bytes of text that take as long to parse as a chat: its messages', its tools', and some for images."""
-    num_bytes = size_of_chat(body) + sum(len(tool.model_dump_json()) for tool in body.tools or ())
-    for message in body.messages:
-        for part in message.content if isinstance(message.content, list) else ():
-            if isinstance(part, ImagePart):
-                num_bytes += len(part.image_url.url) // _IMAGE_CHARS_PER_BYTE
-    return num_bytes
-
-
-def size_of_chat(body: ChatRequest) -> int:
-    """Return the bytes of the messages' text, without images: a template prints all of it, and not always tools."""
-    num_bytes = 0
-    for message in body.messages:
-        content: Sequence[Any] = message.content or ()
-        parts = (content,) if isinstance(content, str) else content
-        for part in parts:
-            match part:
-                case str():
-                    num_bytes += _num_bytes(part)
-                case TextPartIn():
-                    num_bytes += _num_bytes(part.text)
-                case RefusalPart():
-                    num_bytes += _num_bytes(part.refusal)
-        num_bytes += sum(_num_bytes(call.function.arguments) for call in message.tool_calls)
-    return num_bytes
-
-
-def size_of_completion(body: CompletionRequest) -> int:
-    """Return the bytes of the prompts' text; ids need no tokeniser."""
-    prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-    return sum(_num_bytes(each) for each in prompts if isinstance(each, str))
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode(errors="replace"))
-
-
-def _is_ids(prompt: list[Any]) -> bool:
-    return bool(prompt) and isinstance(prompt[0], int)
-
-
-def _checked_ids(prompt: Any) -> list[int]:
-    if not all(isinstance(number, int) and 0 <= number < 2**31 for number in prompt):
-        raise ParameterError("prompt", "prompt: token ids are integers of at least 0")
-    return list(prompt)
+def _checked_ids(ids: list[int]) -> "array.array[int]":
+    for number in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= number < 2**31:
+            raise ParameterError("prompt", f"prompt has the token id {number}; ids are integers from 0 to {2**31 - 1}")
+    return pack_ids(ids)

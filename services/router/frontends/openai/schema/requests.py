@@ -1,6 +1,6 @@
 """The bodies of requests."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self, TypeAlias
 
 import pydantic
@@ -194,3 +194,10 @@ class CompletionRequest(GenerationRequest):
     """Return the logprob of each sampled token, and this many of the most likely tokens at each position."""
     echo: bool = False
     """Return the prompt before the answer; with logprobs, also for its tokens."""
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Return `prompt` as a list of texts or of lists of ids."""
+        prompt: Any = self.prompt
+        prompts: list[str | list[int]] = [prompt] if _kind_of(prompt) in ("text", "ids") else prompt
+        return prompts

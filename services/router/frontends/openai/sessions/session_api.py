@@ -34,7 +34,8 @@ from services.router.frontends.openai.errors import ParameterError, SessionLimit
 from services.router.frontends.openai.generation import Terms
 from services.router.frontends.openai.parsed_request import ParsedRequest, PromptIds
 from services.router.frontends.openai.parsing.constraint import read_constraint
-from services.router.frontends.openai.request_parser import ReadChat, RequestParser, size_to_parse
+from services.router.frontends.openai.parsing.text_sizes import size_to_parse
+from services.router.frontends.openai.request_parser import ReadChat, RequestParser
 from services.router.frontends.openai.responses import ChatFormat
 from services.router.frontends.openai.schema.messages import Tool, ToolFunction
 from services.router.frontends.openai.schema.requests import ChatRequest
