@@ -42,8 +42,9 @@ class RequestForwarder:
 
     @property
     def context_length(self) -> int | None:
-        """Maximum tokens of prompt and answer together that a replica takes; None: the leases do not say."""
-        largest = self._slots.view.largest()
+        """Maximum tokens of prompt and answer together that a replica takes, or took before the last one left; None:
+        the leases do not say, or there was none yet."""
+        largest = self._slots.last_largest
         return None if largest == UNBOUNDED else largest
 
     def forward(

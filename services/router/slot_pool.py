@@ -98,6 +98,8 @@ class SlotPool:
         """The pool's sizes, which distinguish needs."""
         self._largest = UNBOUNDED
         """The most tokens that any replica or pair takes."""
+        self.last_largest = UNBOUNDED
+        """The same; while there is no replica, that of the last ones."""
         pool.on_change = self._follow
         pool.on_lease_interval = self._adapt_limits
         self._follow()
@@ -154,6 +156,7 @@ class SlotPool:
             replica.hold_out(replica_id in held_out)
         self._pair_up()
         sizes, self._largest = self.view.sizes(), self.view.largest()
+        self.last_largest = self._largest if self.replicas else self.last_largest
         for need in list(self._queues):
             if sizes != self._sizes or (need[-1] and need[-1] not in self.replicas):
                 self._queues.pop(need).dissolve()

@@ -12,6 +12,7 @@ from penstock.bus.buckets.replica_lease import write_replica
 from penstock.errors import OverloadedError, UnavailableError
 from penstock.v1 import common_pb2
 from services.router.balancing import PoolView, Query, pool_view
+from services.router.forwarder import RequestForwarder
 from services.router.pool import Pool
 from services.router.slot import Slot
 from services.router.slot_pool import SlotPool
@@ -371,3 +372,21 @@ async def test_a_call_that_waits_for_one_replica_holds_up_no_other_queue() -> No
         await first
         held[1].release()
         assert (await second).replica_id == held[1].replica_id
+
+
+async def test_the_context_length_stays_known_while_there_is_no_replica() -> None:
+    """So that prompts that cannot fit are refused before they are tokenised, as an engine restarts, too."""
+    async with slot_pool() as (some, pool, leases):
+        forwarder = RequestForwarder(some, Tuning())
+        assert forwarder.context_length is None
+        for lease, known in (
+            (replica("a", max_tokens=20), 20),
+            (replica("b", max_tokens=10), 10),
+            (replica("c"), None),
+        ):
+            leases.put(lease)
+            pool.refresh()
+            assert forwarder.context_length == known
+            leases.values = {}
+            pool.refresh()
+            assert forwarder.context_length == known
