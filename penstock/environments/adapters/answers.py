@@ -52,4 +52,6 @@ def open_images(images: tuple[bytes, ...]) -> list[Any]:
 
     from PIL import Image
 
-    return [Image.open(io.BytesIO(image)) for image in images]
+    from penstock.model.images import FORMATS
+
+    return [Image.open(io.BytesIO(image), formats=FORMATS) for image in images]

@@ -4,8 +4,9 @@ import base64
 import io
 
 import pytest
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
+from penstock.environments.adapters.answers import open_images
 from penstock.environments.pictures import read_picture
 from penstock.errors import EnvironmentFailedError
 from penstock.model.images import decode_image
@@ -114,3 +115,10 @@ def test_what_is_no_picture_is_refused(value: object, reason: str) -> None:
     """With the place, the value and what to give instead; no file is opened and nothing is fetched."""
     with pytest.raises(EnvironmentFailedError, match=reason):
         read_picture(value, "x")
+
+
+def test_environments_get_images_of_the_usual_formats_only() -> None:
+    """Pillow's other readers are never used on bytes from outside."""
+    assert [(image.format, image.size) for image in open_images((PNG, JPEG))] == [("PNG", (4, 3)), ("JPEG", (4, 3))]
+    with pytest.raises(UnidentifiedImageError):
+        open_images((picture(4, 3, form="TIFF"),))
