@@ -22,7 +22,7 @@ from services.doctor.finding import Finding, Status, blamed, warning
 from services.doctor.hub import check_hub
 from services.doctor.inputs import check_data, check_model, check_settings
 from services.launch.gpu_plan import GpuPlan, find_gpus, plan_gpus
-from services.launch.run_plan import assign_gpus, plan_processes
+from services.launch.run_plan import assign_gpus, num_trainer_gpus, plan_processes
 from services.recipe import Recipe
 
 DEADLINE_S = 15.0
@@ -127,7 +127,7 @@ def _plan(recipe: Recipe, devices: Sequence[str], *, is_sft: bool) -> GpuPlan:
     """Return the GPUs of each process; `penstock sft` is the trainer alone."""
     if not is_sft:
         return assign_gpus(recipe, plan_processes(recipe, own_bus=not recipe.bus.url), devices)
-    ranks = recipe.trainer.ranks if recipe.trainer.device != "cpu" else 0
+    ranks = num_trainer_gpus(recipe.trainer, devices)
     return plan_gpus(devices, engines=(), tensor_parallel=1, trainer_ranks=ranks, memory_fraction=0.0)
 
 

@@ -8,6 +8,7 @@ from services.launch.checks.precision import require_same_precision
 from services.launch.gpu_plan import TRAINER, GpuPlan, plan_gpus
 from services.launch.process.spec import StopPhase
 from services.recipe import Recipe
+from services.trainer.config import TrainerConfig
 
 LOCAL = "127.0.0.1"
 PORTS = (
@@ -110,19 +111,38 @@ def assign_gpus(recipe: Recipe, processes: Sequence[PlannedProcess], devices: Se
         devices: The machine's GPUs, as `find_gpus` returns them.
 
     Raises:
-        ConfigError: there are too few GPUs, or engines would refuse the precision of the trainer's pushes.
+        ConfigError: there are too few GPUs, or none and the trainer must compute on one, or engines would refuse the
+            precision of the trainer's pushes.
     """
     services = {process.service for process in processes}
-    trains = "trainer" in services
+    trainer_gpus = num_trainer_gpus(recipe.trainer, devices) if "trainer" in services else 0
     if services >= {"trainer", "rollout"}:  # engines that others start may be on hosts of another kind
         require_same_precision(recipe, has_gpus=len(devices) > 0)
     return plan_gpus(
         devices,
         [process.name for process in processes if process.service == "rollout"],
         tensor_parallel=recipe.rollout.tensor_parallel,
-        trainer_ranks=recipe.trainer.ranks if trains and recipe.trainer.device != "cpu" else 0,
+        trainer_ranks=trainer_gpus,
         memory_fraction=recipe.rollout.gpu_memory_fraction,
     )
+
+
+def num_trainer_gpus(trainer: TrainerConfig, devices: Sequence[str]) -> int:
+    """Return how many GPUs the trainer takes where there are any: one for each rank, or 0 if it computes on the CPU.
+
+    Args:
+        trainer: The trainer's settings.
+        devices: The machine's GPUs, as `find_gpus` returns them.
+
+    Raises:
+        ConfigError: it must compute on a GPU, and there is none.
+    """
+    if trainer.device == "cuda" and not devices:
+        raise ConfigError(
+            "trainer.device = 'cuda', and no GPU can be used; set it to 'auto' or 'cpu', or show the run a GPU with "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return trainer.ranks if trainer.device != "cpu" else 0
 
 
 def _require_own_ports(recipe: Recipe) -> None:

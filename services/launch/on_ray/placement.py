@@ -79,12 +79,17 @@ def require_room(hosts: Sequence[Host], processes: Sequence[PlannedProcess], rec
     Returns the processes that may be on several hosts, in an order in which they fit.
 
     Raises:
-        ConfigError: they do not fit in any order tried, no host can run a service, or engines would refuse the
-            precision of the trainer's pushes.
+        ConfigError: they do not fit in any order tried, no host can run a service, the trainer must compute on a GPU
+            and there is none, or engines would refuse the precision of the trainer's pushes.
     """
     has_gpus = _have_gpus(hosts)
     has_engines = any(process.service == "rollout" for process in processes)
-    if has_engines and any(process.service == "trainer" for process in processes):
+    trains = any(process.service == "trainer" for process in processes)
+    if trains and not has_gpus and recipe.trainer.device == "cuda":
+        raise ConfigError(
+            "trainer.device = 'cuda', and the cluster has no GPU; set it to 'auto' or 'cpu', or add hosts with GPUs"
+        )
+    if has_engines and trains:
         require_same_precision(recipe, has_gpus=has_gpus)
     if not has_gpus and has_engines and recipe.rollout.tensor_parallel > 1:
         raise ConfigError(

@@ -206,6 +206,17 @@ def test_an_engine_on_a_cpu_is_one_process() -> None:
     assert plan([], 0, tensor_parallel=2).devices == ()
 
 
+def test_a_trainer_that_must_have_a_gpu_is_refused_without_one() -> None:
+    """Before anything starts, where `auto` would compute on the CPU; a run without a trainer may have the setting."""
+    recipe = load(Recipe, [], ["--trainer.device=cuda"])
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.device = 'cuda', and no GPU can be used; set it to 'auto' or 'cpu', or show "
+    ):
+        make_plan(recipe, [], own_bus=True)
+    make_plan(recipe, [], own_bus=True, trains=False)
+    assert make_plan(recipe, ["3"], own_bus=True).gpus.of_process["trainer"] == ("3",)
+
+
 def test_every_process_sees_its_gpus_only() -> None:
     """Those without one see none, so that nothing lands on a GPU by accident; without GPUs nothing is set."""
     found = plan(["4", "5"], 1)

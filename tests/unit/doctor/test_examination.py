@@ -37,6 +37,16 @@ def test_supervised_training_has_the_gpu_to_itself() -> None:
     assert not supervised.keys() & {"NCCL", "engine's GPU", "attention", "shared memory"}
 
 
+@pytest.mark.parametrize("is_sft", [False, True])
+def test_a_trainer_that_must_have_a_gpu_is_a_fault_without_one(monkeypatch: pytest.MonkeyPatch, is_sft: bool) -> None:
+    """Of a whole run, and of supervised training."""
+    monkeypatch.setattr(examination, "find_gpus", list)
+    monkeypatch.setattr(examination, "check_model", lambda recipe: (ok("model", "large"), TWO_BILLION))
+    checks = {check.name: check for check in checks_of(recipe("--trainer.device=cuda"), is_sft=is_sft)}
+    [found] = [each for each in checks["memory"].look() if each is not None and each.name == "plan"]
+    assert_found(found, Status.FAULT, "trainer.device = 'cuda'", "no GPU", "set it to 'auto' or 'cpu'")
+
+
 def test_a_run_of_several_hosts_need_not_fit_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm and Ray divide it among hosts; what no number of GPUs helps stays a fault."""
     monkeypatch.setattr(examination, "find_gpus", lambda: [str(number) for number in range(8)])

@@ -99,8 +99,11 @@ def test_workers_join_although_engines_of_a_dead_host_have_no_room(hosts: list[H
 
 
 def test_a_cluster_without_gpus_computes_on_cpus() -> None:
-    """As many engines as wanted, but none over several GPUs."""
+    """As many engines as wanted, but none over several GPUs, and no trainer that must have one."""
     room([host("a", 0)], "--rollout.replicas=9")
+    with pytest.raises(ConfigError, match=r"trainer\.device = 'cuda', and the cluster has no GPU"):
+        room([host("a", 0)], "--trainer.device=cuda")
+    room([host("a", 2)], "--trainer.device=cuda")
     with pytest.raises(ConfigError, match="tensor_parallel = 2, and the cluster has no GPU"):
         room([host("a", 0)], "--rollout.tensor_parallel=2")
 
