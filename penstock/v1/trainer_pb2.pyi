@@ -86,57 +86,25 @@ class GetRunResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RUN_ID_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    NUM_OUTSTANDING_GROUPS_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
-    NUM_TRAINED_GROUPS_FIELD_NUMBER: _builtins.int
-    NUM_STALE_GROUPS_FIELD_NUMBER: _builtins.int
-    NUM_FAILED_GROUPS_FIELD_NUMBER: _builtins.int
-    NUM_FILTERED_GROUPS_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    """Name of the run."""
     phase: Global___RunPhase.ValueType
     """What the trainer is doing."""
     step: _builtins.int
     """Optimizer steps taken."""
     num_steps: _builtins.int
     """Optimizer steps that the run will take."""
-    policy_version: _builtins.int
-    """The policy version published last."""
-    num_outstanding_groups: _builtins.int
-    """Groups admitted and not yet trained."""
-    checkpoint_step: _builtins.int
-    """The last step that a checkpoint holds."""
-    num_trained_groups: _builtins.int
-    """Groups trained so far."""
-    num_stale_groups: _builtins.int
-    """Groups rejected because they were stale, so far."""
-    num_failed_groups: _builtins.int
-    """Groups that could not be played, so far."""
-    num_filtered_groups: _builtins.int
-    """Groups that a filter left out of training, so far."""
     def __init__(
         self,
         *,
-        run_id: _builtins.str = ...,
         phase: Global___RunPhase.ValueType = ...,
         step: _builtins.int = ...,
         num_steps: _builtins.int = ...,
-        policy_version: _builtins.int = ...,
-        num_outstanding_groups: _builtins.int = ...,
-        checkpoint_step: _builtins.int = ...,
-        num_trained_groups: _builtins.int = ...,
-        num_stale_groups: _builtins.int = ...,
-        num_failed_groups: _builtins.int = ...,
-        num_filtered_groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "num_failed_groups", b"num_failed_groups", "num_filtered_groups", b"num_filtered_groups", "num_outstanding_groups", b"num_outstanding_groups", "num_stale_groups", b"num_stale_groups", "num_steps", b"num_steps", "num_trained_groups", b"num_trained_groups", "phase", b"phase", "policy_version", b"policy_version", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "phase", b"phase", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

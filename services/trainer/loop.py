@@ -374,7 +374,6 @@ class TrainingLoop:
         began = time.monotonic()
         report = await self.publication.publish(weights.version, weights)
         push = ("push", began, time.monotonic() - began)
-        self.progress.count_groups(self.ledger.counts, num_untrained=self.ledger.num_untrained)
         seconds = await clock.final_seconds()  # a push may end while the loop waits for a checkpoint
         row = (
             metrics

@@ -165,7 +165,7 @@ class OtherServices(
         return router_pb2.ListReplicasResponse(published_version=7)
 
     async def GetRun(self, request: Any, context: Any) -> trainer_pb2.GetRunResponse:  # noqa: N802 - the contract's name
-        return trainer_pb2.GetRunResponse(run_id="run", step=3)
+        return trainer_pb2.GetRunResponse(step=3, num_steps=9)
 
 
 @pytest.fixture
@@ -307,4 +307,4 @@ async def test_the_small_calls_return_what_the_servers_say(other_address: str) -
         assert (await router.list_replicas()).published_version == 7
     async with TrainerClient(other_address) as trainer:
         run = await trainer.get_run()
-    assert (run.run_id, run.step) == ("run", 3)
+    assert (run.step, run.num_steps) == (3, 9)
