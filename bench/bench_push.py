@@ -133,7 +133,7 @@ async def measure(
     backend: str = "gloo",
 ) -> Row:
     """Measure rounds of both, in turn."""
-    manifest = Manifest.plan(specs_of(tensors), max_bucket_bytes=publisher.config.bucket_bytes)
+    manifest = Manifest.plan(specs_of(tensors), max_bucket_bytes=publisher.max_bucket_bytes)
     sizes = [sum(spec.num_bytes for spec in bucket) for bucket in manifest.buckets]
     raw_s: list[float] = []
     take_s: list[float] = []

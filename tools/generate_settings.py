@@ -48,11 +48,20 @@ def contents() -> dict[Path, str]:
 
 
 def _counts(sections: Sequence[reference.Section]) -> str:
-    """How many settings there are, in all and by section."""
+    """How many different settings there are, and how many in each section: sources and sets share many.
+
+    Settings of one name, range and meaning are the same setting.
+    """
+    different = {(setting.name, setting.kind, setting.help) for section in sections for setting in section.settings}
     counts: Counter[str] = Counter()
     for section in sections:
         counts[section.key.partition(".")[0]] += len(section.settings)
-    return f"There are {counts.total()}: {', '.join(f'{key} {count}' for key, count in counts.items())}."
+    by_section = ", ".join(f"{key} {count}" for key, count in counts.items())
+    return (
+        f"There are {len(different)} different settings.\n"
+        "Sources of data, demonstrations and evaluation sets share many of them.\n"
+        f"Counted in each section, there are {counts.total()}: {by_section}."
+    )
 
 
 def _schema() -> dict[str, Any]:

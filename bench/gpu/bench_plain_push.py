@@ -42,18 +42,16 @@ from bench.support.raw_broadcast import raw_group  # noqa: E402
 from penstock.v1 import rollout_pb2  # noqa: E402
 from penstock.weights import nccl  # noqa: E402
 from penstock.weights.digest import tensor_digests  # noqa: E402
-from penstock.weights.manifest import Manifest, chunks, specs_of  # noqa: E402
+from penstock.weights.manifest import MAX_BUCKET_BYTES, Manifest, chunks, specs_of  # noqa: E402
 from penstock.weights.named_weights import NamedWeights  # noqa: E402
 from penstock.weights.shared_memory import SharedMemoryPool  # noqa: E402
 from services.rollout.engine.sglang_plugin.shards import Shard  # noqa: E402
 from services.rollout.engine.sglang_plugin.transports import BroadcastTransport, SharedMemoryTransport  # noqa: E402
 from services.rollout.engine.sglang_plugin.weight_loader import take_into  # noqa: E402
 from services.rollout.testing.memory_sink import joined_group  # noqa: E402
-from services.trainer.config import WeightSyncConfig  # noqa: E402
 from services.trainer.weight_sync.process_group import WeightProcessGroup  # noqa: E402
 from services.trainer.weight_sync.snapshot import WeightSnapshot  # noqa: E402
 
-CHUNK_BYTES = WeightSyncConfig().bucket_bytes
 TIMEOUT_S = 300.0
 
 
@@ -75,7 +73,7 @@ def receive(control: Connection, device: torch.device) -> None:
             control.send(None)
             continue
         if what == "broadcast":
-            transport: Any = BroadcastTransport(group_name=message, chunk_bytes=CHUNK_BYTES)
+            transport: Any = BroadcastTransport(group_name=message, chunk_bytes=MAX_BUCKET_BYTES)
         else:
             transport = SharedMemoryTransport.accept(rollout_pb2.SharedMemorySource.FromString(message))
         take_into(shards, manifest, transport, groups)
@@ -111,7 +109,7 @@ class Trainer:
         self._group = WeightProcessGroup.listen(host="127.0.0.1", name=name, world_size=2, backend=backend)
         source = rollout_pb2.BroadcastSource(
             group_name=name, master_host="127.0.0.1", master_port=self._group.port, rank_offset=1, world_size=2,
-            backend=backend, chunk_bytes=CHUNK_BYTES,
+            backend=backend, chunk_bytes=MAX_BUCKET_BYTES,
         )  # fmt: skip
         to.send(("join", source.SerializeToString()))
         self._group.form(timeout_s=TIMEOUT_S)
@@ -122,7 +120,7 @@ class Trainer:
         return WeightSnapshot.take(
             1,
             NamedWeights.of(self._weights),
-            max_bucket_bytes=CHUNK_BYTES,
+            max_bucket_bytes=MAX_BUCKET_BYTES,
             pool=self._pool if is_shared else None,
             device=device,
         )
@@ -131,7 +129,7 @@ class Trainer:
         """Broadcast the snapshot; return the seconds until the receiver has it."""
         started = time.perf_counter()
         self._to.send(("broadcast", self._group.name))
-        parts = (part for bucket in taken.buckets for part in chunks(bucket, CHUNK_BYTES))
+        parts = (part for bucket in taken.buckets for part in chunks(bucket, MAX_BUCKET_BYTES))
         self._group.broadcast(parts, timeout_s=TIMEOUT_S)
         return self._until_equal(started, taken)
 
@@ -265,7 +263,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", is_tiny=arguments.cpu and shape is None, device=device, shape=shape)
     weights = {name: parameter.detach().to(device) for name, parameter in model.named_parameters()}
-    manifest = Manifest.plan(specs_of(weights), max_bucket_bytes=CHUNK_BYTES)
+    manifest = Manifest.plan(specs_of(weights), max_bucket_bytes=MAX_BUCKET_BYTES)
     devices = [device] if device.type == "cpu" else [device, torch.device("cpu")]
     rows = []
     with receiver(device, manifest) as to:

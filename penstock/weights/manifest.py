@@ -16,6 +16,9 @@ from penstock.v1 import rollout_pb2
 
 ALONE_BYTES = 1 << 20
 """Tensors of at least this size have their own bucket: the engine receives them in place, without unpacking."""
+MAX_BUCKET_BYTES = 16 << 20
+"""Small tensors fill buckets of at most this size, and larger tensors are broadcast in parts of this size. Five parts
+are in flight, which take at most 80 MiB of each member's memory: a full GPU has those to spare."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

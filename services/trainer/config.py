@@ -142,9 +142,6 @@ class WeightSyncConfig(Config):
     of the run folder's name, where the newest two versions are kept. They stay when the run ends, for engines that live
     on; `penstock runs delete` removes them. Unset: only transport disk writes them, to `weights` in the run's
     folder."""
-    bucket_bytes: int = pydantic.Field(default=16 * 2**20, ge=4096)
-    """Weights are broadcast in parts of at most this size, several at a time. Tensors below 1 MiB share a bucket;
-    larger ones have their own, and are cut if they exceed this size."""
     stage_timeout_s: float = pydantic.Field(default=30.0, gt=0)
     """The longest that each stage of a push may take that moves no weights: to prepare, which includes forming the
     process group of a broadcast, and to stop generating. A replica that hangs costs a push this once."""

@@ -31,7 +31,7 @@ class RolloutConfig(Config):
     auto: nixl on a CPU, where it needs no other library, and mooncake on a GPU."""
     pair_deadline_s: float = pydantic.Field(default=10.0, ge=1)
     """The longest that one peer of a prefill/decode pair waits for the other, rounded up to seconds. It covers the
-    other's queue, so raise it where prompts take seconds to compute."""
+    other's queue, so whoever runs a model whose prompts take seconds to compute raises it."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """GPUs that share the layers of one engine; the same in prefill and decode engines. On a CPU they are processes,
     which gain nothing: `penstock train` refuses them there, tests start them."""

@@ -21,6 +21,7 @@ from penstock.bus.buckets.watch import Watch
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2
 from penstock.weights.adapters import adapted_weights
+from penstock.weights.manifest import MAX_BUCKET_BYTES
 from penstock.weights.named_weights import NamedWeights
 from penstock.weights.shared_memory import SharedMemoryPool
 from services.trainer.config import WeightSyncConfig
@@ -71,6 +72,7 @@ class WeightPublisher:
     failed_replicas: FailedReplicas = field(default_factory=FailedReplicas)
     security: Security | None = None
     """Tokens and TLS of the calls to replicas; None uses the tokens from the environment."""
+    max_bucket_bytes: int = MAX_BUCKET_BYTES
     _current: WeightSnapshot | None = None
     _base_digests: Mapping[str, int] = field(default_factory=dict)
     """Those of the last snapshot; the base of adapters stays the same."""
@@ -86,7 +88,9 @@ class WeightPublisher:
     def __post_init__(self) -> None:
         """Create the parts, without opening connections or files."""
         self._deadlines = PushDeadlines.of(self.config)
-        self._selector = TransportSelector(self.config, self.files, host=self.host, backend=self.backend)
+        self._selector = TransportSelector(
+            self.config, self.files, host=self.host, backend=self.backend, chunk_bytes=self.max_bucket_bytes
+        )
         self._pool = ReplicaPool(
             replicas=self.replicas,
             failed=self.failed_replicas,
@@ -105,7 +109,7 @@ class WeightPublisher:
         return WeightSnapshot.take(
             version,
             weights,
-            max_bucket_bytes=self.config.bucket_bytes,
+            max_bucket_bytes=self.max_bucket_bytes,
             pool=self._memory if is_offered or self.keeps_on_host else None,
             is_offered=is_offered,
             device=torch.device("cpu") if self.keeps_on_host else None,
@@ -254,7 +258,11 @@ class WeightPublisher:
         if not lagging:
             return
         weights, selector = await hold_out.open_weights(
-            self.config, host=self.host, backend=self.backend, keeps_on_host=self.keeps_on_host
+            self.config,
+            host=self.host,
+            backend=self.backend,
+            keeps_on_host=self.keeps_on_host,
+            max_bucket_bytes=self.max_bucket_bytes,
         )
         try:
             if adapted_weights(weights.manifest) and not self._base_digests:

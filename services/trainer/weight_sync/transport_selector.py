@@ -28,12 +28,18 @@ log = structlog.get_logger()
 class TransportSelector:
     """Opens transports, and remembers which replicas cannot use which transport."""
 
-    def __init__(self, config: WeightSyncConfig, files: WeightFileStore, *, host: str, backend: str) -> None:
-        """Let replicas reach this process at `host`; `backend` is torch.distributed's: nccl or gloo."""
+    def __init__(
+        self, config: WeightSyncConfig, files: WeightFileStore, *, host: str, backend: str, chunk_bytes: int
+    ) -> None:
+        """Let replicas reach this process at `host`; `backend` is torch.distributed's: nccl or gloo.
+
+        Buckets larger than `chunk_bytes` are broadcast in parts.
+        """
         self._host = host
         self._config = config
         self._files = files
         self._backend = backend
+        self._chunk_bytes = chunk_bytes
         self._deltas = DeltaStore()
         self._group: BroadcastTransport | None = None
         """The process group of the last broadcast, while its members stay the same."""
@@ -148,5 +154,5 @@ class TransportSelector:
             members,
             host=self._host,
             backend=self._backend,
-            chunk_bytes=self._config.bucket_bytes,
+            chunk_bytes=self._chunk_bytes,
         )

@@ -284,13 +284,20 @@ async def test_a_pair_takes_weights_from_files_and_as_what_changed(
 ) -> None:
     """With the trainer's own publisher, twice; each time the pair's tokens have the new version's logprobs."""
     bus_config, made = BusConfig(url=nats_url), turn("image", max_new_tokens=16)
-    sync = WeightSyncConfig.model_validate({"transport": transport, "bucket_bytes": 1 << 16})
+    sync = WeightSyncConfig.model_validate({"transport": transport})
     version = max([(await each.replica()).policy_version for each in (engine, *pair.engines)])
     async with connect(bus_config, run=run_of(engine)) as bus:
         bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
         async with watched(bucket, ttl_s=bus_config.lease_ttl_s) as watch:
             files = WeightFileStore.of_run(sync, tmp_path)
-            publisher = WeightPublisher(config=sync, host="127.0.0.1", replicas=watch, backend="gloo", files=files)
+            publisher = WeightPublisher(
+                config=sync,
+                host="127.0.0.1",
+                replicas=watch,
+                backend="gloo",
+                files=files,
+                max_bucket_bytes=1 << 16,
+            )
             try:
                 for seed in (21, 22):
                     version, policy = version + 1, pair.policy.perturbed(seed)

@@ -100,7 +100,7 @@ async def test_replicas_merge_what_is_pushed(bus: Bus, transport: str, tmp_path:
 )
 async def test_a_push_that_fails_half_way_is_healed_by_the_next(bus: Bus, point: str, action: Action) -> None:
     """No token is served by damaged adapters, or by a matrix into which an earlier push was merged."""
-    async with replicas_of(bus, 1) as (replica,), publishing(bus, bucket_bytes=4096) as publisher:
+    async with replicas_of(bus, 1) as (replica,), publishing(bus, max_bucket_bytes=4096) as publisher:
         await publish(publisher, 1, adapters_of(1))
         await replica.set_faults(**{point: Fault(action)})
         async with kept_current(publisher):

@@ -26,12 +26,9 @@ from tests.support.waiting import HANG_S, promptly, until
 NEVER_S = 70.0
 """Longer than `HANG_S`: what waits for it fails its test. A push adds up eight; an engine allows 600 s in all."""
 _FIXED_DEADLINES = ("deadlines.CONTROL_S", "rolling_push.CANCEL_NOTICE_S", "collective_push.CANCEL_NOTICE_S")
-CONFIG = WeightSyncConfig(
-    transport="broadcast",
-    bucket_bytes=8192,
-    stage_timeout_s=NEVER_S,
-    transfer_timeout_s=NEVER_S,
-)
+_CONFIG = WeightSyncConfig(transport="broadcast", stage_timeout_s=NEVER_S, transfer_timeout_s=NEVER_S)
+_MAX_BUCKET_BYTES = 8192
+"""Several buckets in each push, although the weights are small."""
 
 
 def snapshot(version: int, *, shared: bool = False) -> WeightSnapshot:
@@ -39,7 +36,7 @@ def snapshot(version: int, *, shared: bool = False) -> WeightSnapshot:
     return WeightSnapshot.take(
         version,
         NamedWeights.of(weights_of(version)),
-        max_bucket_bytes=CONFIG.bucket_bytes,
+        max_bucket_bytes=_MAX_BUCKET_BYTES,
         pool=SharedMemoryPool() if shared else None,
     )
 
@@ -59,19 +56,26 @@ async def watching(bus: Bus) -> AsyncIterator[Watch]:
 
 @asynccontextmanager
 async def publishing(
-    bus: Bus, *, host: str = "127.0.0.1", files_dir: Path | None = None, retry_after_s: float = 0.5, **settings: Any
+    bus: Bus,
+    *,
+    host: str = "127.0.0.1",
+    files_dir: Path | None = None,
+    retry_after_s: float = 0.5,
+    max_bucket_bytes: int = _MAX_BUCKET_BYTES,
+    **settings: Any,
 ) -> AsyncIterator[WeightPublisher]:
     """A publisher whose replicas' leases are as they are now; deadlines that `settings` do not name never pass."""
     async with watching(bus) as watch, contextlib.AsyncExitStack() as patched:
         for name in _FIXED_DEADLINES:
             patched.enter_context(unittest.mock.patch(f"services.trainer.weight_sync.{name}", NEVER_S))
         publisher = WeightPublisher(
-            config=CONFIG.model_copy(update=settings),
+            config=_CONFIG.model_copy(update=settings),
             host=host,
             replicas=watch,
             backend="gloo",
             files=WeightFileStore(files_dir),
             failed_replicas=FailedReplicas(retry_after_s),
+            max_bucket_bytes=max_bucket_bytes,
         )
         try:
             yield publisher

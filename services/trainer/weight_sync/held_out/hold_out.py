@@ -78,7 +78,7 @@ class HoldOut:
         await self._has_some.wait()
 
     async def open_weights(
-        self, config: WeightSyncConfig, *, host: str, backend: str, keeps_on_host: bool
+        self, config: WeightSyncConfig, *, host: str, backend: str, keeps_on_host: bool, max_bucket_bytes: int
     ) -> tuple[WeightSnapshot, TransportSelector]:
         """Read the kept weights, and return them with their own transports; replicas that see the files read them.
 
@@ -91,11 +91,11 @@ class HoldOut:
             self.kept.load,
             device=torch.device("cpu") if keeps_on_host else computing,
             kind=digest_kind(computing),
-            max_bucket_bytes=config.bucket_bytes,
+            max_bucket_bytes=max_bucket_bytes,
             pool=SharedMemoryPool() if config.shares_memory(on_gpu=on_gpu) else None,
         )
         files = WeightFileStore.of(self.version, self.kept.folder)
-        return weights, TransportSelector(config, files, host=host, backend=backend)
+        return weights, TransportSelector(config, files, host=host, backend=backend, chunk_bytes=max_bucket_bytes)
 
     def _chosen(self, replicas: Sequence[common_pb2.Replica]) -> list[common_pb2.Replica]:
         return choose_held_out(replicas, self.replica_ids, num=self.num, version=self.version)

@@ -95,11 +95,12 @@ async def test_an_engine_is_killed_while_it_receives_weights(
         bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
         watch = await stack.enter_async_context(watched(bucket, ttl_s=bus_config.lease_ttl_s))
         publisher = WeightPublisher(
-            config=WeightSyncConfig(transport="broadcast", bucket_bytes=1 << 16),
+            config=WeightSyncConfig(transport="broadcast"),
             host="127.0.0.1",
             replicas=watch,
             backend="gloo",
             files=WeightFileStore(None),
+            max_bucket_bytes=1 << 16,
         )
         stack.push_async_callback(publisher.close)
         caller = await stack.enter_async_context(router(bus, wait_for_replica_s=60.0))

@@ -54,7 +54,7 @@ async def test_engines_that_join_late(
     time. One engine is a process, the other's layers are shared by two; what changed is sent to the first alone. The
     last versions are adapters, which both merge into what they hold. kill -9 of an engine takes all its processes.
     """
-    config = WeightSyncConfig(mode="in_place", bucket_bytes=1 << 16)
+    config = WeightSyncConfig(mode="in_place")
 
     def publishing(watch: Watch, *, files_dir: Path | None = None, **settings: object) -> WeightPublisher:
         publisher = WeightPublisher(
@@ -63,6 +63,7 @@ async def test_engines_that_join_late(
             replicas=watch,
             backend="gloo",
             files=WeightFileStore(files_dir),
+            max_bucket_bytes=1 << 16,
         )
         stack.push_async_callback(publisher.close)
         return publisher
