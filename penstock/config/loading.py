@@ -22,6 +22,8 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 _SELECTORS = ("preset", "kind")
 """Keys whose value decides the meaning of the other keys of their table."""
+_CUTOFF_OF_OTHER_SECTIONS = 0.9
+"""Least similarity, up to 1, of a suggestion from another section: one slip in a long name, none in a short one."""
 _UNQUOTED_LIST = re.compile(r"""\[([^\[\]{}"']+)\]""")
 """A list of TOML without the quotes around its items."""
 
@@ -175,14 +177,16 @@ def _example_of_list(given: Any) -> str:
 
 
 def _suggest(model: type[Config], location: tuple[str, ...]) -> str:
-    """Suggest what an unknown key should be: a similar key beside it, or the same key in another section."""
+    """Suggest what an unknown key should be: a similar or longer key beside it, or the same or nearly so elsewhere."""
     *section, key = location
     known = sorted(field.alias or name for name, field in _section_at(model, section).model_fields.items())
-    similar = difflib.get_close_matches(key, known, n=1)
+    similar = difflib.get_close_matches(key, known, n=1) or [name for name in known if name.startswith(f"{key}_")]
     meant = [".".join((*section, name)) for name in similar] or [path for path in _keys(model) if _leaf(path) == key]
     if not meant:
         meant = [
-            path for path in _keys(model) if _leaf(path) in difflib.get_close_matches(key, [_leaf(path)], cutoff=0.8)
+            path
+            for path in _keys(model)
+            if difflib.get_close_matches(key, [_leaf(path)], cutoff=_CUTOFF_OF_OTHER_SECTIONS)
         ]
     if meant:
         return f"did you mean {' or '.join(meant[:3])}?"

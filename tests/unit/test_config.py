@@ -248,10 +248,12 @@ def test_a_later_recipe_overrides_an_earlier(recipe: Path, tmp_path: Path) -> No
         ("run.temprature", "did you mean sampling.temperature?"),
         ("tables.any.rats", "did you mean tables.any.rate?"),
         ("sampling.zzz", "known here: max_new_tokens, temperature, top_k, top_p"),
+        ("sampling.max", "did you mean sampling.max_new_tokens?"),
+        ("sampling.rat", "known here: max_new_tokens, temperature, top_k, top_p"),
     ],
 )
 def test_a_mistyped_key_is_answered_with_what_was_meant(key: str, suggestion: str) -> None:
-    """The most similar key beside it, or the same key in another section; else what is known there."""
+    """The most similar key beside it, or one that it begins; else one in another section; else what is known there."""
     with pytest.raises(ConfigError, match=r"^unknown key ") as caught:
         load(FileConfig, [], [f"--{key}=1"])
     assert str(caught.value).endswith(suggestion)
