@@ -30,6 +30,7 @@ from services.trainer.batching.sequences import open_reader
 from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.checks.answer_length import most_own_tokens, penalty_doubt
+from services.trainer.checks.schedule import warmup_doubt
 from services.trainer.config import TrainerConfig, TrainerSettings, WeightSyncConfig
 from services.trainer.evaluation.evaluator import Evaluator
 from services.trainer.evaluation.holding import ReplicaHolding, give_up_interrupted
@@ -287,14 +288,8 @@ def _doubts(settings: TrainerSettings) -> list[str]:
     most = most_own_tokens(settings.data, settings.sampling, context_length=settings.context_length)
     penalty = penalty_doubt(settings.algorithm.advantage.length_penalty, most)
     stale = settings.trainer.max_staleness
-    found = [*doubts(settings.filters, settings.algorithm, max_staleness=stale), *([penalty] if penalty else [])]
-    warmup_steps, num_steps = settings.trainer.optimizer.warmup_steps, settings.trainer.num_steps
-    if warmup_steps >= num_steps:
-        found.append(
-            f"trainer.optimizer.warmup_steps = {warmup_steps} is not below trainer.num_steps = {num_steps}: the run "
-            "ends before it reaches its learning rate"
-        )
-    return found
+    warmup = warmup_doubt(settings.trainer.optimizer, num_steps=settings.trainer.num_steps)
+    return [*doubts(settings.filters, settings.algorithm, max_staleness=stale), *filter(None, [penalty, warmup])]
 
 
 def _open_ledger(config: TrainerConfig, checkpoint: Checkpoint | None) -> GroupLedger[Finished, Delivery]:

@@ -8,7 +8,7 @@ import structlog
 from penstock.errors import ConfigError, SetupError
 from services.trainer.backend.ranks.start import open_supervised_ranks
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
-from services.trainer.checks.schedule import schedule_contradiction
+from services.trainer.checks.schedule import schedule_contradiction, warmup_doubt
 from services.trainer.config import TrainerConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import ConversationLimit
@@ -45,6 +45,8 @@ def assemble(settings: SftSettings, folder: Path, observer: Observer) -> SftLoop
     dataset = open_dataset(settings.data, seed=settings.run.seed, limit=limit, form=DEMONSTRATIONS)
     sets = open_sets(settings.evaluation, settings.data, form=DEMONSTRATIONS) if sft.validate_every else {}
     config = _with_steps(settings, dataset, checkpoint)
+    if doubt := warmup_doubt(config.optimizer, num_steps=config.num_steps):
+        log.warning("settings.doubtful", reason=doubt)
     arguments = {
         "model_path": path,
         "config": config,

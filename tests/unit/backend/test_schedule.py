@@ -9,6 +9,7 @@ from penstock.errors import ConfigError
 from services.cli.service_settings import require_trainable_without_model
 from services.recipe import Recipe
 from services.trainer.backend.optimizer.schedule import rate_factor
+from services.trainer.checks.schedule import warmup_doubt
 from services.trainer.config import OptimizerConfig
 
 NUM_UPDATES = 40
@@ -94,6 +95,13 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], m
     """Each with the setting and what to do."""
     with pytest.raises(ConfigError, match=message):
         load(Recipe, [], [f"--trainer.optimizer.{override}" for override in overrides])
+
+
+def test_a_run_that_ends_within_its_warm_up_is_doubted() -> None:
+    """Also at its last step, which has less than the whole rate."""
+    optimizer = OptimizerConfig(warmup_steps=5)
+    assert warmup_doubt(optimizer, num_steps=6) == ""
+    assert "warmup_steps = 5 is not below the number of steps, 5: the run ends" in warmup_doubt(optimizer, num_steps=5)
 
 
 def test_the_epochs_of_a_supervised_run_make_room_for_its_schedule() -> None:

@@ -1,13 +1,19 @@
-"""What `penstock sft` refuses before it reads data or model, with the reason and the remedy."""
+"""What `penstock sft` refuses before it reads data or model, and what it warns of, with the reason and the remedy."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from penstock.errors import ConfigError
 from services.cli.service_settings import for_sft
 from services.recipe import Recipe
+from services.trainer.sft.loop import Observer
+from services.trainer.sft.main import train
+
+pytestmark = pytest.mark.leaves_behind("matplotlib keeps the fonts that a thread has used open", "descriptor")
 
 
 @pytest.mark.parametrize(
@@ -59,3 +65,21 @@ def test_a_single_source_may_have_a_name(tiny_model_path: Path) -> None:
         {"model": {"path": tiny_model_path}, "sft": {"epochs": 2}, "data": {"sources": {"a": {}}}}
     )
     assert for_sft(recipe).sft.epochs == 2
+
+
+async def test_a_run_that_ends_within_its_warm_up_is_doubted(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Its steps are those that the epochs make."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    recipe = Recipe.model_validate(
+        {
+            "model": {"path": tiny_model_path},
+            "data": {"path": str(tmp_path / "rows.jsonl"), "answer_format": "", "cache_dir": tmp_path / "cache"},
+            "sft": {"batch_size": 1, "epochs": 2},
+            "trainer": {"device": "cpu", "micro_batch_tokens": 100, "optimizer": {"warmup_steps": 2}},
+        }
+    )
+    with structlog.testing.capture_logs() as logs:
+        await train(for_sft(recipe), tmp_path, asyncio.Event(), Observer())
+    [warning] = [entry for entry in logs if entry["event"] == "settings.doubtful"]
+    assert warning["log_level"] == "warning"
+    assert "trainer.optimizer.warmup_steps = 2 is not below the number of steps, 2: the run ends" in warning["reason"]
