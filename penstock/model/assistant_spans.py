@@ -56,8 +56,8 @@ def added_spans(roles: Sequence[str], fill: Fill) -> tuple[str, list[Span]]:
         if not whole.startswith(after):
             raise InvalidRequestError(
                 f"the model's chat template renders message {number}, the assistant's, differently once others follow "
-                "it (templates of thinking models drop earlier thoughts); end the conversation with it, or mark what "
-                "is to be learned with {% generation %} in the template"
+                "it (templates of thinking models drop earlier thoughts); end the conversation with it, or mark "
+                "what to learn with {% generation %} in the template"
             )
         spans.append((len(before), len(after)))
     return whole, spans

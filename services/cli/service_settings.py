@@ -69,7 +69,7 @@ def for_engine(recipe: Recipe) -> EngineSettings:
     """Return the settings of `penstock serve rollout`.
 
     Raises:
-        ConfigError: there is no model, it is dense and its routing is to be replayed, its experts cannot be divided as
+        ConfigError: there is no model, trainer.router_replay is on with a dense model, its experts cannot be divided as
             rollout.expert_parallel says, or SGLang lacks a setting named in rollout.sglang.
         UnavailableError: the model is on the Hub, which cannot be reached.
     """
@@ -149,9 +149,9 @@ def for_trainer(recipe: Recipe) -> TrainerSettings:
     """Return the settings of `penstock serve trainer`.
 
     Raises:
-        ConfigError: there is no model or no data, the sampling cannot be trained on, the model is dense and its routing
-            is to be replayed, the reference is no model with the same tokens, the chat template does not read a
-            variable, or a tracker is not installed.
+        ConfigError: there is no model or no data, the sampling cannot be trained on, trainer.router_replay is on with a
+            dense model, the reference is no model with the same tokens, the chat template does not read a variable, or
+            a tracker is not installed.
         UnavailableError: a model is on the Hub, which cannot be reached.
     """
     require_trainable_without_model(recipe)

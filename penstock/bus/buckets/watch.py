@@ -212,7 +212,7 @@ class Watch:
 def _require_leader(cluster: api.ClusterInfo | None) -> None:
     """Check that the stream's leader gave this description, whose replicas are the servers beside the one that gave it.
 
-    While a stream of less than ten seconds has no leader, the server that was to be its first one answers in its place.
+    While a stream of less than ten seconds has no leader, the server chosen as its first one answers in its place.
 
     Raises:
         TimeoutError: another server gave it.

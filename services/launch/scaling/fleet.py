@@ -39,7 +39,7 @@ def parse_counts(arguments: Sequence[str]) -> dict[str, int]:
             raise ConfigError(f"{argument!r} has no number of processes; write {kind}=N")
         counts[kind] = int(number)
     if not counts:
-        raise ConfigError("nothing is to be scaled; write KIND=N, for example rollout=6")
+        raise ConfigError("no kind of process is named; write KIND=N, for example rollout=6")
     return counts
 
 

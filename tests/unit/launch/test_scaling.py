@@ -29,7 +29,7 @@ def test_counts_are_read_by_kind() -> None:
         (["engine=2"], "'engine' cannot be scaled; write KIND=N with one of rollout, prefill, decode, worker"),
         (["rollout"], "'rollout' has no number of processes; write rollout=N"),
         (["rollout=-1"], "'rollout=-1' has no number"),
-        ([], "nothing is to be scaled"),
+        ([], "no kind of process is named"),
     ):
         with pytest.raises(ConfigError, match=words):
             parse_counts(wrong)

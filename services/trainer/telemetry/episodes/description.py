@@ -84,7 +84,7 @@ class Fate:
     reason: str
     """Why it was left out; of a trained or evaluated group, why it is kept."""
     step: int
-    """The step that trained it, or that was to be taken next. Of an evaluated group, the steps that its weights had."""
+    """The step that trained it, or the next one when it was dropped. Of an evaluated group, its weights' steps."""
     version: int
     """The policy version before that step; of an evaluated group, the version that played it."""
     time: str

@@ -130,7 +130,7 @@ class EpisodeLog:
             is_resumed: Whether there is a checkpoint. Without one the run starts over, and nothing kept before is its.
         """
         self.num_dropped = 0
-        """Groups that were to be kept and were not, since the trainer started."""
+        """Groups that should have been kept and were not, since the trainer started."""
         self._config = config
         self._position = position
         self._dataset = dataset
