@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 StoredT = TypeVar("StoredT")
 
-BUCKETS = ("replicas", "locks", "policy")
+BUCKETS = ("replicas", "locks", "policy", "deaths")
 """The run's key-value buckets."""
 _CONNECT_TIMEOUT_S = 10.0
 """Limit of the first connection: a starting nats-server listens within a second or two."""

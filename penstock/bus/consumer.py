@@ -50,8 +50,14 @@ class Delivery:
         self.message_id: str = self.headers.get("Nats-Msg-Id", "")
         self.stored_at: float = message.metadata.timestamp.timestamp()
         """Seconds since 1970, by the server's clock, at which it stored the message."""
-        self._sequence = message.metadata.sequence.stream
-        in_hand[self._sequence] = self
+        self.sequence: int = message.metadata.sequence.stream
+        """Its number in its queue, the same at each delivery."""
+        in_hand[self.sequence] = self
+
+    @property
+    def queue(self) -> str:
+        """Name of the stream that holds it."""
+        return self._stream.name
 
     def renew(self, message: Msg) -> None:
         """Continue with another delivery of the same message, which arrived because heartbeats were late.
@@ -85,7 +91,7 @@ class Delivery:
         await self._bus.publish(
             self._bus.dead,
             self.payload,
-            message_id=f"dead/{self._stream.name}/{self._sequence}",
+            message_id=f"dead/{self.queue}/{self.sequence}",
             headers=letter_headers(reason=reason, subject=self._stream.subject, message_id=self.message_id),
         )
 
@@ -95,7 +101,7 @@ class Delivery:
 
     async def _settle(self, pending: Awaitable[object]) -> None:
         """Send the outcome; if it is lost, the message is delivered again, which every receiver tolerates."""
-        self._in_hand.pop(self._sequence, None)
+        self._in_hand.pop(self.sequence, None)
         try:
             await pending
         except BUS_ERRORS as error:
@@ -152,6 +158,11 @@ class Consumer:
             known.renew(message)
             return None
         return Delivery(message, self._bus, self._stream, self._in_hand)
+
+    @property
+    def bus(self) -> Bus:
+        """The bus that holds the queue."""
+        return self._bus
 
     @property
     def num_in_hand(self) -> int:

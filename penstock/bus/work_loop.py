@@ -7,7 +7,7 @@ The one place where Penstock's errors become outcomes of messages:
     DeadlineError                       put back once; then dead letter
     AccessError, SetupError             put back; no more messages are taken, and the error is raised
     any other error                     put back with a growing delay; dead letter after `max_deliveries`
-    its process died or froze           delivered again; dead letter after `max_deliveries`, unhandled
+    its process died or froze           delivered again, at last handled alone; then dead letter (`suspects.py`)
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import structlog
 
 from penstock.bus.consumer import Consumer, Delivery
 from penstock.bus.failures import deliveries_allowed
+from penstock.bus.suspects import Suspects, open_suspects
 from penstock.errors import AccessError, PenstockError, SetupError
 from penstock.runtime.backoff import Backoff
 from penstock.telemetry import metrics
@@ -58,8 +59,10 @@ async def work(
 
     Raises:
         AccessError: `handle` raised it. The message is left to other processes, which may have access.
-        SetupError: `handle` raised it. Each delivery would fail until a person fixes the cause.
+        SetupError: `handle` raised it, or the server cannot count deaths. Each delivery would fail until a person
+            fixes the cause.
     """
+    suspects = await open_suspects(consumer.bus, num_places=concurrency)
     running: set[asyncio.Task[None]] = set()
     refusals: list[AccessError | SetupError] = []
 
@@ -69,7 +72,7 @@ async def work(
 
     async def handle_one(delivery: Delivery) -> None:
         try:
-            await _handle(delivery, handle, max_deliveries=max_deliveries, give_up=give_up)
+            await _handle(delivery, handle, suspects, max_deliveries=max_deliveries, give_up=give_up)
         except (AccessError, SetupError) as error:
             refusals.append(error)
 
@@ -97,16 +100,12 @@ async def work(
         raise refusals[0]
 
 
-async def _handle(delivery: Delivery, handle: Handler, *, max_deliveries: int, give_up: GiveUp | None) -> None:
-    if delivery.num_delivered > max_deliveries:
-        reason = (
-            f"delivered {delivery.num_delivered} times without an outcome (max_deliveries = {max_deliveries}): the "
-            "process that handled it was killed or froze each time"
-        )
-        await _bury(delivery, reason, give_up)
-        return
+async def _handle(
+    delivery: Delivery, handle: Handler, suspects: Suspects, *, max_deliveries: int, give_up: GiveUp | None
+) -> None:
     try:
-        await handle(delivery)
+        async with suspects.handling(delivery):
+            await handle(delivery)
     except (asyncio.CancelledError, AccessError, SetupError):
         _MESSAGES.labels("put_back").inc()
         await delivery.put_back()

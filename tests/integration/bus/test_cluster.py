@@ -19,7 +19,7 @@ from penstock.bus.buckets.leases import held
 from penstock.bus.buckets.lock import TRAINER, locked
 from penstock.bus.buckets.register import open_register
 from penstock.bus.buckets.watch import watched
-from penstock.bus.connection import Bus, connect
+from penstock.bus.connection import BUCKETS, Bus, connect
 from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.image_store import ImageStore
 from penstock.bus.recordings import Recordings
@@ -72,10 +72,10 @@ async def test_all_that_a_run_stores_is_on_every_server(run: Bus, config: BusCon
     await Recordings(run).ensure(max_age_s=3600.0, max_bytes=2**20)
     await Sessions(run).ensure()
     await ensure_span_stream(run)
-    for name in ("replicas", "locks", "policy"):
-        await run.bucket(name, ttl_s=TTL_S if name == "replicas" else None)
+    for name in BUCKETS:
+        await run.bucket(name, ttl_s=TTL_S if name in ("replicas", "deaths") else None)
     stored = await stored_streams(run, run_name)
-    assert len(stored) == 10
+    assert len(stored) == 11
     for name in stored:
         info = await run.jetstream.stream_info(name)
         assert info.config.num_replicas == 3, name

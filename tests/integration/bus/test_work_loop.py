@@ -224,32 +224,6 @@ async def test_no_more_than_concurrency_at_once_and_every_message_once(workers: 
     assert sorted(seen, key=int) == [str(index).encode() for index in range(30)]
 
 
-async def test_a_message_whose_handlers_die_is_buried_unhandled(workers: OpenConsumer, bus: Bus) -> None:
-    """A process that is killed while it handles a message raises nothing; after max_deliveries the next gives up."""
-    given_up: list[str] = []
-
-    async def handle(delivery: Delivery) -> None:
-        raise AssertionError
-
-    async def give_up(delivery: Delivery, reason: str) -> None:
-        given_up.append(reason)
-
-    async def is_buried() -> bool:
-        return await num_messages(bus, bus.prompts.name) == 0
-
-    await bus.publish(bus.prompts, b"kills", message_id="a")
-    consumer = await workers(bus, ack_wait_s=30.0)
-    for _ in range(2):
-        await (await fetch_one(consumer)).put_back()
-    async with working(consumer, handle, max_deliveries=2, give_up=give_up):
-        await until(is_buried)
-    assert given_up == [
-        "delivered 3 times without an outcome (max_deliveries = 2): the process that handled it was killed or froze "
-        "each time"
-    ]
-    assert await num_messages(bus, bus.dead.name) == 1
-
-
 @pytest.mark.parametrize(
     ("error", "allowed"),
     [

@@ -1,0 +1,67 @@
+"""A message that kills its handlers is given up, and those that were handled beside it are not."""
+
+import asyncio
+import signal
+import sys
+
+from penstock.bus.connection import Bus
+from penstock.bus.consumer import Delivery
+from penstock.bus.suspects import MAX_DEATHS
+from penstock.bus.work_loop import work
+from services.launch.supervisor import MAX_RESTARTS
+from tests.support.bus.work_queue import OpenConsumer, num_messages
+from tests.support.waiting import HANG_S, promptly, until
+
+
+async def test_a_message_that_kills_its_process_is_buried_and_its_neighbours_are_handled(
+    bus: Bus, run_name: str
+) -> None:
+    """kill -9 at every delivery, three times with two others in hand: these are handled alone, and end."""
+    for payload in (b"one", b"two", b"kills"):
+        await bus.publish(bus.prompts, payload, message_id=payload.decode())
+    ends = []
+    while not ends or (ends[-1] == -signal.SIGKILL and len(ends) <= 2 * MAX_DEATHS):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.support.bus.killed_process", bus.config.url, run_name, str(len(ends) + 1))
+        )
+        ends.append(await asyncio.wait_for(process.wait(), 2 * HANG_S))
+    assert ends == [-signal.SIGKILL] * (MAX_DEATHS + 1) + [0]
+    groups = [await bus.jetstream.get_msg(bus.groups.name, seq=number) for number in (1, 2)]
+    assert {group.data for group in groups} == {b"one", b"two"}
+    letter = await bus.jetstream.get_last_msg(bus.dead.name, bus.dead.subject)
+    assert (letter.data, await num_messages(bus, bus.dead.name)) == (b"kills", 1)
+    assert letter.headers is not None
+    assert f"killed, crashed or froze at delivery after delivery, {MAX_DEATHS}" in letter.headers["Penstock-Reason"]
+
+
+def test_two_such_prompts_in_a_row_do_not_end_the_run() -> None:
+    """They are given up before the only worker of a run has died too often without a trained step."""
+    assert 2 * (MAX_DEATHS + 1) <= MAX_RESTARTS
+
+
+async def test_a_process_that_stops_in_order_has_not_died(workers: OpenConsumer, bus: Bus) -> None:
+    """What it puts back is handled by others, however often that happens."""
+    begun, handled = asyncio.Event(), list[int]()
+
+    async def hang(delivery: Delivery) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def handle(delivery: Delivery) -> None:
+        handled.append(delivery.num_delivered)
+
+    async def is_empty() -> bool:
+        return await num_messages(bus, bus.prompts.name) == 0
+
+    await bus.publish(bus.prompts, b"long", message_id="a")
+    consumer, num_stops = await workers(bus, ack_wait_s=60.0), 2 * MAX_DEATHS
+    for handler in (*[hang] * num_stops, handle):
+        begun.clear()
+        stop = asyncio.Event()
+        options = {"stop": stop, "concurrency": 1, "max_deliveries": 3, "grace_s": 0.0}
+        working = asyncio.create_task(work(consumer, handler, **options))
+        await (promptly(begun.wait()) if handler is hang else until(is_empty))
+        stop.set()
+        await promptly(working)
+    assert handled == [num_stops + 1]
+    assert await num_messages(bus, bus.dead.name) == 0
