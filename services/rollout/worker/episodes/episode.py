@@ -18,14 +18,12 @@ import structlog
 from penstock.environments import Observation, StepResult
 from penstock.errors import (
     DeadlineError,
-    InvalidRequestError,
-    MissingImageError,
     NotReadyError,
     OverloadedError,
     PenstockError,
-    PoisonError,
     PromptTooLongError,
     UnavailableError,
+    UserError,
 )
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
@@ -67,8 +65,8 @@ class Episode:
     finish_reason: Ending
     """See `penstock.records.Sample`."""
     error: str = ""
-    """Why the sample cannot be judged: its environment failed, an image was lost, or it broke the replicas that played
-    it."""
+    """Why the sample cannot be judged: its environment failed, an image was lost, or it broke or failed in the replicas
+    that played it."""
     ended_by: str = ""
     """What ended it early; see `penstock.records.Sample`."""
     started_at: float = 0.0
@@ -381,16 +379,21 @@ class _Episode:
 
 
 def _end_by(error: PenstockError, episode: _Episode) -> Ending:
-    """Return how an episode with tokens ends if its next turn fails with `error`."""
+    """Return how an episode with tokens ends if its next turn fails with `error`.
+
+    Raises:
+        UserError: `error`, if a person must change something.
+    """
     match error:
+        case UserError():
+            raise error
         case PromptTooLongError():
             episode.ended_by = str(error)
             return "length"
-        # InvalidRequestError blames the environment's addition; with MissingImageError, storing the image again failed.
-        case PoisonError() | InvalidRequestError() | MissingImageError():
-            episode.error = str(error)
-            return "error"
         case DeadlineError() | UnavailableError() | OverloadedError() | NotReadyError():
             episode.ended_by = str(error)
             return "deadline"
-    raise error
+    # Among others: InvalidRequestError blames the environment's addition; with MissingImageError, storing the image
+    # again failed.
+    episode.error = str(error)
+    return "error"

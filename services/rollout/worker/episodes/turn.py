@@ -5,7 +5,7 @@ only the wait timeout runs. From its first chunk on, the turn's own budget runs;
 with the tokens it has. The first token is delivered at once. The router replaces a replica that dies inside a turn;
 this is not visible here, and the replacement's queue counts as playing.
 
-Invariant: a turn with tokens never fails. Only a turn without any raises.
+Invariant: a turn with tokens never fails, unless a person must change something. Only a turn without any raises.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from penstock.errors import (
     NotReadyError,
     OverloadedError,
     PenstockError,
-    PoisonError,
     PromptTooLongError,
     UnavailableError,
+    UserError,
 )
 from penstock.v1 import generate_pb2
 from services.rollout.worker import metrics
@@ -68,8 +68,8 @@ class Turn:
     generated_s: float
     """Seconds from the first chunk to the last."""
     failure: str = ""
-    """Not empty if the turn broke every replica that continued it, or lost an image for good: its tokens are sound, but
-    it has no end."""
+    """Not empty if the turn broke or failed in every replica that continued it, or lost an image for good: its tokens
+    are sound, but it has no end."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,7 +116,8 @@ class TurnPlayer:
             PoisonError: it broke every replica that tried it.
             DeadlineError: no token came within the wait timeout, and the last attempt was still waiting;
                 UnavailableError, OverloadedError and NotReadyError if it was refused.
-            PenstockError: the server broke its contract.
+            UserError: a person must change something, a wrong token for example, also after tokens came.
+            PenstockError: the server broke its contract, or it crashed in every replica that tried it.
         """
         progress = _Progress(ResumableTurn(request), time.monotonic() + self._wait_timeout_s)
         resumable, backoff_s = progress.resumable, _FIRST_BACKOFF_S
@@ -124,18 +125,6 @@ class TurnPlayer:
             num_before, began = resumable.num_tokens, time.monotonic()
             try:
                 await self._attempt(progress, budget_s)
-            except (PoisonError, PromptTooLongError, DeadlineError, MissingImageError) as error:
-                if isinstance(error, MissingImageError) and progress.restored_at != resumable.num_tokens:
-                    log.warning("images.stored_again", request=request.request_id, reason=str(error))
-                    progress.restored_at = resumable.num_tokens
-                    await restore_images(began)
-                    progress.give_up_at = time.monotonic() + self._wait_timeout_s
-                    continue
-                if resumable.num_tokens == 0:
-                    raise
-                progress.failure = str(error) if isinstance(error, PoisonError | MissingImageError) else ""
-                is_full = isinstance(error, PromptTooLongError)
-                resumable.cut(generate_pb2.FINISH_REASON_LENGTH if is_full else generate_pb2.FINISH_REASON_DEADLINE)
             except (UnavailableError, OverloadedError, NotReadyError) as error:
                 progress.refusal = str(error)
                 if resumable.num_tokens > num_before:
@@ -149,6 +138,18 @@ class TurnPlayer:
                     raise
                 else:
                     resumable.cut(generate_pb2.FINISH_REASON_DEADLINE)
+            except PenstockError as error:
+                if isinstance(error, MissingImageError) and progress.restored_at != resumable.num_tokens:
+                    log.warning("images.stored_again", request=request.request_id, reason=str(error))
+                    progress.restored_at = resumable.num_tokens
+                    await restore_images(began)
+                    progress.give_up_at = time.monotonic() + self._wait_timeout_s
+                    continue
+                if resumable.num_tokens == 0 or isinstance(error, UserError):
+                    raise
+                progress.failure = "" if isinstance(error, PromptTooLongError | DeadlineError) else str(error)
+                is_full = isinstance(error, PromptTooLongError)
+                resumable.cut(generate_pb2.FINISH_REASON_LENGTH if is_full else generate_pb2.FINISH_REASON_DEADLINE)
         self._failing = False
         metrics.count_turn(waited_s=progress.waited_s, generated_s=progress.generated_s)
         return Turn(

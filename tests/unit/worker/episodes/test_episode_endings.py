@@ -115,6 +115,7 @@ async def test_an_environment_that_fails_ends_its_own_sample_unjudged(renderer: 
         (PromptTooLongError("13 tokens of room"), "length"),
         (PoisonError("given up after 3 replicas failed"), "error"),
         (InvalidRequestError("images[1] cannot be decoded"), "error"),
+        (PenstockError("router: RuntimeError: out of memory"), "error"),
         (DeadlineError("no token came"), "deadline"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import (
+    AccessError,
     DeadlineError,
     MissingImageError,
     OverloadedError,
@@ -144,6 +145,17 @@ async def test_a_turn_that_breaks_replicas_is_never_tried_again() -> None:
     turn = await play(ScriptedStreams([[chunk(10), PoisonError("given up after 3 replicas failed")]]))
     assert list(turn.response.output_ids) == [10]
     assert "3 replicas" in turn.failure
+
+
+async def test_a_turn_that_crashes_in_replicas_that_live_on_keeps_its_tokens() -> None:
+    """It ends with them and says why; without any it fails, and so it does where a person must change something."""
+    crash = PenstockError("router: RuntimeError: out of memory")
+    turn = await play(ScriptedStreams([[chunk(10, 11), crash]]))
+    assert (list(turn.response.output_ids), turn.failure) == ([10, 11], "router: RuntimeError: out of memory")
+    with pytest.raises(PenstockError, match="out of memory"):
+        await play(ScriptedStreams([[crash]]))
+    with pytest.raises(AccessError, match="token"):
+        await play(ScriptedStreams([[chunk(10), AccessError("router: the token is wrong")]]))
 
 
 async def test_a_turn_that_loses_an_image_keeps_the_tokens_delivered() -> None:
