@@ -24,7 +24,7 @@ class GroupStatus(enum.StrEnum):
     FILTERED = "filtered"
     """Left out of training on purpose, but not yet in a checkpoint. Another prompt takes its place."""
     FAILED = "failed"
-    """Could not be played or read, and not yet in a checkpoint. Another prompt takes its place."""
+    """Could not be played, judged or read, and not yet in a checkpoint. Another prompt takes its place."""
     SETTLED = "settled"
     """Trained, filtered or failed, and in a checkpoint."""
 

@@ -186,7 +186,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return True
 
     def fail(self, index: int, attempt: int) -> bool:
-        """Record that a group cannot be played or read; return False if it is not wanted.
+        """Record that a group cannot be played, judged or read; return False if it is not wanted.
 
         An earlier attempt that is in hand is kept: it can still be trained.
         """

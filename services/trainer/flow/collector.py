@@ -144,6 +144,9 @@ class Collector:
             is_of_use = self._lose(group.id, group.error)
         elif group.error:
             is_of_use = self._fail(group, group.error)
+        elif reason := _why_unjudged(group):
+            await delivery.write_dead_letter(reason)
+            is_of_use = self._fail(group, reason)
         elif (reason := (screening := screen(group, self.filters)).reason) is not None:
             is_of_use = self._filter(group, reason)
         else:
@@ -287,3 +290,15 @@ class Collector:
             self.episodes.keep_left_out("failed", reason, group)
         log.error("group.failed", index=index, attempt=attempt, reason=reason)
         return True
+
+
+def _why_unjudged(group: Group) -> str:
+    """Return why a group teaches nothing, if none of its samples was judged; else nothing."""
+    if any(sample.reward is not None for sample in group.samples):
+        return ""
+    first = group.samples[0]
+    status = "missing" if first.verdict is None else first.verdict.status
+    verdict = (
+        f"it ended as {first.finish_reason} and its verdict is {status}; see the reward service, and the row's golds"
+    )
+    return f"no sample was judged; the first: {first.error or verdict}"

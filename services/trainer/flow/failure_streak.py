@@ -28,7 +28,7 @@ class FailureStreak:
         self._num_lost.clear()
 
     def fail(self, index: int, reason: str) -> None:
-        """Count a group that could not be played or read.
+        """Count a group that could not be played, judged or read.
 
         Raises:
             DataError: too many groups failed in a row.
