@@ -12,6 +12,7 @@ from penstock.errors import ConfigError, SetupError
 from penstock.runtime.disk_space import disk_full_reported
 from services.trainer.checkpoint.store import Checkpoint, CheckpointStore
 from services.trainer.config import TrainerSettings
+from services.trainer.telemetry.metrics_log import has_steps
 from services.trainer.versions import PolicyVersions, open_versions
 
 
@@ -63,7 +64,7 @@ async def find_starting_point(settings: TrainerSettings, bus: Bus) -> StartingPo
     checkpoint = await asyncio.to_thread(checkpoints.latest)
     versions = await open_versions(bus)
     if checkpoint is None:
-        versions.require_checkpoint(checkpoints.folder)
+        versions.require_checkpoint(checkpoints.folder, has_steps=await asyncio.to_thread(has_steps, folder))
         run_id = new_run_id(settings.run.name)
     elif "ledger" not in checkpoint.state:
         raise SetupError(

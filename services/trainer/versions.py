@@ -90,19 +90,26 @@ class PolicyVersions:
         await self._bus.put(self._bucket, f"version.{version.policy_version % _NUM_KEPT_VERSIONS}", value)
         self.published = version
 
-    def require_checkpoint(self, folder: Path) -> None:
-        """Refuse to begin a new run, which empties the queues, if a run has saved checkpoints in `folder`.
+    def require_checkpoint(self, folder: Path, *, has_steps: bool) -> None:
+        """Refuse to begin a new run, which empties the queues, where a run that saved checkpoints should go on.
+
+        A new folder may begin one: each `penstock train` has its own, also on a NATS that has the name's earlier runs.
+
+        Args:
+            folder: The folder of checkpoints, which holds none.
+            has_steps: Whether the run folder has steps: then a run should go on, even if the path was another one.
 
         Raises:
             SetupError: according to NATS, there should be a checkpoint.
         """
         if self.published is None or self.published.checkpoint_step == 0:
             return
-        if self.published.checkpoint_folder == str(folder.absolute()):
+        saved_in, own = self.published.checkpoint_folder, str(folder.absolute())
+        if has_steps or saved_in == own:
             raise SetupError(
-                f"{folder.absolute()} holds no checkpoint, but run {self.published.run_id!r} saved one of step "
-                f"{self.published.checkpoint_step} there; restore or mount the folder and start again, or give "
-                "another run.name to begin a new run"
+                f"{own} holds no checkpoint, but run {self.published.run_id!r} saved one of step "
+                f"{self.published.checkpoint_step} in {saved_in}; restore or mount the checkpoints and start again, or "
+                "give another run.name to begin a new run"
             )
 
 

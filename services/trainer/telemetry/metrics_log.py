@@ -79,6 +79,12 @@ class MetricsLog:
         return JsonLinesFollower(self._path, keep=keep).poll()
 
 
+def has_steps(folder: Path) -> bool:
+    """Return whether the newest run in this folder has taken a step. Blocks."""
+    path = folder / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0
+
+
 def keep_steps(path: Path, *, last_step: int) -> None:
     """Move the lines after a step, and one that a crash cut off, to the file's -discarded sibling.
 

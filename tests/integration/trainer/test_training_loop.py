@@ -1,6 +1,7 @@
 """The training loop's promises to those who come after a crash, and to a trainer that has taken over."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from services.trainer.loop import TrainingLoop
 from services.trainer.position import Position
 from services.trainer.publication import Publication
 from services.trainer.starting_point import find_starting_point
+from services.trainer.telemetry.metrics_log import MetricsLog
 from services.trainer.telemetry.progress import Progress
 from services.trainer.versions import first_version, open_versions
 from tests.support.waiting import HANG_S, until
@@ -128,6 +130,12 @@ async def open_controller(
         saved_version=7,
     )
     return Controller(position, ledger, images, publication, saver)
+
+
+def settings_of(folder: Path, *, num_steps: int = 10) -> Any:
+    """What says where a run in `folder` begins."""
+    trainer = SimpleNamespace(num_steps=num_steps, keep_checkpoints=2)
+    return SimpleNamespace(run=SimpleNamespace(folder=folder, name="run"), trainer=trainer)
 
 
 async def test_stop_ends_a_run_whose_batches_are_always_ready() -> None:
@@ -313,16 +321,24 @@ async def test_the_origin_of_a_version_is_kept_for_a_bounded_time(bus: Bus) -> N
     assert (await open_versions(bus)).published == PublishedVersion(policy_version=1001, step=1001)
 
 
-async def test_a_missing_checkpoint_folder_does_not_begin_a_new_run(bus: Bus, tmp_path: Path) -> None:
-    """The bus still holds the groups of the run: a volume that is not mounted must not purge them."""
-    trainer = await open_controller(bus, tmp_path, epoch="a", pushes=Pushes())
+async def test_missing_checkpoints_do_not_begin_a_new_run(bus: Bus, tmp_path: Path) -> None:
+    """The bus still holds the groups of the run: a volume that is not mounted must not purge them, nor a run folder
+    that was moved without its checkpoints. A new folder begins a new run.
+    """
+    was_at, is_at, new = (tmp_path / name for name in ("was-at", "is-at", "new"))
+    trainer = await open_controller(bus, was_at, epoch="a", pushes=Pushes())
     await trainer.publish(8)
-    (await open_versions(bus)).require_checkpoint(tmp_path / "checkpoints")  # nothing was saved yet
+    assert (await find_starting_point(settings_of(was_at), bus)).step == 0, "nothing was saved yet"
     await trainer.save()
-    versions = await open_versions(bus)
-    with pytest.raises(SetupError, match=r"checkpoints holds no checkpoint, but run 'run' saved one of step 7 there"):
-        versions.require_checkpoint(tmp_path / "checkpoints")
-    versions.require_checkpoint(tmp_path / "of-another-run")
+    shutil.rmtree(was_at / "checkpoints")
+    missing = f"holds no checkpoint, but run 'run' saved one of step 7 in {was_at}/checkpoints; restore or mount"
+    with pytest.raises(SetupError, match=f"{was_at}/checkpoints {missing}"):
+        await find_starting_point(settings_of(was_at), bus)
+    is_at.mkdir()
+    MetricsLog(is_at, last_step=0).write({"step": 1})
+    with pytest.raises(SetupError, match=f"{is_at}/checkpoints {missing}"):
+        await find_starting_point(settings_of(is_at), bus)
+    assert (await find_starting_point(settings_of(new), bus)).checkpoint is None
 
 
 async def test_as_many_groups_as_come_before_a_checkpoint_can_be_in_hand(bus: Bus) -> None:
@@ -340,11 +356,7 @@ async def test_a_run_has_no_fewer_steps_than_its_checkpoint(
     """It would wait for groups that nobody admits; a run that is at its end is no mistake."""
     trainer = await open_controller(bus, tmp_path, epoch="a", pushes=Pushes())
     await trainer.save()
-    run, settings = (
-        SimpleNamespace(folder=tmp_path, name="run"),
-        SimpleNamespace(num_steps=num_steps, keep_checkpoints=2),
-    )
-    finding = find_starting_point(SimpleNamespace(run=run, trainer=settings), bus)  # type: ignore[arg-type]
+    finding = find_starting_point(settings_of(tmp_path, num_steps=num_steps), bus)
     if words:
         with pytest.raises(ConfigError, match=words):
             await finding
