@@ -133,17 +133,7 @@ async def assemble(
     reader = await asyncio.to_thread(open_reader, settings.model.path)
     progress.step = progress.checkpoint_step = start.step
     replicas = await _watch_replicas(settings, bus, stack)
-    position = Position(
-        num_steps=config.num_steps,
-        step=start.step,
-        version=first_version(
-            checkpoint=start.version,
-            published=start.versions.newest_published,
-            claimed=start.versions.newest_claimed,
-            newest_held=newest_version_held(replicas),
-            max_staleness=config.max_staleness,
-        ),
-    )
+    position = _first_position(config, start, replicas)
     changes = Changes()
 
     images = ImageStore(bus)
@@ -268,6 +258,20 @@ async def assemble(
         demonstrations=demonstrations,
         episodes=logs.episodes,
         recorder=logs.recorder,
+    )
+
+
+def _first_position(config: TrainerConfig, start: StartingPoint, replicas: Watch) -> Position:
+    return Position(
+        num_steps=config.num_steps,
+        step=start.step,
+        version=first_version(
+            checkpoint=start.version,
+            published=start.versions.newest_published,
+            claimed=start.versions.newest_claimed,
+            newest_held=newest_version_held(replicas),
+            max_staleness=config.max_staleness,
+        ),
     )
 
 

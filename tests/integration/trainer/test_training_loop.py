@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.bus.buckets.lock import claim
+from penstock.bus.buckets.replica_lease import write_replica
 from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import Bus
 from penstock.bus.consumer import Delivery, consuming
@@ -19,11 +20,12 @@ from penstock.bus.image_store import ImageStore, hash_of
 from penstock.errors import ConfigError, MissingImageError, SetupError, SupersededError
 from penstock.records import GroupId
 from penstock.records.published_version import read_published_version
+from penstock.v1.common_pb2 import Replica
 from penstock.v1.trainer_pb2 import PublishedVersion
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.group_state import Arrival, GroupStatus
 from services.trainer.admission.ledger import GroupLedger
-from services.trainer.assembly import _open_groups
+from services.trainer.assembly import _first_position, _open_groups
 from services.trainer.background import Lane
 from services.trainer.checkpoint.saving import CheckpointSaver
 from services.trainer.checkpoint.store import CheckpointStore
@@ -134,7 +136,7 @@ async def open_controller(
 
 def settings_of(folder: Path, *, num_steps: int = 10) -> Any:
     """What says where a run in `folder` begins."""
-    trainer = SimpleNamespace(num_steps=num_steps, keep_checkpoints=2)
+    trainer = SimpleNamespace(num_steps=num_steps, max_staleness=2, keep_checkpoints=2)
     return SimpleNamespace(run=SimpleNamespace(folder=folder, name="run"), trainer=trainer)
 
 
@@ -196,6 +198,26 @@ async def test_trainer_that_dies_while_it_pushes_never_reuses_the_number(bus: Bu
     assert versions.published is None
     first = first_version(checkpoint=7, published=7, claimed=versions.newest_claimed, newest_held=0, max_staleness=0)
     assert first == 9
+
+
+async def test_a_trainer_starts_beyond_every_version_that_anyone_knows(bus: Bus, tmp_path: Path) -> None:
+    """By the staleness bound, so that all that was sampled is stale; after an orderly stop, at the version itself."""
+    trainer = await open_controller(bus, tmp_path, epoch="a", pushes=Pushes())
+    await trainer.save()
+    held: dict[str, bytes] = {}
+    settings = settings_of(tmp_path)
+
+    async def first() -> Position:
+        start = await find_starting_point(settings, bus)
+        return _first_position(settings.trainer, start, SimpleNamespace(values=held))  # type: ignore[arg-type]
+
+    assert await first() == Position(num_steps=10, step=7, version=7)
+    await (await open_versions(bus)).announce(PublishedVersion(policy_version=8))
+    assert (await first()).version == 8 + 3
+    await (await open_versions(bus)).claim(PublishedVersion(policy_version=9))
+    assert (await first()).version == 9 + 3
+    held["e"] = write_replica(Replica(replica_id="e", address="h:1", policy_version=10))
+    assert await first() == Position(num_steps=10, step=7, version=10 + 3)
 
 
 async def test_groups_are_admitted_at_a_version_that_half_of_the_replicas_serve(bus: Bus, tmp_path: Path) -> None:
@@ -347,6 +369,14 @@ async def test_as_many_groups_as_come_before_a_checkpoint_can_be_in_hand(bus: Bu
         await _open_groups(bus, stack, fresh_run=True)
         info = await bus.jetstream.consumer_info(bus.groups.name, "trainer")
     assert info.config.max_ack_pending == -1
+
+
+async def test_a_group_that_is_lost_on_its_way_comes_again_within_a_minute(bus: Bus) -> None:
+    """Not earlier: a group of 32 MiB takes a slow link some time, and is not in hand before it has come."""
+    async with AsyncExitStack() as stack:
+        await _open_groups(bus, stack, fresh_run=True)
+        info = await bus.jetstream.consumer_info(bus.groups.name, "trainer")
+    assert info.config.ack_wait == 60.0
 
 
 @pytest.mark.parametrize(("num_steps", "words"), [(6, "newest checkpoint is of step 7; give at least that"), (7, "")])
