@@ -5,6 +5,7 @@ from google.protobuf.message import Message as ProtoMessage
 
 from penstock.bus.buckets.lock_holder import read_lock_holder, write_lock_holder
 from penstock.bus.buckets.replica_lease import write_replica
+from penstock.records.held_out_replicas import write_held_out_replicas
 from penstock.records.published_version import write_published_version
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2, rollout_pb2, router_pb2, trainer_pb2
 
@@ -228,5 +229,9 @@ def test_values_in_buckets_keep_their_form() -> None:
     assert read_lock_holder(b"") is None
     published = trainer_pb2.PublishedVersion(policy_version=4, min_policy_version=3, run_id="r")
     assert write_published_version(published) == b'{"policy_version": "4", "min_policy_version": "3", "run_id": "r"}'
+    held_out = trainer_pb2.HeldOutReplicas(replica_ids=["e"], policy_version=4, step=2, trainer_epoch="a")
+    assert write_held_out_replicas(held_out) == (
+        b'{"replica_ids": ["e"], "policy_version": "4", "step": "2", "trainer_epoch": "a"}'
+    )
     replica = common_pb2.Replica(replica_id="e", address="h:1", state=common_pb2.REPLICA_STATE_READY)
     assert write_replica(replica) == b'{"replicaId": "e", "address": "h:1", "state": "REPLICA_STATE_READY"}'

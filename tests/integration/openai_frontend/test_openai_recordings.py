@@ -5,6 +5,7 @@ import contextlib
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -101,6 +102,18 @@ async def test_a_page_is_bounded_in_bytes(harness: Harness) -> None:
     [(first, _)] = (await recordings.read("images", max_bytes=1)).calls
     assert first == numbers[0]
     assert base64.b64decode((await harness.recordings("images"))[2]["images"][0]) == image
+
+
+async def test_a_page_has_at_most_16_mib_where_nobody_says_otherwise(harness: Harness) -> None:
+    """A router holds it in memory, and sends it as base64."""
+    recordings = Recordings(harness.bus)
+    await harness.chat(user="plain", extra_body=RECORD)
+    [(_, plain)] = (await recordings.read("plain")).calls
+    for choice, num_bytes in enumerate((2**23 - 4096, 2**23 - 4096, 8192), start=1):
+        call = msgspec.structs.replace(plain, session="large", choice=choice, images=(bytes(num_bytes),))
+        await recordings.keep(call)
+    page = await recordings.read("large")
+    assert ([call.choice for _, call in page.calls], page.has_more) == ([1, 2], True)
 
 
 async def test_a_stream_ends_when_its_call_is_kept(harness: Harness) -> None:
