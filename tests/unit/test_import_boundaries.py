@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +42,17 @@ def test_penstock_imports_nothing_of_the_services() -> None:
     assert {found for found in _imports("penstock") if _is_within(found[1], "services")} == set()
 
 
+def test_penstock_names_services_only_where_it_starts_them() -> None:
+    """A module imported by its name is imported, too."""
+    named = {
+        file.relative_to(_ROOT).as_posix()
+        for file in (_ROOT / "penstock").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(), str(file)))
+        if isinstance(node, ast.Constant) and re.fullmatch(r"services\.\S*", str(node.value))
+    }
+    assert named == {"penstock/command.py", "penstock/testing/train_process.py"}
+
+
 @pytest.mark.parametrize("folder", ["penstock", "services", "bench", "tools", "models", "examples"])
 def test_nothing_but_tests_imports_tests(folder: str) -> None:
     """What tests and benchmarks share is in penstock.testing and services.rollout.testing."""
@@ -60,6 +72,13 @@ def test_what_engine_and_worker_share_imports_no_other_service(folder: str) -> N
     """Their tests' kit stands for the rollout only."""
     found = {found for found in _imports(f"services/{folder}") if _is_within(found[1], "services")}
     assert {(file, module) for file, module in found if not _is_within(module, "services.rollout")} == set()
+
+
+def test_what_runs_in_sglangs_processes_imports_nothing_of_the_engines_server() -> None:
+    """SGLang imports the plugin in every process that it starts, also in those that serve nothing."""
+    own = "services.rollout.engine.sglang_plugin"
+    found = {found for found in _imports(own.replace(".", "/")) if _is_within(found[1], "services")}
+    assert {(file, module) for file, module in found if not _is_within(module, own)} == set()
 
 
 def test_only_recipe_cli_launch_doctor_and_plan_know_all_services() -> None:
