@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 from penstock.bus import span_stream
-from penstock.bus.connection import connect
+from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
 from penstock.bus.span_stream import sending_spans
 from penstock.config import BusConfig
@@ -59,8 +59,19 @@ async def test_spans_reach_the_run_folder_each_once(
         await bus.delete_run()
 
 
-async def test_spans_wait_while_the_server_is_away(run_name: str, tmp_path: Path) -> None:
+async def test_spans_wait_while_the_server_is_away(
+    run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process keeps the oldest and counts the rest; the server comes back, and so do both sides."""
+    connected: list[Bus] = []
+
+    @contextlib.asynccontextmanager
+    async def connect_and_tell(*args: Any, **options: Any) -> AsyncIterator[Bus]:
+        async with connect(*args, **options) as bus:
+            connected.append(bus)
+            yield bus
+
+    monkeypatch.setattr(span_stream, "connect", connect_and_tell)  # for the sender's own connection
     async with contextlib.AsyncExitStack() as server:
         url = await server.enter_async_context(local_server(tmp_path / "nats"))
         port, config = int(url.rsplit(":", 1)[1]), BusConfig(url=url)
@@ -72,8 +83,7 @@ async def test_spans_wait_while_the_server_is_away(run_name: str, tmp_path: Path
             spans.record("turn", time.monotonic(), turn=0)
             await until(lambda: _turns(tmp_path) == [0])
             await server.aclose()
-            await until(lambda: not bus.client.is_connected)
-            await asyncio.sleep(0.6)  # the sender's own connection notices too
+            await until(lambda: not any(each.client.is_connected for each in (bus, *connected)))
             for turn in range(1, 101):
                 spans.record("turn", time.monotonic(), turn=turn)
             async with local_server(tmp_path / "nats", port=port):

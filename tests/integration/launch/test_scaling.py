@@ -30,6 +30,7 @@ from services.launch.run_plan import PlannedProcess, plan_processes
 from services.launch.scaling import request
 from services.launch.scaling.fleet import Fleet
 from services.launch.scaling.request import ask
+from services.launch.supervisor import Supervisor
 from services.recipe import Recipe
 from services.view.run_reader import RunReader
 from tests.support.launch.fake_run import NOTE, SERVE
@@ -232,8 +233,16 @@ def test_only_a_training_run_is_scaled(tmp_path: Path, monkeypatch: pytest.Monke
     refused()
 
 
-async def test_a_request_waits_until_all_processes_are_started(tmp_path: Path) -> None:
+async def test_a_request_waits_until_all_processes_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bus may take minutes to listen, on other hosts longest; meanwhile nothing is there that could leave."""
+    num_looks, has_started_all = 0, Supervisor.has_started_all
+
+    def look(supervisor: Supervisor) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return bool(has_started_all.__get__(supervisor))
+
+    monkeypatch.setattr(Supervisor, "has_started_all", property(look))
     folder = RunFolder(tmp_path)
     recipe = load(Recipe, [], ["--rollout.replicas=2"])
     folder.write_config(recipe)
@@ -258,8 +267,10 @@ async def test_a_request_waits_until_all_processes_are_started(tmp_path: Path) -
     with folder.locked():
         run = asyncio.create_task(run_processes(specs, folder, stop, Security(), grace_s=20.0, fleet=fleet))
         asking = asyncio.create_task(asked(folder, rollout=1))
-        await asyncio.sleep(1.5)
-        assert not asking.done()
+        await until(lambda: any(tmp_path.glob("scale/*.request.json")))
+        last = num_looks + 2
+        await until(lambda: num_looks >= last)
+        assert any(tmp_path.glob("scale/*.request.json"))
         async with await asyncio.start_server(greet, "127.0.0.1", port):
             assert await promptly(asking) == ["ending rollout-1"]
             await until(lambda: num_noted(folder, "up") >= len(processes) - 1)  # one may be ended as it starts

@@ -65,19 +65,34 @@ def write_addresses(folder: Path, bus_url: str) -> None:
     (folder / "live.toml").write_text(configuration.dump(live))
 
 
-async def test_a_node_serves_from_the_first_answer_of_the_bus_to_the_end_of_the_run(tmp_path: Path) -> None:
+async def test_a_node_serves_from_the_first_answer_of_the_bus_to_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither without live.toml, nor by the addresses of an earlier start, whose NATS is gone."""
     lines: list[str] = []
     stop = asyncio.Event()
+    num_looks = 0
+
+    def look(folder: RunFolder) -> Path:
+        nonlocal num_looks
+        num_looks += 1
+        return folder.path / "live.toml"
+
+    async def has_looked() -> None:
+        last = num_looks + 5  # what follows a look that finds something takes fewer
+        await until(lambda: num_looks >= last)
+
+    monkeypatch.setattr(RunFolder, "live_file", property(look))
+    monkeypatch.setattr(slurm_node, "REFRESH_S", 0.02)
     serving = node(tmp_path, stop, lines)
-    await asyncio.sleep(0.7)
+    await has_looked()
     write_addresses(tmp_path, f"nats://127.0.0.1:{free_ports(1)[0]}")
-    await asyncio.sleep(0.7)
+    await has_looked()
     assert (serving.done(), lines) == (False, [])
     async with local_server(tmp_path / "nats") as url:
         write_addresses(tmp_path, url.removeprefix("nats://"))  # as a recipe may name it
         await until(lambda: lines == ["serving nothing"])
-        await asyncio.sleep(0.7)
+        await has_looked()
         assert not serving.done()
         (tmp_path / "live.toml").unlink()
         await promptly(serving)

@@ -2,12 +2,14 @@
 
 import asyncio
 import signal
+from typing import Any
 
 import grpc
 import pytest
 
 from penstock.bus.connection import Bus
 from penstock.clients import pd_pair
+from penstock.clients.stream_attempt import Peer
 from penstock.errors import UnavailableError
 from penstock.testing.freezing import frozen
 from penstock.testing.simulated_pd_pair import SimulatedDecode, SimulatedPrefill
@@ -15,7 +17,7 @@ from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import generate_pb2, router_pb2
 from tests.support.router.pd_pairs import CLOSED, breakers, ids
 from tests.support.router.routers import failure, router
-from tests.support.waiting import HANG_S, until
+from tests.support.waiting import HANG_S, promptly, settled, until
 
 
 @pytest.fixture
@@ -49,6 +51,13 @@ async def test_a_living_partner_may_be_silent_for_a_moment(
     """It gets no turn on a busy host: the peer that failed is to blame, and its breaker opens."""
     assert pd_pair._HEALTH_TIMEOUT_S >= 5.0
     monkeypatch.setattr(pd_pair, "_HEALTH_TIMEOUT_S", HANG_S)
+    asked, is_alive = asyncio.Event(), pd_pair._is_alive
+
+    async def ask(peer: Peer[Any, Any]) -> bool:
+        asked.set()
+        return await is_alive(peer)
+
+    monkeypatch.setattr(pd_pair, "_is_alive", ask)
     async with (
         simulated_process(steady_bus, run_name, "p", role="prefill", delay_s=60.0) as silent,
         SimulatedDecode(steady_bus, replica_id="d").running() as d,
@@ -66,8 +75,8 @@ async def test_a_living_partner_may_be_silent_for_a_moment(
         await until(lambda: d.num_running == 1)
         with frozen(silent.pid):
             may_crash.set()
-            await until(lambda: d.num_running == 0)
-            await asyncio.sleep(1.5)
+            await promptly(asked.wait())
+            await settled()
         await failure(pending)
         assert await breakers(caller) == {"p": CLOSED, "d": router_pb2.BREAKER_STATE_OPEN}
 
