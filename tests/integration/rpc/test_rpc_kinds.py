@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import grpc
@@ -143,25 +144,29 @@ async def test_every_kind_of_handler_is_cancelled(kind: str, how: str) -> None:
 
 
 async def test_a_stream_that_nobody_reads_holds_its_handler() -> None:
-    """The handler goes on only as its caller reads; it is cancelled when the caller goes."""
-    num_made, closed = 0, asyncio.Event()
+    """The handler goes on only as its caller reads, while another's goes on; it is cancelled when the caller goes."""
+    num_made, closed = Counter[bytes](), asyncio.Event()
 
     async def handle(requests) -> AsyncIterator[bytes]:
-        nonlocal num_made
+        caller = await anext(requests)
         try:
             while True:
-                num_made += 1
+                num_made[caller] += 1
                 yield bytes(100_000)
         finally:
-            closed.set()
+            if caller == b"reads no more":
+                closed.set()
 
     async with serving_kind("unary_stream", handle) as (channel, _):
-        calling = channel.unary_stream("/test.Kinds/Call")(b"1", timeout=600.0)
-        assert await calling.read() == bytes(100_000)
-        await asyncio.sleep(0.5)  # nothing says that no more will come
-        assert num_made < 1000
-        calling.cancel()
+        call = channel.unary_stream("/test.Kinds/Call")
+        unread, read = (call(caller, timeout=600.0) for caller in (b"reads no more", b"reads on"))
+        assert await unread.read() == bytes(100_000)
+        while num_made[b"reads on"] < 1000:
+            await read.read()
+        assert num_made[b"reads no more"] < 500
+        unread.cancel()
         await promptly(closed.wait())
+        read.cancel()
 
 
 async def test_no_call_of_a_burst_is_lost() -> None:
