@@ -36,26 +36,26 @@ _TTL_S = 24 * 3600.0
 
 
 class Suspects:
-    """The counts of a queue, and the places of this process. Use `open_suspects`."""
+    """The counts of a queue, and how many messages this process handles. Use `open_suspects`."""
 
-    def __init__(self, bus: Bus, bucket: KeyValue, *, num_places: int) -> None:
-        """Count in `bucket`; this process handles at most `num_places` messages at once."""
+    def __init__(self, bus: Bus, bucket: KeyValue, *, concurrency: int) -> None:
+        """Count in `bucket`; this process handles at most `concurrency` messages at once."""
         self._bus = bus
         self._bucket = bucket
-        self._num_places = num_places
-        self._places = asyncio.Semaphore(num_places)
+        self._concurrency = concurrency
+        self._free = asyncio.Semaphore(concurrency)
         self._alone = asyncio.Lock()
 
     @asynccontextmanager
     async def handling(self, delivery: Delivery) -> AsyncIterator[None]:
-        """Give a message a place, or all of them, and count it as being handled during the context.
+        """Wait until a message may be handled, beside others or alone, and count it as being handled meanwhile.
 
         Raises:
             PoisonError: it has killed its process too often.
             SetupError: the server no longer has the counts.
         """
         if delivery.num_delivered == 1:
-            async with self._places:
+            async with self._free:
                 yield
             return
         key = f"{delivery.queue}.{delivery.sequence}"
@@ -69,7 +69,7 @@ class Suspects:
         is_alone = num_deaths >= _DEATHS_TOGETHER
         if is_alone:
             log.warning("suspect.handled_alone", message_id=delivery.message_id, num_deaths=num_deaths)
-        async with self._held_places(self._num_places if is_alone else 1):
+        async with self._taken(self._concurrency if is_alone else 1):
             await self._bus.put(self._bucket, key, b"%d" % (num_deaths + 1))
             try:
                 yield
@@ -81,22 +81,22 @@ class Suspects:
             await self._clear(key, num_deaths)
 
     @asynccontextmanager
-    async def _held_places(self, number: int) -> AsyncIterator[None]:
-        async with AsyncExitStack() as held:
+    async def _taken(self, number: int) -> AsyncIterator[None]:
+        async with AsyncExitStack() as taken:
             if number > 1:
-                await held.enter_async_context(self._alone)  # two that each hold some places would wait for ever
+                await taken.enter_async_context(self._alone)  # two that each have taken some would wait for ever
             for _ in range(number):
-                await held.enter_async_context(self._places)
+                await taken.enter_async_context(self._free)
             yield
 
     async def _read(self, key: str) -> int:
-        async def attempt() -> int:
+        async def ask() -> int:
             try:
                 return int((await self._bucket.get(key)).value or b"0")
             except nats.js.errors.KeyNotFoundError:
                 return 0
 
-        return await self._bus.retried(f"read of {key}", attempt, self._bucket)
+        return await self._bus.retried(f"read of {key}", ask, self._bucket)
 
     async def _clear(self, key: str, num_deaths: int) -> None:
         """Lower the count again. If the server does not answer, the message has one death too many."""
@@ -106,10 +106,10 @@ class Suspects:
             log.warning("suspect.clear_failed", key=key, error=describe(error))
 
 
-async def open_suspects(bus: Bus, *, num_places: int) -> Suspects:
-    """Open the run's counts for a process that handles at most `num_places` messages at once.
+async def open_suspects(bus: Bus, *, concurrency: int) -> Suspects:
+    """Open the run's counts for a process that handles at most `concurrency` messages at once.
 
     Raises:
         SetupError: the server does not create their bucket.
     """
-    return Suspects(bus, await bus.bucket(_BUCKET, ttl_s=_TTL_S), num_places=num_places)
+    return Suspects(bus, await bus.bucket(_BUCKET, ttl_s=_TTL_S), concurrency=concurrency)

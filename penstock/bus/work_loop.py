@@ -62,7 +62,7 @@ async def work(
         SetupError: `handle` raised it, or the server cannot count deaths. Each delivery would fail until a person
             fixes the cause.
     """
-    suspects = await open_suspects(consumer.bus, num_places=concurrency)
+    suspects = await open_suspects(consumer.bus, concurrency=concurrency)
     running: set[asyncio.Task[None]] = set()
     refusals: list[AccessError | SetupError] = []
 
