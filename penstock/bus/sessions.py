@@ -6,6 +6,7 @@ all answers. Invariants: an answer for which `keep` has returned was stored whil
 the session's state is still the message that the router saw.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Final
@@ -16,7 +17,7 @@ import structlog
 from penstock.bus.connection import Bus
 from penstock.bus.kept_stream import KeptStream, OtherMessageError, Wording
 from penstock.errors import SessionOverError, UnavailableError
-from penstock.records import SessionCall, SessionId, SessionState
+from penstock.records import SessionCall, SessionFailure, SessionId, SessionState
 from penstock.records.codec import decode, encode
 
 log = structlog.get_logger()
@@ -155,10 +156,30 @@ class Sessions:
             calls.append((after, decode(data, SessionCall)))
         return calls
 
+    async def note_failure(self, opened: OpenedSession, failure: SessionFailure) -> None:
+        """Note that a call failed for good; a session that is over needs no note.
+
+        Raises:
+            PenstockError: the server did not store it.
+        """
+        subject, message_id = _failure_subject(opened.id), f"{opened.id}/failure"
+        with contextlib.suppress(OtherMessageError):
+            await self._stream.publish(subject, encode(failure), message_id=message_id, seen=_seen(opened))
+
+    async def read_failure(self, session: SessionId) -> SessionFailure | None:
+        """Return a failure that was noted in the session; None if none was.
+
+        Raises:
+            UnavailableError: the server does not answer.
+        """
+        found = await self._stream.last(_failure_subject(session))
+        return None if found is None else decode(found[1], SessionFailure)
+
     async def forget(self, session: SessionId) -> None:
-        """Remove the session's answers; a failure is only logged, because the answers expire anyway."""
+        """Remove the session's answers and failure; an error is only logged, because they expire anyway."""
         try:
             await self._stream.remove(_calls_subject(session))
+            await self._stream.remove(_failure_subject(session))
         except UnavailableError as error:
             log.warning("session.remove_failed", session=session.sample_key, error=str(error))
 
@@ -190,3 +211,7 @@ def _state_subject(session: SessionId) -> str:
 
 def _calls_subject(session: SessionId) -> str:
     return f"{session.sample_key}.{session.nonce}"
+
+
+def _failure_subject(session: SessionId) -> str:
+    return f"{session.sample_key}.{session.nonce}-failure"

@@ -18,7 +18,7 @@ from penstock.records.prompt import (
 from penstock.records.record import RECORD_VERSION, Envelope, Record, to_builtins
 from penstock.records.recorded_call import RecordedCall
 from penstock.records.sample import Sample, TokenSequence, Turn, Verdict, VersionSpan
-from penstock.records.session import SessionCall, SessionId, SessionState
+from penstock.records.session import SessionCall, SessionFailure, SessionId, SessionState
 
 __all__ = [
     "RECORD_VERSION",
@@ -34,6 +34,7 @@ __all__ = [
     "Sample",
     "Sampling",
     "SessionCall",
+    "SessionFailure",
     "SessionId",
     "SessionState",
     "TextPart",

@@ -86,6 +86,14 @@ class SessionState(Envelope, frozen=True, kw_only=True):
     0: not known."""
 
 
+class SessionFailure(Envelope, frozen=True, kw_only=True):
+    """Why a call of a session failed that would fail again, however often it is tried."""
+
+    reason: str
+    is_poison: bool
+    """Whether it broke every replica that tried it; else it was refused."""
+
+
 class SessionCall(Envelope, frozen=True, kw_only=True):
     """One of the policy's answers in a session. Calls are numbered by their order in the stream."""
 

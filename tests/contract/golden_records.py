@@ -13,6 +13,7 @@ from penstock.records import (
     Sample,
     Sampling,
     SessionCall,
+    SessionFailure,
     SessionState,
     TextPart,
     TokenSequence,
@@ -142,6 +143,7 @@ SESSION_CALL = SessionCall(
     num_prompt_tokens=9,
     num_cached_tokens=4,
 )
+SESSION_FAILURE = SessionFailure(reason="too long", is_poison=True)
 
 PROMPT_WIRE = (
     "de0011ae7265636f72645f76657273696f6e02a2696484a672756e5f6964a572756e2d31a5696e64657807a761747465"
@@ -206,3 +208,4 @@ SESSION_CALL_WIRE = (
     "696f6e5f7370616e7391920203ad66696e6973685f726561736f6ea473746f70b16e756d5f70726f6d70745f746f6b65"
     "6e7309b16e756d5f6361636865645f746f6b656e7304"
 )
+SESSION_FAILURE_WIRE = "83ae7265636f72645f76657273696f6e02a6726561736f6ea8746f6f206c6f6e67a969735f706f69736f6ec3"

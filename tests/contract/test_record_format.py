@@ -19,6 +19,8 @@ from tests.contract.golden_records import (
     PROMPT_WIRE,
     SESSION_CALL,
     SESSION_CALL_WIRE,
+    SESSION_FAILURE,
+    SESSION_FAILURE_WIRE,
     SESSION_STATE,
     SESSION_STATE_WIRE,
 )
@@ -29,6 +31,7 @@ GOLDEN: dict[str, tuple[Record, str]] = {
     "call": (CALL, CALL_WIRE),
     "session-state": (SESSION_STATE, SESSION_STATE_WIRE),
     "session-call": (SESSION_CALL, SESSION_CALL_WIRE),
+    "session-failure": (SESSION_FAILURE, SESSION_FAILURE_WIRE),
 }
 
 

@@ -19,11 +19,13 @@ from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
 from penstock.clients import RouterClient
 from penstock.config import BusConfig, SecurityConfig
+from penstock.errors import InvalidRequestError, PenstockError, PoisonError
 from penstock.http.server import HttpServer
 from penstock.model.chat_template import Renderer
 from penstock.runtime.security import Security
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
+from services.rollout.worker.agents import agent_player
 from tests.support.certificates import security_of
 from tests.support.processes import is_alive
 from tests.support.strangers import TOKEN
@@ -59,6 +61,28 @@ async def test_an_engine_that_comes_late_costs_no_sample(
             [group] = await until_done(bus, 1)
     assert (group.error, group.num_deliveries) == ("", 1)
     assert [(sample.finish_reason, sample.reward) for sample in group.samples] == [("stop", 1.0)] * 2
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("error", [PoisonError("3 replicas failed"), InvalidRequestError("an image cannot be read")])
+async def test_a_first_call_that_can_never_succeed_is_made_once(
+    bus: Bus,
+    renderer: Renderer,
+    make_harness: Callable[..., Any],
+    run_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    error: PenstockError,
+    is_streamed: bool,
+) -> None:
+    """Further attempts would break further engines; its group fails at once, with what the router found."""
+    monkeypatch.setattr(agent_player, "_PAUSE_S", 0.0)
+    recipe = await make_harness({"asks": f"{RUNNERS}:{'stream_once' if is_streamed else 'ask_once'}"})
+    await publish(bus, make_prompt(run_name, environment="asks", num_samples=1, sampling=LONG, **TEXT))
+    async with answering(bus, renderer, error=error) as engine, working(recipe, max_deliveries=2):
+        [group] = await until_done(bus, 1)
+    assert (engine.num_calls, group.num_deliveries) == (1, 1)
+    assert group.error.startswith(f"{type(error).__name__}: agent 'asks' got no answer of the policy: ")
+    assert str(error) in group.error
 
 
 @contextlib.asynccontextmanager

@@ -27,6 +27,16 @@ async def ask_once(session: AgentSession) -> float:
     return 1.0
 
 
+async def stream_once(session: AgentSession) -> float:
+    """One call, whose answer is read as it comes."""
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        async for _ in await client.chat.completions.create(
+            model=session.model, messages=session.messages, stream=True
+        ):
+            pass
+    return 1.0
+
+
 async def leave_it_to_the_reward_service(session: AgentSession) -> None:
     """Show the row, and return nothing."""
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:

@@ -2,7 +2,7 @@
 
 Invariants: a sample with tokens is never thrown away. If it ended early, its finish reason says why; it has a reward
 only if its runner finished. Calls recorded after the session closed are ignored. A runner that produced no token is
-called again a few times, each time in a new session; then the sample fails its group.
+called again a few times, each time in a new session, unless its call failed for good; then the sample fails its group.
 """
 
 import asyncio
@@ -17,9 +17,16 @@ import structlog
 
 from penstock.agents import AgentResult, AgentSession
 from penstock.bus.sessions import OpenedSession, Sessions
-from penstock.errors import DeadlineError, OverloadedError, PenstockError, UnavailableError
+from penstock.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    PenstockError,
+    PoisonError,
+    UnavailableError,
+)
 from penstock.model.chat_template import Renderer
-from penstock.records import Prompt, Sample, SessionCall, SessionId, SessionState, Verdict
+from penstock.records import Prompt, Sample, SessionCall, SessionFailure, SessionId, SessionState, Verdict
 from penstock.records.session import SESSION_HEADER
 from penstock.runtime.security import Security
 from penstock.telemetry import spans
@@ -140,7 +147,9 @@ class AgentPlayer:
             DeadlineError: time ran out before the policy was asked anything.
             UnavailableError: the runner ended a few times without asking the policy, or NATS is away.
             SessionOverError: another worker plays the sample.
-            InvalidRequestError: the runner requested a verdict, and the prompt's golds cannot be judged.
+            InvalidRequestError: its first call can never succeed, or the runner requested a verdict and the prompt's
+                golds cannot be judged.
+            PoisonError: its first call broke every replica that tried it.
             PenstockError: an answer contradicts what the session allows.
         """
         item_id, problem = f"{prompt.id.message}/{number}", ""
@@ -195,11 +204,15 @@ class AgentPlayer:
             result, ending = AgentResult(error="" if prompt.golds else why), "deadline"
             ended_by = f"{why}; {TIME_REMEDY}"
         elapsed_s = time.monotonic() - started
-        calls = await self._end(opened)
+        calls, failure = await self._end(opened)
         grading.require_sound()
         if (unjudged := grading.take_unjudged()) and not result.error:
             result = AgentResult(error=f"an answer that its reward may rest on was not judged: {unjudged}")
         if not calls:
+            if failure is not None:
+                raise (PoisonError if failure.is_poison else InvalidRequestError)(
+                    f"agent {prompt.environment!r} got no answer of the policy: {failure.reason}"
+                )
             if ending == "deadline":
                 raise DeadlineError(
                     f"agent {prompt.environment!r} asked the policy nothing within {timeout_s:g} s; see why its runner "
@@ -229,8 +242,8 @@ class AgentPlayer:
             async with asyncio.timeout(_ABANDON_S):
                 await self._sessions.close(opened)
 
-    async def _end(self, opened: OpenedSession) -> Sequence[tuple[int, SessionCall]]:
-        """Close the session, remove its record, and return its calls.
+    async def _end(self, opened: OpenedSession) -> tuple[Sequence[tuple[int, SessionCall]], SessionFailure | None]:
+        """Close the session, remove its record, and return its calls; without any, also why one failed for good.
 
         Raises:
             SessionOverError: another session plays the sample.
@@ -241,13 +254,14 @@ class AgentPlayer:
             try:
                 await self._sessions.close(opened)
                 calls = await self._sessions.read(opened.id)
+                failure = None if calls else await self._sessions.read_failure(opened.id)
             except (UnavailableError, OverloadedError):
                 if time.monotonic() >= give_up_at:
                     raise
                 await asyncio.sleep(_PAUSE_S)
             else:
                 await self._sessions.forget(opened.id)
-                return calls
+                return calls, failure
 
 
 async def _limited(running: Coroutine[Any, Any, AgentResult], clock: EpisodeClock) -> AgentResult | None:

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -35,6 +35,8 @@ from services.router.tuning import OpenAITuning
 
 Keep: TypeAlias = Callable[[Sequence[Choice]], Awaitable[None]]
 """Records the choices of an answer."""
+
+AnswerT = TypeVar("AnswerT")
 
 _USUAL = Terms()
 _CHUNK_TOKENS = 64
@@ -218,31 +220,28 @@ class ChatApi:
         form = make_format(request, choices, self._texts, model=self.model)
         if is_streamed:
             return EventStream(
-                lambda send: self._stream(request, choices, form, keep, terms, send), lambda: form.headers
+                lambda send: _noted(self._stream(request, choices, form, keep, terms, send), terms),
+                lambda: form.headers,
             )
-        return WholeAnswer(lambda: self._finish(request, choices, form, keep, terms))
+        return WholeAnswer(lambda: _noted(self._finish(request, choices, form, keep, terms), terms))
 
     async def _finish(
         self, request: ParsedRequest, choices: list[Choice], form: ResponseFormat, keep: Keep, terms: Terms
     ) -> Response:
         """Generate the answer and return it once the call is recorded."""
         chunk_tokens = 0 if request.is_cut_by_text else _CHUNK_TOKENS
-        try:
-            async with generating(
-                self._forwarder,
-                request,
-                choices,
-                terms,
-                timeout_s=self._timeout_s(terms),
-                chunk_tokens=chunk_tokens,
-                is_streamed=False,
-            ) as deltas:
-                async for _, delta in deltas:
-                    form.take(delta)
-            await keep(choices)
-        except PenstockError as error:
-            terms.note_failure(error)
-            raise
+        async with generating(
+            self._forwarder,
+            request,
+            choices,
+            terms,
+            timeout_s=self._timeout_s(terms),
+            chunk_tokens=chunk_tokens,
+            is_streamed=False,
+        ) as deltas:
+            async for _, delta in deltas:
+                form.take(delta)
+        await keep(choices)
         content = await asyncio.to_thread(lambda: msgspec.json.encode(form.whole()))  # log-probabilities take seconds
         return Response(content, media_type="application/json", headers=form.headers)
 
@@ -306,6 +305,16 @@ class ChatApi:
             await record(self._recordings, request, choices)
         except InvalidRequestError as error:
             raise ParameterError("record", str(error)) from None
+
+
+async def _noted(answering: Awaitable[AnswerT], terms: Terms) -> AnswerT:
+    """Return the answer; have `terms` note the error that ends it instead."""
+    try:
+        return await answering
+    except PenstockError as error:
+        if terms.note_failure is not None:
+            await terms.note_failure(error)
+        raise
 
 
 async def _open(form: ResponseFormat, index: int, request: ParsedRequest) -> bytes | None:

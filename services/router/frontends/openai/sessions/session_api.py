@@ -20,12 +20,13 @@ from starlette.responses import Response
 
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.bus.sessions import OpenedSession, Sessions, state_is_gone
-from penstock.errors import PenstockError, SessionOverError, UnavailableError
+from penstock.errors import InvalidRequestError, PenstockError, PoisonError, SessionOverError, UnavailableError
 from penstock.http.app import describe
 from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
-from penstock.records import Message, SessionCall, SessionId, TextPart
+from penstock.records import Message, SessionCall, SessionFailure, SessionId, TextPart
 from penstock.runtime.backoff import Backoff
+from penstock.runtime.text import printable
 from penstock.telemetry import spans
 from penstock.v1 import common_pb2
 from services.router.frontends.openai.chat_api import ChatApi
@@ -100,7 +101,7 @@ class SessionApi:
         try:
             return await self._answer(opened, body, began)
         except PenstockError as error:
-            _record_failure(opened, began, error)
+            await self._note_failure(opened, began, error)
             raise
 
     async def _answer(self, opened: OpenedSession, body: ChatRequest, began: float) -> Response:
@@ -141,7 +142,7 @@ class SessionApi:
             restore_images=restore,
             restorable_bytes=sum(map(len, call.images)),
             watch=functools.partial(self._watch, opened.id, left_s) if timeout_s else None,
-            note_failure=functools.partial(_record_failure, opened, began),
+            note_failure=functools.partial(self._note_failure, opened, began),
         )
 
     async def _watch(self, session: SessionId, left_s: float) -> None:
@@ -162,6 +163,16 @@ class SessionApi:
                 self._histories.forget(session)
                 raise
             _require_wanted()
+
+    async def _note_failure(self, opened: OpenedSession, began: float, error: PenstockError) -> None:
+        """Record the call's failure; tell the worker of one that another attempt at the sample would repeat."""
+        spans.record("session.call", began, **_about(opened), error=str(error))
+        if isinstance(error, PoisonError | InvalidRequestError):
+            failure = SessionFailure(reason=printable(str(error)), is_poison=isinstance(error, PoisonError))
+            try:
+                await self._sessions.note_failure(opened, failure)
+            except PenstockError as unnoted:
+                log.warning("session.failure_not_noted", session=opened.id.sample_key, reason=str(unnoted))
 
     async def _store_images(self, opened: OpenedSession, call: "_Call", stored: Collection[str]) -> None:
         """Store the images of the call's messages, except those in `stored`."""
@@ -246,10 +257,6 @@ def _require_wanted() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
-
-
-def _record_failure(opened: OpenedSession, began: float, error: PenstockError) -> None:
-    spans.record("session.call", began, **_about(opened), error=str(error))
 
 
 def _about(opened: OpenedSession) -> dict[str, object]:
