@@ -1,55 +1,42 @@
 """Answers the calls of agents' sessions.
 
-Any router can answer any call, because state and answers are on the bus. Invariants: the session, not the caller,
-decides how tokens are sampled. For the client, an answer ends once it is recorded. If the client leaves, nothing of its
-call is recorded.
+Any router can answer any call, because state and answers are on the bus. Invariants: for the client, an answer ends
+once it is recorded. If the client leaves, nothing of its call is recorded.
 """
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
-import numpy as np
-import pydantic
 import structlog
 from starlette.responses import Response
 
-from penstock.bus.image_store import ImageStore, hash_of
+from penstock.bus.image_store import ImageStore
 from penstock.bus.sessions import OpenedSession, Sessions, state_is_gone
 from penstock.errors import InvalidRequestError, PenstockError, PoisonError, SessionOverError, UnavailableError
-from penstock.http.app import describe
-from penstock.model.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
-from penstock.records import Message, SessionCall, SessionFailure, SessionId, TextPart
+from penstock.records import SessionCall, SessionFailure, SessionId
 from penstock.runtime.backoff import Backoff
 from penstock.runtime.text import printable
 from penstock.telemetry import spans
-from penstock.v1 import common_pb2
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.choice import Choice
-from services.router.frontends.openai.errors import ParameterError, SessionLimitError, UnknownSessionError
+from services.router.frontends.openai.errors import SessionLimitError, UnknownSessionError
 from services.router.frontends.openai.generation import Terms
-from services.router.frontends.openai.parsed_request import ParsedRequest, PromptIds
-from services.router.frontends.openai.parsing.constraint import read_constraint
+from services.router.frontends.openai.parsed_request import ParsedRequest
 from services.router.frontends.openai.parsing.text_sizes import size_to_parse
-from services.router.frontends.openai.request_parser import ReadChat, RequestParser
 from services.router.frontends.openai.responses import ChatFormat
-from services.router.frontends.openai.schema.messages import Tool, ToolFunction
 from services.router.frontends.openai.schema.requests import ChatRequest
-from services.router.frontends.openai.sessions.digests import digest_next
-from services.router.frontends.openai.sessions.history import Chat, NextPrompt, SessionHistory
+from services.router.frontends.openai.sessions.call import Call
+from services.router.frontends.openai.sessions.history import SessionHistory
 from services.router.frontends.openai.sessions.history_cache import HistoryCache
-from services.router.frontends.openai.sessions.limits import room_for_answer
 
 log = structlog.get_logger()
 
 FoundT = TypeVar("FoundT")
-
-_TOOLS = pydantic.TypeAdapter(list[Tool])
 
 _MAX_HISTORY_BYTES = 256 * 2**20
 """Memory for the ids of sessions that a router keeps: those of 60 million tokens."""
@@ -112,7 +99,7 @@ class SessionApi:
                 f"the session has {len(history)} answers, and {body.n} more are over its max_turns = {max_turns}; end "
                 "the agent's loop earlier, or raise the limit"
             )
-        call = _Call(opened, history, self._grid)
+        call = Call(opened, history, self._grid)
         body = call.with_tools(body)
         request = await self._chat.parse(lambda parser: call.parse(parser, body), size_bytes=size_to_parse(body))
         await self._store_images(opened, call, stored={*opened.state.images, *call.prompt.prefix_images})
@@ -132,7 +119,7 @@ class SessionApi:
         read = functools.partial(self._histories.current, opened.id, since)
         return await _until_answered(read, opened.id, deadline=_patience_ends_at(opened, since, began))
 
-    def _terms(self, opened: OpenedSession, history: SessionHistory, call: "_Call", began: float) -> Terms:
+    def _terms(self, opened: OpenedSession, history: SessionHistory, call: Call, began: float) -> Terms:
         """Let a call wait as long as its session stays open, because an agent takes a refusal as its own failure."""
         timeout_s = opened.state.timeout_s
         left_s = timeout_s - (time.monotonic() - history.known_since)
@@ -174,7 +161,7 @@ class SessionApi:
             except PenstockError as unnoted:
                 log.warning("session.failure_not_noted", session=opened.id.sample_key, reason=str(unnoted))
 
-    async def _store_images(self, opened: OpenedSession, call: "_Call", stored: Collection[str]) -> None:
+    async def _store_images(self, opened: OpenedSession, call: Call, stored: Collection[str]) -> None:
         """Store the images of the call's messages, except those in `stored`."""
         images = dict(zip(call.hashes, call.images, strict=True))
         for sha256 in images.keys() - stored:
@@ -184,7 +171,7 @@ class SessionApi:
         self,
         opened: OpenedSession,
         history: SessionHistory,
-        call: "_Call",
+        call: Call,
         request: ParsedRequest,
         began: float,
         choices: Sequence[Choice],
@@ -262,127 +249,3 @@ def _require_wanted() -> None:
 def _about(opened: OpenedSession) -> dict[str, object]:
     """Return of which sample a call is."""
     return {"group": opened.state.group, "sample": opened.id.sample}
-
-
-class _Call:
-    """One call of a session: its prompt, and the record of its answers."""
-
-    def __init__(self, opened: OpenedSession, history: SessionHistory, grid: ImageGrid | None) -> None:
-        self._id = opened.id
-        self._grid = grid
-        self._state = opened.state
-        self._history = history
-        self.last_known = history.last_number
-        """Number of the session's last answer when the call began."""
-        self.images: Sequence[bytes] = ()
-        self.hashes: Sequence[str] = ()
-        """Content hashes of `images`."""
-        self._prompt: NextPrompt | None = None
-
-    @property
-    def prompt(self) -> NextPrompt:
-        """The prompt that the policy continues; only after `parse`."""
-        assert self._prompt is not None
-        return self._prompt
-
-    def with_tools(self, body: ChatRequest) -> ChatRequest:
-        """Return the request with the tools of the session's row, unless it brings its own."""
-        if body.tools or not self._state.tools:
-            return body
-        return body.model_copy(update={"tools": _tools_of(self._state.tools)})
-
-    def parse(self, parser: RequestParser, body: ChatRequest) -> ParsedRequest:
-        """Return the request with the session's prompt and sampling."""
-        state, forced = self._state, self._state.sampling
-        given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-        overridden = [name for name, value in given.items() if value not in (None, getattr(forced, name))]
-        for name in ("continue_final_message", "truncate_prompt_tokens"):
-            if getattr(body, name):
-                raise ParameterError(name, f"{name} is not supported in a session, whose prompts go on; leave it out")
-        if read_constraint(body) is not None:
-            name = "response_format" if body.structured_outputs is None else "structured_outputs"
-            raise ParameterError(
-                name, f"{name} is not supported in a session, where answers are drawn freely; leave it out"
-            )
-        changes: dict[str, object] = {name: getattr(forced, name) for name in given}
-        changes["chat_template_kwargs"] = {**state.chat_template_kwargs, **body.chat_template_kwargs}
-        parsed = parser.parse_chat(
-            body.model_copy(update=changes),
-            session_id=self._id.sample_key,
-            is_recorded=forced.temperature > 0,
-            compose=self._compose,
-        )
-        wanted = body.max_completion_tokens or body.max_tokens or forced.max_new_tokens
-        images = dict(zip(self.hashes, self.images, strict=True))
-        num_begun = self._num_begun(parsed)
-        room = room_for_answer(self.prompt, state.limits, images, self._grid, num_begun=num_begun)
-        bounds = (wanted, forced.max_new_tokens, room)
-        parsed.sampling.max_new_tokens = min(bound for bound in bounds if bound is not None)
-        return dataclasses.replace(
-            parsed,
-            is_recorded=True,
-            ignored=[*parsed.ignored, *overridden],
-            group_id=state.group,
-            min_policy_version=state.min_version,
-            exact_policy_version=state.exact_version or 0,
-        )
-
-    def record(self, request: ParsedRequest, index: int, choice: Choice) -> SessionCall:
-        """Return the record of one answer."""
-        prompt = self.prompt
-        parts = (TextPart(text=choice.content),) if choice.content else ()
-        answer = Message(role="assistant", parts=parts, tool_calls=tuple(choice.calls))
-        assert choice.ending is not None
-        return SessionCall(
-            request_id=request.request_id,
-            choice=index,
-            continues=prompt.continues,
-            conversation=digest_next(prompt.conversation, answer),
-            answer=digest_next("", answer),
-            input_ids=np.array(request.prompt_of(index).input_ids[prompt.num_prefix :], "<i4"),
-            num_begun=self._num_begun(request),
-            images=tuple(prompt.added_images),
-            output_ids=np.array([token.number for token in choice.tokens], "<i4"),
-            logprobs=np.array([token.logprob for token in choice.tokens], "<f4"),
-            version_spans=choice.version_spans,
-            finish_reason=choice.ending,
-            num_prompt_tokens=choice.num_prompt_tokens,
-            num_cached_tokens=choice.num_cached_tokens,
-        )
-
-    def _num_begun(self, request: ParsedRequest) -> int:
-        """Return with how many tokens the router begins the answers: those after the prompt that was composed."""
-        return len(request.prompts[0].input_ids) - len(self.prompt.input_ids)
-
-    def _compose(self, renderer: Renderer, chat: ReadChat) -> PromptIds:
-        self.images, self.hashes = chat.images, [hash_of(image) for image in chat.images]
-        self._prompt = self._history.next_prompt(
-            Chat(
-                messages=chat.messages,
-                images=self.hashes,
-                tools=chat.tools,
-                template_kwargs=chat.template_kwargs,
-            ),
-            renderer,
-        )
-        stored = [common_pb2.StoredImage(sha256=each, scope=self._state.scope) for each in self._prompt.images]
-        return PromptIds(input_ids=self._prompt.input_ids, stored_images=stored)
-
-
-def _tools_of(tools: Sequence[Mapping[str, object]]) -> list[Tool]:
-    """Return the tools of a row, which may hold keys that no request may.
-
-    Raises:
-        ParameterError: one of them is wrong.
-    """
-    try:
-        return _TOOLS.validate_python([{"function": _known(tool.get("function"))} for tool in tools])
-    except pydantic.ValidationError as error:
-        fault = describe(error.errors()[:1])
-        raise ParameterError("tools", f"tools of the row: {fault}; correct the row, or send tools") from None
-
-
-def _known(function: object) -> object:
-    if not isinstance(function, Mapping):
-        return function
-    return {name: function[name] for name in ToolFunction.model_fields if name in function}
