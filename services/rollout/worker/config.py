@@ -36,9 +36,9 @@ class WorkerConfig(Config):
     """http(s)://host:port of the router's OpenAI-compatible API, as agents reach it, without /v1. Empty:
     router.http_port on this machine."""
     episode_timeout_s: float = pydantic.Field(default=900.0, gt=0)
-    """Seconds for all turns of an episode and its environment, without queues and verdicts. A sample that takes longer
-    ends with the tokens it has, finish reason `deadline`. `data.limits` may set less. One turn of an environment has at
-    most an hour in the router, its queue included."""
+    """Seconds for all turns of an episode and its environment, without queues and verdicts; an agent's include queues.
+    A sample that takes longer ends with the tokens it has, finish reason `deadline`. `data.limits` may set less. One
+    turn of an environment has at most an hour in the router, its queue included."""
 
     strip_thinking: bool = False
     """Whether later turns leave out the policy's earlier thoughts when an environment answers, where the model's chat

@@ -32,7 +32,8 @@ class LimitsConfig(Config):
     turn_timeout_s: float = pydantic.Field(default=0.0, ge=0)
     """Seconds of a turn, without queueing. 0: the rest of its episode."""
     episode_timeout_s: float = pydantic.Field(default=0.0, ge=0)
-    """Seconds of an episode, without queueing; at most worker.episode_timeout_s. 0: worker.episode_timeout_s."""
+    """Seconds of an episode, without queueing unless an agent plays it; at most worker.episode_timeout_s. 0:
+    worker.episode_timeout_s."""
 
     def of_row(self, given: Any) -> Self:
         """Return these limits, overridden by those that a row gives.
