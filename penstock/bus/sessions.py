@@ -82,6 +82,19 @@ class Sessions:
             await self._forget_earlier_states(session)
         return OpenedSession(id=session, state=state, number=number)
 
+    async def begin_end(self, opened: OpenedSession) -> None:
+        """Have routers record what has come of the answers in progress, and take no more calls.
+
+        Raises:
+            SessionOverError: it was closed or superseded.
+            OverloadedError, UnavailableError: as by `open`.
+        """
+        ending = msgspec.structs.replace(opened.state, is_ending=True)
+        try:
+            await self._write_state(opened.id, ending, seen=_seen(opened))
+        except OtherMessageError:
+            await self.find(opened.id)
+
     async def close(self, opened: OpenedSession) -> None:
         """Close the session to further answers; a closed session stays closed.
 
@@ -94,10 +107,13 @@ class Sessions:
             await self._write_state(opened.id, closed, seen=_seen(opened))
         except OtherMessageError:
             try:
-                await self.find(opened.id)
+                found = await self.find(opened.id)
             except SessionOverError as error:
                 if error.is_superseded:
                     raise
+            else:
+                if found is not None and found.number != opened.number:  # it is ending
+                    await self.close(found)
         else:
             await self._forget_earlier_states(opened.id)
 
@@ -141,8 +157,10 @@ class Sessions:
                 _calls_subject(opened.id), encode(call), message_id=message_id, seen=_seen(opened)
             )
         except OtherMessageError:
-            await self.find(opened.id)
-            raise state_is_gone() from None
+            found = await self.find(opened.id)
+            if found is None or found.number == opened.number:
+                raise state_is_gone() from None
+            return await self.keep(found, call)  # the session is ending, and still takes answers
 
     async def read(self, session: SessionId, *, after: int = 0) -> Sequence[tuple[int, SessionCall]]:
         """Return the session's answers numbered above `after`, in order, with their numbers.
@@ -197,7 +215,7 @@ class Sessions:
     async def _write_state(
         self, session: SessionId, state: SessionState, *, seen: tuple[str, int] | None = None
     ) -> int:
-        message_id = f"{session}/{state.is_closed}"
+        message_id = f"{session}/{state.is_ending}/{state.is_closed}"
         return await self._stream.publish(_state_subject(session), encode(state), message_id=message_id, seen=seen)
 
 

@@ -61,6 +61,8 @@ class SessionState(Envelope, frozen=True, kw_only=True):
 
     nonce: str
     """The nonce of the session's id."""
+    is_ending: bool = False
+    """Whether its time is over while it has no answer: routers record the tokens that came, and take no more calls."""
     is_closed: bool = False
     group: str
     """Identity of the group's admission, which routes its samples to the same replica."""
@@ -119,7 +121,8 @@ class SessionCall(Envelope, frozen=True, kw_only=True):
     """float32[S]"""
     version_spans: tuple[VersionSpan, ...]
     """Their lengths add up to S."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "deadline"]
+    """deadline: the session was ending, and these are the tokens that had come."""
     num_prompt_tokens: int
     """Tokens of the whole prompt as the engine counted them, image placeholders expanded."""
     num_cached_tokens: int

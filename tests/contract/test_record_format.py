@@ -88,7 +88,8 @@ def test_a_session_that_an_earlier_release_opened_is_read() -> None:
     wire = {"record_version": 2, "nonce": "0f", "group": "g", "scope": "r.0", "min_version": 3,
             "sampling": {"temperature": 1.0, "max_new_tokens": 8}}  # fmt: skip
     state = decode(msgpack.packb(wire), SessionState)
-    assert (state.timeout_s, state.is_closed, state.exact_version, state.images) == (0.0, False, None, ())
+    assert (state.timeout_s, state.is_ending, state.is_closed) == (0.0, False, False)
+    assert (state.exact_version, state.images) == (None, ())
 
 
 def test_an_answer_that_an_earlier_release_recorded_is_read() -> None:

@@ -1,14 +1,28 @@
-"""Agents' sessions on the bus: what is left of one that has ended."""
+"""Agents' sessions on the bus: what they take, and what is left of one that has ended."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from penstock.bus.connection import Bus
 from penstock.bus.sessions import Sessions
 from penstock.errors import SessionOverError
-from penstock.records import GroupId, Sampling, SessionCall, SessionId, SessionState, VersionSpan
+from penstock.records import GroupId, Sampling, SessionCall, SessionFailure, SessionId, SessionState, VersionSpan
 
 GROUP = GroupId(run_id="run", index=3, attempt=0, trainer_epoch="a")
+CALL = SessionCall(
+    request_id="q",
+    choice=0,
+    conversation="c",
+    answer="a",
+    input_ids=np.array([1], "<i4"),
+    output_ids=np.array([2], "<i4"),
+    logprobs=np.zeros(1, "<f4"),
+    version_spans=(VersionSpan(num_tokens=1, policy_version=1),),
+    finish_reason="stop",
+    num_prompt_tokens=1,
+    num_cached_tokens=0,
+)
 
 
 def state_of(session: SessionId) -> SessionState:
@@ -49,20 +63,38 @@ async def test_a_session_whose_state_is_lost_takes_no_answer(bus: Bus) -> None:
     await sessions.ensure()
     session = SessionId.new(GROUP, 9)
     opened = await sessions.open(session, state_of(session))
-    call = SessionCall(
-        request_id="q",
-        choice=0,
-        conversation="c",
-        answer="a",
-        input_ids=np.array([1], "<i4"),
-        output_ids=np.array([2], "<i4"),
-        logprobs=np.zeros(1, "<f4"),
-        version_spans=(VersionSpan(num_tokens=1, policy_version=1),),
-        finish_reason="stop",
-        num_prompt_tokens=1,
-        num_cached_tokens=0,
-    )
     await bus.jetstream.purge_stream(bus.sessions.name)
     with pytest.raises(SessionOverError, match="state is gone"):
-        await sessions.keep(opened, call)
+        await sessions.keep(opened, CALL)
     assert await sessions.read(session) == []
+
+
+async def test_a_session_that_is_ending_takes_the_answers_in_progress(bus: Bus) -> None:
+    """Their routers saw it before. Its worker closes it as it opened it."""
+    sessions = Sessions(bus)
+    await sessions.ensure()
+    session = SessionId.new(GROUP, 10)
+    opened = await sessions.open(session, state_of(session))
+    await sessions.begin_end(opened)
+    found = await sessions.find(session)
+    assert found is not None
+    assert found.state.is_ending
+    number = await sessions.keep(opened, CALL)
+    await sessions.close(opened)
+    with pytest.raises(SessionOverError, match="this session is closed"):
+        await sessions.keep(found, msgspec.structs.replace(CALL, request_id="later"))
+    assert [each for each, _ in await sessions.read(session)] == [number]
+
+
+async def test_a_failure_of_a_session_is_gone_with_it(bus: Bus) -> None:
+    """It is noted while the session is open, and is no answer."""
+    sessions, failure = Sessions(bus), SessionFailure(reason="too long", is_poison=False)
+    await sessions.ensure()
+    session = SessionId.new(GROUP, 11)
+    opened = await sessions.open(session, state_of(session))
+    await sessions.note_failure(opened, failure)
+    assert (await sessions.read(session), await sessions.read_failure(session)) == ([], failure)
+    await sessions.close(opened)
+    await sessions.forget(session)
+    await sessions.note_failure(opened, failure)
+    assert await sessions.read_failure(session) is None

@@ -19,13 +19,15 @@ from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
 from penstock.clients import RouterClient
 from penstock.config import BusConfig, SecurityConfig
-from penstock.errors import InvalidRequestError, PenstockError, PoisonError
+from penstock.errors import DeadlineError, InvalidRequestError, PenstockError, PoisonError
 from penstock.http.server import HttpServer
 from penstock.model.chat_template import Renderer
 from penstock.runtime.security import Security
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
 from services.rollout.worker.agents import agent_player
+from services.rollout.worker.episodes.clock import EpisodeClock
+from services.router.frontends.openai.sessions import session_api
 from tests.support.certificates import security_of
 from tests.support.processes import is_alive
 from tests.support.strangers import TOKEN
@@ -83,6 +85,80 @@ async def test_a_first_call_that_can_never_succeed_is_made_once(
     assert (engine.num_calls, group.num_deliveries) == (1, 1)
     assert group.error.startswith(f"{type(error).__name__}: agent 'asks' got no answer of the policy: ")
     assert str(error) in group.error
+
+
+@pytest.fixture
+def time_is_over(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set it to end the time of the samples that are played."""
+    over = asyncio.Event()
+
+    class Clock(EpisodeClock):
+        @contextlib.asynccontextmanager
+        async def limit(self, what: str) -> AsyncIterator[None]:
+            waiting = asyncio.create_task(over.wait())
+            try:
+                async with asyncio.timeout(None) as limit:
+                    waiting.add_done_callback(lambda ended: None if ended.cancelled() else limit.reschedule(0.0))
+                    yield
+            except TimeoutError:
+                raise DeadlineError(what) from None
+            finally:
+                waiting.cancel()
+
+    monkeypatch.setattr(agent_player, "EpisodeClock", Clock)
+    monkeypatch.setattr(agent_player, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(session_api, "_EARLY_LOOK_S", 0.01)
+    return over
+
+
+async def test_a_first_answer_that_takes_too_long_ends_its_sample_with_what_came(
+    bus: Bus,
+    renderer: Renderer,
+    make_harness: Callable[..., Any],
+    run_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    time_is_over: asyncio.Event,
+) -> None:
+    """Drawing the group again, or failing it, would select for short answers."""
+
+    async def listen(session: AgentSession) -> float:
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            async for chunk in await client.chat.completions.create(
+                model=session.model, messages=session.messages, stream=True
+            ):
+                if chunk.choices[0].delta.content:
+                    time_is_over.set()
+        return 1.0
+
+    monkeypatch.setattr(agent_runners, "ask_nothing", listen)
+    recipe = await make_harness({"listens": f"{RUNNERS}:ask_nothing"})
+    await publish(bus, make_prompt(run_name, environment="listens", num_samples=1, sampling=LONG, **TEXT))
+    async with answering(bus, renderer, hang_after=5) as engine, working(recipe):
+        [group] = await until_done(bus, 1)
+    assert (group.error, group.num_deliveries, engine.num_calls) == ("", 1, 1)
+    [sample] = group.samples
+    assert 1 <= sample.num_own_tokens <= 5
+    assert ANSWER.startswith(sample.text)
+    assert (sample.finish_reason, sample.error) == ("deadline", "")
+    assert "its runner was ended after 900 s, before it gave a reward" in sample.ended_by
+
+
+async def test_a_sample_whose_time_ends_without_a_token_fails_its_group_with_the_reason(
+    bus: Bus, make_harness: Callable[..., Any], run_name: str, time_is_over: asyncio.Event
+) -> None:
+    """Its call waits for an engine that does not come: the policy was asked."""
+    recipe = await make_harness({"once": f"{RUNNERS}:ask_once"})
+    await publish(bus, make_prompt(run_name, environment="once", num_samples=1, sampling=LONG, **TEXT))
+    async with working(recipe), RouterClient(recipe.worker.router_address) as router:
+
+        async def waits() -> bool:
+            return (await router.list_replicas()).num_waiting == 1
+
+        await until(waits)
+        time_is_over.set()
+        [group] = await until_done(bus, 1)
+    assert group.num_deliveries == 2
+    assert "agent 'once' got no token of the policy within 900 s; see whether its runner hangs or its" in group.error
 
 
 @contextlib.asynccontextmanager

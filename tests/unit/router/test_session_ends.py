@@ -1,6 +1,7 @@
 """Answers in progress when an agent's session ends."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from penstock.config import SamplingConfig
 from penstock.errors import SessionOverError, UnavailableError
 from penstock.model.chat_template import Renderer
-from penstock.records import SessionId
+from penstock.records import SessionCall, SessionId
 from penstock.v1 import common_pb2, generate_pb2
 from services.router.config import OpenAIConfig
 from services.router.frontends.openai.chat_api import ChatApi
@@ -33,9 +34,20 @@ class Engine:
 
     def __init__(self) -> None:
         self.may_end, self.is_left = asyncio.Event(), asyncio.Event()
+        self.begins_at_once = False
+        self.has_begun = asyncio.Event()
+        """Whether the router has the beginning of the answer."""
 
     async def forward(self, *_: object, **__: object) -> AsyncGenerator[bytes, None]:
         try:
+            if self.begins_at_once:
+                yield generate_pb2.GenerateChunk(
+                    output_ids=[40, 41],
+                    logprobs=[-0.25, -0.75],
+                    version_spans=[common_pb2.VersionSpan(num_tokens=2, policy_version=3)],
+                    usage=generate_pb2.Usage(num_prompt_tokens=9, num_output_tokens=2),
+                ).SerializeToString()
+                self.has_begun.set()
             await self.may_end.wait()
             yield generate_pb2.GenerateChunk(
                 output_ids=[356],
@@ -56,11 +68,14 @@ class Sessions:
         self._engine = engine
         self._is_over = is_over
         self.num_finds = 0
-        self.num_kept = 0
+        self.kept: list[SessionCall] = []
         self.is_gone_after: int | None = None
 
     async def find(self, _: SessionId) -> Any:
         self.num_finds += 1
+        if self._engine.has_begun.is_set():
+            state = state_of(GROUP, SESSION, timeout_s=0.05, is_ending=True)
+            return SimpleNamespace(id=SESSION, state=state)
         if self.is_gone_after is not None and self.num_finds > self.is_gone_after:
             return None
         if self.num_finds == 3:
@@ -74,9 +89,9 @@ class Sessions:
     async def read(self, _: SessionId, *, after: int) -> list[Any]:
         return []
 
-    async def keep(self, *_: object) -> int:
-        self.num_kept += 1
-        return 1
+    async def keep(self, _: Any, call: SessionCall) -> int:
+        self.kept.append(call)
+        return len(self.kept)
 
 
 @pytest.fixture
@@ -138,7 +153,24 @@ async def test_a_session_that_is_open_after_its_time_gets_its_answer(
     """As long as the verdicts that its agent asked for took, which its time does not count."""
     sessions = Sessions(engine, is_over=False)
     assert b'"stop"' in await ask(chat, sessions, is_streamed=is_streamed)
-    assert (sessions.num_finds, sessions.num_kept) == (5, 1)
+    assert (sessions.num_finds, len(sessions.kept)) == (5, 1)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_what_came_of_an_answer_is_recorded_when_its_session_is_ending(
+    engine: Engine, chat: ChatApi, *, is_streamed: bool
+) -> None:
+    """Its sample has no other tokens. A call that begins then is refused."""
+    engine.begins_at_once = True
+    sessions = Sessions(engine, is_over=False)
+    with contextlib.suppress(SessionOverError):  # in a stream, the last event
+        assert b"the time of this session's sample is over" in await ask(chat, sessions, is_streamed=is_streamed)
+    [call] = sessions.kept
+    assert (call.output_ids.tolist(), call.logprobs.tolist()) == ([40, 41], [-0.25, -0.75])
+    assert (call.finish_reason, call.num_prompt_tokens) == ("deadline", 9)
+    assert engine.is_left.is_set()
+    with pytest.raises(SessionOverError, match="the time of this session's sample is over"):
+        await ask(chat, sessions, is_streamed=is_streamed)
 
 
 async def test_a_session_that_ends_before_its_time_is_noticed(
@@ -163,4 +195,4 @@ async def test_nobody_looks_often_at_a_session_whose_time_is_not_over(engine: En
     sessions = Sessions(engine, is_over=True, timeout_s=600.0)
     asyncio.get_running_loop().call_later(0.1, engine.may_end.set)
     await ask(chat, sessions, is_streamed=False)
-    assert (sessions.num_finds, sessions.num_kept) == (1, 1)
+    assert (sessions.num_finds, len(sessions.kept)) == (1, 1)

@@ -106,7 +106,10 @@ async def test_a_runner_that_will_not_end_is_left_behind(monkeypatch: pytest.Mon
                 await released.wait()
         return 1.0
 
-    assert await agent_player._limited(FunctionRunner(cling).run(SESSION), EpisodeClock(0.05)) is None
+    async def take_nothing(_: asyncio.Task[AgentResult]) -> None:
+        pass
+
+    assert await agent_player._limited(FunctionRunner(cling).run(SESSION), EpisodeClock(0.05), take_nothing) is None
     [task] = tasks
     assert task is not None
     assert not task.done()

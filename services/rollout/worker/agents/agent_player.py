@@ -8,9 +8,10 @@ called again a few times, each time in a new session, unless its call failed for
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import structlog
@@ -50,6 +51,9 @@ _BUS_TIMEOUT_S = 60.0
 _ABANDON_S = 2.0
 _END_S = 10.0
 """Seconds that a cancelled runner has to end."""
+_LAST_TOKENS_S = 75.0
+"""Seconds after its time that a sample without an answer waits for routers to record the tokens of one in progress:
+they look at a session every minute, and later every 5 s."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +148,7 @@ class AgentPlayer:
         """Play sample `number` of `prompt`; `images` are the group's.
 
         Raises:
-            DeadlineError: time ran out before the policy was asked anything.
+            DeadlineError: time ran out before a token came.
             UnavailableError: the runner ended a few times without asking the policy, or NATS is away.
             SessionOverError: another worker plays the sample.
             InvalidRequestError: its first call can never succeed, or the runner requested a verdict and the prompt's
@@ -193,7 +197,9 @@ class AgentPlayer:
             tls_ca=self._tls_ca,
         )
         try:
-            result = await _limited(self._agents[prompt.environment].run(given), clock)
+            result = await _limited(
+                self._agents[prompt.environment].run(given), clock, functools.partial(self._take_tokens, opened)
+            )
         except RunnerError as error:
             result = AgentResult(error=f"agent {prompt.environment!r}: {error}")
         except asyncio.CancelledError:
@@ -215,8 +221,8 @@ class AgentPlayer:
                 )
             if ending == "deadline":
                 raise DeadlineError(
-                    f"agent {prompt.environment!r} asked the policy nothing within {timeout_s:g} s; see why its runner "
-                    "hangs, or raise worker.episode_timeout_s"
+                    f"agent {prompt.environment!r} got no token of the policy within {timeout_s:g} s; see whether its "
+                    "runner hangs or its calls wait for engines, add engines, or raise worker.episode_timeout_s"
                 )
             return None, str(result.error) or "its runner returned without a call"
         _check(calls, prompt)
@@ -235,6 +241,23 @@ class AgentPlayer:
             ended_by=ended_by,
         )
         return episode, ""
+
+    async def _take_tokens(self, opened: OpenedSession, runner: asyncio.Task[AgentResult]) -> None:
+        """If a session whose time is over has no answer, have routers record the tokens that came for one in progress.
+        The runner goes on meanwhile: its call would leave nothing if it were cancelled.
+
+        Raises:
+            SessionOverError: another worker plays the sample.
+        """
+        give_up_at, is_ending = time.monotonic() + _LAST_TOKENS_S, False
+        while not runner.done() and time.monotonic() < give_up_at:
+            with contextlib.suppress(UnavailableError, OverloadedError):
+                if await self._sessions.read(opened.id):
+                    return
+                if not is_ending:
+                    await self._sessions.begin_end(opened)
+                    is_ending = True
+            await asyncio.wait({runner}, timeout=_PAUSE_S)
 
     async def _abandon(self, opened: OpenedSession) -> None:
         """Close the session of a group that is abandoned."""
@@ -264,14 +287,22 @@ class AgentPlayer:
                 return calls, failure
 
 
-async def _limited(running: Coroutine[Any, Any, AgentResult], clock: EpisodeClock) -> AgentResult | None:
-    """Return the runner's result; None if its time ran out. Leave a runner that ignores its cancellation behind."""
+async def _limited(
+    running: Coroutine[Any, Any, AgentResult],
+    clock: EpisodeClock,
+    at_deadline: Callable[[asyncio.Task[AgentResult]], Awaitable[None]],
+) -> AgentResult | None:
+    """Return the runner's result; None if its time ran out, after `at_deadline`. Leave a runner that ignores its
+    cancellation behind."""
     task = asyncio.create_task(running)
     try:
         with contextlib.suppress(DeadlineError):
             async with clock.limit("the runner"):
                 await asyncio.wait({task})
-        return task.result() if task.done() else None
+        if task.done():
+            return task.result()
+        await at_deadline(task)
+        return None
     finally:
         task.cancel()
         await asyncio.wait({task}, timeout=_END_S)

@@ -220,10 +220,10 @@ class ChatApi:
         form = make_format(request, choices, self._texts, model=self.model)
         if is_streamed:
             return EventStream(
-                lambda send: _noted(self._stream(request, choices, form, keep, terms, send), terms),
+                lambda send: _noted(self._stream(request, choices, form, keep, terms, send), choices, terms),
                 lambda: form.headers,
             )
-        return WholeAnswer(lambda: _noted(self._finish(request, choices, form, keep, terms), terms))
+        return WholeAnswer(lambda: _noted(self._finish(request, choices, form, keep, terms), choices, terms))
 
     async def _finish(
         self, request: ParsedRequest, choices: list[Choice], form: ResponseFormat, keep: Keep, terms: Terms
@@ -307,13 +307,13 @@ class ChatApi:
             raise ParameterError("record", str(error)) from None
 
 
-async def _noted(answering: Awaitable[AnswerT], terms: Terms) -> AnswerT:
-    """Return the answer; have `terms` note the error that ends it instead."""
+async def _noted(answering: Awaitable[AnswerT], choices: Sequence[Choice], terms: Terms) -> AnswerT:
+    """Return the answer; have `terms` note the error that ends it instead, with what has come of its choices."""
     try:
         return await answering
     except PenstockError as error:
         if terms.note_failure is not None:
-            await terms.note_failure(error)
+            await terms.note_failure(error, choices)
         raise
 
 

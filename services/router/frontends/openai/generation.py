@@ -31,8 +31,8 @@ class Terms:
     """Bytes of the images that `restore_images` holds."""
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Runs while the answer is generated, which ends with the error that it raises."""
-    note_failure: Callable[[PenstockError], Awaitable[None]] | None = None
-    """Called with the error that ends the answer, before its client hears of it."""
+    note_failure: Callable[[PenstockError, Sequence[Choice]], Awaitable[None]] | None = None
+    """Called with the error that ends the answer and what had come of it, before its client hears of the error."""
 
 
 @asynccontextmanager

@@ -95,11 +95,10 @@ class Call:
         )
 
     def record(self, request: ParsedRequest, index: int, choice: Choice) -> SessionCall:
-        """Return the record of one answer."""
+        """Return the record of one answer, or of what has come of it when its session is ending."""
         prompt = self.prompt
         parts = (TextPart(text=choice.content),) if choice.content else ()
         answer = Message(role="assistant", parts=parts, tool_calls=tuple(choice.calls))
-        assert choice.ending is not None
         return SessionCall(
             request_id=request.request_id,
             choice=index,
@@ -112,7 +111,7 @@ class Call:
             output_ids=np.array([token.number for token in choice.tokens], "<i4"),
             logprobs=np.array([token.logprob for token in choice.tokens], "<f4"),
             version_spans=choice.version_spans,
-            finish_reason=choice.ending,
+            finish_reason=choice.ending or "deadline",
             num_prompt_tokens=choice.num_prompt_tokens,
             num_cached_tokens=choice.num_cached_tokens,
         )

@@ -22,7 +22,7 @@ from penstock.records import SessionCall, SessionFailure, SessionId
 from penstock.runtime.backoff import Backoff
 from penstock.runtime.text import printable
 from penstock.telemetry import spans
-from services.router.frontends.openai.chat_api import ChatApi
+from services.router.frontends.openai.chat_api import ChatApi, Keep
 from services.router.frontends.openai.choice import Choice
 from services.router.frontends.openai.errors import SessionLimitError, UnknownSessionError
 from services.router.frontends.openai.generation import Terms
@@ -49,6 +49,13 @@ _EARLY_LOOK_S = 60.0
 _BACKOFF = Backoff(first_s=0.5, max_s=5.0)
 
 
+class _EndingError(SessionOverError):
+    """The session's sample is out of time."""
+
+    def __init__(self) -> None:
+        super().__init__("the time of this session's sample is over; end this agent")
+
+
 class SessionApi:
     """The sessions of a run, answered by its policy."""
 
@@ -66,7 +73,7 @@ class SessionApi:
 
         Raises:
             UnknownSessionError: it never existed.
-            SessionOverError: it was closed or superseded.
+            SessionOverError: it is ending, or was closed or superseded.
             UnavailableError: NATS did not answer for `_MAX_WAIT_S`.
         """
         session, opened = SessionId.parse(name), None
@@ -79,6 +86,8 @@ class SessionApi:
                 raise
         if opened is None:
             raise UnknownSessionError("there is no such session; use the base URL that the runner was given")
+        if opened.state.is_ending:
+            raise _EndingError
         return opened
 
     async def answer(self, name: str, body: ChatRequest) -> Response:
@@ -105,7 +114,11 @@ class SessionApi:
         await self._store_images(opened, call, stored={*opened.state.images, *call.prompt.prefix_images})
         keep = functools.partial(self._keep, opened, history, call, request, began)
         return await self._chat.answer(
-            request, ChatFormat, is_streamed=body.stream, keep=keep, terms=self._terms(opened, history, call, began)
+            request,
+            ChatFormat,
+            is_streamed=body.stream,
+            keep=keep,
+            terms=self._terms(opened, history, call, began, keep),
         )
 
     async def _history_of(self, opened: OpenedSession, began: float) -> SessionHistory:
@@ -119,7 +132,7 @@ class SessionApi:
         read = functools.partial(self._histories.current, opened.id, since)
         return await _until_answered(read, opened.id, deadline=_patience_ends_at(opened, since, began))
 
-    def _terms(self, opened: OpenedSession, history: SessionHistory, call: Call, began: float) -> Terms:
+    def _terms(self, opened: OpenedSession, history: SessionHistory, call: Call, began: float, keep: Keep) -> Terms:
         """Let a call wait as long as its session stays open, because an agent takes a refusal as its own failure."""
         timeout_s = opened.state.timeout_s
         left_s = timeout_s - (time.monotonic() - history.known_since)
@@ -129,7 +142,7 @@ class SessionApi:
             restore_images=restore,
             restorable_bytes=sum(map(len, call.images)),
             watch=functools.partial(self._watch, opened.id, left_s) if timeout_s else None,
-            note_failure=functools.partial(self._note_failure, opened, began),
+            note_failure=functools.partial(self._end_early, keep, opened, began),
         )
 
     async def _watch(self, session: SessionId, left_s: float) -> None:
@@ -137,19 +150,31 @@ class SessionApi:
         asked for are awaited.
 
         Raises:
-            SessionOverError: it was closed or superseded, or its state is gone.
+            SessionOverError: it is ending, was closed or superseded, or its state is gone.
         """
         over_at = time.monotonic() + left_s
         while True:
             await asyncio.sleep(min(_EARLY_LOOK_S, max(0.0, over_at - time.monotonic()) + _LOOK_S))
             try:
                 with contextlib.suppress(UnavailableError):
-                    if await self._sessions.find(session) is None:
+                    found = await self._sessions.find(session)
+                    if found is None:
                         raise state_is_gone()
+                    if found.state.is_ending:
+                        raise _EndingError
             except SessionOverError:
                 self._histories.forget(session)
                 raise
             _require_wanted()
+
+    async def _end_early(
+        self, keep: Keep, opened: OpenedSession, began: float, error: PenstockError, choices: Sequence[Choice]
+    ) -> None:
+        """Keep the tokens that came for a sample whose time is over; note any other failure."""
+        if isinstance(error, _EndingError) and any(choice.tokens for choice in choices):
+            await keep(choices)
+        else:
+            await self._note_failure(opened, began, error)
 
     async def _note_failure(self, opened: OpenedSession, began: float, error: PenstockError) -> None:
         """Record the call's failure; tell the worker of one that another attempt at the sample would repeat."""
