@@ -111,7 +111,7 @@ test-mooncake: setup ## Test prefill/decode pairs with mooncake, which needs lib
 	@PYTHONPATH=.mooncake PENSTOCK_TEST_TRANSFER_BACKEND=mooncake $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)
 
 test-nats-cluster: setup ## Kill, freeze and cut off servers of a NATS cluster, also while a run with real SGLang trains on it.
-	@$(BIN)/pytest tests/integration/bus/run_cluster_faults.py tests/integration/trainer/run_on_a_cluster.py tests/e2e/run_nats_cluster.py $(ARGS)
+	@$(BIN)/pytest tests/integration/bus/cluster/run_cluster_faults.py tests/integration/trainer/run_on_a_cluster.py tests/e2e/run_nats_cluster.py $(ARGS)
 
 # In an environment of its own: lmms-eval brings torch and much else, and another protobuf. It reads filelock._api, which 4.0 renamed.
 test-lmms-eval: setup ## Play a local task of lmms-eval over the OpenAI-compatible API; fetches it into .lmms-eval, several GB.
@@ -195,31 +195,31 @@ demo-multi-turn: setup ## Train a tiny vision-language model to zoom in before i
 
 # bench_http.py needs the URLs of servers that run.
 bench: setup ## Run all benchmarks but bench_http.py, in some hours, and name those that failed at the end.
-	@failed=(); for script in $(filter-out bench/bench_http.py,$(sort $(wildcard bench/bench_*.py))); do \
+	@failed=(); for script in $(filter-out bench/router/bench_http.py bench/gpu/%,$(sort $(wildcard bench/bench_*.py bench/*/bench_*.py))); do \
 		echo "$$script"; $(BIN)/python -W ignore "$$script" || failed+=("$$script"); \
 	done; \
 	[ $${#failed[@]} = 0 ] || { echo "failed: $${failed[*]}"; exit 1; }
 
 bench-reward: setup ## Measure the reward service against other verifiers; ARGS="--only accuracy" picks.
-	@$(BIN)/python bench/bench_reward.py $(ARGS)
+	@$(BIN)/python bench/reward/bench_reward.py $(ARGS)
 
 bench-reward-soak: setup ## Send the reward service a day's worth of items, in about half an hour on two cores.
-	@$(BIN)/python bench/bench_reward.py --soak $(ARGS)
+	@$(BIN)/python bench/reward/bench_reward.py --soak $(ARGS)
 
 bench-push: setup ## Measure weight pushes against a raw broadcast of the same bytes; ARGS="--gb 2" picks.
 	@$(BIN)/python -W ignore bench/bench_push.py $(ARGS)
 
 bench-router: setup ## Measure what the router adds; ARGS="--sglang-router /path/to/python" compares.
-	@$(BIN)/python bench/bench_router.py $(ARGS)
+	@$(BIN)/python bench/router/bench_router.py $(ARGS)
 
 bench-trainer: setup ## Measure an optimizer step beside padded samples and TRL; ARGS="--subjects group_rows padded" picks.
-	@$(BIN)/python -W ignore bench/bench_trainer.py $(ARGS)
+	@$(BIN)/python -W ignore bench/trainer/bench_trainer.py $(ARGS)
 
 bench-demo-trl: setup ## Run the demo beside TRL on the same task; ARGS="--steps 20" only measures steps.
-	@$(BIN)/python -W ignore bench/bench_demo_trl.py $(ARGS)
+	@$(BIN)/python -W ignore bench/demo/bench_demo_trl.py $(ARGS)
 
 bench-async: setup ## Measure steps/s under each bound on staleness beside the best it allows; ARGS="--replicas 8" picks.
-	@$(BIN)/python -W ignore bench/bench_async.py $(ARGS)
+	@$(BIN)/python -W ignore bench/async_loop/bench_async.py $(ARGS)
 
 bench-ray: setup ## Measure start-up and steps on Ray beside the local launcher; fetches Ray into .clients; ARGS="--rounds 5" repeats.
 	$(RAY)
@@ -229,25 +229,25 @@ bench-images: setup ## Count the bytes of a group's images, by value and by hash
 	@$(BIN)/python bench/bench_images.py $(ARGS)
 
 bench-ranks: setup ## Measure the optimizer step on one rank and on two, with a core each, and its share of communication.
-	@$(BIN)/python bench/bench_ranks.py $(ARGS)
+	@$(BIN)/python bench/trainer/bench_ranks.py $(ARGS)
 
 bench-ranks-push: setup ## Measure pushes from one rank, two and four, and the memory of each rank; ARGS="--gb 1" picks.
-	@$(BIN)/python -W ignore bench/bench_ranks_push.py $(ARGS)
+	@$(BIN)/python -W ignore bench/trainer/bench_ranks_push.py $(ARGS)
 
 bench-zoom: setup ## Measure what the multi-turn demo learns, and how much of it is the zoom; ARGS="--seeds 0" is one run.
-	@$(BIN)/python bench/bench_zoom.py $(ARGS)
+	@$(BIN)/python bench/demo/bench_zoom.py $(ARGS)
 
 bench-rounding: setup ## Tell whose float32 |dlogp| is, by a pass in float64; ARGS="-- --trainer.num_steps=16" is short.
-	@$(BIN)/python -W ignore bench/bench_rounding.py $(ARGS)
+	@$(BIN)/python -W ignore bench/trainer/bench_rounding.py $(ARGS)
 
 bench-scale: setup ## Measure one router, bus and trainer around 64 to 2,048 simulated engines; ARGS="--replicas 64" is short.
-	@$(BIN)/python -W ignore bench/bench_scale.py $(ARGS)
+	@$(BIN)/python -W ignore bench/scale/bench_scale.py $(ARGS)
 
 results: setup ## Make docs/results.md by seven training runs, in under an hour on two quiet cores; stop and repeat it at will.
 	@$(BIN)/python -m bench.results $(ARGS)
 
 churn: setup ## Have 64 simulated replicas join and leave under load for ten minutes; ARGS="--minutes 3" picks.
-	@$(BIN)/python bench/churn.py $(ARGS)
+	@$(BIN)/python bench/scale/churn.py $(ARGS)
 
 chaos: setup ## Kill and freeze processes of a real run at random and count what was lost; ARGS="--kills 5 --freezes 5" is a taste.
 	@$(BIN)/python bench/chaos.py $(ARGS)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Group, GroupId, Message, Sample, TextPart, TokenSequence, Turn, Verdict, VersionSpan
 from services.trainer.backend.base import StepTokens
 from services.trainer.batching.sequences import TrainGroup

@@ -20,8 +20,8 @@
     ├── OverloadedError        a queue is full; try again later
     └── DeadlineError          it took longer than allowed
 
-Handlers raise these; `penstock.rpc.status` maps them to gRPC codes and `penstock.bus.work_loop` to the outcomes of
-messages. Each error text names the field, the value and the remedy.
+Handlers raise these; `penstock.rpc.status` maps them to gRPC codes and `penstock.bus.work_queue.work_loop` to the
+outcomes of messages. Each error text names the field, the value and the remedy.
 """
 
 

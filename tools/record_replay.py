@@ -1,4 +1,4 @@
-"""Record the steps of a short run that tests/integration/trainer/test_replay.py computes again.
+"""Record the steps of a short run that tests/integration/trainer/replay/test_replay.py computes again.
 
     python -m tools.record_replay           train three small steps with real engines and keep them in
                                             tests/data/replay/tiny-cpu

@@ -24,7 +24,7 @@ from bench.async_loop.workload import Scenario
 from penstock import config as configuration
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig, LogConfig, ModelConfig, RunConfig, SamplingConfig
-from penstock.runtime.parent_death import dying_with_parent
+from penstock.runtime.children.parent_death import dying_with_parent
 from penstock.runtime.ports import free_ports
 from services.recipe import Recipe
 from services.rollout.engine.config import RolloutConfig

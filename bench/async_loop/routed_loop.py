@@ -20,10 +20,10 @@ from penstock.v1 import common_pb2
 from services.router.balancing import Query
 from services.router.config import RouterConfig
 from services.router.pool import Pool
-from services.router.shared_prefill import SharedPrefill
-from services.router.slot_pool import SlotPool
+from services.router.slots.shared_prefill import SharedPrefill
+from services.router.slots.slot_pool import SlotPool
+from services.router.slots.wait_queue import Ticket
 from services.router.tuning import Tuning
-from services.router.wait_queue import Ticket
 from services.trainer.admission.gate import Gate
 from services.trainer.admission.group_state import Arrival
 from services.trainer.admission.ledger import GroupLedger

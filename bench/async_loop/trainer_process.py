@@ -14,7 +14,7 @@ from bench.async_loop.workload import Workload
 from penstock import config as configuration
 from penstock.runtime import process
 from penstock.telemetry import log
-from services.cli import service_settings
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 from services.trainer.main import serve
 

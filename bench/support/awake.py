@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.runtime.parent_death import dying_with_parent
+from penstock.runtime.children.parent_death import dying_with_parent
 
 _SPIN = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
 

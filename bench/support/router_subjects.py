@@ -1,4 +1,4 @@
-"""The subjects of bench/bench_router.py: simulated engines, the routers before them, and the ways to call them."""
+"""Subjects of bench/router/bench_router.py: simulated engines, the routers before them, and the ways to call them."""
 
 import argparse
 import asyncio
@@ -18,7 +18,7 @@ from penstock.bus.local_server import local_server
 from penstock.clients import GenerateClient, RouterClient
 from penstock.clients.routed import RoutedGenerateClient
 from penstock.errors import PenstockError
-from penstock.runtime.parent_death import dying_with_parent
+from penstock.runtime.children.parent_death import dying_with_parent
 from penstock.runtime.ports import free_ports
 from penstock.v1 import generate_pb2
 

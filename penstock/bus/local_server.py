@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from penstock.bus.greeting import read_greeting
 from penstock.config import BusConfig
 from penstock.errors import ConfigError, SetupError
+from penstock.runtime.children.parent_death import dying_with_parent
 from penstock.runtime.disk_space import disk_full_reported
-from penstock.runtime.parent_death import dying_with_parent
 from penstock.runtime.ports import require_free_port
 from penstock.runtime.security import NATS_TOKEN, Security, Tls
 

@@ -17,7 +17,7 @@ from penstock.environments.protocol import (
 )
 from penstock.environments.tool_environment import ToolEnvironment
 from penstock.environments.tools import Tool, ToolError, ToolResult
-from penstock.model.assistant_turn import AssistantTurn
+from penstock.model.chat.assistant_turn import AssistantTurn
 
 __all__ = [
     "AssistantTurn",

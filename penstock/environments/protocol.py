@@ -9,7 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
-from penstock.model.assistant_turn import AssistantTurn
+from penstock.model.chat.assistant_turn import AssistantTurn
 from penstock.records import ImagePart, Message, Verdict
 from penstock.runtime.numbers import finite_float, shown
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.environments.protocol import Observation, StepResult, Task
 from penstock.environments.tools import Tool, ToolError, ToolResult, shorten
 from penstock.errors import InvalidRequestError, PenstockError
-from penstock.model.assistant_turn import AssistantTurn
+from penstock.model.chat.assistant_turn import AssistantTurn
 from penstock.records import ImagePart, Message, TextPart
 from penstock.runtime.text import printable
 

@@ -1,8 +1,12 @@
-"""Speeds up large imports by keeping the garbage collector away from their objects."""
+"""Imports of large modules, and of those whose packages only some installations have."""
 
 import gc
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from penstock.errors import SetupError
 
 
 @contextmanager
@@ -22,3 +26,20 @@ def kept_for_ever() -> Iterator[None]:
         gc.freeze()
     finally:
         gc.enable()
+
+
+def import_with_extra(module: str, command: str, *, extra: str) -> Any:
+    """Import `module` for a user's `command`.
+
+    Raises:
+        SetupError: a package is not installed; the message names the extra of `penstock` that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("penstock", "services"):
+            raise
+        raise SetupError(
+            f"`{command}` needs the Python package {error.name!r}, which is not installed; "
+            f"`pip install 'penstock[{extra}]'`"
+        ) from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.bus.local_server import server_command
-from penstock.runtime.parent_death import dying_with_parent
+from penstock.runtime.children.parent_death import dying_with_parent
 from penstock.runtime.ports import held_ports
 from penstock.testing.freezing import freeze, thaw
 

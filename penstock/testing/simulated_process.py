@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from penstock.bus.connection import Bus, connect
 from penstock.config import BusConfig, LogConfig
-from penstock.runtime.parent_death import dying_with_parent
+from penstock.runtime.children.parent_death import dying_with_parent
 from penstock.telemetry import log
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.testing.simulated_pd_pair import SimulatedDecode, SimulatedPrefill

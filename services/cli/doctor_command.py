@@ -14,11 +14,11 @@ from rich.text import Text
 from penstock import config as configuration
 from penstock.errors import ConfigError
 from penstock.runtime import process
+from penstock.runtime.imports import import_with_extra
 from penstock.runtime.security import Security
 from penstock.telemetry import log
 from services.cli.arguments import RECIPE_HELP, load_recipes, sort_arguments
 from services.cli.console import open_console
-from services.cli.extras import import_with_extra
 from services.doctor.examination import checks_of, examine
 from services.doctor.finding import Finding, Status, blamed, fault, ok
 from services.recipe import Recipe

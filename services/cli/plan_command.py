@@ -9,8 +9,8 @@ import typer
 
 from penstock.errors import ConfigError
 from penstock.model import hub
+from penstock.runtime.imports import import_with_extra
 from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
-from services.cli.extras import import_with_extra
 
 _GIB = 2**30
 _WIDTH = 52

@@ -12,11 +12,10 @@ from penstock import config as configuration
 from penstock import shipped
 from penstock.errors import PenstockError
 from penstock.runtime import process
-from penstock.runtime.imports import kept_for_ever
+from penstock.runtime.imports import import_with_extra, kept_for_ever
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log, metrics, spans
-from services.cli import service_settings
-from services.cli.extras import import_with_extra
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 
 

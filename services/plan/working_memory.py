@@ -22,9 +22,9 @@ from services.plan.live_bytes import LiveBytes
 from services.plan.model_shape import NUM_BLOCKS, NUM_LAYERS, ModelShape, kind_of, make_model
 from services.plan.shapes_only import ShapesOnly
 from services.trainer.backend.policy import attention, tower
-from services.trainer.backend.policy.expert_dispatch import weighed
+from services.trainer.backend.policy.experts.expert_dispatch import weighed
+from services.trainer.backend.policy.experts.mixture import experts_of
 from services.trainer.backend.policy.logprobs import TokenLogprobs
-from services.trainer.backend.policy.mixture import experts_of
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.batching.rows import PackedRow, Segment

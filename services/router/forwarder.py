@@ -16,11 +16,11 @@ from penstock.telemetry import metrics, spans
 from services.router.attempt_span import AttemptSpan
 from services.router.balancing import UNBOUNDED, Query
 from services.router.resumable_stream import ResumableStream
-from services.router.shared_prefill import SharedPrefill
-from services.router.slot import Slot
-from services.router.slot_pool import SlotPool
+from services.router.slots.shared_prefill import SharedPrefill
+from services.router.slots.slot import Slot
+from services.router.slots.slot_pool import SlotPool
+from services.router.slots.wait_queue import Ticket
 from services.router.tuning import Tuning
-from services.router.wait_queue import Ticket
 
 log = structlog.get_logger()
 

@@ -9,9 +9,9 @@ from prometheus_client.core import Metric
 from penstock.telemetry import metrics
 from penstock.v1 import common_pb2
 from services.router.balancing import TRANSIENT, Query
-from services.router.breaker import BreakerState
 from services.router.pool import Pool
-from services.router.slot_pool import SlotPool
+from services.router.slots.breaker import BreakerState
+from services.router.slots.slot_pool import SlotPool
 
 _REPLICAS = metrics.reading(
     "penstock_router_replicas",

@@ -11,7 +11,7 @@ import structlog
 from penstock.clients.stream_attempt import LostReplicaError
 from penstock.errors import NotReadyError, PenstockError, UnavailableError
 from penstock.v1 import router_pb2
-from services.router.slot import Slot
+from services.router.slots.slot import Slot
 
 log = structlog.get_logger()
 

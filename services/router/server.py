@@ -26,7 +26,7 @@ from services.router.frontends.router_service import RouterServicer
 from services.router.metrics import RouterMetrics
 from services.router.pool import open_pool
 from services.router.routes import Routes
-from services.router.slot_pool import SlotPool
+from services.router.slots.slot_pool import SlotPool
 from services.router.tuning import Tuning
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import structlog
 from penstock.bus.buckets.lock import Lock
 from penstock.bus.buckets.watch import Watch, watched
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import Consumer, Delivery, consuming
 from penstock.bus.image_store import ImageStore
+from penstock.bus.work_queue.consumer import Consumer, Delivery, consuming
 from penstock.records import Sampling
 from penstock.runtime.security import Security
 from penstock.telemetry.metrics import exposed

@@ -24,7 +24,7 @@ from typing import Any
 
 import structlog
 
-from penstock.bus.consumer import Delivery
+from penstock.bus.work_queue.consumer import Delivery
 from penstock.errors import DataError
 from penstock.runtime.process import end_task, unless_stopped
 from penstock.telemetry import log as logging

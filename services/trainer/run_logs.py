@@ -5,7 +5,7 @@ import functools
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.detokenize import TokenTexts
 from services.trainer.backend.base import TrainBackend
 from services.trainer.config import TrainerSettings

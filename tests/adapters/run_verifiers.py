@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.runtime.ports import free_ports
 from penstock.testing.simulated_engine import SimulatedEngine
 from tests.support.waiting import until

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.testing.answers import Saying
 from penstock.v1 import common_pb2, generate_pb2
 from tests.support.router.openai_harness import END_ID

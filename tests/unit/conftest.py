@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 
 
 @pytest.fixture(scope="module")

@@ -81,6 +81,12 @@ def test_what_runs_in_sglangs_processes_imports_nothing_of_the_engines_server() 
     assert {(file, module) for file, module in found if not _is_within(module, own)} == set()
 
 
+def test_the_command_line_is_imported_by_nobody() -> None:
+    """It is the outermost: what it shares with the launcher is the launcher's."""
+    others = (found for room in ("launch", "plan", "doctor") for found in _imports(f"services/{room}"))
+    assert {found for found in others if _is_within(found[1], "services.cli")} == set()
+
+
 def test_only_recipe_cli_launch_doctor_and_plan_know_all_services() -> None:
     """Nobody else imports them: a service receives its own settings, never the recipe that imports it."""
     outsiders = {

@@ -9,8 +9,8 @@ import pytest
 from penstock import shipped
 from penstock.config import load
 from penstock.testing import length_verifier
-from services.cli import service_settings
 from services.cli.app import main
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 from tests.support.documents.shell import shell_problems
 from tools.run_recipes import COMMANDS, OVERLAY, Ran, find_faults, overrides

@@ -14,7 +14,7 @@ from penstock.environments.adapters.answers import read_reward
 from penstock.environments.adapters.wrapped_code import load_module
 from penstock.environments.protocol import BlockingTask, Observation, StepResult
 from penstock.errors import ConfigError, InvalidRequestError
-from penstock.model.assistant_turn import AssistantTurn
+from penstock.model.chat.assistant_turn import AssistantTurn
 
 
 class ReasoningGymEnvironment:

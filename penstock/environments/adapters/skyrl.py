@@ -16,7 +16,7 @@ from penstock.environments.adapters.wrapped_code import load_member, load_module
 from penstock.environments.openai_messages import read_messages, write_messages
 from penstock.environments.protocol import BlockingTask, Observation, StepResult
 from penstock.errors import ConfigError, EnvironmentFailedError
-from penstock.model.assistant_turn import AssistantTurn
+from penstock.model.chat.assistant_turn import AssistantTurn
 
 
 class EnvConfig(dict[str, Any]):

@@ -22,7 +22,7 @@ from penstock.environments.protocol import BlockingTask, Observation, StepResult
 from penstock.environments.tool_environment import ToolEnvironment
 from penstock.environments.tools import Tool, ToolResult
 from penstock.errors import ConfigError, EnvironmentFailedError
-from penstock.model.assistant_turn import AssistantTurn
+from penstock.model.chat.assistant_turn import AssistantTurn
 from penstock.records import ImagePart, Message, TextPart, Verdict
 
 _RESERVED = ("reset", "get_reward")

@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from penstock.runtime.children.parent_death import die_with, outlive_parent
 from penstock.runtime.isolation import sandbox
 from penstock.runtime.isolation.forkserver_protocol import (
     AT_THE_LIMIT,
@@ -31,7 +32,6 @@ from penstock.runtime.isolation.forkserver_protocol import (
     ForkserverSettings,
     encode_reply,
 )
-from penstock.runtime.parent_death import die_with, outlive_parent
 
 Work: TypeAlias = Callable[[int, bool], None]
 """A worker's main function: it gets its socket, and whether it must confine itself."""

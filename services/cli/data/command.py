@@ -7,9 +7,9 @@ import typer
 
 from penstock.config import LogConfig
 from penstock.errors import ConfigError
+from penstock.runtime.imports import import_with_extra
 from penstock.telemetry import log
 from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
-from services.cli.extras import import_with_extra
 
 _NUM_EXAMPLES = 12
 """On the page, of each source, unless `--examples` says how many."""

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.errors import DataError, PenstockError, SetupError, UnavailableError, UserError
 from penstock.model.folder import require_model
-from services.cli import hub_models, service_settings
 from services.cli.output_file import output_file
 from services.launch.checks.known_names import KnownNames, require_names
 from services.launch.checks.row_check import RowsOfRun
+from services.launch.settings import hub_models, service_settings
 from services.recipe import Recipe
 from services.trainer.data.config import DataConfig
 from services.trainer.data.contact_sheet import Entry, render_sheet

@@ -9,9 +9,9 @@ from penstock.clients import RewardClient
 from penstock.environments import Grade
 from penstock.errors import ConfigError
 from penstock.records import GroupId, Prompt, Sampling, Verdict
+from penstock.runtime.imports import import_with_extra
 from penstock.runtime.security import Security
 from penstock.v1 import reward_pb2
-from services.cli.extras import import_with_extra
 from services.cli.score.reward_caller import RewardCaller, Service
 from services.reward.config import RewardConfig
 from services.rollout.worker.answer_verifier import AnswerVerifier

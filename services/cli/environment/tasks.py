@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.environments import Environment, EnvironmentFactory, Task
 from penstock.errors import ConfigError, DataError
 from penstock.records import ImagePart, Message, TextPart
+from penstock.runtime.imports import import_with_extra
 from services.cli.environment.grading import Grading
-from services.cli.extras import import_with_extra
 from services.recipe import Recipe
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 

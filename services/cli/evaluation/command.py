@@ -8,11 +8,11 @@ import typer
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.model import hub
+from penstock.runtime.imports import import_with_extra
 from penstock.runtime.security import Security
-from services.cli import hub_models
 from services.cli.arguments import RecipeArgument, load_run, sort_arguments
-from services.cli.extras import import_with_extra
 from services.cli.model_folder import find_model
+from services.launch.settings import hub_models
 
 
 def eval_(

@@ -22,7 +22,6 @@ from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.process import end_task
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
-from services.cli import service_settings
 from services.cli.evaluation.begun import Begun, read_begun, require_same, require_same_rows
 from services.cli.evaluation.progress import EvaluationProgress, open_progress
 from services.cli.own_folder import own_folder
@@ -30,6 +29,7 @@ from services.cli.score.run import private_service, running_at
 from services.launch.checks.known_names import KnownNames, require_names
 from services.launch.run_folder import RunFolder
 from services.launch.serving import plan_serving, serving
+from services.launch.settings import service_settings
 from services.launch.terminal.lasting_output import lasting_output
 from services.recipe import Recipe
 from services.trainer.evaluation.bus_player import play_on_bus

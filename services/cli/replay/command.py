@@ -7,9 +7,9 @@ import typer
 
 from penstock.config import LogConfig
 from penstock.errors import ConfigError
+from penstock.runtime.imports import import_with_extra
 from penstock.telemetry import log
 from services.cli.arguments import sort_arguments
-from services.cli.extras import import_with_extra
 
 
 def replay(

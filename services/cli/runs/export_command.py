@@ -9,7 +9,7 @@ import typer
 
 from penstock.errors import ConfigError
 from penstock.model import hub
-from services.cli.extras import import_with_extra
+from penstock.runtime.imports import import_with_extra
 from services.cli.interruption import interruptible
 from services.cli.model_folder import find_model_or_adapter, is_adapter_folder
 

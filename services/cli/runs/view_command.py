@@ -15,9 +15,9 @@ import typer
 from penstock.config import LogConfig
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime import process
+from penstock.runtime.imports import import_with_extra
 from penstock.runtime.security import TOKEN, Security
 from penstock.telemetry import log
-from services.cli.extras import import_with_extra
 from services.cli.output_file import output_file
 
 _GRACE_S = 2.0

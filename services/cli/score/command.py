@@ -10,10 +10,10 @@ from penstock import config as configuration
 from penstock import shipped
 from penstock.config import LogConfig
 from penstock.errors import ConfigError
+from penstock.runtime.imports import import_with_extra
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
 from services.cli.arguments import sort_arguments
-from services.cli.extras import import_with_extra
 from services.recipe import Recipe
 
 

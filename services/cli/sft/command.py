@@ -2,9 +2,9 @@
 
 import typer
 
-from services.cli import hub_models, service_settings
+from penstock.runtime.imports import import_with_extra
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
-from services.cli.extras import import_with_extra
+from services.launch.settings import hub_models, service_settings
 
 
 def sft(

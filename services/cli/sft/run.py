@@ -8,10 +8,10 @@ from typing import Any
 from penstock.runtime import process
 from penstock.runtime.security import hide_secrets
 from penstock.telemetry import log
-from services.cli import service_settings
 from services.cli.own_folder import own_folder
 from services.launch.metrics import describe_validation
 from services.launch.run_folder import RunFolder
+from services.launch.settings import service_settings
 from services.launch.terminal.display import Display, open_display
 from services.launch.terminal.lasting_output import lasting_output
 from services.launch.terminal.pace import Pace

@@ -12,11 +12,11 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError, SetupError
 from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.files import write_atomically
-from services.cli import hub_models, service_settings
 from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
 from services.launch.checks.known_names import require_names
 from services.launch.run_folder import RunFolder, dump_repeatable
 from services.launch.run_plan import make_plan
+from services.launch.settings import hub_models, service_settings
 from services.launch.slurm import submission
 from services.launch.slurm.placement import NodeShare, place
 from services.launch.slurm.script import job_script

@@ -11,14 +11,15 @@ import typer
 
 from penstock.runtime import process
 from penstock.runtime.disk_space import disk_full_reported
+from penstock.runtime.imports import import_with_extra
 from penstock.runtime.security import Security, hide_secrets
 from penstock.telemetry import log
-from services.cli import browser, hub_models, service_settings
+from services.cli import browser
 from services.cli.arguments import RecipeArgument, ResumeOption, load_run, sort_arguments
-from services.cli.extras import import_with_extra
 from services.cli.own_folder import own_folder
 from services.cli.runs import view_command
 from services.launch.run_folder import TRAIN, RunFolder
+from services.launch.settings import hub_models, service_settings
 from services.recipe import Recipe
 
 _VIEW: Final = "penstock train --view"

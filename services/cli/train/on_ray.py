@@ -7,11 +7,11 @@ from pathlib import Path
 
 from penstock.model import hub
 from penstock.runtime.security import Security
-from services.cli import hub_models, service_settings
 from services.launch.on_ray import launch
 from services.launch.on_ray.addresses import require_launchable
 from services.launch.on_ray.cluster import Cluster, connected
 from services.launch.run_folder import RunFolder
+from services.launch.settings import hub_models, service_settings
 from services.recipe import Recipe
 
 

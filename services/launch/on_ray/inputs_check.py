@@ -62,7 +62,7 @@ def _require_packages(service: str) -> None:
 
 
 def _check_engine(recipe: Recipe, say: Callable[[str], object]) -> None:
-    from services.cli import hub_models, service_settings
+    from services.launch.settings import hub_models, service_settings
 
     recipe, unfetched = hub_models.with_cached_models(recipe)
     if not unfetched:
@@ -70,7 +70,7 @@ def _check_engine(recipe: Recipe, say: Callable[[str], object]) -> None:
 
 
 def _check_worker(recipe: Recipe, say: Callable[[str], object]) -> None:
-    from services.cli import hub_models, service_settings
+    from services.launch.settings import hub_models, service_settings
 
     recipe, unfetched = hub_models.with_cached_models(recipe)
     if not unfetched:
@@ -80,8 +80,8 @@ def _check_worker(recipe: Recipe, say: Callable[[str], object]) -> None:
 
 
 def _check_trainer(recipe: Recipe, say: Callable[[str], object]) -> None:
-    from services.cli import hub_models, service_settings
     from services.launch.checks.row_check import check_rows
+    from services.launch.settings import hub_models, service_settings
 
     service_settings.require_trainable_without_model(recipe)
     recipe, unfetched = hub_models.with_cached_models(recipe)

@@ -6,8 +6,8 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 
+from penstock.runtime.children.reaper import Reaper
 from penstock.runtime.ports import held_ports
-from penstock.runtime.reaper import Reaper
 from penstock.runtime.starting import explained, start_program
 from services.launch.process.backend import Ending
 from services.launch.process.bounded_log import BoundedLog

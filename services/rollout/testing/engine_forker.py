@@ -18,7 +18,7 @@ import tempfile
 from typing import Any
 
 from penstock.config import NetworkConfig
-from penstock.runtime.parent_death import die_with
+from penstock.runtime.children.parent_death import die_with
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang import settings
 

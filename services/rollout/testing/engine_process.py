@@ -15,7 +15,7 @@ from typing import Protocol
 import tomli_w
 
 from penstock.rpc.channel import connect
-from penstock.runtime.parent_death import dying_with_parent
+from penstock.runtime.children.parent_death import dying_with_parent
 from penstock.v1 import common_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 START_TIMEOUT_S = 240.0

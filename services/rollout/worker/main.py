@@ -13,17 +13,17 @@ from contextlib import AsyncExitStack
 import structlog
 
 from penstock.bus.connection import connect
-from penstock.bus.consumer import consuming
 from penstock.bus.image_store import ImageStore
 from penstock.bus.sessions import Sessions
-from penstock.bus.work_loop import work
+from penstock.bus.work_queue.consumer import consuming
+from penstock.bus.work_queue.work_loop import work
 from penstock.clients import GenerateClient, RewardClient
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.tokens import context_length, forbidden_token_ids, image_token_id
 from penstock.rpc.server import RpcServer
+from penstock.runtime.children.reaper import Reaper
 from penstock.runtime.hide_torch import torch_hidden
-from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import Security
 from penstock.telemetry.serving import serving_metrics
 from services.rollout.worker import metrics

@@ -9,7 +9,7 @@ import time
 import structlog
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import Delivery
+from penstock.bus.work_queue.consumer import Delivery
 from penstock.errors import CorruptMessageError
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode, encode

@@ -11,13 +11,13 @@ from penstock.rpc.server import deadline_s
 from penstock.runtime.security import Security
 from penstock.v1 import rollout_pb2, rollout_pb2_grpc, router_pb2, router_pb2_grpc
 from services.router.balancing import Query, hash_blocks
-from services.router.breaker import BreakerState
 from services.router.pool import Pool
 from services.router.routes import Routes
-from services.router.slot import Slot
-from services.router.slot_pool import SlotPool
+from services.router.slots.breaker import BreakerState
+from services.router.slots.slot import Slot
+from services.router.slots.slot_pool import SlotPool
+from services.router.slots.wait_queue import Ticket
 from services.router.tuning import Tuning
-from services.router.wait_queue import Ticket
 
 _BREAKER_STATES = {
     BreakerState.CLOSED: router_pb2.BREAKER_STATE_CLOSED,

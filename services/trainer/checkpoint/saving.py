@@ -16,8 +16,8 @@ from typing import Any
 import structlog
 
 from penstock.bus.buckets.lock import Lock
-from penstock.bus.consumer import Delivery
 from penstock.bus.image_store import ImageStore
+from penstock.bus.work_queue.consumer import Delivery
 from penstock.records import GroupId
 from services.trainer.admission.group_state import LedgerCheckpoint
 from services.trainer.admission.ledger import GroupLedger

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from penstock.errors import ConfigError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.images import read_sizes
 from penstock.model.tokens import context_length, image_token_id

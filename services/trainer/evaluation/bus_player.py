@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Collection, Mapping
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import Consumer, Delivery, consuming
 from penstock.bus.image_store import ImageStore
+from penstock.bus.work_queue.consumer import Consumer, Delivery, consuming
 from penstock.errors import CorruptMessageError
 from penstock.records import Group, GroupId
 from penstock.records.codec import decode

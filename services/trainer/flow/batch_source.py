@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from penstock.bus.consumer import Delivery
+from penstock.bus.work_queue.consumer import Delivery
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.collector import Collector, Finished

@@ -13,8 +13,8 @@ import msgspec
 import structlog
 
 from penstock.bus.buckets.lock import Lock
-from penstock.bus.consumer import Consumer, Delivery
 from penstock.bus.image_store import ImageStore
+from penstock.bus.work_queue.consumer import Consumer, Delivery
 from penstock.errors import CorruptMessageError, InvalidRequestError, MissingImageError, UnavailableError
 from penstock.names import TRAIN
 from penstock.records import Group, GroupId

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.tokens import image_token_id
 from services.trainer.batching.images import ImagePatcher, ImagePatches
 from services.trainer.batching.sequences import TrainSequence, find_placeholders

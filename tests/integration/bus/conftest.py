@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import Consumer, consuming
+from penstock.bus.work_queue.consumer import Consumer, consuming
 from tests.support.bus.work_queue import OpenConsumer
 
 

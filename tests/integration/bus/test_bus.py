@@ -21,7 +21,7 @@ from tests.support.waiting import HANG_S, promptly
 _HOLD_ONE_MESSAGE = """
 import asyncio, sys
 from penstock.bus.connection import connect
-from penstock.bus.consumer import consuming
+from penstock.bus.work_queue.consumer import consuming
 from penstock.config import BusConfig
 
 async def main(url, run):

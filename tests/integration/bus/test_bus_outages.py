@@ -19,7 +19,7 @@ from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import Bus, connect
 from penstock.bus.late_answers import awaited
 from penstock.bus.local_server import local_server
-from penstock.bus.pull import PullRequests
+from penstock.bus.work_queue.pull import PullRequests
 from penstock.config import BusConfig
 from penstock.errors import AccessError, SetupError, UnavailableError
 from penstock.runtime.security import Security

@@ -5,9 +5,9 @@ import signal
 import sys
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import Delivery
-from penstock.bus.suspects import MAX_DEATHS
-from penstock.bus.work_loop import work
+from penstock.bus.work_queue.consumer import Delivery
+from penstock.bus.work_queue.suspects import MAX_DEATHS
+from penstock.bus.work_queue.work_loop import work
 from services.launch.supervisor import MAX_RESTARTS
 from tests.support.bus.work_queue import OpenConsumer, num_messages
 from tests.support.waiting import HANG_S, promptly, until

@@ -9,9 +9,9 @@ from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import Consumer, Delivery
 from penstock.bus.failures import deliveries_allowed
-from penstock.bus.work_loop import work
+from penstock.bus.work_queue.consumer import Consumer, Delivery
+from penstock.bus.work_queue.work_loop import work
 from penstock.errors import (
     DeadlineError,
     InvalidRequestError,

@@ -10,8 +10,8 @@ import msgpack
 import pytest
 
 from penstock.bus.connection import Bus, connect
-from penstock.bus.consumer import consuming
 from penstock.bus.local_server import local_server
+from penstock.bus.work_queue.consumer import consuming
 from penstock.config import BusConfig, SecurityConfig
 from services.cli import main
 from tests.support.certificates import security_of

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from services.cli import serve, service_settings
+from services.cli import serve
+from services.launch.settings import service_settings
 
 TEMPLATE = Path(__file__).resolve().parents[3] / "deploy" / "helm" / "templates" / "_pod.tpl"
 READERS = (

@@ -11,7 +11,7 @@ import torch
 
 from penstock.clients import GenerateClient
 from penstock.errors import InvalidRequestError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.v1 import generate_pb2
 from services.rollout.testing.engine_process import EngineProcess
 from tests.support.engine.push import Push

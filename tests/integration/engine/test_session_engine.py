@@ -9,7 +9,7 @@ import torch
 from penstock.bus.connection import connect
 from penstock.bus.image_store import hash_of
 from penstock.config import BusConfig
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Sample, Sampling
 from services.rollout.testing.engine_process import EngineProcess
 from services.rollout.worker.agents.linearize import linearize, turns_of

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Group, Prompt
 from penstock.records.codec import decode
 from penstock.runtime.process import end_task

@@ -38,7 +38,7 @@ from services.launch.process.bounded_log import BoundedLog
 from services.launch.process.child import Child
 from services.launch.process.local import LocalBackend
 from services.launch.process.spec import ProcessSpec, StopPhase
-from penstock.runtime.reaper import Reaper
+from penstock.runtime.children.reaper import Reaper
 
 async def main():
     command, environment = [sys.executable, "-c", sys.argv[1]], dict(os.environ)

@@ -16,8 +16,8 @@ import structlog
 from penstock.config import load
 from penstock.errors import SetupError
 from penstock.rpc.server import RpcServer, service_name
+from penstock.runtime.children.reaper import Reaper
 from penstock.runtime.ports import free_ports
-from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from services.launch import launcher

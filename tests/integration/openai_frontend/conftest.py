@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from penstock.bus.connection import connect
 from penstock.config import BusConfig
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.testing.simulated_engine import SimulatedEngine
 from tests.support.router.openai_harness import MODEL_PATH, Harness
 from tests.support.router.process import router_process

@@ -14,7 +14,7 @@ import pytest
 from penstock.bus.connection import Bus
 from penstock.config import BusConfig, RunConfig, SamplingConfig
 from penstock.errors import ConfigError, InvalidRequestError, OverloadedError, PoisonError, PromptTooLongError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.runtime.ports import free_ports
 from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine

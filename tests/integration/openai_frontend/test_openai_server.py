@@ -9,7 +9,7 @@ from penstock.bus.connection import Bus
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.config import SamplingConfig
 from penstock.errors import MissingImageError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.runtime.security import Security
 from services.router.config import RouterConfig
 from services.router.frontends.openai import server

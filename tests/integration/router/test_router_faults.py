@@ -250,7 +250,7 @@ async def test_the_breaker_opens_and_one_probe_closes_it(steady_bus: Bus) -> Non
     soon = {"failures": 2, "open_s": 0.4, "max_open_s": 0.8}
     async with pool(steady_bus, 2, breaker=soon, **settings) as (caller, [bad, good]):
         bad.error = UnavailableError("crashed")
-        while bad.num_calls < 5:  # tests/unit/router/test_breaker.py: when it is probed
+        while bad.num_calls < 5:  # tests/unit/router/slots/test_breaker.py: when it is probed
             assert (await caller.generate()).replica_id == "r1"
         assert (await caller.replicas()).replicas[0].breaker == OPEN
         bad.error, good.error = None, UnavailableError("now this one")

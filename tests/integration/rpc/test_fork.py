@@ -9,7 +9,7 @@ import services
 import grpc.aio
 from penstock.rpc.channel import connect
 from penstock.rpc.server import RpcServer
-from penstock.runtime.parent_death import dying_with_parent
+from penstock.runtime.children.parent_death import dying_with_parent
 
 async def main():
     server = RpcServer(host="127.0.0.1", port=0)

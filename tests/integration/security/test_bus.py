@@ -15,9 +15,9 @@ import pytest
 import structlog
 
 from penstock.bus.connection import Bus, connect
-from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.local_server import local_server
-from penstock.bus.work_loop import work
+from penstock.bus.work_queue.consumer import Delivery, consuming
+from penstock.bus.work_queue.work_loop import work
 from penstock.config import BusConfig, SecurityConfig
 from penstock.errors import AccessError, ConfigError, SetupError
 from penstock.runtime.ports import free_ports

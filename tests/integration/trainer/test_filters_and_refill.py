@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import consuming
+from penstock.bus.work_queue.consumer import consuming
 from penstock.errors import DataError
 from penstock.records import Prompt
 from penstock.records.codec import decode, encode

@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import consuming
+from penstock.bus.work_queue.consumer import consuming
 from penstock.errors import DataError
 from penstock.records import Limits, Prompt
 from penstock.records.codec import decode

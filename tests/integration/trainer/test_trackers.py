@@ -14,7 +14,7 @@ import structlog
 
 from penstock.config import load
 from penstock.errors import ConfigError
-from services.cli.service_settings import for_trainer
+from services.launch.settings.service_settings import for_trainer
 from services.recipe import Recipe
 from services.trainer.config import TrackersConfig
 from services.trainer.telemetry.trackers import Feed, TrackerKind, Trackers, described, require_packages

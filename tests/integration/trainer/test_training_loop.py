@@ -15,8 +15,8 @@ from penstock.bus.buckets.lock import claim
 from penstock.bus.buckets.replica_lease import write_replica
 from penstock.bus.buckets.watch import watched
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.image_store import ImageStore, hash_of
+from penstock.bus.work_queue.consumer import Delivery, consuming
 from penstock.errors import ConfigError, MissingImageError, SetupError, SupersededError
 from penstock.records import GroupId
 from penstock.records.published_version import read_published_version

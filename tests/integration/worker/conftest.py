@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from penstock.bus.connection import Bus
 from penstock.config import BusConfig, ModelConfig, RunConfig
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.testing.answers import SpanningAPush
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe

@@ -11,7 +11,7 @@ from PIL import Image
 from penstock.bus.image_store import hash_of
 from penstock.environments.pictures import read_picture
 from penstock.errors import ConfigError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Sampling
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry

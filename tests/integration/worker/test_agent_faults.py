@@ -21,7 +21,7 @@ from penstock.clients import RouterClient
 from penstock.config import BusConfig, SecurityConfig
 from penstock.errors import DeadlineError, InvalidRequestError, PenstockError, PoisonError
 from penstock.http.server import HttpServer
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.runtime.security import Security
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe

@@ -14,7 +14,7 @@ from penstock.agents import AgentSession
 from penstock.bus.connection import Bus
 from penstock.bus.image_store import hash_of
 from penstock.bus.sessions import Sessions
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Limits, Sampling, SessionId, VersionSpan
 from penstock.telemetry import spans
 from penstock.testing.simulated_engine import SimulatedEngine

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InvalidRequestError, PoisonError, UnavailableError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Limits
 from penstock.runtime.security import Security
 from penstock.v1 import generate_pb2

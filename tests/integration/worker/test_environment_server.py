@@ -12,7 +12,7 @@ import pytest
 from penstock.bus.connection import Bus
 from penstock.bus.span_stream import SpanReader
 from penstock.errors import EnvironmentFailedError, OverloadedError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Limits
 from penstock.runtime.ports import free_ports
 from penstock.testing.simulated_engine import SimulatedEngine

@@ -20,7 +20,7 @@ from penstock.records.codec import decode, encode
 from penstock.runtime.ports import free_ports
 from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine
-from services.cli import service_settings
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 from services.router import server as router_server
 from services.router.config import RouterConfig

@@ -9,15 +9,15 @@ import numpy as np
 from structlog.typing import EventDict
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import consuming
 from penstock.bus.image_store import ImageStore, hash_of
+from penstock.bus.work_queue.consumer import consuming
 from penstock.clients import GenerateClient, RewardClient
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Prompt, Sample, TokenSequence, Verdict, VersionSpan
 from penstock.runtime.ports import free_ports
 from penstock.testing.answers import SpanningAPush
 from penstock.testing.simulated_engine import SimulatedEngine
-from services.cli import service_settings
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig

@@ -16,7 +16,7 @@ from penstock.records import Prompt
 from penstock.records.codec import decode, encode
 from penstock.telemetry import metrics
 from penstock.testing.simulated_engine import SimulatedEngine
-from services.cli import service_settings
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
 from tests.support.deadlines import long_enough

@@ -11,8 +11,8 @@ import signal
 import sys
 
 from penstock.bus.connection import connect
-from penstock.bus.consumer import Delivery, consuming
-from penstock.bus.work_loop import work
+from penstock.bus.work_queue.consumer import Delivery, consuming
+from penstock.bus.work_queue.work_loop import work
 from penstock.config import BusConfig
 from tests.support.bus.work_queue import num_messages
 from tests.support.waiting import until

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import Consumer, Delivery
+from penstock.bus.work_queue.consumer import Consumer, Delivery
 from tests.support.waiting import HANG_S
 
 OpenConsumer = Callable[..., Awaitable[Consumer]]

@@ -16,7 +16,7 @@ from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.testing.tolerance import MAX_DLOGP
 from penstock.v1 import common_pb2, generate_pb2
 from services.rollout.testing.engine_process import EngineProcess
-from services.trainer.backend.policy.mixture import routers_of
+from services.trainer.backend.policy.experts.mixture import routers_of
 from tests.support.waiting import HANG_S, until
 
 TOLERANCE = MAX_DLOGP

@@ -11,7 +11,7 @@ import httpx
 from openai import AsyncOpenAI
 
 from penstock.bus.connection import Bus
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.rpc.channel import connect
 from penstock.testing.answers import Saying
 from penstock.testing.simulated_engine import SimulatedEngine

@@ -11,11 +11,11 @@ from penstock.bus.buckets.replica_lease import write_replica
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2
 from services.router.balancing import Balancer, PoolView, Query, ReplicaStatus, pair_up
-from services.router.breaker import BreakerState
 from services.router.config import RouterConfig
 from services.router.pool import Pool
-from services.router.replica_slots import ReplicaSlots
-from services.router.slot_pool import SlotPool
+from services.router.slots.breaker import BreakerState
+from services.router.slots.replica_slots import ReplicaSlots
+from services.router.slots.slot_pool import SlotPool
 from services.router.tuning import LimitTuning, Tuning
 
 READY = common_pb2.REPLICA_STATE_READY

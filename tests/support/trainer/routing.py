@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer.backend.policy.mixture import routers_of
+from services.trainer.backend.policy.experts.mixture import routers_of
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.batching.sequences import TrainSequence
 from tests.support.trainer.rows import row_of

@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 
 from penstock.config import BusConfig
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Message, Sampling, TextPart
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2, generate_pb2
-from services.cli import service_settings
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 from services.router import server as router_server
 from services.router.config import RouterConfig

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from penstock.runtime.process import run
-from services.cli import service_settings
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
 

@@ -13,7 +13,7 @@ from penstock.bus.connection import Bus, Stream
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.records import Group, GroupId, ImagePart, Message, Prompt, Sampling, TextPart
 from penstock.records.codec import decode, encode
-from services.cli import service_settings
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 from services.rollout.worker.main import serve
 from tests.support.trainer.data.pictures import png

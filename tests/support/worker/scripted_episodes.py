@@ -10,7 +10,7 @@ from PIL import Image
 
 from penstock.bus.image_store import hash_of
 from penstock.environments import AssistantTurn, Observation, StepResult, Task
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2

@@ -13,7 +13,7 @@ from penstock import config as configuration
 from penstock.config import load
 from penstock.errors import ConfigError
 from penstock.model.tokens import forbidden_token_ids
-from services.cli import service_settings
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 from services.trainer.algorithm.axes import KlConfig
 from services.trainer.algorithm.config import AlgorithmConfig

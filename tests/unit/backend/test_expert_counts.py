@@ -10,8 +10,8 @@ import torch
 from services.trainer.algorithm.metrics.experts import expert_stats
 from services.trainer.backend.base import take_step
 from services.trainer.backend.batch import measured_samples
+from services.trainer.backend.policy.experts.mixture import routers_of
 from services.trainer.backend.policy.load_model import load_policy
-from services.trainer.backend.policy.mixture import routers_of
 from services.trainer.backend.ranks.ranks import ALONE
 from services.trainer.batching.packing import Block
 from services.trainer.batching.rows import build_row

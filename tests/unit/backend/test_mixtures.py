@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.errors import ConfigError
+from services.trainer.backend.policy.experts.mixture import set_mixture_precision
 from services.trainer.backend.policy.load_model import load_policy
-from services.trainer.backend.policy.mixture import set_mixture_precision
 from services.trainer.backend.ranks.ranks import ALONE
 from tests.support.trainer.families import MIXTURES, heard, published, random_qwen3_vl_moe, write_model
 from tests.unit.backend.ranks.test_ranks import backend_of, steps_of

@@ -15,8 +15,8 @@ import torch
 
 from penstock.errors import InvalidRequestError
 from services.trainer.backend.base import take_step
+from services.trainer.backend.policy.experts.mixture import routers_of
 from services.trainer.backend.policy.load_model import load_policy
-from services.trainer.backend.policy.mixture import routers_of
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.ranks.ranks import ALONE
 from services.trainer.batching.packing import Block, common_prefix_length

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import bench_reward
-from bench.reward import hostile, stored_items
+from bench.reward import bench_reward, hostile, stored_items
 from bench.reward.report import Report
 from penstock.testing.hostile_answers import generated_items
 from penstock.v1 import reward_pb2

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from bench import bench_router
 from bench.async_loop import virtual_time
-from bench.bench_router import measure
+from bench.router import bench_router
+from bench.router.bench_router import measure
 from bench.support.router_subjects import Subject
 
 CPU_MS = 2.0

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench import bench_scale
 from bench.async_loop import virtual_time
 from bench.async_loop.measured_loop import LoopError
+from bench.scale import bench_scale
 from bench.scale.measured_run import Measured, fewest, list_again_and_again
 from bench.scale.saturation import Costs, Point, Use, costs_of, first_to_saturate
 from bench.scale.workload import SAMPLES_PER_GROUP, Load, mean_tokens

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import bench_streaming
 from bench.async_loop.perfect_loop import Push
+from bench.router import bench_streaming
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench import bench_trainer
-from bench.bench_trainer import Measured
 from bench.demo.penstock_run import RECIPE
 from bench.demo.task import write_task
 from bench.gpu.bench_train_step import attention_table, step_flops
+from bench.trainer import bench_trainer
+from bench.trainer.bench_trainer import Measured
 from bench.trainer.step_process import SUBJECTS
 from bench.trainer.workload import Workload, read_groups
 from penstock import config as configuration

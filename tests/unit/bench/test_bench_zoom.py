@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench import bench_zoom
-from bench.bench_zoom import Measurement, measure
+from bench.demo import bench_zoom
+from bench.demo.bench_zoom import Measurement, measure
 
 GOOD: dict[str, Any] = {
     "seed": 0,

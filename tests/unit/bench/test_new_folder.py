@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import bench_async, bench_demo, bench_evaluation, bench_scale, bench_zoom, chaos
-from bench.demo import penstock_run
+from bench import bench_evaluation, chaos
+from bench.async_loop import bench_async
+from bench.demo import bench_demo, bench_zoom, penstock_run
+from bench.scale import bench_scale
 from bench.support.new_folder import new_folder
 
 

@@ -18,7 +18,7 @@ time.sleep(60)
 """
 """Runs in place of `penstock`."""
 
-_MAIN = "from bench import {0}; {0}.main()"
+_MAIN = "from {0} import {1}; {1}.main()"
 _CHAOS = """
 import time
 from bench import chaos
@@ -40,7 +40,13 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(
     "program",
-    [*(_MAIN.format(name) for name in ("bench_demo", "bench_zoom", "core_seconds")), _CHAOS, _ROUTER],
+    [
+        _MAIN.format("bench.demo", "bench_demo"),
+        _MAIN.format("bench.demo", "bench_zoom"),
+        _MAIN.format("bench", "core_seconds"),
+        _CHAOS,
+        _ROUTER,
+    ],
     ids=["bench_demo", "bench_zoom", "core_seconds", "chaos", "bench_router"],
 )
 def test_what_a_benchmark_started_ends_with_it(program: str, tmp_path: Path) -> None:

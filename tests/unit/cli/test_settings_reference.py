@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config import Config, load
 from penstock.config.reference import Section, Setting, as_markdown, as_text, sections
-from services.cli import service_settings
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 from tools.generate_settings import contents
 

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from penstock.errors import ConfigError, DataError, PromptTooLongError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import ImagePart, TextPart
 from penstock.v1 import generate_pb2
 from services.rollout.engine.prompt import PromptChecker

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.errors import DataError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Limits
 from services.trainer.admission.filters import FilterReason

@@ -10,9 +10,10 @@ import structlog
 
 from penstock import config as configuration
 from penstock.errors import ConfigError, DataError
-from services.cli import main, service_settings
+from services.cli import main
 from services.doctor.inputs import check_data
 from services.launch.checks.row_check import check_rows
+from services.launch.settings import service_settings
 from services.recipe import Recipe
 from services.trainer.demonstrations.config import DemonstrationsConfig
 from services.trainer.demonstrations.opening import open_demonstrations

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from services.cli.service_settings import require_inputs
 from services.doctor.finding import Status
 from services.doctor.inputs import check_data, check_model, check_settings
+from services.launch.settings.service_settings import require_inputs
 from services.trainer.backend.policy.adapters import add_adapters
 from services.trainer.config import LoraConfig
 from tests.support.doctor import assert_found, recipe

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SetupError
-from penstock.runtime.parent_death import dying_with_parent
+from penstock.runtime.children.parent_death import dying_with_parent
 from services.rollout.engine.scratch_folder import note_segments, scratch_folder
 from tests.support.processes import is_alive
 from tests.support.waiting import until

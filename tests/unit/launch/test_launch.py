@@ -15,7 +15,7 @@ import pytest
 
 from penstock.config import load
 from penstock.errors import SetupError
-from penstock.runtime.reaper_process import groups_left
+from penstock.runtime.children.reaper_process import groups_left
 from penstock.runtime.security import Security
 from penstock.v1 import trainer_pb2
 from services.launch import launcher

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.model.argument_values import arguments_json, parameter_types, read_json, typed_value
+from penstock.model.chat.argument_values import arguments_json, parameter_types, read_json, typed_value
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, PenstockError, SetupError, UnavailableError
 from penstock.model import hub as model_hub
 from penstock.telemetry import log
-from services.cli import hub_models, main, service_settings
+from services.cli import main
 from services.cli.evaluation import run as evaluating
 from services.cli.evaluation.begun import Begun, require_same
 from services.doctor.finding import Status
 from services.doctor.inputs import check_model
 from services.launch import launcher
 from services.launch.run_folder import RunFolder
+from services.launch.settings import hub_models, service_settings
 from services.recipe import Recipe
 from services.trainer.checkpoint.store import Checkpoint
 from services.trainer.replay.replay import _model_folder, _with_reference

@@ -11,7 +11,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from models.tiny_qwen3_vl import MARKUP_TOKENS, QWEN_PRETOKENIZE_REGEX, SPECIAL_TOKENS, build_tokenizer
 from penstock.errors import InvalidRequestError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import ImagePart, Message, TextPart, ToolCall
 
 Role = Literal["system", "user", "assistant", "tool"]

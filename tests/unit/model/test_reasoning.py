@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.model.assistant_turn import AssistantTurn
-from penstock.model.reasoning import ReasoningReader, ThoughtSplitter
+from penstock.model.chat.assistant_turn import AssistantTurn
+from penstock.model.chat.reasoning import ReasoningReader, ThoughtSplitter
 from penstock.records import ToolCall
 from tests.unit.model.test_tool_calls import cut
 

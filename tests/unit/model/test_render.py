@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.errors import ConfigError, InvalidRequestError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import ImagePart, Message, TextPart, ToolCall
 
 IMAGE = ImagePart(index=0)
@@ -198,7 +198,7 @@ def test_rendering_needs_no_torch(tiny_model_path: Path) -> None:
     """A worker runs on a machine that has only transformers' tokenizers."""
     script = (
         "import sys; from pathlib import Path; sys.modules['torch'] = None; import services.rollout.worker.main\n"
-        "from penstock.model.chat_template import Renderer; from penstock.records import Message, TextPart\n"
+        "from penstock.model.chat.chat_template import Renderer; from penstock.records import Message, TextPart\n"
         "renderer = Renderer.load(Path(sys.argv[1]))\n"
         "assert renderer.render_prompt([Message(role='user', parts=(TextPart(text='x'),))], num_images=0)\n"
     )
@@ -209,7 +209,7 @@ def test_a_worker_process_loads_no_torch_though_it_is_installed(tiny_model_path:
     """transformers goes without it; an environment may still import it afterwards."""
     script = (
         "import importlib.util, sys; from pathlib import Path; import services.rollout.worker.main\n"
-        "from penstock.model.chat_template import Renderer\n"
+        "from penstock.model.chat.chat_template import Renderer\n"
         "from penstock.runtime.hide_torch import torch_hidden\n"
         "with torch_hidden(): Renderer.load(Path(sys.argv[1]))\n"
         "assert 'transformers' in sys.modules and 'torch' not in sys.modules\n"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.detokenize import TokenTexts
 
 MODEL = Path(__file__).parents[3] / "models" / "tiny-qwen3-vl"

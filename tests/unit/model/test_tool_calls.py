@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.model.tool_calls import Found, MalformedCall, ToolCallReader
+from penstock.model.chat.tool_calls import Found, MalformedCall, ToolCallReader
 from penstock.records import ToolCall
 
 Format = Literal["hermes", "xml"]

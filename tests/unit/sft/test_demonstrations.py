@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config import load
 from penstock.errors import ConfigError, DataError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import ImagePart, TextPart
 from services.recipe import Recipe
 from services.trainer.data.config import DataConfig

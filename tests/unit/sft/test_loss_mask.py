@@ -10,7 +10,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from models.tiny_qwen3_vl import CHAT_TEMPLATE, MARKUP_TOKENS, QWEN_PRETOKENIZE_REGEX, SPECIAL_TOKENS
 from penstock.errors import InvalidRequestError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import ImagePart, Message, TextPart, ToolCall
 from services.trainer.data.rows.messages import Role
 

@@ -16,9 +16,9 @@ import pytest
 import structlog
 
 from penstock.errors import ConfigError, DataError, SetupError
-from services.cli.service_settings import for_sft
 from services.cli.sft.run import _Shown
 from services.launch.run_folder import RunFolder
+from services.launch.settings.service_settings import for_sft
 from services.launch.terminal.display import PlainDisplay
 from services.launch.terminal.pace import Pace
 from services.recipe import Recipe

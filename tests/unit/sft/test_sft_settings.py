@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from penstock.errors import ConfigError
-from services.cli.service_settings import for_sft
+from services.launch.settings.service_settings import for_sft
 from services.recipe import Recipe
 from services.trainer.sft.loop import Observer
 from services.trainer.sft.main import train

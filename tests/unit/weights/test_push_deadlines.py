@@ -6,7 +6,7 @@ import pytest
 
 from penstock.config import load
 from penstock.errors import ConfigError
-from services.cli.service_settings import for_engine
+from services.launch.settings.service_settings import for_engine
 from services.recipe import Recipe
 from services.rollout.engine.config import MAX_PUSH_S
 from services.trainer.config import WeightSyncConfig

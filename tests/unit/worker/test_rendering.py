@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from penstock.errors import InvalidRequestError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Message, TextPart
 from services.rollout.worker.episodes.rendering import LONG_TEXT_BYTES, Rendering
 from tests.support.waiting import HANG_S, until

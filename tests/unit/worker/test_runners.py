@@ -21,7 +21,7 @@ from penstock.environments import Task
 from penstock.errors import ConfigError
 from penstock.http.server import HttpServer
 from penstock.records import ImagePart, Message, TextPart, ToolCall, Verdict
-from penstock.runtime.reaper import Reaper
+from penstock.runtime.children.reaper import Reaper
 from penstock.runtime.security import Security
 from services.rollout.worker.agents import agent_player, command_runner
 from services.rollout.worker.agents.command_runner import CommandRunner

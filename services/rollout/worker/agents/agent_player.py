@@ -26,7 +26,7 @@ from penstock.errors import (
     PoisonError,
     UnavailableError,
 )
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Prompt, Sample, SessionCall, SessionFailure, SessionId, SessionState, Verdict
 from penstock.records.session import SESSION_HEADER
 from penstock.runtime.security import Security

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.agents import AgentResult, AgentSession
+from penstock.runtime.children.reaper import Reaper
 from penstock.runtime.process import end_task
-from penstock.runtime.reaper import Reaper
 from penstock.runtime.security import VARIABLES
 from services.rollout.worker.agents.runners import MAX_OUTPUT_BYTES, RunnerError, parse_result
 

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from penstock.agents import AgentResult, AgentSession, Runner
 from penstock.errors import ConfigError
+from penstock.runtime.children.reaper import Reaper
 from penstock.runtime.own_thread import run_in_own_thread
 from penstock.runtime.process import others_code
-from penstock.runtime.reaper import Reaper
 from services.rollout.worker.agents.config import AgentConfig
 
 MAX_OUTPUT_BYTES = 2**20

@@ -22,7 +22,7 @@ from penstock.errors import (
     PromptTooLongError,
     UnavailableError,
 )
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Prompt
 from penstock.runtime.backoff import Backoff

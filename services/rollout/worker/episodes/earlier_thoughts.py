@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import ConfigError, InvalidRequestError
-from penstock.model.chat_template import Renderer
-from penstock.model.reasoning import CLOSE, OPEN
+from penstock.model.chat.chat_template import Renderer
+from penstock.model.chat.reasoning import CLOSE, OPEN
 from penstock.records import Message, TextPart
 
 _CHOICES: tuple[Mapping[str, Any], ...] = ({}, {"preserve_thinking": False})

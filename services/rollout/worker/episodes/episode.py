@@ -25,7 +25,7 @@ from penstock.errors import (
     UnavailableError,
     UserError,
 )
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.names import TRAIN
 from penstock.records import Prompt, Sample, Verdict

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 
 LONG_TEXT_BYTES = 32 * 2**10
 """About ten milliseconds of rendering; longer texts go to the thread."""

@@ -12,10 +12,10 @@ from starlette.responses import Response
 from penstock.bus.recordings import Recordings
 from penstock.config import SamplingConfig
 from penstock.errors import InvalidRequestError, PenstockError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
+from penstock.model.chat.reasoning import ReasoningReader, ThoughtSplitter
+from penstock.model.chat.tool_calls import ToolCallReader
 from penstock.model.detokenize import IncrementalDetokenizer
-from penstock.model.reasoning import ReasoningReader, ThoughtSplitter
-from penstock.model.tool_calls import ToolCallReader
 from services.router.config import OpenAIConfig
 from services.router.forwarder import RequestForwarder
 from services.router.frontends.openai.choice import Choice

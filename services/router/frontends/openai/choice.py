@@ -8,9 +8,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
+from penstock.model.chat.reasoning import ReasoningReader, Spoken, ThoughtSplitter
+from penstock.model.chat.tool_calls import Found, MalformedCall, ToolCallReader
 from penstock.model.detokenize import IncrementalDetokenizer, TokenTexts
-from penstock.model.reasoning import ReasoningReader, Spoken, ThoughtSplitter
-from penstock.model.tool_calls import Found, MalformedCall, ToolCallReader
 from penstock.records import ToolCall, VersionSpan
 from penstock.v1 import generate_pb2
 from services.router.frontends.openai.stop import StopFinder

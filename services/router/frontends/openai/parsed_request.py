@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.model.call_block import CallFormat
+from penstock.model.chat.call_block import CallFormat
 from penstock.v1 import common_pb2, generate_pb2
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from penstock.config import SamplingConfig
-from penstock.model.chat_template import Renderer
-from penstock.model.reasoning import CLOSE
+from penstock.model.chat.chat_template import Renderer
+from penstock.model.chat.reasoning import CLOSE
 from penstock.records import Message, TextPart
 from penstock.v1 import generate_pb2
 from services.router.frontends.openai.errors import ParameterError, TextTooLongError

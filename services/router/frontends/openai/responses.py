@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.model.argument_values import arguments_json
+from penstock.model.chat.argument_values import arguments_json
 from penstock.model.detokenize import IncrementalDetokenizer, TokenTexts
 from penstock.records import ToolCall, VersionSpan
 from services.router.frontends.openai.choice import Choice, ChoiceDelta, Token

@@ -14,7 +14,7 @@ from penstock.bus.recordings import Recordings
 from penstock.bus.sessions import Sessions
 from penstock.config import SamplingConfig
 from penstock.http.server import HttpServer
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.model.tokens import image_token_id
 from penstock.runtime.security import Security

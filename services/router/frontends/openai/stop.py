@@ -5,7 +5,7 @@ Invariant: no character of a found stop string was emitted before, because text 
 
 from collections.abc import Sequence
 
-from penstock.model.marks import held_back
+from penstock.model.chat.marks import held_back
 
 
 class StopFinder:

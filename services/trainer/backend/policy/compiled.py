@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from services.trainer.backend.policy.mixture import experts_of
+from services.trainer.backend.policy.experts.mixture import experts_of
 from services.trainer.checks.compiled import require_compilable
 
 BACKEND = "inductor"

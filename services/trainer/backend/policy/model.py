@@ -16,10 +16,10 @@ from penstock.errors import ConfigError
 from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
 from services.trainer.backend.policy.attention import RowLayout, use_packed_attention
 from services.trainer.backend.policy.compiled import compile_layers
-from services.trainer.backend.policy.expert_counts import ExpertCounter
+from services.trainer.backend.policy.experts.expert_counts import ExpertCounter
+from services.trainer.backend.policy.experts.mixture import set_mixture_precision
+from services.trainer.backend.policy.experts.router_replay import KEYWORD, replay_routers
 from services.trainer.backend.policy.logprobs import TokenLogprobs, token_logprobs
-from services.trainer.backend.policy.mixture import set_mixture_precision
-from services.trainer.backend.policy.router_replay import KEYWORD, replay_routers
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.backend.policy.tower import image_features, use_tower_attention
 from services.trainer.batching.rows import PackedRow

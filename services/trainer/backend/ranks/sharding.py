@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from penstock.errors import ConfigError
-from services.trainer.backend.policy.expert_dispatch import divide_experts
+from services.trainer.backend.policy.experts.expert_dispatch import divide_experts
 from services.trainer.backend.ranks.expert_groups import ExpertGroups
 
 

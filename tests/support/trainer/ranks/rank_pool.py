@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from penstock.runtime.parent_death import die_with
+from penstock.runtime.children.parent_death import die_with
 
 _TIMEOUT_S = 240.0
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from penstock.bus.buckets.lock import claim
 from penstock.bus.connection import connect
-from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.image_store import ImageStore
+from penstock.bus.work_queue.consumer import Delivery, consuming
 from penstock.config import BusConfig
 from penstock.records import Group
 from penstock.runtime.process import end_task

@@ -11,8 +11,8 @@ from typing import Any
 
 from penstock.bus.buckets.lock import claim
 from penstock.bus.connection import Bus
-from penstock.bus.consumer import Delivery, consuming
 from penstock.bus.image_store import ImageStore
+from penstock.bus.work_queue.consumer import Delivery, consuming
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from penstock.records import Group, Sampling
 from penstock.records.codec import encode

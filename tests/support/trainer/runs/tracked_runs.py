@@ -37,7 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import structlog
 from penstock.config import load
-from services.cli.service_settings import for_trainer
+from services.launch.settings.service_settings import for_trainer
 from services.recipe import Recipe
 from services.trainer.run_logs import open_run_logs
 from services.trainer.starting_point import StartingPoint

@@ -10,8 +10,8 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.model.families.experts import num_experts
-from services.trainer.backend.policy.expert_dispatch import divide_experts
-from services.trainer.backend.policy.mixture import experts_of, set_mixture_precision
+from services.trainer.backend.policy.experts.expert_dispatch import divide_experts
+from services.trainer.backend.policy.experts.mixture import experts_of, set_mixture_precision
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.checks.expert_parallel import require_divisible

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import structlog
 
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Group, Message, TextPart
 from services.trainer.backend.base import StepTokens
 from services.trainer.batching.sequences import TrainGroup

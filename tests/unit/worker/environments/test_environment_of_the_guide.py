@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.v1 import reward_pb2
 from tests.conftest import ROOT
 from tests.support.worker.scripted_episodes import END, ScriptedPolicy, make_player, make_prompt, play

@@ -8,7 +8,7 @@ import pytest
 
 from models.tiny_qwen3_vl import build_tokenizer
 from penstock.errors import ConfigError, PromptTooLongError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Limits, Message, Sampling, TextPart, TokenSequence
 from services.rollout.worker.episodes.episode import Episode
 from tests.support.worker.scripted_episodes import (

@@ -12,7 +12,7 @@ from penstock.errors import (
     MissingImageError,
     PenstockError,
 )
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Verdict, VersionSpan
 from penstock.v1 import generate_pb2

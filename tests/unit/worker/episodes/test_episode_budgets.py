@@ -11,7 +11,7 @@ from PIL import Image
 from penstock.bus.image_store import hash_of
 from penstock.environments import Observation, StepResult
 from penstock.errors import InvalidRequestError, PromptTooLongError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Limits, Message, TextPart
 from services.rollout.worker.environments.hosting.messages import ObservationTooLargeError

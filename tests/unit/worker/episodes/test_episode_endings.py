@@ -15,7 +15,7 @@ from penstock.errors import (
     PromptTooLongError,
     UnavailableError,
 )
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Limits
 from penstock.v1 import generate_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier

@@ -10,7 +10,7 @@ import pytest
 from penstock.bus.image_store import hash_of
 from penstock.environments import Observation, StepResult, Task
 from penstock.errors import DeadlineError, InvalidRequestError, OverloadedError, PoisonError, UnavailableError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Limits, Message, TextPart
 from services.rollout.worker.episodes.episode import Episode
 from tests.support.worker.scripted_episodes import (

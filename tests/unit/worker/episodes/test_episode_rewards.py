@@ -12,7 +12,7 @@ import pytest
 
 from penstock.environments import StepResult, Task
 from penstock.errors import DeadlineError, InvalidRequestError, PenstockError, SetupError, UnavailableError
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import Group, Limits, Verdict
 from penstock.records.codec import decode, encode
 from penstock.v1 import reward_pb2

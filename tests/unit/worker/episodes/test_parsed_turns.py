@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.environments import AssistantTurn, Observation, StepResult, Task
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import ImagePart, Message, Sampling, TextPart, ToolCall
 from tests.support.worker import scripted_episodes
 from tests.support.worker.scripted_episodes import END, SECOND_PICTURE, ScriptedPolicy, make_player, make_prompt, play

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.runtime.parent_death import die_with, outlive_parent
+from penstock.runtime.children.parent_death import die_with, outlive_parent
 from services.rollout.worker.environments.hosting.episode_process import flush_output, serve_episode
 from services.rollout.worker.environments.hosting.forkserver_protocol import (
     MAX_PACKET_BYTES,

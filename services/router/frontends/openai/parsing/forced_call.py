@@ -6,8 +6,8 @@ the policy is put into the prompt.
 
 import json
 
-from penstock.model.call_block import CallFormat
-from penstock.model.tool_calls import OPEN
+from penstock.model.chat.call_block import CallFormat
+from penstock.model.chat.tool_calls import OPEN
 from services.router.frontends.openai.errors import ParameterError
 from services.router.frontends.openai.parsing.constraint import read_constraint
 from services.router.frontends.openai.schema.messages import NamedTool

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.model.argument_values import read_json
+from penstock.model.chat.argument_values import read_json
 from penstock.records import ImagePart, Message, TextPart, ToolCall
 from services.router.frontends.openai.errors import ParameterError
 from services.router.frontends.openai.parsing.images import read_image

@@ -12,7 +12,7 @@ import pydantic
 from penstock.bus.image_store import hash_of
 from penstock.bus.sessions import OpenedSession
 from penstock.http.app import describe
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Message, SessionCall, TextPart
 from penstock.v1 import common_pb2

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.model.chat_template import Renderer
+from penstock.model.chat.chat_template import Renderer
 from penstock.records import ImagePart, Message, SessionCall
 from services.router.frontends.openai.sessions.digests import digest_next, digest_start
 

@@ -1,0 +1,237 @@
+"""Steps per second of the asynchronous loop under each bound on staleness, beside the best that the bound allows.
+
+    python bench/async_loop/bench_async.py                                 # 8, 64 and 512 engines, in about 20 minutes
+    python bench/async_loop/bench_async.py --replicas 8 --staleness 1 --seconds 20 # a taste, in one minute
+
+Loop, bus, router and worker are the real ones, each a process; the engines and the optimizer step are simulated, with
+durations from long-tailed laws (bench/async_loop/workload.py). R/n is the time in which all slots together finish a
+batch, U that of an optimizer step. The comparison is over the same steps and the same drawn durations:
+
+- *ideal*: 1 / max(R/n, U), with slots or trainer never idle; no bound on staleness allows exactly that;
+- *best*: what Penstock would reach if its control plane took no time (bench/async_loop/perfect_loop.py), and how much
+  of that is left if the trainer began only with the whole batch (*not streamed*), and with the real router's placement
+  and the real trainer's chunks (*routed*, bench/async_loop/routed_loop.py), where still nothing else takes time;
+- loops that wait for the whole batch, simulated without any cost (bench/async_loop/peer_loops.py).
+
+Bars: at least 95% of the best; the control plane (all processes but the engines) below half a core. The exit code is 1
+if one fails.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.async_loop.measured_loop import ENGINES, LoopError, Measured, run_loop
+from bench.async_loop.peer_loops import one_step_off, synchronous
+from bench.async_loop.perfect_loop import step_ends
+from bench.async_loop.routed_loop import run_routed
+from bench.async_loop.workload import Scenario, scenario
+from bench.support.new_folder import new_folder
+from penstock.config import LogConfig
+from penstock.telemetry import log
+from services.trainer.config import TrainerConfig
+
+MIN_OF_BEST = 0.95
+MAX_CORES = 0.5
+_MIN_STEPS = 4
+_SLACK = 4.0
+"""A run that takes this many times the best is abandoned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One bound on staleness, in steps per second over the steps `num_warmup` to `num_steps`."""
+
+    max_staleness: int
+    num_steps: int
+    measured: float
+    best: float
+    routed: float
+    not_streamed: float
+    ideal: float
+    synchronous: float
+    one_step_off: float
+    run: Measured
+    span_s: float
+    num_groups: int
+
+    @property
+    def cores(self) -> float:
+        """Cores that the control plane used."""
+        return sum(seconds for name, seconds in self.run.cpu_s.items() if name != ENGINES) / self.span_s
+
+
+async def measure(pool: Scenario, *, max_staleness: int, seconds: float, folder: Path) -> Result:
+    """Run the loop for about this many seconds beyond its start."""
+    num_warmup = 1 + 2 * min(max_staleness, 2)
+    first = step_ends(pool, max_staleness=max_staleness, num_steps=num_warmup + _MIN_STEPS)
+    step_s = (first[-1] - first[num_warmup - 1]) / _MIN_STEPS
+    num_steps = num_warmup + max(_MIN_STEPS, round(seconds / step_s))
+    best = step_ends(pool, max_staleness=max_staleness, num_steps=num_steps)
+
+    def rate(ends: Sequence[float]) -> float:
+        return (num_steps - num_warmup) / (ends[num_steps - 1] - ends[num_warmup - 1])
+
+    run = await run_loop(
+        pool,
+        folder,
+        max_staleness=max_staleness,
+        num_warmup=num_warmup,
+        num_steps=num_steps,
+        timeout_s=60.0 + _SLACK * best[-1],
+    )
+    pass_tokens = TrainerConfig().micro_batch_tokens
+    # It runs its own loop, in virtual time, and a thread has no other loop.
+    routed = await asyncio.to_thread(
+        run_routed, pool, max_staleness=max_staleness, num_steps=num_steps, pass_tokens=pass_tokens
+    )
+    counted = range(num_warmup * pool.groups_per_step, num_steps * pool.groups_per_step)
+    return Result(
+        max_staleness=max_staleness,
+        num_steps=num_steps - num_warmup,
+        measured=rate(run.ends),
+        best=rate(best),
+        routed=rate(routed.ends),
+        not_streamed=rate(step_ends(pool, max_staleness=max_staleness, num_steps=num_steps, streams=False)),
+        ideal=(num_steps - num_warmup) / max(pool.rollout_s(counted), pool.train_s(counted)),
+        synchronous=rate(synchronous(pool, num_steps=num_steps)),
+        one_step_off=rate(one_step_off(pool, num_steps=num_steps)),
+        run=run,
+        span_s=run.ends[-1] - run.ends[num_warmup - 1],
+        num_groups=len(counted),
+    )
+
+
+def report(pool: Scenario, results: Sequence[Result]) -> None:
+    """Print the tables of one pool."""
+    work, num = pool.workload, 1024
+    sample_s = pool.rollout_s(range(num)) * pool.num_slots / (num * work.samples_per_group)
+    rollout_s, train_s = (
+        seconds(range(num)) * pool.groups_per_step / num for seconds in (pool.rollout_s, pool.train_s)
+    )
+    sys.stdout.write(
+        f"\n### {pool.replicas} replicas\n\n{pool.num_slots} slots, {pool.groups_per_step} groups of "
+        f"{work.samples_per_group} samples a step; a sample takes {sample_s:.2f} s on average and at most "
+        f"{work.max_tokens * work.token_s:.1f} s; R/n = {rollout_s:.2f} s, U = {train_s:.2f} s\n"
+    )
+    rows = [
+        (
+            *(each.max_staleness, each.num_steps, f"{each.measured:.4f}", f"{each.best:.4f}"),
+            *(f"{each.measured / each.best:.1%}", f"{each.routed / each.best:.0%}"),
+            *(f"{each.not_streamed / each.best:.0%}", f"{each.ideal:.4f}"),
+            *(f"{each.best / each.ideal:.0%}", f"{each.synchronous:.4f}", f"{each.one_step_off:.4f}"),
+        )
+        for each in results
+    ]
+    headings = (
+        "max_staleness",
+        "steps",
+        "steps/s, measured",
+        "best",
+        "measured / best",
+        "routed / best",
+        "not streamed / best",
+        "ideal",
+    )
+    _table((*headings, "best / ideal", "whole batch, synchronous", "whole batch, one step off"), rows)
+    names = list(results[0].run.cpu_s)
+    _table(
+        (
+            "max_staleness",
+            "groups/s",
+            *(f"{name}, ms/group" for name in names),
+            "control plane, cores",
+            "push s (pause s)",
+            "prefill_ratio",
+        ),
+        [
+            (
+                each.max_staleness,
+                f"{each.num_groups / each.span_s:.2f}",
+                *(f"{1e3 * each.run.cpu_s[name] / each.num_groups:.1f}" for name in names),
+                f"{each.cores:.2f}",
+                f"{each.run.push_s:.2f} ({each.run.pause_s:.2f})",
+                f"{each.run.prefill_ratio:.2f}",
+            )
+            for each in results
+        ],
+    )
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    lines = [headings, ["---"] * len(headings), *rows]
+    sys.stdout.write("\n" + "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines))
+    sys.stdout.flush()
+
+
+def _slots_of(replicas: int) -> int:
+    """Return a number of slots that makes the batch large enough and that the machine can carry."""
+    return max(1, min(8, 128 // replicas))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4], help="values of max_staleness")
+    parser.add_argument("--seconds", type=float, default=45.0, help="measured for each value; at least four steps")
+    parser.add_argument(
+        "--slots", type=int, help="samples that one engine generates at once; default: 8, fewer of many"
+    )
+    parser.add_argument("--samples-per-s", type=float, default=64.0, help="most that all engines finish in a second")
+    parser.add_argument("--train-share", type=float, default=0.8, help="U / (R/n)")
+    parser.add_argument("--seed", type=int, default=0, help="of the durations")
+    parser.add_argument("--folder", type=new_folder, help="new folder for the runs, their logs and metrics")
+    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    return parser.parse_args()
+
+
+async def main(options: argparse.Namespace) -> int:
+    """Return 0 if all bars hold."""
+    log.configure(LogConfig(level="warning"), service="bench")
+    found: dict[int, list[Result]] = {}
+    sys.stdout.write(f"load of the machine before: {os.getloadavg()[0]:.1f}\n")
+    with tempfile.TemporaryDirectory(prefix="async-", ignore_cleanup_errors=True) as scratch:
+        for replicas in options.replicas:
+            pool = scenario(
+                replicas,
+                slots=options.slots or _slots_of(replicas),
+                samples_per_s=options.samples_per_s,
+                train_share=options.train_share,
+                seed=options.seed,
+            )
+            found[replicas] = []
+            for max_staleness in options.staleness:
+                folder = (options.folder or Path(scratch)) / f"{replicas}-replicas-staleness-{max_staleness}"
+                try:
+                    result = await measure(pool, max_staleness=max_staleness, seconds=options.seconds, folder=folder)
+                except LoopError as error:
+                    sys.stderr.write(f"{replicas} replicas, max_staleness = {max_staleness}: {error}\n")
+                    return 1
+                found[replicas].append(result)
+            report(pool, found[replicas])
+    sys.stdout.write(f"\nload of the machine after: {os.getloadavg()[0]:.1f}\n")
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({key: [asdict(each) for each in results] for key, results in found.items()}, indent=1)
+        )
+    results = [each for of_size in found.values() for each in of_size]
+    least = min(each.measured / each.best for each in results)
+    most = max(each.cores for each in results)
+    stale = sum(each.run.stale_groups for each in results)
+    bars = [
+        ("of the best that the bound allows", f">= {MIN_OF_BEST:.0%}", f"{least:.1%}", least >= MIN_OF_BEST),
+        ("control plane", f"<= {MAX_CORES} cores", f"{most:.2f}", most <= MAX_CORES),
+        ("stale groups", "0", stale, stale == 0),
+    ]
+    _table(("bar", "asked", "worst", ""), [(*bar, "holds" if holds else "FAILS") for *bar, holds in bars])
+    return 0 if all(holds for *_, holds in bars) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(_parse())))

@@ -1,0 +1,115 @@
+"""Counts the deaths of processes per message, so that a message that kills its handlers is given up.
+
+A process that is killed, runs out of memory or crashes reports nothing. So the count of a message is raised before it
+is handled, and lowered again when its handling has ended, however it did. First deliveries are not counted: nearly all
+messages have no other, and pay nothing.
+
+A death counts for every message that was being handled, also for the innocent. So a message that was there at
+`_DEATHS_TOGETHER` deaths is handled alone: an innocent one then ends, and only a killer gets to `MAX_DEATHS`. Messages
+that wait for that are in hand, but no death counts for them.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final
+
+import nats.js.errors
+import structlog
+from nats.js.kv import KeyValue
+
+from penstock.bus.connection import Bus
+from penstock.bus.failures import BUS_ERRORS, describe
+from penstock.bus.work_queue.consumer import Delivery
+from penstock.errors import PoisonError
+
+log = structlog.get_logger()
+
+MAX_DEATHS: Final = 3
+"""Counted deaths after which a message is given up: with that of the first delivery a killer costs four, fewer than end
+a run, and every further one beside it costs one more."""
+_DEATHS_TOGETHER = MAX_DEATHS - 1
+"""Counted deaths after which a message is handled alone."""
+_BUCKET = "deaths"
+_TTL_S = 24 * 3600.0
+"""Longer than a message is handled."""
+
+
+class Suspects:
+    """The counts of a queue, and how many messages this process handles. Use `open_suspects`."""
+
+    def __init__(self, bus: Bus, bucket: KeyValue, *, concurrency: int) -> None:
+        """Count in `bucket`; this process handles at most `concurrency` messages at once."""
+        self._bus = bus
+        self._bucket = bucket
+        self._concurrency = concurrency
+        self._free = asyncio.Semaphore(concurrency)
+        self._alone = asyncio.Lock()
+
+    @asynccontextmanager
+    async def handling(self, delivery: Delivery) -> AsyncIterator[None]:
+        """Wait until a message may be handled, beside others or alone, and count it as being handled meanwhile.
+
+        Raises:
+            PoisonError: it has killed its process too often.
+            SetupError: the server no longer has the counts.
+        """
+        if delivery.num_delivered == 1:
+            async with self._free:
+                yield
+            return
+        key = f"{delivery.queue}.{delivery.sequence}"
+        num_deaths = await self._read(key)
+        if num_deaths >= MAX_DEATHS:
+            raise PoisonError(
+                f"the process that handled it was killed, crashed or froze at delivery after delivery, {num_deaths} "
+                "times after the first, and at last while it handled nothing else; its log may say why, or the "
+                "kernel's if memory ran out"
+            )
+        is_alone = num_deaths >= _DEATHS_TOGETHER
+        if is_alone:
+            log.warning("suspect.handled_alone", message_id=delivery.message_id, num_deaths=num_deaths)
+        async with self._taken(self._concurrency if is_alone else 1):
+            await self._bus.put(self._bucket, key, b"%d" % (num_deaths + 1))
+            try:
+                yield
+            except (KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise  # it ends the process
+            except BaseException:
+                await self._clear(key, num_deaths)
+                raise
+            await self._clear(key, num_deaths)
+
+    @asynccontextmanager
+    async def _taken(self, number: int) -> AsyncIterator[None]:
+        async with AsyncExitStack() as taken:
+            if number > 1:
+                await taken.enter_async_context(self._alone)  # two that each have taken some would wait for ever
+            for _ in range(number):
+                await taken.enter_async_context(self._free)
+            yield
+
+    async def _read(self, key: str) -> int:
+        async def ask() -> int:
+            try:
+                return int((await self._bucket.get(key)).value or b"0")
+            except nats.js.errors.KeyNotFoundError:
+                return 0
+
+        return await self._bus.retried(f"read of {key}", ask, self._bucket)
+
+    async def _clear(self, key: str, num_deaths: int) -> None:
+        """Lower the count again. If the server does not answer, the message has one death too many."""
+        try:
+            await self._bucket.put(key, b"%d" % num_deaths)
+        except BUS_ERRORS as error:
+            log.warning("suspect.clear_failed", key=key, error=describe(error))
+
+
+async def open_suspects(bus: Bus, *, concurrency: int) -> Suspects:
+    """Open the run's counts for a process that handles at most `concurrency` messages at once.
+
+    Raises:
+        SetupError: the server does not create their bucket.
+    """
+    return Suspects(bus, await bus.bucket(_BUCKET, ttl_s=_TTL_S), concurrency=concurrency)

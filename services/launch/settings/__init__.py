@@ -1,0 +1,1 @@
+"""What each service gets of a recipe, and folders in place of models on the Hub."""

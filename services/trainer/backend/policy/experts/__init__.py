@@ -1,0 +1,1 @@
+"""Mixtures of experts: their computation, divided among ranks or not, and replayed routes."""
