@@ -6,7 +6,10 @@ messages have no other, and pay nothing.
 
 A death counts for every message that was being handled, also for the innocent. So a message that was there at
 `_DEATHS_TOGETHER` deaths is handled alone: an innocent one then ends, and only a killer gets to `MAX_DEATHS`. Messages
-that wait for that are in hand, but no death counts for them.
+that wait for that are in hand, but no death counts for them; they all wait in the order in which they came.
+
+A process that is frozen, or cut off from NATS for longer than the ack wait, counts as dead if another one gets its
+message meanwhile, because that is all that the bus can see of it.
 """
 
 import asyncio
@@ -21,7 +24,8 @@ from nats.js.kv import KeyValue
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS, describe
 from penstock.bus.work_queue.consumer import Delivery
-from penstock.errors import PoisonError
+from penstock.errors import PenstockError, PoisonError
+from penstock.runtime.process import end_task
 
 log = structlog.get_logger()
 
@@ -33,6 +37,8 @@ _DEATHS_TOGETHER = MAX_DEATHS - 1
 _BUCKET = "deaths"
 _TTL_S = 24 * 3600.0
 """Longer than a message is handled."""
+_CLEAR_S = 5.0
+"""As long as a cluster needs to elect a leader; a process that is asked to stop has a little longer."""
 
 
 class Suspects:
@@ -44,7 +50,7 @@ class Suspects:
         self._bucket = bucket
         self._concurrency = concurrency
         self._free = asyncio.Semaphore(concurrency)
-        self._alone = asyncio.Lock()
+        self._door = asyncio.Lock()
 
     @asynccontextmanager
     async def handling(self, delivery: Delivery) -> AsyncIterator[None]:
@@ -55,7 +61,7 @@ class Suspects:
             SetupError: the server no longer has the counts.
         """
         if delivery.num_delivered == 1:
-            async with self._free:
+            async with self._taken(1):
                 yield
             return
         key = f"{delivery.queue}.{delivery.sequence}"
@@ -70,8 +76,8 @@ class Suspects:
         if is_alone:
             log.warning("suspect.handled_alone", message_id=delivery.message_id, num_deaths=num_deaths)
         async with self._taken(self._concurrency if is_alone else 1):
-            await self._bus.put(self._bucket, key, b"%d" % (num_deaths + 1))
             try:
+                await self._bus.put(self._bucket, key, b"%d" % (num_deaths + 1))
                 yield
             except (KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise  # it ends the process
@@ -83,10 +89,9 @@ class Suspects:
     @asynccontextmanager
     async def _taken(self, number: int) -> AsyncIterator[None]:
         async with AsyncExitStack() as taken:
-            if number > 1:
-                await taken.enter_async_context(self._alone)  # two that each have taken some would wait for ever
-            for _ in range(number):
-                await taken.enter_async_context(self._free)
+            async with self._door:  # one that waits for all is overtaken by none
+                for _ in range(number):
+                    await taken.enter_async_context(self._free)
             yield
 
     async def _read(self, key: str) -> int:
@@ -100,10 +105,17 @@ class Suspects:
 
     async def _clear(self, key: str, num_deaths: int) -> None:
         """Lower the count again. If the server does not answer, the message has one death too many."""
+        # A task of its own: that of a handler which was cancelled would not ask again.
+        writing = asyncio.create_task(self._bus.put(self._bucket, key, b"%d" % num_deaths))
         try:
-            await self._bucket.put(key, b"%d" % num_deaths)
-        except BUS_ERRORS as error:
+            await asyncio.wait({writing}, timeout=_CLEAR_S)
+            if not writing.done():
+                raise TimeoutError(f"NATS did not answer for {_CLEAR_S:g} s")
+            writing.result()
+        except (PenstockError, *BUS_ERRORS) as error:
             log.warning("suspect.clear_failed", key=key, error=describe(error))
+        finally:
+            await end_task(writing)
 
 
 async def open_suspects(bus: Bus, *, concurrency: int) -> Suspects:

@@ -72,7 +72,7 @@ async def work(
 
     async def handle_one(delivery: Delivery) -> None:
         try:
-            await _handle(delivery, handle, suspects, max_deliveries=max_deliveries, give_up=give_up)
+            await _handle(delivery, handle, suspects, stop, max_deliveries=max_deliveries, give_up=give_up)
         except (AccessError, SetupError) as error:
             refusals.append(error)
 
@@ -101,10 +101,18 @@ async def work(
 
 
 async def _handle(
-    delivery: Delivery, handle: Handler, suspects: Suspects, *, max_deliveries: int, give_up: GiveUp | None
+    delivery: Delivery,
+    handle: Handler,
+    suspects: Suspects,
+    stop: asyncio.Event,
+    *,
+    max_deliveries: int,
+    give_up: GiveUp | None,
 ) -> None:
     try:
         async with suspects.handling(delivery):
+            if stop.is_set():  # it came while the message waited
+                raise asyncio.CancelledError
             await handle(delivery)
     except (asyncio.CancelledError, AccessError, SetupError):
         _MESSAGES.labels("put_back").inc()

@@ -4,12 +4,18 @@ import asyncio
 import signal
 import sys
 
+import pytest
+from structlog.testing import capture_logs
+
 from penstock.bus.connection import Bus
+from penstock.bus.work_queue import work_loop
 from penstock.bus.work_queue.consumer import Delivery
 from penstock.bus.work_queue.suspects import MAX_DEATHS
 from penstock.bus.work_queue.work_loop import work
+from penstock.errors import UnavailableError
+from penstock.runtime.backoff import Backoff
 from services.launch.supervisor import MAX_RESTARTS
-from tests.support.bus.work_queue import OpenConsumer, num_messages
+from tests.support.bus.work_queue import OpenConsumer, fetch_one, num_messages
 from tests.support.waiting import HANG_S, promptly, until
 
 
@@ -64,4 +70,66 @@ async def test_a_process_that_stops_in_order_has_not_died(workers: OpenConsumer,
         stop.set()
         await promptly(working)
     assert handled == [num_stops + 1]
+    assert await num_messages(bus, bus.dead.name) == 0
+
+
+async def test_one_that_waits_to_be_handled_alone_is_overtaken_by_none(workers: OpenConsumer, bus: Bus) -> None:
+    """Messages that arrive meanwhile are handled after it, however many; else it would wait as long as any arrive."""
+    ends = {payload: asyncio.Event() for payload in (b"long", b"longer")}
+    begun = list[bytes]()
+
+    async def handle(delivery: Delivery) -> None:
+        begun.append(delivery.payload)
+        if delivery.payload in ends:
+            await ends[delivery.payload].wait()
+
+    async def is_empty() -> bool:
+        return await num_messages(bus, bus.prompts.name) == 0
+
+    await bus.publish(bus.prompts, b"suspect", message_id="suspect")
+    consumer, stop = await workers(bus, ack_wait_s=60.0), asyncio.Event()
+    suspect = await fetch_one(consumer)
+    deaths = await bus.bucket("deaths", ttl_s=24 * 3600.0)
+    await deaths.put(f"{suspect.queue}.{suspect.sequence}", b"%d" % (MAX_DEATHS - 1))
+    for payload in ends:
+        await bus.publish(bus.prompts, payload, message_id=payload.decode())
+    with capture_logs() as events:
+        working = asyncio.create_task(work(consumer, handle, stop=stop, concurrency=4, max_deliveries=3))
+        await until(lambda: len(begun) == 2)
+        await suspect.put_back()
+        await until(lambda: "suspect.handled_alone" in [event["event"] for event in events])
+        for number in range(4):
+            await bus.publish(bus.prompts, b"new", message_id=f"new/{number}")
+        await until(lambda: consumer.num_in_hand == 4)  # one of them waits already
+        ends[b"long"].set()
+        ends[b"longer"].set()
+        await until(is_empty)
+        stop.set()
+        await promptly(working)
+    assert begun[2:] == [b"suspect", *[b"new"] * 4]
+
+
+async def test_a_handler_that_fails_has_not_died(
+    workers: OpenConsumer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often: what it raised is told by its own reason."""
+    monkeypatch.setattr(work_loop, "_BACKOFF", Backoff(first_s=0.01, max_s=0.01))
+    handled = list[int]()
+
+    async def handle(delivery: Delivery) -> None:
+        handled.append(delivery.num_delivered)
+        if len(handled) <= 2 * MAX_DEATHS:
+            raise UnavailableError("away")
+
+    async def is_empty() -> bool:
+        return await num_messages(bus, bus.prompts.name) == 0
+
+    await bus.publish(bus.prompts, b"x", message_id="a")
+    stop = asyncio.Event()
+    options = {"stop": stop, "concurrency": 1, "max_deliveries": 20}
+    working = asyncio.create_task(work(await workers(bus, ack_wait_s=60.0), handle, **options))
+    await until(is_empty)
+    stop.set()
+    await promptly(working)
+    assert handled == list(range(1, 2 * MAX_DEATHS + 2))
     assert await num_messages(bus, bus.dead.name) == 0
