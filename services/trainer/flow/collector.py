@@ -6,6 +6,7 @@ exactly the groups that the surviving weights have not seen.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,10 +18,10 @@ from penstock.bus.image_store import ImageStore
 from penstock.bus.work_queue.consumer import Consumer, Delivery
 from penstock.errors import CorruptMessageError, InvalidRequestError, MissingImageError, UnavailableError
 from penstock.names import TRAIN
-from penstock.records import Group, GroupId
+from penstock.records import Group, GroupId, Sample
 from penstock.records.codec import decode
 from services.trainer.admission.config import FilterConfig
-from services.trainer.admission.filters import FilterReason, Screening, screen
+from services.trainer.admission.filters import TRUNCATED, FilterReason, Screening, screen
 from services.trainer.admission.group_state import Arrival
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.admission.pools import RowPools, pass_rate
@@ -293,12 +294,19 @@ class Collector:
 
 
 def _why_unjudged(group: Group) -> str:
-    """Return why a group teaches nothing, if none of its samples was judged; else nothing."""
-    if any(sample.reward is not None for sample in group.samples):
+    """Return why a group teaches nothing, if no sample that came to its end was judged; else nothing.
+
+    A sample that was cut short may have a reward of 0 although its environment would have failed at its answer.
+    """
+    ended = [sample for sample in group.samples if sample.finish_reason not in TRUNCATED]
+    rewards = {sample.reward for sample in group.samples if sample.reward is not None}
+    if not ended or any(sample.reward is not None for sample in ended) or len(rewards) > 1:
         return ""
-    first = group.samples[0]
-    status = "missing" if first.verdict is None else first.verdict.status
-    verdict = (
-        f"it ended as {first.finish_reason} and its verdict is {status}; see the reward service, and the row's golds"
-    )
-    return f"no sample was judged; the first: {first.error or verdict}"
+    ((why, _),) = Counter(map(_why_one_is_unjudged, ended)).most_common(1)
+    return f"no sample was judged; most often: {why}"
+
+
+def _why_one_is_unjudged(sample: Sample) -> str:
+    status = "missing" if sample.verdict is None else sample.verdict.status
+    verdict = f"its verdict is {status}; see the reward service, and the row's golds"
+    return sample.error or f"it ended as {sample.finish_reason} and {verdict}"
