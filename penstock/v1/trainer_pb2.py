@@ -24,23 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/trainer.proto\x12\x0bpenstock.v1\"\x0f\n\rGetRunRequest\"W\n\x0eGetRunResponse\x12$\n\x05phase\x18\x01 \x01(\x0e\x32\x15.penstock.v1.RunPhase\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x11\n\tnum_steps\x18\x03 \x01(\x03\"\xaf\x01\n\x10PublishedVersion\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x1a\n\x12min_policy_version\x18\x02 \x01(\x03\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x15\n\rtrainer_epoch\x18\x05 \x01(\t\x12\x17\n\x0f\x63heckpoint_step\x18\x06 \x01(\x03\x12\x19\n\x11\x63heckpoint_folder\x18\x07 \x01(\t\"c\n\x0fHeldOutReplicas\x12\x13\n\x0breplica_ids\x18\x01 \x03(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x15\n\rtrainer_epoch\x18\x04 \x01(\t*\xce\x01\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_PHASE_STARTING\x10\x01\x12\x18\n\x14RUN_PHASE_COLLECTING\x10\x02\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x03\x12\x15\n\x11RUN_PHASE_PUSHING\x10\x04\x12\x16\n\x12RUN_PHASE_FINISHED\x10\x05\x12\x14\n\x10RUN_PHASE_SAVING\x10\x06\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x07\x32S\n\x0eTrainerService\x12\x41\n\x06GetRun\x12\x1a.penstock.v1.GetRunRequest\x1a\x1b.penstock.v1.GetRunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/trainer.proto\x12\x0bpenstock.v1\"\x0f\n\rGetRunRequest\"c\n\x0eGetRunResponse\x12$\n\x05phase\x18\x02 \x01(\x0e\x32\x15.penstock.v1.RunPhase\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x11\n\tnum_steps\x18\x04 \x01(\x03J\x04\x08\x01\x10\x02J\x04\x08\x05\x10\x0c\"\xaf\x01\n\x10PublishedVersion\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x1a\n\x12min_policy_version\x18\x02 \x01(\x03\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x15\n\rtrainer_epoch\x18\x05 \x01(\t\x12\x17\n\x0f\x63heckpoint_step\x18\x06 \x01(\x03\x12\x19\n\x11\x63heckpoint_folder\x18\x07 \x01(\t\"c\n\x0fHeldOutReplicas\x12\x13\n\x0breplica_ids\x18\x01 \x03(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x15\n\rtrainer_epoch\x18\x04 \x01(\t*\xce\x01\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_PHASE_STARTING\x10\x01\x12\x18\n\x14RUN_PHASE_COLLECTING\x10\x02\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x03\x12\x15\n\x11RUN_PHASE_PUSHING\x10\x04\x12\x16\n\x12RUN_PHASE_FINISHED\x10\x05\x12\x14\n\x10RUN_PHASE_SAVING\x10\x06\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x07\x32S\n\x0eTrainerService\x12\x41\n\x06GetRun\x12\x1a.penstock.v1.GetRunRequest\x1a\x1b.penstock.v1.GetRunResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.trainer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUNPHASE']._serialized_start=428
-  _globals['_RUNPHASE']._serialized_end=634
+  _globals['_RUNPHASE']._serialized_start=440
+  _globals['_RUNPHASE']._serialized_end=646
   _globals['_GETRUNREQUEST']._serialized_start=42
   _globals['_GETRUNREQUEST']._serialized_end=57
   _globals['_GETRUNRESPONSE']._serialized_start=59
-  _globals['_GETRUNRESPONSE']._serialized_end=146
-  _globals['_PUBLISHEDVERSION']._serialized_start=149
-  _globals['_PUBLISHEDVERSION']._serialized_end=324
-  _globals['_HELDOUTREPLICAS']._serialized_start=326
-  _globals['_HELDOUTREPLICAS']._serialized_end=425
-  _globals['_TRAINERSERVICE']._serialized_start=636
-  _globals['_TRAINERSERVICE']._serialized_end=719
+  _globals['_GETRUNRESPONSE']._serialized_end=158
+  _globals['_PUBLISHEDVERSION']._serialized_start=161
+  _globals['_PUBLISHEDVERSION']._serialized_end=336
+  _globals['_HELDOUTREPLICAS']._serialized_start=338
+  _globals['_HELDOUTREPLICAS']._serialized_end=437
+  _globals['_TRAINERSERVICE']._serialized_start=648
+  _globals['_TRAINERSERVICE']._serialized_end=731
 # @@protoc_insertion_point(module_scope)

@@ -27,6 +27,7 @@ MESSAGES: list[tuple[ProtoMessage, str]] = [
     (generate_pb2.GenerateRequest(group_id="g", exact_policy_version=3), "4a01675003"),
     (router_pb2.RouteRequest(group_id="g", exact_policy_version=3, reports_prompt=True), "3a016740034801"),
     (rollout_pb2.PrepareWeightsRequest(push_id="p", replaces_newer=True), "0a01705001"),
+    (trainer_pb2.GetRunResponse(phase=trainer_pb2.RUN_PHASE_PUSHING, step=3, num_steps=20), "100418032014"),
     (
         trainer_pb2.HeldOutReplicas(replica_ids=["e"], policy_version=3, step=2, trainer_epoch="a"),
         "0a016510031802220161",
