@@ -125,13 +125,12 @@ def _on_bus(
         raise ConfigError("bus.url is empty: give --url nats://HOST:PORT and --run NAME, or --config RUN/live.toml")
 
     async def asking() -> ResultT:
-        # NATS takes long to import: only after the arguments are checked.
-        from penstock.bus.connection import connect
-        from penstock.bus.stored.stream_report import report_streams
+        from penstock.bus.connection import connect  # imports NATS, so only after the arguments are checked
+        from penstock.bus.stored.dead_letters import has_letters
 
         name = run or recipe.run.name
         async with connect(recipe.bus, run=name, security=Security.load(recipe.security)) as bus:
-            if not await report_streams(bus, with_ages=False):
+            if not await has_letters(bus):
                 raise ConfigError(
                     f"run {name!r} has no streams on NATS at {recipe.bus.url}; "
                     f"`penstock runs list --url {recipe.bus.url}` lists those that have"

@@ -49,6 +49,21 @@ def letter_headers(*, reason: str, subject: str, message_id: str) -> dict[str, s
     return {REASON: line, SUBJECT: subject, MESSAGE_ID: message_id}
 
 
+async def has_letters(bus: Bus) -> bool:
+    """Return whether the server has the run's stream of dead letters, as it has from the run's first start.
+
+    Raises:
+        UnavailableError: the server does not answer.
+    """
+    try:
+        await bus.jetstream.stream_info(bus.dead.name)
+    except nats.js.errors.NotFoundError:
+        return False
+    except BUS_ERRORS as error:
+        raise UnavailableError(f"NATS at {bus.config.url} does not answer: {describe(error)}") from None
+    return True
+
+
 async def list_letters(bus: Bus, *, after: int = 0, limit: int = 100) -> list[DeadLetter]:
     """Return the oldest letters with a number above `after`.
 
@@ -109,12 +124,14 @@ async def requeue_letter(bus: Bus, number: int) -> DeadLetter:
 def show_payload(payload: bytes) -> Any:
     """Return the payload as plain values for JSON, whatever record it is: long text cut, bytes and arrays as sizes.
 
-    Bytes that are not msgpack are shown as such.
+    Bytes that are not msgpack, or such as nobody writes, are shown as such.
     """
     try:
         return _shown(msgpack.unpackb(payload, strict_map_key=False))
     except (TypeError, ValueError, msgpack.UnpackException):  # a TypeError: a map whose keys are no values
         return f"{len(payload)} bytes that are not msgpack: {payload[:64]!r}"
+    except RecursionError:
+        return f"{len(payload)} bytes of msgpack that is nested too deep: {payload[:64]!r}"
 
 
 def _shown(value: Any) -> Any:

@@ -102,6 +102,7 @@ async def test_mistakes_are_one_line_with_the_remedy(bus: Bus, run_name: str) ->
         pytest.param(b"\xc1 garbage", "9 bytes that are not msgpack: ", id="no msgpack"),
         pytest.param(b"\x81\x90\x00", "3 bytes that are not msgpack: ", id="a list as a key"),
         pytest.param(b"\xd6\xff" + bytes(4), "Timestamp(", id="a time"),
+        pytest.param(b"\x91" * 1000 + b"\x00", "1001 bytes of msgpack that is nested too deep: ", id="a deep list"),
     ],
 )
 async def test_bytes_that_are_no_record_are_shown_as_such(bus: Bus, run_name: str, payload: bytes, shown: str) -> None:

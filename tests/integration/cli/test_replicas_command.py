@@ -76,12 +76,14 @@ async def test_lists_and_drains_replicas(steady_bus: Bus, tmp_path: Path) -> Non
         assert "without a partner that has the same tensor_parallel" in prefill["reason"]
 
         host, _, port = server.address.rpartition(":")
-        recipe = tmp_path / "recipe.toml"
-        recipe.write_text(f'[network]\nhost = "{host}"\n[router]\nport = {port}\n')
-        drained = await penstock("replicas", "drain", "one", "--config", recipe, "--grace-s", "1")
+        recipe, ports = tmp_path / "recipe.toml", tmp_path / "ports.toml"
+        recipe.write_text(f'[network]\nhost = "{host}"\n[router]\nport = 1\n')
+        ports.write_text(f"[router]\nport = {port}\n")
+        configs = ("--config", "tiny-cpu", "--config", recipe, "--config", ports)
+        drained = await penstock("replicas", "drain", "one", *configs, "--grace-s", "1")
         assert drained.returncode == 0, drained.stderr
         assert drained.stdout.startswith("replica one is empty: 0 requests finished, 0 handed over")
-        table = await penstock("replicas", "--config", recipe)
+        table = await penstock("replicas", *configs)
         assert table.returncode == 0, table.stderr
         row = next(line for line in table.stdout.splitlines() if line.startswith("one "))
         assert "no: draining" in row
