@@ -10,7 +10,6 @@ from bench.scale.workload import Load
 
 
 @pytest.mark.slow
-@pytest.mark.variant
 async def test_control_processes_are_measured_around_engines_of_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

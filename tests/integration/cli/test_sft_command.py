@@ -116,7 +116,7 @@ def test_a_signal_after_all_is_done_has_interrupted_nothing(
     assert main(["sft", str(recipe), f"--run.folder={tmp_path / 'run'}"]) == code
 
 
-@pytest.mark.variant  # tests/unit/runtime/test_process.py
+@pytest.mark.slow
 def test_a_terminal_that_goes_away_ends_the_run_in_order(recipe: Path, tmp_path: Path) -> None:
     """As Ctrl-C does, though nothing can be printed any more."""
     run = SftCommand(recipe, f"--run.folder={tmp_path / 'run'}")

@@ -126,7 +126,6 @@ def test_interrupt_and_resume(train: Callable[..., TrainCommand]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.variant  # tests/integration/launch/test_launcher.py
 def test_an_interrupt_without_a_reader(train: Callable[..., TrainCommand]) -> None:
     """As `penstock train | tee log`, where Ctrl-C ends `tee` too."""
     command = train()

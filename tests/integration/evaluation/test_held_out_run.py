@@ -96,8 +96,8 @@ async def test_steps_go_on_whichever_replica_plays_an_evaluation(
         assert not run.events("evaluation.pauses_training")
 
 
-@pytest.mark.variant
-@pytest.mark.parametrize(("replicas", "num_held"), [(3, 2), (2, 0)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "num_held"), [pytest.param(3, 2, marks=pytest.mark.variant), (2, 0)])
 async def test_as_many_replicas_are_held_out_as_the_recipe_says(
     steady_bus: Bus, run_name: str, tmp_path: Path, replicas: int, num_held: int
 ) -> None:

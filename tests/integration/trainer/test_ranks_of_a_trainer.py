@@ -240,7 +240,6 @@ def two_machines(model: Path, folder: Path, *arguments: str) -> tuple[list[int |
 
 
 @pytest.mark.slow
-@pytest.mark.variant
 def test_torchrun_starts_ranks_of_two_machines(tiny_model_path: Path, tmp_path: Path) -> None:
     """Each as the trainer is started; the other machine's follows the first to its end."""
     backend = backend_of(ALONE, tiny_model_path)

@@ -75,7 +75,6 @@ def test_a_step_whose_push_was_interrupted_reaches_trackers_after_the_resume(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.variant
 def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its id is kept in the run's folder; a new run in the same folder gets another one."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -100,7 +99,6 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.variant
 def test_mlflow_gets_the_steps_of_a_run_whose_id_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a new id, as the one that MLflow assigned is lost."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -123,7 +121,6 @@ def test_wandb_goes_on_under_the_runs_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.variant
 def test_wandb_keeps_an_evaluation_that_ends_after_later_steps(tmp_path: Path) -> None:
     """It has the step of its weights, and neither replaces nor hides a step's row."""
     evaluation = {"step": 2, "eval/a/score": 0.75}
@@ -138,7 +135,7 @@ def test_wandb_keeps_an_evaluation_that_ends_after_later_steps(tmp_path: Path) -
     ]
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_tensorboard_keeps_an_evaluation_that_ends_after_later_steps(tmp_path: Path) -> None:
     """It has the step of its weights, and hides no row of a step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -36,20 +36,36 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl_moe", pytest.param("qwen3_moe", marks=pytest.mark.variant)])
-def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("qwen3_vl_moe", 1),
+        ("qwen3_moe", 2),
+        pytest.param(("qwen3_vl_moe", 2), marks=pytest.mark.variant),
+        pytest.param(("qwen3_moe", 1), marks=pytest.mark.variant),
+    ],
+    ids=lambda param: f"{param[0]}, {param[1]} processes",
+)
+def family(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """A family of mixtures, and the number of its engine's processes."""
+    found: tuple[str, int] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def mixture(family: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder."""
-    model = heard(MIXTURES[request.param](), std_of_embedding=0.1)
-    return write_model(model, tmp_path_factory.mktemp("mixture") / request.param)
+    model = heard(MIXTURES[family[0]](), std_of_embedding=0.1)
+    return write_model(model, tmp_path_factory.mktemp("mixture") / family[0])
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.variant)], ids="{} processes".format)
+@pytest.fixture(scope="module")
 async def mixture_engine(
-    request: pytest.FixtureRequest, mixture: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
+    family: tuple[str, int], mixture: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EngineProcess]:
     """Its engine, which records the experts of every token. Two processes divide them as wholes."""
     folder = tmp_path_factory.mktemp("mixture-engine")
-    sizes = {"tensor_parallel": request.param, "expert_parallel": request.param}
+    sizes = {"tensor_parallel": family[1], "expert_parallel": family[1]}
     async with engine_of(mixture, nats_url, folder, router_replay=True, **sizes) as engine:
         yield engine
 

@@ -34,7 +34,9 @@ def loaded(ranks: Ranks, path: Path, settings: dict[str, Any]) -> tuple[str, int
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks=() if family in (*MIXTURES, "qwen3_vl") else pytest.mark.variant)
+        pytest.param(
+            family, marks=() if family in (*MIXTURES, "qwen3_vl", "qwen2_5_vl", "qwen2_vl") else pytest.mark.variant
+        )
         for family in FAMILIES
     ],
 )
