@@ -103,7 +103,7 @@ def check_gpus(devices: Sequence[str], facts: GpuFacts | None) -> Finding:
         facts: None if there are no devices, or torch is not installed.
     """
     if not devices:
-        return ok("GPUs", "none can be used; everything is computed on the CPU")
+        return ok("GPUs", "none can be used")
     if facts is None:
         return ok("GPUs", f"{len(devices)} ({', '.join(devices)})")
     if not facts.cuda:

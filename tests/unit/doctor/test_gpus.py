@@ -10,7 +10,7 @@ from tests.support.doctor import B200, H100, T4, assert_found, facts, plan, reci
 
 def test_gpus_that_torch_does_not_see() -> None:
     """The driver and torch disagree: the usual causes, each with its remedy."""
-    assert_found(gpu.check_gpus([], None), Status.OK, "computed on the CPU")
+    assert_found(gpu.check_gpus([], None), Status.OK, "none can be used")
     assert_found(gpu.check_gpus(["0"], facts(H100)), Status.OK, "1: NVIDIA H100 with 80 GiB")
     assert_found(gpu.check_gpus(["0"], None), Status.OK, "1 (0)")
     assert_found(gpu.check_gpus(["0"], facts(cuda="")), Status.FAULT, "a build without CUDA", "install torch for CUDA")
