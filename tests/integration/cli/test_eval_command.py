@@ -125,6 +125,7 @@ def test_turns_over_an_api_are_refused_before_anything_starts(
     assert not (recipe.parent / "runs").exists()
 
 
+@pytest.mark.slow
 def test_an_evaluation_shows_its_progress_on_a_terminal(recipe: Path) -> None:
     """A bar for each set: prompts played, of all, and the score so far."""
     terminal, end = pty.openpty()
@@ -257,6 +258,7 @@ def test_mistakes_end_it_before_anything_starts(
     assert not (recipe.parent / "runs").exists()
 
 
+@pytest.mark.slow
 async def test_two_evaluations_of_a_name_do_not_share_a_bus(recipe: Path, nats_url: str, run_name: str) -> None:
     """Workers of either would play the prompts of both, each with its own model; the second is refused in a line."""
     bus = BusConfig(url=nats_url, lease_ttl_s=6.0)

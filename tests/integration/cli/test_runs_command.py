@@ -131,6 +131,7 @@ async def test_a_run_that_is_live_stays(bus: Bus, run_name: str, tmp_path: Path)
     assert (folder.exists(), await stored_names(bus, run_name) >= 3) == (True, True)
 
 
+@pytest.mark.slow
 async def test_only_run_folders_are_deleted(tmp_path: Path) -> None:
     """Neither any other folder, whatever its config.toml is, nor what a link leads to."""
     run, other = make_run(tmp_path / "run", num_steps=1), tmp_path / "other"

@@ -329,6 +329,7 @@ async def test_a_push_that_breaks_off_leaves_no_peer_waiting(engine: EngineProce
     require_logprobs({await pair.version(): pair.policy}, made, await playing)
 
 
+@pytest.mark.slow
 async def test_a_peer_alone_gives_up_in_seconds(pair: Pair) -> None:
     """Without its decode engine, its prefill engine, or any at the address: UNAVAILABLE; the next pair is served."""
     made = turn("text", max_new_tokens=8)

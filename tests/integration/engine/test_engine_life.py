@@ -139,6 +139,7 @@ async def _until_refused(engine: EngineProcess) -> None:
             await engine.generation.Generate(_request(5), timeout=10)
 
 
+@pytest.mark.slow
 async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
     """DRAINING in the lease at once, nothing new is taken, what outlasts the grace is handed over with its tokens."""
     async with (

@@ -136,6 +136,7 @@ async def test_a_turn_in_attempts_is_the_unbroken_turn(client: GenerateClient, c
     require_same(continuation.response(), unbroken)
 
 
+@pytest.mark.slow
 async def test_a_push_during_a_stream_shows_where_it_came(
     engine: EngineProcess, client: GenerateClient, current: Reference
 ) -> None:

@@ -80,6 +80,7 @@ async def test_no_call_waits_for_an_engine_longer_than_its_session_is_open(harne
         assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "1")
 
 
+@pytest.mark.slow
 async def test_a_session_is_found_after_a_restart_of_nats(tmp_path: Path, run_name: str) -> None:
     """However long its server is away: the first requests of a call wait for it."""
     async with contextlib.AsyncExitStack() as server:

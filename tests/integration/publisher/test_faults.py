@@ -57,7 +57,7 @@ async def test_a_killed_replica_costs_the_others_nothing(bus: Bus, point: str) -
     [
         pytest.param("GetReplica", "stage_timeout_s", marks=pytest.mark.slow),
         ("PrepareWeights", "stage_timeout_s"),
-        ("join", "stage_timeout_s"),
+        pytest.param("join", "stage_timeout_s", marks=pytest.mark.slow),
         pytest.param("PauseGeneration", "stage_timeout_s", marks=pytest.mark.slow),
         pytest.param("ReceiveWeights", "transfer_timeout_s", marks=pytest.mark.slow),
         ("bucket", "transfer_timeout_s"),

@@ -257,6 +257,7 @@ async def test_a_forkserver_starts_beside_very_many_open_files() -> None:
             assert (await pool.run(_EASY, 600.0))[0].credit == 1.0
 
 
+@pytest.mark.slow
 async def test_a_killed_forkserver_is_started_again() -> None:
     """Its workers go with it; new ones come, and no item is lost."""
     async with _running() as pool:

@@ -301,6 +301,7 @@ class PairChurn:
         await asyncio.gather(*self._tasks)
 
 
+@pytest.mark.slow
 async def test_five_hundred_calls_under_churn_lose_none(steady_bus: Bus) -> None:
     """Engines of every role crash and drain at random; every answer is whole, and all slots are free in the end."""
     # Everything fails here but the calls: one that met ten failures in a row would be no reason to give it up.

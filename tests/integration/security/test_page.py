@@ -73,6 +73,7 @@ def test_a_program_is_let_in_with_the_environments_token(service: RewardProcess,
     assert "set PENSTOCK_TOKEN" in refused.stderr
 
 
+@pytest.mark.slow
 def test_score_is_let_in_with_the_environments_token(service: RewardProcess, folder: Path) -> None:
     """Without it: one line that says so, and exit code 2."""
     command = [PENSTOCK, "score", "--address", service.address, "--security.tls_ca=certs/ca.pem"]

@@ -74,6 +74,7 @@ def test_the_remedy_is_one(capsys: pytest.CaptureFixture[str]) -> None:
         assert planned(capsys, "--gpus=2x2.15", *(other for other in remedy if other != setting))[0] == 1
 
 
+@pytest.mark.slow
 def test_nothing_helps(capsys: pytest.CaptureFixture[str]) -> None:
     """Said as it is."""
     assert main([*RECIPE, "--gpus=2x2"]) == 1

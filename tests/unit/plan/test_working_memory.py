@@ -165,7 +165,7 @@ def test_tokens_that_travel_take_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        "qwen3_moe",
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
         pytest.param("qwen3", marks=pytest.mark.variant),
         pytest.param("qwen3_vl", marks=pytest.mark.variant),
     ],

@@ -141,7 +141,7 @@ def test_a_validation_that_goes_on_is_a_sign_of_life(
     [
         pytest.param({}, 6, True, marks=pytest.mark.slow),
         pytest.param({}, 5, False, marks=pytest.mark.slow),
-        (VALIDATED, 6, False),
+        pytest.param(VALIDATED, 6, False, marks=pytest.mark.slow),
         (VALIDATED, None, True),
     ],
 )

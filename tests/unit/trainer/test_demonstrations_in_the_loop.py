@@ -85,7 +85,7 @@ def test_every_metric_of_demonstrations_is_explained(tiny_model_path: Path, tmp_
     assert [name for name in own if not any(re.fullmatch(pattern, name) for pattern in explained())] == []
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_unbroken_one_to_the_bit(
     tiny_model_path: Path, tmp_path: Path, step: int
 ) -> None:

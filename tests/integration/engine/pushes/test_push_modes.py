@@ -83,7 +83,7 @@ async def test_in_place_goes_on_from_what_the_old_weights_computed(
     ("mode", "images"),
     [
         pytest.param("PAUSE_MODE_RETRACT", IMAGES, id="RETRACT, image"),
-        pytest.param("PAUSE_MODE_IN_PLACE", IMAGES, id="IN_PLACE, image"),
+        pytest.param("PAUSE_MODE_IN_PLACE", IMAGES, id="IN_PLACE, image", marks=pytest.mark.slow),
         pytest.param("PAUSE_MODE_DRAIN", [], id="DRAIN, text", marks=pytest.mark.slow),
         pytest.param("PAUSE_MODE_RETRACT", [], id="RETRACT, text", marks=pytest.mark.variant),
         pytest.param("PAUSE_MODE_IN_PLACE", [], id="IN_PLACE, text", marks=pytest.mark.variant),

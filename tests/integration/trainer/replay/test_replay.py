@@ -94,6 +94,7 @@ def test_a_recorded_step_is_that_of_padded_rows(tmp_path: Path) -> None:
     assert float(terms_N.sum()) == pytest.approx(again.metrics["loss"], abs=1e-6 * float(terms_N.abs().sum()))
 
 
+@pytest.mark.slow
 def test_a_kept_checkpoint_gives_the_step_that_training_up_to_it_gives(run: RecordedRun, tmp_path: Path) -> None:
     """From the checkpoint of step 2, or from the base model through steps 1 and 2: the same third step, to the bit."""
     through_steps = replayed(run, 3, tmp_path)
@@ -136,6 +137,7 @@ def test_other_settings_show_what_they_would_have_done(tmp_path: Path) -> None:
     assert all(step.weights_before == recorded.weights_before for step in (capped, direct, clipped, slow, cut))
 
 
+@pytest.mark.slow
 def test_any_algorithm_can_be_replayed(run: RecordedRun, tmp_path: Path) -> None:
     """Every preset takes a step from the same weights, and settings beside a preset lie over it.
 

@@ -72,6 +72,7 @@ def logprobs(ranks: Ranks, path: Path, checkpoint: Path) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_compute_with_the_matrix_that_engines_merge(two: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """In bfloat16, too, to the bit: adapters are gathered in float32, and their sum with the base is rounded once."""
     saved_adapters(ALONE, tiny_model_path, None, tmp_path / "saved", [0, 1])

@@ -95,11 +95,14 @@ def assert_same(one: Any, other: Any, *, atol: float = 2e-6) -> None:
         pytest.param({"micro_batch_tokens": 90}, marks=pytest.mark.variant),
         pytest.param({"fixed_rows": True, "micro_batch_tokens": 256}, marks=pytest.mark.variant),
         {"fixed_rows": True, "micro_batch_tokens": 256, "row_lengths": 2},
-        {"gradient_checkpointing": True, "micro_batch_tokens": 90},
+        pytest.param({"gradient_checkpointing": True, "micro_batch_tokens": 90}, marks=pytest.mark.slow),
         pytest.param(
             {"micro_batch_tokens": 90, "optimizer": {"learning_rates": {"text": 0.0}}}, marks=pytest.mark.variant
         ),
-        {"optimizer": {"learning_rates": {"tower": 0.0}, "grad_clip": 1e-3, "weight_decay": 0.1}},
+        pytest.param(
+            {"optimizer": {"learning_rates": {"tower": 0.0}, "grad_clip": 1e-3, "weight_decay": 0.1}},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
