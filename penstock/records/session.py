@@ -17,6 +17,9 @@ from penstock.records.sample import VersionSpan, check_sampled
 
 SESSION_HEADER: Final = "x-penstock-session"
 """HTTP header that names the session at the base URL shared by all samples."""
+LAST_TOKENS_S: Final = 75.0
+"""Seconds after its time that a sample without an answer waits for routers to record the tokens of one in progress.
+They look at a session every minute, and later every 5 s."""
 
 _ID = re.compile(r"([A-Za-z0-9_-]{1,200})\.([0-9a-f]{32})")
 
@@ -84,8 +87,9 @@ class SessionState(Envelope, frozen=True, kw_only=True):
     """`max_turns`: the most answers, counted when a call begins; the others bound each conversation: its tokens, images
     expanded, those after its first prompt except the policy's answers, its images and their pixels."""
     timeout_s: float = 0.0
-    """The most seconds that the session stays open after it was opened; its calls may wait for a replica for as long.
-    0: not known."""
+    """Seconds of the sample's time, from when the session was opened; its calls may wait for a replica for as long. 0:
+    not known. After it the session stays open while verdicts that the agent asked for are awaited, and for
+    `LAST_TOKENS_S` while there is no answer."""
 
 
 class SessionFailure(Envelope, frozen=True, kw_only=True):

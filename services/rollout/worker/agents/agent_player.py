@@ -28,7 +28,7 @@ from penstock.errors import (
 )
 from penstock.model.chat.chat_template import Renderer
 from penstock.records import Prompt, Sample, SessionCall, SessionFailure, SessionId, SessionState, Verdict
-from penstock.records.session import SESSION_HEADER
+from penstock.records.session import LAST_TOKENS_S, SESSION_HEADER
 from penstock.runtime.security import Security
 from penstock.telemetry import spans
 from services.rollout.worker.agents.linearize import linearize, turns_of
@@ -51,9 +51,6 @@ _BUS_TIMEOUT_S = 60.0
 _ABANDON_S = 2.0
 _END_S = 10.0
 """Seconds that a cancelled runner has to end."""
-_LAST_TOKENS_S = 75.0
-"""Seconds after its time that a sample without an answer waits for routers to record the tokens of one in progress:
-they look at a session every minute, and later every 5 s."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +246,7 @@ class AgentPlayer:
         Raises:
             SessionOverError: another worker plays the sample.
         """
-        give_up_at, is_ending = time.monotonic() + _LAST_TOKENS_S, False
+        give_up_at, is_ending = time.monotonic() + LAST_TOKENS_S, False
         while not runner.done() and time.monotonic() < give_up_at:
             with contextlib.suppress(UnavailableError, OverloadedError):
                 if await self._sessions.read(opened.id):

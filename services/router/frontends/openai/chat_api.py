@@ -246,7 +246,7 @@ class ChatApi:
         return Response(content, media_type="application/json", headers=form.headers)
 
     def _timeout_s(self, terms: Terms) -> float:
-        return max(self._tuning.timeout_s, terms.wait_s)
+        return max(self._tuning.timeout_s, terms.timeout_s)
 
     def _make_choice(self, request: ParsedRequest) -> Choice:
         reader = ReasoningReader if request.separates_reasoning else ThoughtSplitter if request.reads_tools else None

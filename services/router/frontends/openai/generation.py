@@ -25,6 +25,8 @@ class Terms:
 
     wait_s: float = 0.0
     """Seconds that it may wait while no engine can take it, if more than `router.wait_for_replica_s`."""
+    timeout_s: float = 0.0
+    """Its deadline in seconds, if later than `OpenAITuning.timeout_s`."""
     restore_images: Callable[[], Awaitable[None]] | None = None
     """Stores the request's images, in case an engine misses one."""
     restorable_bytes: int = 0

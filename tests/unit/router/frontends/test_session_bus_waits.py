@@ -17,7 +17,7 @@ from services.router.frontends.openai.sessions import session_api
 from services.router.frontends.openai.sessions.session_api import SessionApi
 from services.router.tuning import OpenAITuning
 from tests.support.router.agent_session import group_id, state_of
-from tests.support.waiting import promptly, until
+from tests.support.waiting import HANG_S, promptly, until
 
 CHAT = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
 GROUP = group_id("run")
@@ -69,6 +69,7 @@ class Outage:
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_api, "_BACKOFF", Backoff(first_s=0.001, max_s=0.001))
+    monkeypatch.setattr(session_api, "_MIN_KEEP_S", 0.0)
 
 
 def api_of(outage: Any) -> SessionApi:
@@ -187,6 +188,16 @@ async def test_what_refuses_an_answer_ends_its_call(renderer: Renderer, refusal:
     with pytest.raises(type(refusal)):
         await promptly(ending_call(renderer, outage))
     assert (outage.num_failed, outage.calls) == (2, [])
+
+
+async def test_an_answer_that_ends_with_its_session_waits_for_nats_too(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens that came for a sample whose time is over are all that it has."""
+    monkeypatch.setattr(session_api, "_MIN_KEEP_S", HANG_S)
+    outage = Outage(keeps=5, timeout_s=1e-9)
+    assert await promptly(ending_call(renderer, outage)) == "answered"
+    assert (outage.num_failed, len(outage.calls)) == (5, 1)
 
 
 async def test_no_answer_waits_for_nats_longer_than_its_session_is_open(renderer: Renderer) -> None:

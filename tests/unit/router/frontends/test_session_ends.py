@@ -102,11 +102,11 @@ async def engine() -> Engine:
 
 @pytest.fixture
 async def chat(engine: Engine, renderer: Renderer) -> AsyncIterator[ChatApi]:
-    """The policy at that engine."""
+    """The policy at that engine. Only a session's own time bounds its answers, as with the default of 900 s."""
     recordings: Any = None
     forwarder: Any = engine
     api = ChatApi(
-        OpenAITuning(), SamplingConfig(), OpenAIConfig(), model="m", renderers=[renderer] * NUM_THREADS,
+        OpenAITuning(timeout_s=0.0), SamplingConfig(), OpenAIConfig(), model="m", renderers=[renderer] * NUM_THREADS,
         forwarder=forwarder, recordings=recordings,
     )  # fmt: skip
     yield api
@@ -160,7 +160,8 @@ async def test_a_session_that_is_open_after_its_time_gets_its_answer(
 async def test_what_came_of_an_answer_is_recorded_when_its_session_is_ending(
     engine: Engine, chat: ChatApi, *, is_streamed: bool
 ) -> None:
-    """Its sample has no other tokens. A call that begins then is refused."""
+    """Its sample has no other tokens, and this is seen only once its time is over. A call that begins then is
+    refused."""
     engine.begins_at_once = True
     sessions = Sessions(engine, is_over=False)
     with contextlib.suppress(SessionOverError):  # in a stream, the last event

@@ -19,6 +19,7 @@ from penstock.bus.sessions import OpenedSession, Sessions, state_is_gone
 from penstock.errors import InvalidRequestError, PenstockError, PoisonError, SessionOverError, UnavailableError
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import SessionCall, SessionFailure, SessionId
+from penstock.records.session import LAST_TOKENS_S
 from penstock.runtime.backoff import Backoff
 from penstock.runtime.text import printable
 from penstock.telemetry import spans
@@ -42,6 +43,8 @@ _MAX_HISTORY_BYTES = 256 * 2**20
 """Memory for the ids of sessions that a router keeps: those of 60 million tokens."""
 _MAX_WAIT_S = 600.0
 """Seconds that a call waits for NATS while the time of its session is not known: OpenAI's own clients give up then."""
+_MIN_KEEP_S = 30.0
+"""Seconds that an answer waits for NATS at least: one that ends with its session's time has nothing left of that."""
 _LOOK_S = 5.0
 """Seconds between two looks at a session whose time is over while its answer is generated."""
 _EARLY_LOOK_S = 60.0
@@ -139,6 +142,7 @@ class SessionApi:
         restore = functools.partial(self._store_images, opened, call, stored=frozenset())
         return Terms(
             wait_s=max(0.0, left_s),
+            timeout_s=left_s + LAST_TOKENS_S,  # or it would end before the session is seen to be ending
             restore_images=restore,
             restorable_bytes=sum(map(len, call.images)),
             watch=functools.partial(self._watch, opened.id, left_s) if timeout_s else None,
@@ -201,7 +205,7 @@ class SessionApi:
         began: float,
         choices: Sequence[Choice],
     ) -> None:
-        deadline = _patience_ends_at(opened, history.known_since, began)
+        deadline = max(_patience_ends_at(opened, history.known_since, began), time.monotonic() + _MIN_KEEP_S)
         for index, choice in enumerate(choices):
             if choice.tokens:
                 store = self._storing(opened, call.record(request, index, choice), after=call.last_known)
