@@ -1,6 +1,5 @@
 """A FastAPI application with one error format and strict JSON."""
 
-import asyncio
 import reprlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -12,12 +11,11 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from penstock.errors import PenstockError
+from penstock.http.body_parsing import parse_body, prepare_parsing
 from penstock.http.boundary import error_response
 from penstock.http.json_body import parse_json
 from penstock.http.status import status_of
 
-_LARGE_BYTES = 256 * 2**10
-"""Bodies of this size or more take more than about 20 ms to read."""
 _MAX_ERRORS = 5
 _SHORT = reprlib.Repr()  # takes constant time for any value
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -42,6 +40,7 @@ def make_app(*, title: str, description: str, version: str) -> FastAPI:
     """Return an application without routes; handlers raise the errors of `penstock.errors`."""
     app = FastAPI(title=title, description=description, version=version, strict_content_type=False)
     app.router.route_class = StrictJsonRoute
+    prepare_parsing(app)
     app.add_exception_handler(PenstockError, _answer_error)
     app.add_exception_handler(TimeoutError, _answer_error)
     app.add_exception_handler(Exception, _answer_crash)
@@ -89,9 +88,8 @@ class _StrictRequest(Request):
         self._read = read
 
     async def json(self) -> Any:
-        body = await self.body()
         try:
-            return self._read(body) if len(body) < _LARGE_BYTES else await asyncio.to_thread(self._read, body)
+            return await parse_body(self, self._read)
         except PenstockError as error:  # otherwise FastAPI would write its own message
             raise HTTPException(status_of(error), str(error)) from None
 

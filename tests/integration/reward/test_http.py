@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 
 from penstock.clients import RewardClient
 from penstock.errors import ConfigError
+from penstock.http.json_body import parse_json
 from services.reward.admission_queue import MAX_ITEMS
 from services.reward.config import MAX_DEADLINE_S, RewardConfig
+from services.reward.frontends.http import openrlhf, slime
 from services.reward.frontends.http.openrlhf import response_in
 from services.reward.server import RunningService, running
 from tests.support.reward.service import end_items, item_of
@@ -262,6 +265,25 @@ async def test_openrlhf_is_told_what_is_wrong(http: httpx.AsyncClient, body: obj
     response = await post(http, "/get_reward", body)
     assert response.status_code == 422
     assert response.json()["error"]["message"].startswith(message)
+
+
+async def test_large_bodies_of_trainers_are_parsed_beside_the_event_loop(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of long samples would hold up all other calls."""
+    parsers: list[int] = []
+
+    def parse(body: bytes, **options: Any) -> Any:
+        parsers.append(threading.get_ident())
+        return parse_json(body, **options)
+
+    for frontend in (openrlhf, slime):
+        monkeypatch.setattr(frontend, "parse_json", parse)
+    prompt, response = "x" * 2**19, r"\boxed{5}"
+    answer = await post(http, "/get_reward", {"query": [prompt + response], "prompts": [prompt], "labels": ["5"]})
+    assert answer.json()["rewards"] == [1.0]
+    assert (await post(http, "/slime", {"prompt": prompt, "response": response, "label": "5"})).json() == 1.0
+    assert [each != threading.get_ident() for each in parsers] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Applications read large bodies beside the event loop, and refuse wrong ones like small ones."""
 
+import asyncio
 import threading
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from fastapi import Body, FastAPI
 from penstock.http import app as http_app
 from penstock.http.app import make_app
 from penstock.http.json_body import parse_json
+from tests.support.waiting import promptly, settled, until
 
 _SIZES = pytest.mark.parametrize("size_bytes", [1, 2**20])
 
@@ -53,8 +55,8 @@ def echoing_app() -> FastAPI:
     return app
 
 
-async def post(path: str, body: object = None, **options: Any) -> httpx.Response:
-    transport = httpx.ASGITransport(echoing_app())
+async def post(path: str, body: object = None, *, app: FastAPI | None = None, **options: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app or echoing_app())
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.post(path, **({"json": body} | options))
 
@@ -73,6 +75,37 @@ async def test_large_bodies_are_read_beside_the_event_loop(
     monkeypatch.setattr(http_app, "parse_json", parse)
     answer = await post("/readers", {"text": "x" * size_bytes})
     assert [each != threading.get_ident() for each in [*parsers, answer.json()[0]]] == [is_beside] * 2
+
+
+async def test_a_body_whose_client_left_counts_until_its_thread_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or clients that give up and send it again would fill the memory. One that waits for a thread is not parsed."""
+    begun, may_end = list[bytes](), threading.Event()
+
+    def parse(body: bytes, **_: Any) -> Any:
+        begun.append(body)
+        may_end.wait()
+        return {"text": ""}
+
+    monkeypatch.setattr(http_app, "parse_json", parse)
+    app = echoing_app()
+    body = {"text": "x" * 2**20}
+    try:
+        parsed = [asyncio.create_task(post("/length", body, app=app)) for _ in range(2)]
+        await until(lambda: len(begun) == 2)
+        waiting = asyncio.create_task(post("/length", body, app=app))
+        await settled()
+        for request in (*parsed, waiting):
+            request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await promptly(waiting)
+        await settled()
+        assert [request.done() for request in parsed] == [False, False]
+    finally:
+        may_end.set()
+    for request in parsed:
+        with pytest.raises(asyncio.CancelledError):
+            await promptly(request)
+    assert len(begun) == 2
 
 
 @_SIZES

@@ -6,6 +6,7 @@ for each query (openrlhf/utils/agent.py, examples/python/reward_func.py; before 
 which reads only "rewards"). A query is prompt, response and end-of-text token, decoded with special tokens.
 """
 
+import functools
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,6 +14,7 @@ from fastapi.responses import JSONResponse
 
 from penstock.errors import InvalidRequestError
 from penstock.http.app import ErrorBody
+from penstock.http.body_parsing import parse_body
 from penstock.http.json_body import parse_json
 from penstock.verdict_status import Status
 from services.reward.config import RewardConfig
@@ -100,7 +102,7 @@ def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
     async def get_reward(request: Request, profile: str = config.http_profile) -> JSONResponse:
         """Verify samples for OpenRLHF, after prompt and end of text are stripped from each query."""
         find_profile(verifier.profiles, profile)
-        items = _items(await request.body(), profile)
+        items = await parse_body(request, functools.partial(_items, profile=profile))
         verdicts = await verifier.verify_when_free(items)
         statuses = [verdict.finding.status for verdict in verdicts]
         return JSONResponse(

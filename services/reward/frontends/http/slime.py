@@ -5,6 +5,7 @@ and takes the whole JSON body as the reward (slime/rollout/rm_hub/__init__.py, `
 is answered with 200 and 0.0, and the header X-Penstock-Status gives the reason.
 """
 
+import functools
 from typing import Any
 
 import structlog
@@ -13,6 +14,7 @@ from fastapi.responses import JSONResponse
 
 from penstock.errors import InvalidRequestError
 from penstock.http.app import ErrorBody
+from penstock.http.body_parsing import parse_body
 from penstock.http.json_body import parse_json
 from penstock.verdict_status import UNJUDGED
 from services.reward.config import RewardConfig
@@ -64,7 +66,7 @@ def add_routes(app: FastAPI, verifier: Verifier, config: RewardConfig) -> None:
         """Verify one sample for slime's `remote_rm`: the answer is the reward, a bare number."""
         find_profile(verifier.profiles, profile)
         try:
-            item = _item(await request.body(), profile)
+            item = await parse_body(request, functools.partial(_item, profile=profile))
         except InvalidRequestError as error:
             log.warning("sample.refused", frontend="slime", reason=str(error))
             reason = str(error)[:_MAX_HEADER_CHARS].encode("ascii", "replace").decode()

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 
 from penstock.errors import ConfigError, EnvironmentFailedError, InvalidRequestError
 from penstock.http.app import make_app
+from penstock.http.body_parsing import parse_body
 from penstock.http.server import HttpServer
 from penstock.runtime.security import ENVIRONMENT_TOKEN, Security, read_secret
 from penstock.telemetry.serving import serving_metrics
@@ -125,7 +126,7 @@ def _make_app(episodes: ServedEpisodes) -> FastAPI:
     async def answer(episode_id: str, request: Request) -> Response:
         """Answer a request of an episode; its `kind` says which."""
         try:
-            decoded = messages.decode_request(await request.body())
+            decoded = await parse_body(request, messages.decode_request)
         except EnvironmentFailedError as error:
             raise InvalidRequestError(str(error)) from None
         reply = await episodes.answer(episode_id, decoded)
