@@ -42,9 +42,10 @@ class RequestForwarder:
 
     @property
     def context_length(self) -> int | None:
-        """Maximum tokens of prompt and answer together that a replica takes, or took before the last one left; None:
-        the leases do not say, or there was none yet."""
-        largest = self._slots.last_largest
+        """Maximum tokens of prompt and answer together that a replica takes; while there is none, the most that one
+        took since there was none before. None: the leases do not say, or there was none yet."""
+        slots = self._slots
+        largest = slots.largest if slots.replicas else slots.last_largest
         return None if largest == UNBOUNDED else largest
 
     def forward(

@@ -96,10 +96,10 @@ class SlotPool:
         """Queues by need, so that no call waits behind one with other needs. None is empty."""
         self._sizes: list[int] = []
         """The pool's sizes, which distinguish needs."""
-        self._largest = UNBOUNDED
-        """The most tokens that any replica or pair takes."""
+        self.largest = UNBOUNDED
+        """The most tokens that any replica or pair takes; read only."""
         self.last_largest = UNBOUNDED
-        """The same; while there is no replica, that of the last ones."""
+        """The most that any took since the pool was last empty; read only."""
         pool.on_change = self._follow
         pool.on_lease_interval = self._adapt_limits
         self._follow()
@@ -135,11 +135,11 @@ class SlotPool:
 
     def is_too_long(self, query: Query) -> bool:
         """Return whether no present replica is large enough for the call."""
-        return query.num_tokens > self._largest
+        return query.num_tokens > self.largest
 
     def _follow(self) -> None:
         """Synchronise the replicas with their leases, and serve the queues."""
-        leases = self._pool.leases
+        leases, was_empty = self._pool.leases, not self.replicas
         for replica_id in self.replicas.keys() - leases.keys():
             self._remove(replica_id)
         for replica_id, lease in leases.items():
@@ -151,12 +151,12 @@ class SlotPool:
                 self._add(lease)
             elif replica.lease is not lease:
                 replica.update(lease)
-        held_out = self._pool.held_out.replica_ids
         for replica_id, replica in self.replicas.items():
-            replica.hold_out(replica_id in held_out)
+            replica.hold_out(replica_id in self._pool.held_out.replica_ids)
         self._pair_up()
-        sizes, self._largest = self.view.sizes(), self.view.largest()
-        self.last_largest = self._largest if self.replicas else self.last_largest
+        sizes, self.largest = self.view.sizes(), self.view.largest()
+        if self.replicas:
+            self.last_largest = self.largest if was_empty else max(self.largest, self.last_largest)
         for need in list(self._queues):
             if sizes != self._sizes or (need[-1] and need[-1] not in self.replicas):
                 self._queues.pop(need).dissolve()
@@ -222,7 +222,7 @@ class SlotPool:
         """Refuse a new call that is too large. A call that has been with a replica may wait for another as large."""
         if self.is_too_long(query) and not query.excluded:
             raise PromptTooLongError(
-                f"a prompt of {query.num_tokens - 1} ids is too long: the largest replica takes {self._largest} "
+                f"a prompt of {query.num_tokens - 1} ids is too long: the largest replica takes {self.largest} "
                 "tokens, the response included; shorten it, or start a replica with a larger rollout.context_length"
             )
 

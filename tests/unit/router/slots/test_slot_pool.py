@@ -375,18 +375,16 @@ async def test_a_call_that_waits_for_one_replica_holds_up_no_other_queue() -> No
 
 
 async def test_the_context_length_stays_known_while_there_is_no_replica() -> None:
-    """So that prompts that cannot fit are refused before they are tokenised, as an engine restarts, too."""
+    """So that prompts that cannot fit are refused before they are tokenised, as an engine restarts, too. Of engines
+    that leave one after the other, the largest counts: it may come back."""
     async with slot_pool() as (some, pool, leases):
         forwarder = RequestForwarder(some, Tuning())
-        assert forwarder.context_length is None
-        for lease, known in (
-            (replica("a", max_tokens=20), 20),
-            (replica("b", max_tokens=10), 10),
-            (replica("c"), None),
-        ):
-            leases.put(lease)
-            pool.refresh()
-            assert forwarder.context_length == known
-            leases.values = {}
+        for sizes, known in (
+            ({}, None), ({"a": 20}, 20), ({}, 20),
+            ({"a": 30, "b": 10}, 30), ({"b": 10}, 10), ({}, 30),
+            ({"b": 10}, 10), ({}, 10),
+            ({"c": 0}, None), ({}, None),
+        ):  # fmt: skip
+            leases.values = {name: write_replica(replica(name, max_tokens=size)) for name, size in sizes.items()}
             pool.refresh()
             assert forwarder.context_length == known
