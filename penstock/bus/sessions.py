@@ -8,6 +8,7 @@ the session's state is still the message that the router saw.
 
 import contextlib
 import dataclasses
+import uuid
 from collections.abc import Sequence
 from typing import Final
 
@@ -180,12 +181,18 @@ class Sessions:
         Raises:
             PenstockError: the server did not store it.
         """
-        subject, message_id = _failure_subject(opened.id), f"{opened.id}/failure"
-        with contextlib.suppress(OtherMessageError):
+        # The same failure may be noted again after it was forgotten, so each note is a message of its own.
+        subject, message_id = _failure_subject(opened.id), f"{opened.id}/failure/{uuid.uuid4().hex}"
+        try:
             await self._stream.publish(subject, encode(failure), message_id=message_id, seen=_seen(opened))
+        except OtherMessageError:
+            with contextlib.suppress(SessionOverError):
+                found = await self.find(opened.id)
+                if found is not None and found.number != opened.number:  # it is ending
+                    await self.note_failure(found, failure)
 
     async def read_failure(self, session: SessionId) -> SessionFailure | None:
-        """Return a failure that was noted in the session; None if none was.
+        """Return the last failure that was noted in the session and not forgotten; None without one.
 
         Raises:
             UnavailableError: the server does not answer.
@@ -195,16 +202,20 @@ class Sessions:
 
     async def forget(self, session: SessionId) -> None:
         """Remove the session's answers and failure; an error is only logged, because they expire anyway."""
-        try:
-            await self._stream.remove(_calls_subject(session))
-            await self._stream.remove(_failure_subject(session))
-        except UnavailableError as error:
-            log.warning("session.remove_failed", session=session.sample_key, error=str(error))
+        await self._remove(session, _calls_subject(session))
+        await self.forget_failure(session)
+
+    async def forget_failure(self, session: SessionId) -> None:
+        """Remove the failure that was noted in the session; an error is only logged."""
+        await self._remove(session, _failure_subject(session))
 
     async def _forget_earlier_states(self, session: SessionId) -> None:
         """Leave a sample only its last state, which is small when it is closed; a failure is only logged."""
+        await self._remove(session, _state_subject(session), but_last=1)
+
+    async def _remove(self, session: SessionId, subject: str, *, but_last: int = 0) -> None:
         try:
-            await self._stream.remove(_state_subject(session), but_last=1)
+            await self._stream.remove(subject, but_last=but_last)
         except UnavailableError as error:
             log.warning("session.remove_failed", session=session.sample_key, error=str(error))
 

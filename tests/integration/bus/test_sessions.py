@@ -98,3 +98,27 @@ async def test_a_failure_of_a_session_is_gone_with_it(bus: Bus) -> None:
     await sessions.forget(session)
     await sessions.note_failure(opened, failure)
     assert await sessions.read_failure(session) is None
+
+
+async def test_a_failure_can_be_forgotten_and_noted_again(bus: Bus) -> None:
+    """An agent may be refused, go on, and be refused for the same reason."""
+    sessions, failure = Sessions(bus), SessionFailure(reason="too long", is_poison=False)
+    await sessions.ensure()
+    session = SessionId.new(GROUP, 12)
+    opened = await sessions.open(session, state_of(session))
+    for _ in range(2):
+        await sessions.note_failure(opened, failure)
+        assert await sessions.read_failure(session) == failure
+        await sessions.forget_failure(session)
+        assert await sessions.read_failure(session) is None
+
+
+async def test_a_failure_is_noted_while_its_session_is_ending(bus: Bus) -> None:
+    """Its call began before, and may have broken every engine."""
+    sessions, failure = Sessions(bus), SessionFailure(reason="it broke 3 replicas", is_poison=True)
+    await sessions.ensure()
+    session = SessionId.new(GROUP, 13)
+    opened = await sessions.open(session, state_of(session))
+    await sessions.begin_end(opened)
+    await sessions.note_failure(opened, failure)
+    assert await sessions.read_failure(session) == failure

@@ -31,7 +31,7 @@ from services.router.frontends.openai.sessions import session_api
 from tests.support.certificates import security_of
 from tests.support.processes import is_alive
 from tests.support.strangers import TOKEN
-from tests.support.waiting import promptly, until
+from tests.support.waiting import HANG_S, promptly, until
 from tests.support.worker import agent_runners
 from tests.support.worker.agent_harness import LONG, PROGRAM, RUNNERS, TEXT, Speaker, agent_harness
 from tests.support.worker.prompts import count, make_prompt, publish, until_done, working
@@ -85,6 +85,37 @@ async def test_a_first_call_that_can_never_succeed_is_made_once(
     assert (engine.num_calls, group.num_deliveries) == (1, 1)
     assert group.error.startswith(f"{type(error).__name__}: agent 'asks' got no answer of the policy: ")
     assert str(error) in group.error
+
+
+FORM: dict[str, Any] = {"response_format": {"type": "json_object"}}
+"""A parameter that sessions refuse."""
+
+
+async def test_a_call_that_was_refused_fails_no_group_whose_agent_goes_on(
+    bus: Bus, renderer: Renderer, make_harness: Callable[..., Any], run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next call is allowed, and ends without an answer for another reason: the agent is called again."""
+    monkeypatch.setattr(agent_player, "_PAUSE_S", 0.0)
+
+    async def fall_back(session: AgentSession) -> float:
+        with contextlib.suppress(openai.BadRequestError):
+            await agent_runners.ask(session, **FORM)
+        is_first = engine.num_calls == 0
+        call = asyncio.create_task(agent_runners.ask(session))
+        if is_first:
+            await until(lambda: engine.num_calls)
+            engine.delay_s = 0.0
+            call.cancel()
+        await asyncio.wait({call})
+        return 1.0
+
+    monkeypatch.setattr(agent_runners, "ask_nothing", fall_back)
+    recipe = await make_harness({"tries": f"{RUNNERS}:ask_nothing"})
+    await publish(bus, make_prompt(run_name, environment="tries", num_samples=1, sampling=LONG, **TEXT))
+    async with answering(bus, renderer, delay_s=2 * HANG_S) as engine, working(recipe, max_deliveries=2):
+        [group] = await until_done(bus, 1)
+    assert (group.error, group.num_deliveries, engine.num_calls) == ("", 1, 2)
+    assert [sample.reward for sample in group.samples] == [1.0]
 
 
 @pytest.fixture
@@ -159,6 +190,31 @@ async def test_a_sample_whose_time_ends_without_a_token_fails_its_group_with_the
         [group] = await until_done(bus, 1)
     assert group.num_deliveries == 2
     assert "agent 'once' got no token of the policy within 900 s; see whether its runner hangs or its" in group.error
+
+
+async def test_a_sample_whose_time_ends_after_a_refused_call_was_not_failed_by_it(
+    bus: Bus,
+    make_harness: Callable[..., Any],
+    run_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    time_is_over: asyncio.Event,
+) -> None:
+    """Its runner went on without that call."""
+    monkeypatch.setattr(agent_player, "LAST_TOKENS_S", 0.0)
+
+    async def hang(session: AgentSession) -> None:
+        with contextlib.suppress(openai.BadRequestError):
+            await agent_runners.ask(session, **FORM)
+        time_is_over.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(agent_runners, "ask_nothing", hang)
+    recipe = await make_harness({"hangs": f"{RUNNERS}:ask_nothing"})
+    await publish(bus, make_prompt(run_name, environment="hangs", num_samples=1, sampling=LONG, **TEXT))
+    async with working(recipe):
+        [group] = await until_done(bus, 1)
+    assert group.num_deliveries == 2
+    assert "agent 'hangs' got no token of the policy within 900 s" in group.error
 
 
 @contextlib.asynccontextmanager

@@ -212,15 +212,10 @@ class AgentPlayer:
         if (unjudged := grading.take_unjudged()) and not result.error:
             result = AgentResult(error=f"an answer that its reward may rest on was not judged: {unjudged}")
         if not calls:
-            if failure is not None:
-                raise (PoisonError if failure.is_poison else InvalidRequestError)(
-                    f"agent {prompt.environment!r} got no answer of the policy: {failure.reason}"
-                )
             if ending == "deadline":
-                raise DeadlineError(
-                    f"agent {prompt.environment!r} got no token of the policy within {timeout_s:g} s; see whether its "
-                    "runner hangs or its calls wait for engines, add engines, or raise worker.episode_timeout_s"
-                )
+                raise _late_error(prompt.environment, failure, timeout_s=timeout_s)
+            if failure is not None:
+                raise _final_error(prompt.environment, failure)
             return None, str(result.error) or "its runner returned without a call"
         _check(calls, prompt)
         if result.error:
@@ -323,6 +318,23 @@ def _state_of(prompt: Prompt, session: SessionId, timeout_s: float) -> SessionSt
         limits=prompt.limits,
         timeout_s=timeout_s,
     )
+
+
+def _late_error(agent: str, failure: SessionFailure | None, *, timeout_s: float) -> PenstockError:
+    """Return the error of a sample whose time ended without a token. A call that was refused does not explain that."""
+    if failure is not None and failure.is_poison:
+        return _final_error(agent, failure)
+    refused = "" if failure is None else f", after a call that was refused ({failure.reason})"
+    return DeadlineError(
+        f"agent {agent!r} got no token of the policy within {timeout_s:g} s{refused}; see whether its runner hangs or "
+        "its calls wait for engines, add engines, or raise worker.episode_timeout_s"
+    )
+
+
+def _final_error(agent: str, failure: SessionFailure) -> PenstockError:
+    """Return the error of a sample whose call failed for good."""
+    kind = PoisonError if failure.is_poison else InvalidRequestError
+    return kind(f"agent {agent!r} got no answer of the policy: {failure.reason}")
 
 
 def _check(calls: Sequence[tuple[int, SessionCall]], prompt: Prompt) -> None:
