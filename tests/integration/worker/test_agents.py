@@ -221,7 +221,7 @@ async def test_a_runner_that_asks_nothing_fails_its_group_with_the_reason(
     await publish(bus, make_prompt(run_name, 1, environment="gone", num_samples=1, **TEXT))
     async with working(recipe, max_deliveries=2):
         idle, gone = sorted(await until_done(bus, 2), key=lambda group: group.id.index)
-    assert "agent 'idle' asked the policy nothing in 3 attempts at sample 0: its runner returned without" in idle.error
+    assert "agent 'idle' got no answer of the policy in 3 attempts at sample 0: its runner returned" in idle.error
     assert "/nowhere/agent does not start: No such file or directory; correct its command" in gone.error
 
 

@@ -44,7 +44,7 @@ log = structlog.get_logger()
 Ending: TypeAlias = Literal["stop", "length", "deadline", "error"]
 
 MAX_ATTEMPTS = 3
-"""Maximum calls of a runner that asked the policy nothing. A container that failed to start may start next time."""
+"""Maximum calls of a runner that got no answer of the policy. A container that failed to start may start next time."""
 _PAUSE_S = 1.0
 _BUS_TIMEOUT_S = 60.0
 """Seconds to wait for an absent server after a sample has ended, before its group is put back."""
@@ -146,7 +146,7 @@ class AgentPlayer:
 
         Raises:
             DeadlineError: time ran out before a token came.
-            UnavailableError: the runner ended a few times without asking the policy, or NATS is away.
+            UnavailableError: the runner ended a few times without an answer of the policy, or NATS is away.
             SessionOverError: another worker plays the sample.
             InvalidRequestError: its first call can never succeed, or the runner requested a verdict and the prompt's
                 golds cannot be judged.
@@ -167,10 +167,11 @@ class AgentPlayer:
                 )
             if episode is not None:
                 return episode
-            log.warning("runner.made_no_call", sample=item_id, agent=prompt.environment, reason=problem)
+            log.warning("runner.got_no_answer", sample=item_id, agent=prompt.environment, reason=problem)
         raise UnavailableError(
-            f"agent {prompt.environment!r} asked the policy nothing in {MAX_ATTEMPTS} attempts at sample {number}: "
-            f"{problem}; see that its runner starts and calls the base_url that it is given"
+            f"agent {prompt.environment!r} got no answer of the policy in {MAX_ATTEMPTS} attempts at sample {number}: "
+            f"{problem}; see that its runner starts and calls the base_url that it is given, and what its calls are "
+            "answered"
         )
 
     async def _attempt(self, prompt: Prompt, number: int, images: GroupImages) -> tuple[AgentEpisode | None, str]:
@@ -216,7 +217,7 @@ class AgentPlayer:
                 raise _late_error(prompt.environment, failure, timeout_s=timeout_s)
             if failure is not None:
                 raise _final_error(prompt.environment, failure)
-            return None, str(result.error) or "its runner returned without a call"
+            return None, str(result.error) or "its runner returned without an answer of the policy"
         _check(calls, prompt)
         if result.error:
             ending = "deadline" if ending == "deadline" else "error"
