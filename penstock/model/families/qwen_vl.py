@@ -1,10 +1,11 @@
 """The Qwen families, with and without vision: special tokens, how images become tokens, and names of parameters.
 
 What engine, worker and trainer must agree on is here, and which members of the families they take. Needs neither torch
-nor transformers. What only one of them computes stands there: rotary positions (services/trainer/batching/positions.py), layers that take adapters
-(services/trainer/checks/parameter_patterns.py), calls of the vision tower (services/trainer/backend/policy), its memory
-(services/plan/working_memory.py), and in services/rollout/engine/sglang_plugin the sizes of SGLang's MLPs
-(parameters.py) and its image processor (image_processors.py).
+nor transformers. What only one of them computes is there: rotary positions (services/trainer/batching/positions.py),
+layers that take adapters (services/trainer/checks/parameter_patterns.py), calls of the vision tower
+(services/trainer/backend/policy), its memory (services/plan/working_memory.py), and in
+services/rollout/engine/sglang_plugin the sizes of SGLang's MLPs (parameters.py) and its image processor
+(image_processors.py).
 
 A parameter's name has three spellings. *Own*: transformers' `named_parameters`, used by the trainer and every push.
 *Published*: the checkpoint's, which older members of the family keep from before transformers 5, and which lays out the
