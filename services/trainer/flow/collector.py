@@ -17,7 +17,7 @@ from penstock.bus.buckets.lock import Lock
 from penstock.bus.image_store import ImageStore
 from penstock.bus.work_queue.consumer import Consumer, Delivery
 from penstock.errors import CorruptMessageError, InvalidRequestError, MissingImageError, UnavailableError
-from penstock.names import TRAIN
+from penstock.names import SINGLE_TURN, TRAIN
 from penstock.records import Group, GroupId, Sample
 from penstock.records.codec import decode
 from services.trainer.admission.config import FilterConfig
@@ -180,7 +180,7 @@ class Collector:
             return self.reader.read(group, images).screened(screening)
 
     def _hold(self, group: Group, images: Mapping[str, bytes], ready: TrainGroup) -> bool:
-        self.streak.end()
+        self._end_streak(group)
         is_of_use = self.ledger.hold(
             Arrival(
                 index=group.id.index,
@@ -200,7 +200,7 @@ class Collector:
 
     def _filter(self, group: Group, reason: FilterReason) -> bool:
         """Leave a valid group out of training; its images are never fetched."""
-        self.streak.end()
+        self._end_streak(group)
         is_of_use = self.ledger.filter_out(
             group.id.index,
             group.id.attempt,
@@ -217,6 +217,11 @@ class Collector:
             rewards = (sample.reward for sample in group.samples)
             self.tally.filter_out(reason, rewards, is_of_this_start=self._is_of_this_start(group.id))
         return is_of_use
+
+    def _end_streak(self, group: Group) -> None:
+        """Count no failure in a row across a group that was judged; one that was only cut short says nothing."""
+        if any(_is_judged(sample, group.environment) for sample in group.samples):
+            self.streak.end()
 
     def _end_play(self, group: Group) -> None:
         if self.pools is not None:
@@ -293,16 +298,22 @@ class Collector:
         return True
 
 
-def _why_unjudged(group: Group) -> str:
-    """Return why a group teaches nothing, if no sample that came to its end was judged; else nothing.
+def _is_judged(sample: Sample, environment: str) -> bool:
+    """Return whether a sample's reward says what its text is worth. That of a sample which was cut short does not if it
+    is the reward service's verdict on a text that its environment never saw."""
+    is_seen = sample.finish_reason not in TRUNCATED or environment == SINGLE_TURN or sample.verdict is None
+    return sample.reward is not None and is_seen
 
-    A sample that was cut short may have a reward of 0 although its environment would have failed at its answer.
-    """
-    ended = [sample for sample in group.samples if sample.finish_reason not in TRUNCATED]
+
+def _why_unjudged(group: Group) -> str:
+    """Return why a group teaches nothing, if none of its samples was judged and one of them failed; else nothing."""
+    failed = [
+        each for each in group.samples if each.reward is None and (each.error or each.finish_reason not in TRUNCATED)
+    ]
     rewards = {sample.reward for sample in group.samples if sample.reward is not None}
-    if not ended or any(sample.reward is not None for sample in ended) or len(rewards) > 1:
+    if not failed or len(rewards) > 1 or any(_is_judged(sample, group.environment) for sample in group.samples):
         return ""
-    ((why, _),) = Counter(map(_why_one_is_unjudged, ended)).most_common(1)
+    ((why, _),) = Counter(map(_why_one_is_unjudged, failed)).most_common(1)
     return f"no sample was judged; most often: {why}"
 
 

@@ -153,26 +153,6 @@ async def test_nothing_but_failures_ends_the_run_with_the_reason(bus: Bus, tiny_
             await flow.collector.run()
 
 
-async def test_nothing_but_unjudged_samples_ends_the_run_with_the_reason(bus: Bus, tiny_model_path: Path) -> None:
-    """They would be trained without a gradient to the end of the run. A group with a judged sample is sound, unless it
-    was cut short before its environment saw it; and so is one whose samples were all cut short."""
-    typo = {"reward": None, "verdict": None, "finish_reason": "error", "error": "environment 'x': NameError: rewrad"}
-    cut = {"reward": 0.0, "finish_reason": "length"}
-    cut_and_unjudged = {"reward": None, "verdict": None, "finish_reason": "length"}
-    ends = [({}, typo), (cut_and_unjudged, cut_and_unjudged), (typo, typo), (cut, typo), (typo, typo)]
-    for index, (first, others) in enumerate(ends):
-        group = make_group(tiny_model_path, index=index, version=1)
-        changes = [first, *[others] * (len(group.samples) - 1)]
-        samples = [msgspec.structs.replace(each, **change) for each, change in zip(group.samples, changes, strict=True)]
-        await publish(bus, msgspec.structs.replace(group, samples=tuple(samples)))
-    async with open_flow(bus, tiny_model_path, groups_per_step=5) as flow, asyncio.timeout(HANG_S):
-        with pytest.raises(
-            DataError, match=r"3 groups in a row failed.*number 4: no sample was judged; most often: .*rewrad"
-        ):
-            await flow.collector.run()
-    assert (await bus.jetstream.stream_info(bus.dead.name)).state.messages == 3
-
-
 async def test_failures_of_an_earlier_start_do_not_end_the_run(bus: Bus, tiny_model_path: Path) -> None:
     """They come again until a checkpoint accounts for them; what made groups fail may be mended."""
     for index in range(4):
