@@ -182,7 +182,8 @@ class Sessions:
             PenstockError: the server did not store it.
         """
         # The same failure may be noted again after it was forgotten, so each note is a message of its own.
-        subject, message_id = _failure_subject(opened.id), f"{opened.id}/failure/{uuid.uuid4().hex}"
+        subject = _failure_subject(opened.id, is_poison=failure.is_poison)
+        message_id = f"{opened.id}/failure/{uuid.uuid4().hex}"
         try:
             await self._stream.publish(subject, encode(failure), message_id=message_id, seen=_seen(opened))
         except OtherMessageError:
@@ -192,22 +193,33 @@ class Sessions:
                     await self.note_failure(found, failure)
 
     async def read_failure(self, session: SessionId) -> SessionFailure | None:
-        """Return the last failure that was noted in the session and not forgotten; None without one.
+        """Return a failure that was noted in the session and not forgotten, rather one that broke replicas than one of
+        a call that was refused; None without one.
 
         Raises:
             UnavailableError: the server does not answer.
         """
-        found = await self._stream.last(_failure_subject(session))
-        return None if found is None else decode(found[1], SessionFailure)
+        for is_poison in (True, False):
+            found = await self._stream.last(_failure_subject(session, is_poison=is_poison))
+            if found is not None:
+                return decode(found[1], SessionFailure)
+        return None
 
     async def forget(self, session: SessionId) -> None:
         """Remove the session's answers and failure; an error is only logged, because they expire anyway."""
         await self._remove(session, _calls_subject(session))
-        await self.forget_failure(session)
+        for is_poison in (True, False):
+            await self._remove(session, _failure_subject(session, is_poison=is_poison))
 
-    async def forget_failure(self, session: SessionId) -> None:
-        """Remove the failure that was noted in the session; an error is only logged."""
-        await self._remove(session, _failure_subject(session))
+    async def forget_refusal(self, session: SessionId) -> None:
+        """Remove what was noted of calls that were refused, but not what broke replicas.
+
+        Raises:
+            UnavailableError: the server does not answer.
+        """
+        subject = _failure_subject(session, is_poison=False)
+        if await self._stream.last(subject) is not None:
+            await self._stream.remove(subject)
 
     async def _forget_earlier_states(self, session: SessionId) -> None:
         """Leave a sample only its last state, which is small when it is closed; a failure is only logged."""
@@ -242,5 +254,5 @@ def _calls_subject(session: SessionId) -> str:
     return f"{session.sample_key}.{session.nonce}"
 
 
-def _failure_subject(session: SessionId) -> str:
-    return f"{session.sample_key}.{session.nonce}-failure"
+def _failure_subject(session: SessionId, *, is_poison: bool) -> str:
+    return f"{session.sample_key}.{session.nonce}-{'poison' if is_poison else 'refused'}"

@@ -109,8 +109,24 @@ async def test_a_failure_can_be_forgotten_and_noted_again(bus: Bus) -> None:
     for _ in range(2):
         await sessions.note_failure(opened, failure)
         assert await sessions.read_failure(session) == failure
-        await sessions.forget_failure(session)
+        await sessions.forget_refusal(session)
         assert await sessions.read_failure(session) is None
+
+
+async def test_a_refusal_neither_hides_nor_removes_that_replicas_broke(bus: Bus) -> None:
+    """An agent may try another parameter after the call that broke them, and go on."""
+    sessions = Sessions(bus)
+    await sessions.ensure()
+    session = SessionId.new(GROUP, 14)
+    opened = await sessions.open(session, state_of(session))
+    broken = SessionFailure(reason="it broke 3 replicas", is_poison=True)
+    await sessions.note_failure(opened, broken)
+    await sessions.note_failure(opened, SessionFailure(reason="not supported", is_poison=False))
+    assert await sessions.read_failure(session) == broken
+    await sessions.forget_refusal(session)
+    assert await sessions.read_failure(session) == broken
+    await sessions.forget(session)
+    assert await sessions.read_failure(session) is None
 
 
 async def test_a_failure_is_noted_while_its_session_is_ending(bus: Bus) -> None:

@@ -56,6 +56,9 @@ class Outage:
         self.fail("read")
         return list(enumerate(self.calls, start=1))[after:]
 
+    async def forget_refusal(self, _: SessionId) -> None:
+        """None was noted."""
+
     async def keep(self, _: Any, call: SessionCall) -> int:
         if self.left["keep"] > 0 and self.is_stored_unanswered:
             self.calls.append(call)

@@ -89,6 +89,9 @@ class Sessions:
     async def read(self, _: SessionId, *, after: int) -> list[Any]:
         return []
 
+    async def forget_refusal(self, _: SessionId) -> None:
+        """None was noted."""
+
     async def keep(self, _: Any, call: SessionCall) -> int:
         self.kept.append(call)
         return len(self.kept)

@@ -88,8 +88,6 @@ class SessionHistory:
     def __init__(self, *, known_since: float = 0.0) -> None:
         """Start empty; the session has been known since `known_since`, by `time.monotonic()`."""
         self.known_since = known_since
-        self.was_refused = False
-        """Whether this router has noted that a call was refused; the worker asks for that while there is no answer."""
         self._answers: dict[int, _Answer] = {}
         self._by_conversation: dict[str, int] = {}
         self._by_answer: dict[str, list[int]] = {}

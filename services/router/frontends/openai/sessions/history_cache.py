@@ -51,11 +51,6 @@ class HistoryCache:
             self._count(oldest, 0)
         return history
 
-    def note_refused(self, session: SessionId) -> None:
-        """Have the session's history know that a call was refused."""
-        if (history := self._histories.get(str(session))) is not None:
-            history.was_refused = True
-
     def forget(self, session: SessionId) -> None:
         """Drop the history of a session that is over."""
         if self._histories.pop(str(session), None) is not None:

@@ -114,9 +114,9 @@ class SessionApi:
         call = Call(opened, history, self._grid)
         body = call.with_tools(body)
         request = await self._chat.parse(lambda parser: call.parse(parser, body), size_bytes=size_to_parse(body))
-        if history.was_refused:  # the agent goes on after it, so it is not what leaves the sample without an answer
-            history.was_refused = False
-            await self._sessions.forget_failure(opened.id)
+        if not len(history):  # the agent goes on after a refusal, so it is not what leaves the sample without an answer
+            forget = functools.partial(self._sessions.forget_refusal, opened.id)
+            await _until_answered(forget, opened.id, deadline=_patience_ends_at(opened, history.known_since, began))
         await self._store_images(opened, call, stored={*opened.state.images, *call.prompt.prefix_images})
         keep = functools.partial(self._keep, opened, history, call, request, began)
         return await self._chat.answer(
@@ -192,9 +192,6 @@ class SessionApi:
                 await self._sessions.note_failure(opened, failure)
             except PenstockError as unnoted:
                 log.warning("session.failure_not_noted", session=opened.id.sample_key, reason=str(unnoted))
-            else:
-                if not failure.is_poison:  # another call would break further engines, whatever the agent does
-                    self._histories.note_refused(opened.id)
 
     async def _store_images(self, opened: OpenedSession, call: Call, stored: Collection[str]) -> None:
         """Store the images of the call's messages, except those in `stored`."""
