@@ -18,7 +18,8 @@ TOOLS = [{"type": "function", "function": {"name": "guess", "description": "Gues
 async def play(session: AgentSession) -> float:
     """Let the policy guess the row's number; the fewer guesses it takes, the higher the reward."""
     messages, secret = [*session.messages], int(session.task.golds[0])
-    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+    timeout_s = session.timeout_s + 75  # the router keeps what came of a first answer when the time is over
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=timeout_s) as client:
         for turn in range(5):
             answer = await client.chat.completions.create(model=session.model, messages=messages, tools=TOOLS)
             said = answer.choices[0].message

@@ -12,7 +12,9 @@ async def play(session: AgentSession) -> float:
     """Ask until the reward service accepts the answer, twice at most; the second try is worth half."""
     messages = [*session.messages]
     http_client = DefaultAsyncHttpxClient(verify=session.tls or True)
-    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http_client) as client:
+    async with AsyncOpenAI(
+        base_url=session.base_url, api_key=session.api_key, timeout=session.timeout_s + 75, http_client=http_client
+    ) as client:
         for reward in (1.0, 0.5):
             answer = await client.chat.completions.create(model=session.model, messages=messages)
             said = answer.choices[0].message

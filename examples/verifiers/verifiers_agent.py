@@ -61,7 +61,7 @@ class Player:
         client = EvalClientConfig(base_url=given["base_url"], api_key_var=variable)
         try:
             task = self._tasks.find(given["task"]["extra"]["index"])
-            async with asyncio.timeout(given["timeout_s"]):
+            async with asyncio.timeout(given["timeout_s"] + 75.0):
                 return read(await self._env.run_episode(task, ModelContext(model=given["model"], client=client)))
         except (KeyError, ValueError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
