@@ -134,9 +134,9 @@ def test_the_settings_that_the_code_names_exist() -> None:
     """In errors, warnings and docstrings: a remedy that names a setting of yesterday helps nobody."""
     unknown = set()
     for path in (each for room in ("penstock", "services") for each in (_ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                unknown |= _unknown_settings(node.value)
+        nodes = ast.walk(ast.parse(path.read_text()))
+        texts = [each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        unknown |= _unknown_settings("\n".join(texts))
     assert unknown == set()
 
 

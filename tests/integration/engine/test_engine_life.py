@@ -189,6 +189,7 @@ async def _code_of(call: Awaitable[object]) -> grpc.StatusCode:
     return caught.value.code()
 
 
+@pytest.mark.slow
 async def test_a_dead_child_ends_the_process(tiny_model_path: Path, nats_url: str, tmp_path: Path) -> None:
     """SGLang's scheduler is killed: running requests fail, streams with what they have, the log says what happened,
     exit code 1, no lease left."""

@@ -62,7 +62,7 @@ async def test_a_killed_replica_costs_the_others_nothing(bus: Bus, point: str) -
         pytest.param("ReceiveWeights", "transfer_timeout_s", marks=pytest.mark.slow),
         ("bucket", "transfer_timeout_s"),
         pytest.param("VerifyWeights", "transfer_timeout_s", marks=pytest.mark.slow),
-        ("CommitWeights", "stage_timeout_s"),
+        pytest.param("CommitWeights", "stage_timeout_s", marks=pytest.mark.slow),
         pytest.param("ResumeGeneration", "stage_timeout_s", marks=pytest.mark.slow),
     ],
 )

@@ -168,6 +168,7 @@ async def test_a_push_that_is_cancelled_ends_at_once(bus: Bus, point: str) -> No
                 await assert_serving(replica, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(HANG_S)
 def test_a_loop_that_is_cancelled_in_a_rendezvous_ends(nats_url: str, run_name: str) -> None:
     """No thread is left behind that waits for somebody's deadline: `asyncio.run` waits for all of them."""

@@ -94,6 +94,7 @@ async def test_items_that_hang_get_all_of_their_time(pool: WorkerPool) -> None:
     await until(lambda: (pool.num_workers, pool.num_busy, pool.num_overtime) == (4, 0, 0))
 
 
+@pytest.mark.slow
 async def test_a_spare_worker_that_comes_late_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """The item whose permit was lent has ended by then."""
     async with _running() as pool:
@@ -116,6 +117,7 @@ async def test_a_spare_worker_that_comes_late_is_let_go(monkeypatch: pytest.Monk
         await until(lambda: (pool.num_workers, pool.num_overtime) == (4, 0))
 
 
+@pytest.mark.slow
 async def test_only_so_many_items_are_in_overtime() -> None:
     """Then those that hang hold their turn, and the others wait for one of them to end."""
     async with _running(num_workers=1, max_overtime=2) as pool:
@@ -139,6 +141,7 @@ async def test_a_slow_item_gets_its_verdict(pool: WorkerPool) -> None:
     assert [(reply.status, reply.credit) for reply in replies] == [(Status.OK, 1.0)] * 3
 
 
+@pytest.mark.slow
 async def test_a_demoted_item_keeps_a_share_of_a_busy_core() -> None:
     """Its priority is the lowest that others cannot starve: idle cores may not come before its deadline."""
     async with _running(num_workers=1) as pool:
@@ -230,6 +233,7 @@ async def test_workers_come_back_after_open_files_ran_out() -> None:
             assert (await pending)[0].credit == 1.0
 
 
+@pytest.mark.slow
 async def test_a_forkserver_without_descriptors_keeps_its_workers() -> None:
     """It says why it cannot fork, and forks again when it can."""
     async with _running(num_workers=1, max_overtime=0) as pool:

@@ -169,6 +169,7 @@ async def test_a_stream_that_nobody_reads_holds_its_handler() -> None:
         read.cancel()
 
 
+@pytest.mark.slow
 async def test_no_call_of_a_burst_is_lost() -> None:
     """Thousands that arrive at once are all taken and answered."""
 

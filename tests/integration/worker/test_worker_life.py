@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from penstock.bus.connection import Bus
 from penstock.testing.simulated_engine import SimulatedEngine
 from services.recipe import Recipe
@@ -70,6 +72,7 @@ async def test_workers_may_hold_what_thousands_of_engines_play(
     assert (consumer.config.max_ack_pending or 0) > 2048 * 64 / 8
 
 
+@pytest.mark.slow
 async def test_a_long_group_is_kept_alive_and_played_once(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:

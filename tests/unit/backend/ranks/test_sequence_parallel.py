@@ -24,7 +24,7 @@ SHARED = {"sequence_parallel": 2}
         {"micro_batch_tokens": 90},
         pytest.param({"micro_batch_tokens": 8192, "gradient_checkpointing": True}, marks=pytest.mark.variant),
         {"fixed_rows": True, "micro_batch_tokens": 256},
-        {"share_prompts": False, "optimizer": {"learning_rates": {"text": 0.0}}},
+        pytest.param({"share_prompts": False, "optimizer": {"learning_rates": {"text": 0.0}}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -112,6 +112,7 @@ def written_after_the_next_update(ranks: Ranks, path: Path, folder: Path) -> tup
     )
 
 
+@pytest.mark.slow
 def test_shares_are_copies(two: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
     """The next update may come while they are written: weights, averages and reference are of the moment before."""
     for copied, updated, read in two.run(written_after_the_next_update, tiny_model_path, tmp_path / "saved"):
