@@ -13,13 +13,14 @@ RUN_ID = "tiny-20260101-120000"
 ROWS = [{"step": step, "reward_mean": step / 10, "groups": [1, 2], "weights_digest": "00ff"} for step in range(1, 5)]
 
 LOG_ROWS = """
-import json, sys
+import functools, json, sys
 from pathlib import Path
 import structlog
 from services.trainer.config import TrackersConfig
 from services.trainer.telemetry.trackers import TrackedRun, Trackers
 
 given = json.loads(sys.argv[1])
+Trackers.close = functools.partialmethod(Trackers.close, given["close_s"])
 with structlog.testing.capture_logs() as logs:
     for part in given["parts"]:
         run = TrackedRun(**part["run"] | {"folder": Path(part["run"]["folder"])})
@@ -31,7 +32,7 @@ assert logs == [], logs
 """
 
 LOG_A_RUN = """
-import asyncio, json, sys
+import asyncio, functools, json, sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,8 +42,10 @@ from services.launch.settings.service_settings import for_trainer
 from services.recipe import Recipe
 from services.trainer.run_logs import open_run_logs
 from services.trainer.starting_point import StartingPoint
+from services.trainer.telemetry.trackers import Trackers
 
 given = json.loads(sys.argv[1])
+Trackers.close = functools.partialmethod(Trackers.close, given["close_s"])
 overrides = ["--model.path=builtin:tiny-qwen3-vl", f"--trackers.use=['{given['use']}']", "--episodes.keep=off"]
 settings = for_trainer(load(Recipe, [], overrides))
 
@@ -61,6 +64,9 @@ with structlog.testing.capture_logs() as logs:
 assert logs == [], logs
 """
 
+_CLOSE_S = 200.0
+"""Longest wait for a tracker at the end. A run gives up after a minute, in which busy cores may not even import one."""
+
 
 def python(program: str, *arguments: str, **environment: str) -> str:
     """Run it as a process of its own, as a trainer is: trackers leave threads, files and children to the exit."""
@@ -70,7 +76,7 @@ def python(program: str, *arguments: str, **environment: str) -> str:
         stdin=subprocess.DEVNULL,  # nobody types a key
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=_CLOSE_S + 40,
         check=False,
         env=os.environ | environment,
     )
@@ -105,7 +111,7 @@ def log_rows(
     parts = [part(RUN_ID, last_step, rows)]
     if of_another_run is not None:
         parts.append(part("tiny-20260102-000000", 0, of_another_run))
-    python(LOG_ROWS, json.dumps({"use": use, "parts": parts}), **environment)
+    python(LOG_ROWS, json.dumps({"use": use, "parts": parts, "close_s": _CLOSE_S}), **environment)
 
 
 def log_a_run(use: str, folder: Path, starts: list[tuple[dict[str, Any] | None, list[dict[str, Any]]]]) -> None:
@@ -121,4 +127,5 @@ def log_a_run(use: str, folder: Path, starts: list[tuple[dict[str, Any] | None, 
         {"checkpoint": kept and {"step": kept["step"], "state": {"metrics": kept}}, "rows": rows}
         for kept, rows in starts
     ]
-    python(LOG_A_RUN, json.dumps({"use": use, "folder": str(folder), "run_id": RUN_ID, "starts": given}))
+    run = {"use": use, "folder": str(folder), "run_id": RUN_ID, "starts": given, "close_s": _CLOSE_S}
+    python(LOG_A_RUN, json.dumps(run))
