@@ -71,19 +71,26 @@ class Verdict(Record, frozen=True, kw_only=True):
 
 
 class Turn(Record, frozen=True, kw_only=True):
-    """One Generate call of an episode, and the environment's answer to it."""
+    """One Generate call of an episode, and the environment's answer to it.
+
+    Times are 0 where they are not known: in agents' sessions, and in records of earlier releases.
+    """
 
     replica_id: str
-    """The engine that finished the turn."""
+    """The engine that finished the turn; empty if that is not known."""
     num_prompt_tokens: int
     """Prompt tokens as the engine counted them, image placeholders expanded."""
     num_cached_tokens: int
     """Prompt tokens found in the engine's prefix cache."""
     num_output_tokens: int
+    started_at: float = 0.0
+    """Start time in seconds since 1970; queues come after it."""
     waited_s: float = 0.0
     """Seconds in queues, before an engine worked on the turn."""
     generated_s: float = 0.0
     """Seconds from the first chunk to the last."""
+    environment_s: float = 0.0
+    """Seconds of the environment's step, including verdicts that it asked for; also 0 if it was not asked."""
     reward: float | None = None
     """The environment's reward for this step; None if it gave none."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)

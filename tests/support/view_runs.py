@@ -111,8 +111,10 @@ def add_group(
                     "num_prompt_tokens": 9,
                     "num_cached_tokens": 0,
                     "num_output_tokens": num_tokens,
+                    "started_at": started,
                     "waited_s": 0.1,
                     "generated_s": 0.9,
+                    "environment_s": 0.02,
                     "reward": None,
                     "metrics": {},
                 }

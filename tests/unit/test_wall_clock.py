@@ -14,8 +14,7 @@ _READERS = {
     # Stamps of records, answers and evaluations, and names of runs.
     "services/cli/evaluation/run.py",
     "services/launch/run_folder.py",
-    "services/rollout/worker/agents/agent_player.py",
-    "services/rollout/worker/episodes/episode.py",
+    "services/rollout/worker/episodes/clock.py",
     "services/router/frontends/openai/chat_api.py",
     "services/router/frontends/openai/recording.py",
     "services/router/frontends/openai/responses.py",

@@ -179,7 +179,6 @@ class AgentPlayer:
         session = SessionId.new(prompt.id, number)
         timeout_s = min(prompt.limits.episode_timeout_s or math.inf, self._episode_timeout_s)
         opened = await self._sessions.open(session, _state_of(prompt, session, timeout_s))
-        started_at, started = time.time(), time.monotonic()
         clock, item_id = EpisodeClock(timeout_s), f"{prompt.id.message}/{number}"
         grading = Grading(self._answer_verifier, prompt, item_id, clock)
         ending: Ending = "stop"
@@ -207,7 +206,7 @@ class AgentPlayer:
             why = f"agent {prompt.environment!r}: its runner was ended after {timeout_s:g} s, before it gave a reward"
             result, ending = AgentResult(error="" if prompt.golds else why), "deadline"
             ended_by = f"{why}; {TIME_REMEDY}"
-        elapsed_s = time.monotonic() - started
+        elapsed_s = clock.elapsed_s
         calls, failure = await self._end(opened)
         grading.require_sound()
         if (unjudged := grading.take_unjudged()) and not result.error:
@@ -229,7 +228,7 @@ class AgentPlayer:
             texts=[self._renderer.decode(call.output_ids.tolist()) for _, call in calls],
             result=result,
             finish_reason=ending,
-            started_at=started_at,
+            started_at=clock.started_at,
             elapsed_s=elapsed_s,
             ended_by=ended_by,
         )

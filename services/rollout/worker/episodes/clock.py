@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from penstock.errors import DeadlineError
@@ -12,14 +12,30 @@ TIME_REMEDY = "see worker.episode_timeout_s and data.limits.episode_timeout_s"
 
 
 class EpisodeClock:
-    """The time that an episode has left; it is paused while the episode waits for a replica or for a verdict."""
+    """When an episode began, and the time that it has left, which is paused while it waits for a replica or a verdict.
+
+    The wall clock is read once, so that the times of an episode's turns fit its durations.
+    """
 
     def __init__(self, limit_s: float) -> None:
         """Start with `limit_s` seconds left."""
-        self._ends_at = time.monotonic() + limit_s
+        self._started = time.monotonic()
+        self._ends_at = self._started + limit_s
+        self.started_at = time.time()
+        """Start time in seconds since 1970."""
         self._limit: asyncio.Timeout | None = None
         self._num_pauses = 0
         self._paused_at = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start, pauses included."""
+        return time.monotonic() - self._started
+
+    @property
+    def now(self) -> float:
+        """The present time in seconds since 1970."""
+        return self.started_at + self.elapsed_s
 
     @property
     def remaining_s(self) -> float:
@@ -29,6 +45,15 @@ class EpisodeClock:
     def stop_for(self, seconds: float) -> None:
         """Do not count these seconds, which have passed."""
         self._ends_at += seconds
+
+    @contextmanager
+    def measured(self, note: Callable[[float], None]) -> Iterator[None]:
+        """Pass the seconds of the context to `note`, however it ends."""
+        began_s = self.elapsed_s
+        try:
+            yield
+        finally:
+            note(self.elapsed_s - began_s)
 
     @asynccontextmanager
     async def limit(self, what: str) -> AsyncIterator[None]:

@@ -164,7 +164,6 @@ class EpisodePlayer:
             DeadlineError: the environment's reset took too long, or no first token came.
             PenstockError: the engine broke its contract, or no server answers.
         """
-        started_at, started = time.time(), time.monotonic()
         trajectory = Trajectory(
             min_version=prompt.min_version, exact_version=prompt.exact_version, forbidden_ids=self._forbidden_ids
         )
@@ -188,8 +187,8 @@ class EpisodePlayer:
                 finish_reason=ending,
                 error=episode.error,
                 ended_by=episode.ended_by,
-                started_at=started_at,
-                elapsed_s=time.monotonic() - started,
+                started_at=clock.started_at,
+                elapsed_s=clock.elapsed_s,
             )
 
     async def _play_turn(self, episode: "_Episode") -> Ending | None:
@@ -217,7 +216,7 @@ class EpisodePlayer:
         )
         if self._router_replay and prompt.purpose == TRAIN:
             request.routed_experts_from = trajectory.num_routed_tokens
-        started = time.monotonic()
+        started_at, started = episode.clock.now, time.monotonic()
         try:
             turn = await self._turns.play(request, budget_s=budget_s, restore_images=episode.images.store_again)
         except PenstockError as error:
@@ -249,11 +248,11 @@ class EpisodePlayer:
             error=turn.failure or None,
         )
         episode.clock.stop_for(ended - started - turn.generated_s)
-        return self._add_turn(episode, turn)
+        return self._add_turn(episode, turn, started_at)
 
-    def _add_turn(self, episode: "_Episode", turn: Turn) -> Ending | None:
+    def _add_turn(self, episode: "_Episode", turn: Turn, started_at: float) -> Ending | None:
         trajectory = episode.trajectory
-        trajectory.add_turn(turn.response, waited_s=turn.waited_s, generated_s=turn.generated_s)
+        trajectory.add_turn(turn.response, started_at=started_at, waited_s=turn.waited_s, generated_s=turn.generated_s)
         episode.begun.budget.add_turn(trajectory.num_context_tokens)
         episode.texts.append(self._renderer.decode(turn.response.output_ids))
         if turn.failure:
@@ -285,6 +284,7 @@ class EpisodePlayer:
                         turn=len(trajectory.turns) - 1,
                         environment=episode.prompt.environment,
                     ),
+                    episode.clock.measured(trajectory.add_environment_time),
                     others_code(),
                 ):
                     result = await episode.begun.environment.step(turn)

@@ -109,8 +109,17 @@ class Trajectory:
         if not math.isfinite(total := sum(turn.reward or 0.0 for turn in self._turns)):
             raise ValueError(f"the rewards of its steps add up to {total}; return smaller ones")
 
+    def add_environment_time(self, seconds: float) -> None:
+        """Record for how long the environment was asked about the last turn."""
+        self._turns[-1] = msgspec.structs.replace(self._turns[-1], environment_s=seconds)
+
     def add_turn(
-        self, response: generate_pb2.GenerateResponse, *, waited_s: float = 0.0, generated_s: float = 0.0
+        self,
+        response: generate_pb2.GenerateResponse,
+        *,
+        started_at: float = 0.0,
+        waited_s: float = 0.0,
+        generated_s: float = 0.0,
     ) -> None:
         """Append a turn of the policy.
 
@@ -145,6 +154,7 @@ class Trajectory:
                 num_prompt_tokens=response.usage.num_prompt_tokens,
                 num_cached_tokens=response.usage.num_cached_tokens,
                 num_output_tokens=len(ids),
+                started_at=started_at,
                 waited_s=waited_s,
                 generated_s=generated_s,
             )

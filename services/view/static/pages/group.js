@@ -71,14 +71,18 @@ function siblings(context, group, chosen) {
   return table(["sample", "reward", "advantage", "tokens", "turns", "ended by", "verdict", "took", "answer"], rows);
 }
 
+// What is known of a sample's turns; times of 0 are not.
+export function turnRows(sample) {
+  const known = (value) => seconds(value || null);
+  return sample.turns.map((turn, order) => [order, turn.replica_id || "–", turn.started_at ? seconds(turn.started_at - sample.started_at) : "–",
+    known(turn.waited_s), known(turn.generated_s), known(turn.environment_s),
+    turn.num_prompt_tokens, turn.num_cached_tokens, turn.num_output_tokens, number(turn.reward)]);
+}
+
 function sampleView(context, group, chosen) {
   const sample = group.samples[chosen];
   const asked = Number(context.parameters.get("sequence") ?? 0) || 0;
   const place = Math.min(asked, sample.sequences.length - 1);
-  const turns = sample.turns.length > 1 || sample.turns.some((turn) => turn.reward !== null) ? table(
-    ["turn", "engine", "waited", "generated", "prompt tokens", "cached", "output tokens", "reward"],
-    sample.turns.map((turn, order) => [order, turn.replica_id, seconds(turn.waited_s), seconds(turn.generated_s),
-      turn.num_prompt_tokens, turn.num_cached_tokens, turn.num_output_tokens, turn.reward === null ? "–" : number(turn.reward)])) : null;
   const choice = sample.sequences.length > 1 ? select("Sequence", String(place),
     sample.sequences.map((_, order) => [String(order), `${order + 1} of ${sample.sequences.length}`]),
     (sequence) => context.go({ sequence })) : null;
@@ -88,7 +92,8 @@ function sampleView(context, group, chosen) {
     h("h2", {}, `Sample ${chosen}, token by token`),
     sample.error ? h("p", { class: "error" }, sample.error) : null,
     sample.ended_by ? h("p", { class: "faint" }, `${sample.finish_reason}: ${sample.ended_by}`) : null,
-    turns,
+    table(["turn", "engine", "began after", "waited", "generated", "environment", "prompt tokens", "cached", "output tokens", "reward"],
+      turnRows(sample)),
     choice,
     added.length ? [h("p", { class: "faint" }, "Pictures that the environment added:"), pictures(added)] : null,
     conversation(sample.sequences, place),

@@ -3,10 +3,12 @@
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.bus.image_store import hash_of
+from penstock.environments import Observation, StepResult, Task
 from penstock.errors import (
     InvalidRequestError,
     MissingImageError,
@@ -16,6 +18,7 @@ from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Verdict, VersionSpan
 from penstock.v1 import generate_pb2
+from services.rollout.worker.episodes.trajectory import LENGTH
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_rendering import SharedRendering
 from tests.support.image_shelf import ImageShelf
@@ -23,11 +26,13 @@ from tests.support.worker.scripted_episodes import (
     END,
     PICTURE,
     SECOND_PICTURE,
+    Scripted,
     ScriptedPolicy,
     TwoTurns,
     make_player,
     make_prompt,
     play,
+    shows,
 )
 
 
@@ -144,6 +149,31 @@ async def test_an_environments_rewards_are_the_samples(renderer: Renderer) -> No
     sample = episode.to_sample(None)
     assert (sample.reward, sample.verdict) == (0.75, None)
     assert [(turn.reward, turn.metrics) for turn in sample.turns] == [(-0.25, {"distance": 3.0}), (1.0, {})]
+
+
+async def test_a_turn_says_when_it_began_and_how_long_its_environment_took(renderer: Renderer, clock: Any) -> None:
+    """Its step alone, also where that fails. The environment is not asked about a turn that was cut."""
+
+    async def begin(task: Task) -> Observation:
+        clock.at += 5.0
+        return Observation(messages=task.messages, images=task.images)
+
+    async def look(_: Task) -> StepResult:
+        clock.at += 3.0
+        return shows("Look.")
+
+    async def fail(_: Task) -> StepResult:
+        clock.at += 2.0
+        raise RuntimeError("the tool crashed")
+
+    clock.at = 100.0
+    Scripted.plays(look, fail, resets=[begin])
+    policy = ScriptedPolicy(renderer, [("one" + END, 4), ("two" + END, 4)])
+    sample = (await play(make_player(renderer, policy), make_prompt("Scripted"))).to_sample(None)
+    assert (sample.finish_reason, sample.started_at, sample.elapsed_s) == ("error", 100.0, 10.0)
+    assert [(turn.started_at, turn.environment_s) for turn in sample.turns] == [(105.0, 3.0), (108.0, 2.0)]
+    cut = await play(make_player(renderer, ScriptedPolicy(renderer, [("one", 4)], finish=LENGTH)), make_prompt())
+    assert [(turn.started_at, turn.environment_s) for turn in cut.trajectory.turns] == [(110.0, 0.0)]
 
 
 async def test_an_exact_version_is_played_by_no_other(renderer: Renderer) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from penstock.records import Group, Limits, Verdict
 from penstock.records.codec import decode, encode
 from penstock.v1 import reward_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
-from services.rollout.worker.episodes import clock as clock_module
 from services.rollout.worker.episodes.episode import Episode
 from services.rollout.worker.group_rollout import GroupRollout
 from tests.support.image_shelf import ImageShelf
@@ -36,14 +34,6 @@ from tests.support.worker.scripted_episodes import (
 from tests.support.worker.verifiers import Boxes
 
 LIMIT_S = 600.0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`at` is what episodes take for now."""
-    made = SimpleNamespace(at=0.0, monotonic=lambda: made.at)
-    monkeypatch.setattr(clock_module, "time", made)
-    return made
 
 
 async def check(task: Task) -> StepResult:
