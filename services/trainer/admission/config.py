@@ -57,7 +57,7 @@ def contradiction(filters: FilterConfig, algorithm: AlgorithmConfig) -> str:
 def doubts(filters: FilterConfig, algorithm: AlgorithmConfig, *, max_staleness: int) -> list[str]:
     """Return warnings about combinations of settings that may be unintended."""
     found = []
-    if filters.zero_variance and algorithm.regularises:
+    if filters.zero_variance and (algorithm.regularises or algorithm.entropy.kind != "none"):
         found.append(
             "filters.zero_variance = true keeps groups of equal rewards from the algorithm's KL, drift and entropy "
             "terms too, which then see the policy only where its answers differ"

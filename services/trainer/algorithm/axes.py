@@ -278,11 +278,19 @@ class EntropyConfig(Axis):
     """bonus: `coef` times the mean entropy. target: the coefficient rises by `adjustment` after each step below
     `target` and falls above it; above it there is no bonus (Skywork-OR1)."""
     coef: float = pydantic.Field(default=1e-3, ge=0)
-    """Factor of the bonus; with target, its value at the first step."""
+    """Factor of the bonus, above 0; with target, its value at the first step, which may be 0."""
     target: float = pydantic.Field(default=0.2, gt=0)
     """Mean entropy per token, in nats (target)."""
     adjustment: float = pydantic.Field(default=0.005, gt=0)
     """Change of the coefficient per step (target)."""
+
+    @pydantic.model_validator(mode="after")
+    def _has_a_factor(self) -> Self:
+        if self.kind == "bonus" and not self.coef:
+            raise ValueError(
+                f"coef = {self.coef} with kind = 'bonus' is no bonus; set coef above 0, or kind = 'none' for no bonus"
+            )
+        return self
 
 
 class AggregationConfig(Axis):

@@ -112,8 +112,11 @@ class AlgorithmConfig(Config):
 
     @property
     def regularises(self) -> bool:
-        """Whether tokens have a gradient that does not come from an advantage."""
-        return self.drift > 0 or self.entropy.kind != "none" or self.kl.kind in ("k2", "k3", "k3_plus")
+        """Whether a KL or drift term gives tokens without an advantage a gradient.
+
+        An entropy bonus does too, but only in steps whose coefficient is above 0.
+        """
+        return self.drift > 0 or self.kl.kind in ("k2", "k3", "k3_plus")
 
 
 def _over(preset: Any, given: Any) -> Any:

@@ -56,6 +56,7 @@ def make_batch(
     skipped: Collection[int],
     *,
     algorithm: AlgorithmConfig,
+    entropy_coef: float,
     version: int,
     device: torch.device,
     denominator: float | None = None,
@@ -66,6 +67,7 @@ def make_batch(
         groups: In their order.
         skipped: Numbers of groups that cannot be trained. They count in every denominator.
         algorithm: The axes.
+        entropy_coef: The step's factor of the entropy bonus, which gives every token a gradient if it is above 0.
         version: The published version.
         device: Where the loss is computed.
         denominator: Of the weights of tokens; None: that of these groups.
@@ -96,7 +98,8 @@ def make_batch(
     weights_G = np.where(masked_G, 0.0, weights_G)
     eligible_G = ~np.isnan(rewards_G) & ~masked_G
     has_advantage_G = eligible_G if has_token_rewards else advantages_G != 0
-    has_gradient_G = (has_advantage_G | algorithm.regularises) & usable_G & ~masked_G
+    regularises = algorithm.regularises or entropy_coef > 0
+    has_gradient_G = (has_advantage_G | regularises) & usable_G & ~masked_G
     index_G = np.repeat([group.index for group in groups], num_samples)
     without_gradient = np.flatnonzero(~has_gradient_G & usable_G)
     return Batch(

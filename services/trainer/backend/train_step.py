@@ -288,6 +288,7 @@ class TrainStep:
             groups,
             {number - first for number in self._skipped},
             algorithm=self._algorithm,
+            entropy_coef=self._entropy.value,
             version=self._version,
             device=self._passes.device,
             denominator=denominator,

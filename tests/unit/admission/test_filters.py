@@ -154,6 +154,7 @@ def batch_of(path: Path, screening: Screening, **algorithm: Any) -> Batch:
         groups,
         (),
         algorithm=AlgorithmConfig.model_validate(algorithm),
+        entropy_coef=0.0,
         version=1,
         device=torch.device("cpu"),
     )
@@ -256,6 +257,7 @@ def test_refuses_an_estimator_that_learns_from_groups_without_spread() -> None:
     ("filters", "algorithm", "doubt"),
     [
         ({"zero_variance": True}, {"kl": {"kind": "k3"}}, "KL, drift and entropy"),
+        ({"zero_variance": True}, {"entropy": {"kind": "target"}}, "KL, drift and entropy"),
         ({"zero_variance": True}, {"advantage": {"kind": "custom", "function": "a:b"}}, "function = 'a:b'"),
         (
             {"truncated": "mask"},

@@ -126,6 +126,10 @@ def test_refuses_what_does_not_exist(override: str, message: str) -> None:
         (["aggregation.kind=constant"], r"constant needs a length in tokens"),
         (["trust_region.clip_high=0.3"], r"clip_high = 0\.3 has no effect with kind = 'none'; it is for clip"),
         (["correction.low=0.5"], r"low = 0\.5 has no effect with kind = 'truncate'; it is for mask or clip"),
+        (
+            ["entropy.kind=bonus", "entropy.coef=0"],
+            r"algorithm\.entropy: coef = 0\.0 with kind = 'bonus' is no bonus; set coef above 0, or kind = 'none'",
+        ),
         (["entropy.target=1.5"], r"target = 1\.5 has no effect with kind = 'none'; it is for target"),
         (
             ["kl.kind=k2", "kl.ema_weight=0.5"],

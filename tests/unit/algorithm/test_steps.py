@@ -9,7 +9,7 @@ import pytest
 from services.trainer.backend.base import take_step
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.telemetry.field_names import FIELD_NAMES, field_names
-from tests.support.trainer.steps import VERSION, loaded
+from tests.support.trainer.steps import VERSION, loaded, same_weights, weights
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,19 @@ def test_the_entropy_bonus_stops_above_its_target(tiny_model_path: Path, groups:
     """Entropy here is about 5 nats: above a target of 1 the first step has the bonus, the next ones none."""
     backend = loaded(tiny_model_path, entropy={"kind": "target", "coef": 0.01, "target": 1.0})
     assert [take_step(backend, [groups], VERSION)["entropy_coef"] for _ in range(3)] == [0.01, 0, 0]
+
+
+def test_equal_rewards_change_nothing_while_the_entropy_bonus_is_paused(
+    tiny_model_path: Path, groups: list[TrainGroup]
+) -> None:
+    """Above its target: the averages that AdamW has from a step before move no weight."""
+    backend = loaded(tiny_model_path, entropy={"kind": "target", "coef": 0.01, "target": 1.0})
+    take_step(backend, [groups], VERSION)
+    before = weights(backend)
+    metrics = take_step(backend, [[groups[3]]], VERSION)
+    assert same_weights(backend, before)
+    assert (metrics["entropy_coef"], metrics["grad_norm"], metrics["skipped"]) == (0, 0, 0)
+    assert metrics["num_measured_tokens"] < metrics["num_tokens"], "samples without gradient are not all computed"
 
 
 def test_a_bonus_raises_the_entropy(tiny_model_path: Path, groups: list[TrainGroup]) -> None:

@@ -123,8 +123,8 @@ def test_a_fork_that_only_repeats_context_buys_no_weight(tiny_model_path: Path, 
     reader, length = reader_of(tiny_model_path), {"length": 50} if kind == "constant" else {}
     axes = AlgorithmConfig.model_validate({"aggregation": {"kind": kind, **length}})
     found = [
-        make_batch([reader.read(group, IMAGES) for group in groups], (), algorithm=axes, version=1,
-                   device=torch.device("cpu"))
+        make_batch([reader.read(group, IMAGES) for group in groups], (), algorithm=axes, entropy_coef=0.0,
+                   version=1, device=torch.device("cpu"))
         for groups in (played, [forked(group) for group in played])
     ]  # fmt: skip
     one, other = found
