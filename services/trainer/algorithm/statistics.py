@@ -3,7 +3,8 @@
 Legend: N = own tokens of the whole batch.
 
 Invariant: they cover the samples that can have a policy gradient: judged, not masked, in a group whose numbers are all
-finite. Samples of a group of equal rewards are included, with advantage 0.
+finite. Equal rewards leave no sample out; but an advantage of 0 enters only the mean weight, so without that such
+samples need not be computed.
 
 They come from one pass over the batch without gradient, before the first loss, and enter every loss as constants. So
 loss, gradient and metrics do not depend on how the batch is cut, on its order, or on the number of ranks. Only
@@ -61,7 +62,8 @@ def batch_statistics(tokens: Tokens, samples: Samples, config: AlgorithmConfig) 
     """Return the statistics of a batch.
 
     Args:
-        tokens: Detached tokens of the whole batch: at least those of every eligible sample.
+        tokens: Detached tokens of the whole batch: at least those of every eligible sample that has a gradient, and
+            with `correction.normalize` those of every eligible sample.
         samples: Detached samples of the batch.
         config: The axes.
     """

@@ -3,7 +3,7 @@
 Legend: G = samples of the groups, S = their sequences.
 
 Samples without gradient are computed for metrics only, and then one in `MEASURED_EVERY`; each that is computed stands
-for its share of the others.
+for its share of the others. With `correction.normalize` the loss depends on them, and all are computed.
 """
 
 from collections.abc import Collection, Sequence

@@ -253,7 +253,7 @@ class TrainStep:
         """Compute what is left of the batch; None if none of its groups can be trained."""
         batch = self._batch(self._groups, 0)
         measured, represented = batch.without_gradient, 1.0
-        if measured and not needs_statistics(self._algorithm):
+        if measured and not self._algorithm.correction.normalize:  # whose mean weight is over these, too
             measured = measured_samples(batch.without_gradient, self._version)
             represented = len(batch.without_gradient) / len(measured)
         counts_G = torch.ones(len(batch.group_G), dtype=torch.float64)

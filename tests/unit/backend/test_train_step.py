@@ -18,7 +18,7 @@ from services.trainer.algorithm.advantage import sample_advantages
 from services.trainer.algorithm.axes import AdvantageConfig
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
-from services.trainer.backend.batch import measured_samples
+from services.trainer.backend.batch import MEASURED_EVERY, measured_samples
 from services.trainer.backend.files.checkpoint_share import MODEL
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS
@@ -217,11 +217,36 @@ def test_metrics_estimate_the_whole_batch(tiny_model_path: Path, groups: list[Tr
     assert [metrics["token_lag_mean"] for metrics in seen] == pytest.approx(lags)
 
 
-def test_statistics_of_the_batch_are_those_of_all_samples(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
-    """Where a loss depends on them, samples without gradient are all computed: the mean weight is over every token."""
+def test_the_mean_weight_of_the_batch_is_over_all_samples(tiny_model_path: Path, groups: list[TrainGroup]) -> None:
+    """With `normalize` the loss depends on samples without gradient, so all are computed."""
     backend = backend_of(tiny_model_path, config(), correction={"kind": "truncate", "high": 2.0, "normalize": True})
     metrics = take_step(backend, [groups], 2)
     assert metrics["num_measured_tokens"] == metrics["num_tokens"] == 54
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"preset": "m2po"},
+        {"preset": "ppo", "advantage": {"kind": "reinforce_pp"}, "kl": {"kind": "k1_in_reward", "coef": 0.1}},
+    ],
+    ids=["m2po", "k1_in_reward"],
+)
+def test_other_statistics_of_the_batch_do_not_need_samples_without_gradient(
+    tiny_model_path: Path, groups: list[TrainGroup], monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any]
+) -> None:
+    """The step is the same to the bit if all of them are computed: those of equal rewards, and masked ones."""
+    batch = [*groups[:2], replace(groups[2], masked=(False, True, False, True))]
+    results = []
+    for measured_every in (MEASURED_EVERY, 1):
+        monkeypatch.setattr("services.trainer.backend.batch.MEASURED_EVERY", measured_every)
+        backend = backend_of(tiny_model_path, config(), **algorithm)
+        results.append((take_step(backend, [batch], 2), weights(backend)))
+    (some, some_weights), (every, every_weights) = results
+    assert some["num_measured_tokens"] < every["num_measured_tokens"] == every["num_tokens"]
+    assert (some["loss"], some["grad_norm"]) == (every["loss"], every["grad_norm"])
+    assert some["grad_norm"] > 0
+    assert largest_change(some_weights, every_weights) == 0
 
 
 def broken(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
