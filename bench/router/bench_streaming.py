@@ -6,15 +6,16 @@
 Loop, ledger and batch selection are the real ones. Rollouts, the computing of groups, pushes and checkpoint files are
 sleeps, so processor load hardly matters. Groups have log-normal durations; all slots together play a batch in
 `--rollout` of the time in which the trainer computes one. A push of half a step brings the weights to all slots at its
-end (as a broadcast does), or to one after another (as the other transports do); meanwhile all generate.
+end (as a broadcast does), or to one after another (as the other transports do); meanwhile all generate. The copy of the
+weights before a push, which a run counts in `push_wait_s`, takes no time here.
 
 New weights cannot be sampled before a slot has them. So with a slow push groups begin later but must be trained by the
 same version; slow groups then become stragglers for which the bound on staleness makes the trainer wait. *best* is the
 cost of that alone: the same durations in an event simulation in which only rollouts, computing and the push take time
 (bench/async_loop/perfect_loop.py).
 
-Bars, with backward as groups arrive: exposed pushes and checkpoints are at most 3% of a step; a push of half a step
-lengthens steps by at most 5% more than it lengthens the best. The exit code is 1 if one fails.
+Bars, with backward as groups arrive: exposed pushes, without that copy, and checkpoints are at most 3% of a step; a
+push of half a step lengthens steps by at most 5% more than it lengthens the best. The exit code is 1 if one fails.
 """
 
 import argparse
