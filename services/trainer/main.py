@@ -26,6 +26,7 @@ from services.trainer.loop import TrainingLoop
 from services.trainer.starting_point import find_starting_point
 from services.trainer.telemetry.curves import draw_curves, is_drawn
 from services.trainer.telemetry.progress import Progress, TrainerServicer
+from services.trainer.telemetry.running_lock import shown_as_running
 from services.trainer.telemetry.span_files import collecting_spans
 
 log = structlog.get_logger()
@@ -53,6 +54,7 @@ async def serve(
         lock = await stack.enter_async_context(locked(bus, TRAINER, ttl_s=settings.bus.lease_ttl_s))
         start = await find_starting_point(settings, bus)
         await asyncio.to_thread(_keep_recipe, settings, start.folder)
+        await stack.enter_async_context(shown_as_running(start.folder))
         if settings.trace.max_gib:
             collecting = collecting_spans(bus, start.folder, max_bytes=int(settings.trace.max_gib * 2**30))
             await stack.enter_async_context(collecting)

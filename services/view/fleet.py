@@ -25,7 +25,7 @@ def fleet_of(
     *,
     starts: Sequence[Sequence[Span]],
     now: float,
-    is_running: bool,
+    has_launcher: bool,
 ) -> dict[str, Any]:
     """Describe the engines, the other processes and the pushes of a run.
 
@@ -34,7 +34,7 @@ def fleet_of(
         rows: The steps so far.
         starts: The spans of each launcher of the run, in their order.
         now: Seconds since 1970; of a run that has ended, its end.
-        is_running: Whether a launcher still works on the run.
+        has_launcher: Whether the last launcher still works on the run.
     """
     last = rows[-1] if rows else {}
     began = max(now - WINDOW_S, min((span.start for span in spans), default=now))
@@ -44,7 +44,7 @@ def fleet_of(
         "num_replicas": last.get("num_replicas"),
         "published_version": last["policy_version"] + 1 if "policy_version" in last else None,
         "replicas": [_describe_replica(name, each, began, now) for name, each in sorted(_engines(spans).items())],
-        "processes": _processes(spans, starts, now, is_running),
+        "processes": _processes(spans, starts, now, has_launcher),
         "pushes": _pushes(rows),
     }
 
@@ -119,7 +119,7 @@ def _tokens_in(span: Span, first: float, last: float) -> float:
 
 
 def _processes(
-    spans: Sequence[Span], starts: Sequence[Sequence[Span]], now: float, is_running: bool
+    spans: Sequence[Span], starts: Sequence[Sequence[Span]], now: float, has_launcher: bool
 ) -> list[dict[str, Any]]:
     """Describe every process: those that a launcher started, and others that have sent spans.
 
@@ -133,7 +133,7 @@ def _processes(
     for is_last, span in ((each is starts[-1], span) for each in starts for span in each):
         name, number = str(span.attributes.get("service", "")), span.attributes.get("start", 1)
         if span.name == "process.starting":
-            state = "up" if is_running and is_last else "lost"
+            state = "up" if has_launcher and is_last else "lost"
             known[name] = {"state": state, "num_starts": number, "exit_code": None}
         elif span.name == "process":
             known[name] = {"state": "ended", "num_starts": number, "exit_code": span.attributes.get("exit_code")}

@@ -51,15 +51,13 @@ class RunReader:
 
     @property
     def is_running(self) -> bool:
+        """Whether a launcher works in the folder, or a trainer without one."""
+        return self.has_launcher or _is_locked(self.folder / ".trainer.lock")
+
+    @property
+    def has_launcher(self) -> bool:
         """Whether a launcher works in the folder."""
-        try:
-            with (self.folder / ".lock").open() as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+        return _is_locked(self.folder / ".lock")
 
     @property
     def last_change(self) -> float:
@@ -188,6 +186,18 @@ class RunReader:
     def settings(self) -> dict[str, Any]:
         """Return the run's settings by dotted name; empty if there is no recipe."""
         return read_settings(self.folder)
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process has locked a file; false where that cannot be known."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

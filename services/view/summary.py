@@ -47,7 +47,7 @@ def fleet_now(run: RunReader) -> dict[str, Any]:
         evaluated = (span.start + span.seconds for span in run.spans(trained, now) if span.name == "evaluation")
         now = max(evaluated, default=trained)
     spans = sorted(run.spans(now - MEMORY_S, now), key=lambda span: span.start)
-    return fleet_of(spans, rows, starts=run.starts(), now=now, is_running=is_running)
+    return fleet_of(spans, rows, starts=run.starts(), now=now, has_launcher=run.has_launcher)
 
 
 def summarise(run: RunReader) -> dict[str, Any]:

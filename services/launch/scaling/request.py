@@ -53,7 +53,7 @@ def ask(folder: RunFolder, counts: Mapping[str, int], *, timeout_s: float) -> li
             f"{folder.path} is a folder of `{folder.command}`, and only a run of `{TRAIN}` can be scaled; "
             "give the folder of one"
         )
-    if not RunReader(folder.path).is_running:
+    if not RunReader(folder.path).has_launcher:
         raise SetupError(f"no `{TRAIN}` is running in {folder.path}; continue the run with --resume {folder.path}")
     file = _folder(folder) / f"{secrets.token_hex(8)}.request.json"
     try:

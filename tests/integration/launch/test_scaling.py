@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import errno
+import fcntl
 import itertools
 import os
 import sys
@@ -210,8 +211,10 @@ def test_a_run_that_is_over_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "holds no run; give a run folder" in capsys.readouterr().err
     folder = RunFolder(tmp_path)
     folder.write_config(load(Recipe, []))
-    with pytest.raises(SetupError, match="no `penstock train` is running in"):
-        ask(folder, {"rollout": 2}, timeout_s=1.0)
+    with (tmp_path / ".trainer.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as a trainer without a launcher, which answers nobody
+        with pytest.raises(SetupError, match="no `penstock train` is running in"):
+            ask(folder, {"rollout": 2}, timeout_s=1.0)
     assert main(["scale", str(tmp_path), "rollout=2"]) == 2
     assert "continue the run with --resume" in capsys.readouterr().err
 
@@ -290,7 +293,7 @@ async def test_a_request_that_comes_while_metrics_are_read_is_answered(
         return poll(follower)
 
     async def ask_at_once() -> list[str]:
-        await until(lambda: RunReader(tmp_path).is_running)
+        await until(lambda: RunReader(tmp_path).has_launcher)
         return await asked(folder, rollout=2)
 
     monkeypatch.setattr(MetricsFollower, "poll", poll_late)

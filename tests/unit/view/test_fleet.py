@@ -1,5 +1,7 @@
 """What the processes of a run do."""
 
+import fcntl
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ def test_loads_and_rates_are_means_over_the_last_minute() -> None:
         _span("rollout-0", "paused", 970.0, 3.0, version=4, then="READY"),
         _span("worker-0", "turn", 999.0, 1.0),
     ]
-    (replica,) = fleet_of(spans, [], starts=[], now=_NOW, is_running=True)["replicas"]
+    (replica,) = fleet_of(spans, [], starts=[], now=_NOW, has_launcher=True)["replicas"]
     assert replica == {
         "process": "rollout-0",
         "replica": "",
@@ -49,7 +51,7 @@ def test_a_run_that_has_just_begun_is_measured_since_then() -> None:
         _span("worker-0", "group.queued", 980.0, 1.0),
         _span("rollout-0", "call", 990.0, 10.0, num_tokens=100),
     ]
-    fleet = fleet_of(spans, [], starts=[], now=_NOW, is_running=True)
+    fleet = fleet_of(spans, [], starts=[], now=_NOW, has_launcher=True)
     assert fleet["window_s"] == 20.0
     assert (fleet["replicas"][0]["mean_running"], fleet["replicas"][0]["output_tokens_per_s"]) == (0.5, 5.0)
 
@@ -61,7 +63,7 @@ def test_a_version_is_served_when_the_engine_is_ready_with_it() -> None:
         _span("rollout-0", "push.received", 12.0, 1.0, version=6, stage="transfer"),
         _span("rollout-0", "paused", 12.0, 1.0, version=6, then="BROKEN"),
     ]
-    assert fleet_of(spans, [], starts=[], now=20.0, is_running=True)["replicas"][0]["version"] == 5
+    assert fleet_of(spans, [], starts=[], now=20.0, has_launcher=True)["replicas"][0]["version"] == 5
 
 
 def test_processes_are_those_that_were_started_and_those_that_are_heard_of() -> None:
@@ -73,7 +75,7 @@ def test_processes_are_those_that_were_started_and_those_that_are_heard_of() -> 
         _span("launcher", "process", 1.0, 30.0, service="router", start=1, exit_code=1),
     ]
     spans = [_span("worker", "turn", 990.0, 4.0), _span("reward", "judged", 999.0, 1.0), starts[0]]
-    found = fleet_of(spans, [], starts=[starts], now=_NOW, is_running=True)["processes"]
+    found = fleet_of(spans, [], starts=[starts], now=_NOW, has_launcher=True)["processes"]
     assert [
         (each["process"], each["state"], each["num_starts"], each["exit_code"], each["silent_s"]) for each in found
     ] == [
@@ -94,7 +96,7 @@ def test_processes_of_a_launcher_that_was_killed_are_lost() -> None:
     states = [
         {each["process"]: each["state"] for each in found["processes"]}
         for found in (
-            fleet_of(spans, [], starts=[starts], now=_NOW, is_running=is_running) for is_running in (True, False)
+            fleet_of(spans, [], starts=[starts], now=_NOW, has_launcher=has_launcher) for has_launcher in (True, False)
         )
     ]
     assert [each.pop("trainer") for each in states] == ["up", "lost"]
@@ -106,7 +108,7 @@ def test_a_launcher_that_goes_on_with_a_run_does_not_raise_the_dead() -> None:
     names = ("rollout-0", "rollout-1")
     killed = [_span("launcher", "process.starting", 1.0, 2.0, service=name, start=1) for name in names]
     for own, states in ([], ["lost", "lost"]), (killed[:1], ["up", "lost"]):
-        found = fleet_of([], [], starts=[killed, own], now=_NOW, is_running=True)
+        found = fleet_of([], [], starts=[killed, own], now=_NOW, has_launcher=True)
         assert [each["state"] for each in found["processes"]] == states
 
 
@@ -116,7 +118,7 @@ def test_the_push_that_paused_longest_comes_first() -> None:
         {"step": step, "policy_version": step + 5, "push_s": 1.0, "push_pause_s": step % 7} for step in range(1, 99)
     ]
     rows.append({"step": 99})
-    pushes = fleet_of([], rows, starts=[], now=_NOW, is_running=True)["pushes"]
+    pushes = fleet_of([], rows, starts=[], now=_NOW, has_launcher=True)["pushes"]
     assert len(pushes) == 20
     assert [(each["step"], each["push_pause_s"], each["version"]) for each in pushes[:2]] == [(6, 6, 12), (13, 6, 19)]
 
@@ -133,6 +135,19 @@ def test_a_run_that_has_ended_is_shown_as_it_was_at_its_end(tmp_path: Path) -> N
     states = {each["process"]: (each["state"], each["exit_code"]) for each in fleet["processes"]}
     assert states == {"rollout-0": ("lost", None), "router": ("", None), "trainer": ("", None), "x": ("ended", 1)}
     assert (fleet["num_replicas"], fleet["published_version"]) == (2, 31)
+
+
+def test_a_trainer_without_a_launcher_keeps_the_fleet_at_the_present(tmp_path: Path) -> None:
+    """What an earlier launcher has started stays lost."""
+    run = make_run(tmp_path / "run")
+    add_spans(run)
+    began = time.time()
+    with (run / ".trainer.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fleet = fleet_now(RunReader(run))
+    assert fleet["now"] >= began
+    states = {each["process"]: (each["state"], each["exit_code"]) for each in fleet["processes"]}
+    assert states == {"rollout-0": ("lost", None), "x": ("ended", 1)}
 
 
 def test_a_run_ends_with_its_last_evaluation(tmp_path: Path) -> None:

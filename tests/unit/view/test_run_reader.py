@@ -138,15 +138,18 @@ def test_an_index_that_was_tampered_with_leads_nowhere_else(tmp_path: Path) -> N
         RunReader(tmp_path).episode(0)
 
 
-def test_a_run_is_running_while_its_launcher_holds_the_lock(tmp_path: Path) -> None:
-    """Looking takes nothing from the launcher."""
+@pytest.mark.parametrize(("lock", "is_launcher_s"), [(".lock", True), (".trainer.lock", False)])
+def test_a_run_is_running_while_its_launcher_or_trainer_holds_a_lock(
+    tmp_path: Path, lock: str, is_launcher_s: bool
+) -> None:
+    """Looking takes nothing from the holder."""
     run = RunReader(tmp_path)
     assert not run.is_running
-    with (tmp_path / ".lock").open("w") as file:
+    with (tmp_path / lock).open("w") as file:
         assert not run.is_running
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert run.is_running
-        assert run.is_running
+        assert (run.is_running, run.has_launcher) == (True, is_launcher_s)
+        assert (run.is_running, run.has_launcher) == (True, is_launcher_s)
     assert not run.is_running
 
 

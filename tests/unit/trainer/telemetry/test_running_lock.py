@@ -1,0 +1,65 @@
+"""How a trainer shows that its run goes on, to those who look at the folder."""
+
+import asyncio
+import errno
+import fcntl
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import pytest
+import structlog
+
+from services.trainer.telemetry import running_lock
+from services.trainer.telemetry.running_lock import shown_as_running
+from services.view.run_reader import RunReader
+from tests.support.waiting import promptly, until
+
+
+async def test_a_run_is_running_while_its_trainer_works(tmp_path: Path) -> None:
+    """It has no launcher, and is not running before and after."""
+    run = RunReader(tmp_path)
+    for _ in range(2):  # the file stays, and says nothing by itself
+        assert not run.is_running
+        async with shown_as_running(tmp_path):
+            assert (run.is_running, run.has_launcher) == (True, False)
+    assert not run.is_running
+
+
+async def test_a_trainer_waits_for_nobody_who_holds_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for a viewer nor for a trainer that was replaced and has not ended; it takes the lock after them."""
+    monkeypatch.setattr(running_lock, "_TRY_EVERY_S", 0.0)
+    with (tmp_path / ".trainer.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        async with shown_as_running(tmp_path):
+            assert not RunReader(tmp_path).is_running
+            fcntl.flock(other, fcntl.LOCK_UN)
+            await until(lambda: RunReader(tmp_path).is_running)
+
+
+async def test_a_trainer_s_children_do_not_keep_the_lock(tmp_path: Path) -> None:
+    """The run would seem to go on if one outlived it."""
+    async with shown_as_running(tmp_path):
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "print(flush=True); input()"), stdin=PIPE, stdout=PIPE, close_fds=False
+        )
+        assert child.stdout is not None
+        await promptly(child.stdout.readline())
+    assert not RunReader(tmp_path).is_running
+    assert child.returncode is None
+    await promptly(child.communicate(b"\n"))
+
+
+async def test_a_file_system_without_locks_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre that is mounted without flock, and NFS without lockd: a warning says what is missed."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with structlog.testing.capture_logs() as logs:
+        async with shown_as_running(tmp_path):
+            assert not RunReader(tmp_path).is_running
+    [warning] = logs
+    assert (warning["event"], warning["log_level"]) == ("run_folder.not_locked", "warning")
+    assert "No locks available" in warning["reason"]
