@@ -146,7 +146,11 @@ def check_settings(recipe: Recipe, *, is_sft: bool = False) -> Finding:
         checks = (
             lambda: require_packages(recipe.trackers),
             lambda: require_meant(
-                sft=recipe.sft, trainer=recipe.trainer, data=recipe.data, evaluation=recipe.evaluation
+                sft=recipe.sft,
+                trainer=recipe.trainer,
+                data=recipe.data,
+                evaluation=recipe.evaluation,
+                metrics=recipe.metrics,
             ),
         )
     for check in checks:

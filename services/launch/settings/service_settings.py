@@ -35,7 +35,7 @@ from services.trainer.data.named_section import named_section
 from services.trainer.data.sources.files import pin, require_files
 from services.trainer.demonstrations.files import require_demonstrations
 from services.trainer.evaluation.set_files import pin_sets, require_sets
-from services.trainer.sft.config import SftSettings
+from services.trainer.sft.config import SftSettings, require_meant
 from services.trainer.telemetry.trackers import require_packages
 
 
@@ -209,7 +209,13 @@ def for_sft(recipe: Recipe) -> SftSettings:
         trackers=recipe.trackers,
         evaluation=recipe.evaluation,
     )
-    settings.require_meant()
+    require_meant(
+        sft=recipe.sft,
+        trainer=recipe.trainer,
+        data=recipe.data,
+        evaluation=recipe.evaluation,
+        metrics=recipe.metrics,
+    )
     require_fits_model(recipe, settings.model.path, is_sft=True)
     return settings
 

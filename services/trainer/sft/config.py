@@ -8,7 +8,7 @@ from typing import Literal
 
 import pydantic
 
-from penstock.config import Config, ModelConfig, RunConfig
+from penstock.config import Config, MetricsConfig, ModelConfig, RunConfig
 from penstock.errors import ConfigError
 from services.trainer.config import TrackersConfig, TrainerConfig
 from services.trainer.data.config import DataConfig
@@ -49,16 +49,15 @@ class SftSettings:
     trackers: TrackersConfig
     evaluation: EvaluationConfig
 
-    def require_meant(self) -> None:
-        """Refuse settings that would be expected to do something and do not.
 
-        Raises:
-            ConfigError: there is one.
-        """
-        require_meant(sft=self.sft, trainer=self.trainer, data=self.data, evaluation=self.evaluation)
-
-
-def require_meant(*, sft: SftConfig, trainer: TrainerConfig, data: DataConfig, evaluation: EvaluationConfig) -> None:
+def require_meant(
+    *,
+    sft: SftConfig,
+    trainer: TrainerConfig,
+    data: DataConfig,
+    evaluation: EvaluationConfig,
+    metrics: MetricsConfig,
+) -> None:
     """Refuse settings that would be expected to do something in supervised training and do not.
 
     Raises:
@@ -93,6 +92,11 @@ def require_meant(*, sft: SftConfig, trainer: TrainerConfig, data: DataConfig, e
     if trainer.lora.rank:
         raise ConfigError(
             f"trainer.lora.rank = {trainer.lora.rank}: supervised training has no adapters yet; leave trainer.lora out"
+        )
+    if metrics.port is not None:
+        raise ConfigError(
+            f"metrics.port = {metrics.port} serves metrics to Prometheus, and supervised training serves none; leave "
+            "it out, and read metrics.jsonl or name trackers in trackers.use"
         )
     if sft.epochs and len(data.sources) > 1:
         raise ConfigError(

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.leaves_behind("matplotlib keeps the fonts that a thread
         ({"data": {"pools": {"easy_chance": 0.5}}}, r"data\.pools .*leave easy_chance and hard_chance at 1"),
         ({"data": {"max_prompt_tokens": 9}}, r"data\.max_prompt_tokens = 9 .*sft\.max_tokens"),
         ({"trainer": {"record_groups": True}}, r"trainer\.record_groups = true .*leave it out"),
+        ({"metrics": {"port": 9400}}, r"metrics\.port = 9400 .*leave it out, and read metrics\.jsonl .*trackers\.use"),
+        ({"metrics": {"port": 0}}, r"metrics\.port = 0 .*leave it out"),
         ({"sft": {"epochs": 2, "batch_unit": "tokens"}}, r"sft\.epochs = 2 .*give trainer\.num_steps"),
         (
             {"sft": {"epochs": 1}, "data": {"sources": {"a": {}, "b": {"weight": 9}}}},
