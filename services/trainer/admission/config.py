@@ -87,18 +87,26 @@ def doubts(filters: FilterConfig, algorithm: AlgorithmConfig, *, max_staleness: 
     if algorithm.anchor == "proximal" and kind in ("clip", "cispo") and as_published != ("proximal", kind):
         found.append(
             f"algorithm.trust_region.kind = {kind!r} never acts with anchor = 'proximal': each version has one step, "
-            "before which the policy is its own anchor and every ratio is 1; set algorithm.anchor = 'rollout' or "
-            "'log_linear'"
+            "before which the policy is its own anchor and every ratio is 1; set algorithm.anchor = 'rollout', or "
+            "'log_linear' with trainer.max_staleness = 2 or more"
         )
     if algorithm.anchor == "proximal" and algorithm.ratio == "sequence":
         found.append(
             "algorithm.ratio = 'sequence' has no effect with anchor = 'proximal', by which every ratio is 1; set "
             "algorithm.anchor = 'rollout'"
         )
-    if max_staleness > 0 and algorithm.anchor == "proximal" and algorithm.correction.kind == "none":
+    if max_staleness < 2 and algorithm.anchor == "log_linear":
+        idle = "" if algorithm.correction.kind == "none" else ", and the correction weighs every token with 1"
+        found.append(
+            "algorithm.anchor = 'log_linear' estimates nothing for tokens less than two versions old: with "
+            f"trainer.max_staleness = {max_staleness} it is the engine's log-probability{idle}; set "
+            "trainer.max_staleness to 2 or more, or algorithm.anchor = 'rollout' and algorithm.correction.kind = 'none'"
+        )
+    exact_lag = {"rollout": max_staleness, "proximal": 0, "log_linear": 1}[algorithm.anchor]
+    if max_staleness > exact_lag and algorithm.correction.kind == "none":
         found.append(
             f"trainer.max_staleness = {max_staleness} trains tokens of earlier versions, which algorithm.anchor = "
-            "'proximal' without a correction takes for the policy's own; set algorithm.correction.kind = 'truncate', "
-            "or algorithm.anchor = 'rollout'"
+            f"{algorithm.anchor!r} without a correction treats as sampled by the anchor; set algorithm.correction.kind "
+            "= 'truncate', or algorithm.anchor = 'rollout'"
         )
     return found

@@ -8,7 +8,7 @@ no effect. The correction bounds stale tokens.
 
 `log_linear` puts the anchor one version back instead, so that the clip acts: on a token that is V - v versions old, the
 ratio is its movement per version, exp((logp - mu) / (V - v)), and the correction takes the rest. For tokens of the
-current version the anchor is the engine, as without staleness.
+current version, and for those one version old, the anchor is the engine.
 """
 
 from typing import Literal

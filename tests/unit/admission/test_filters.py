@@ -287,6 +287,7 @@ def test_refuses_an_estimator_that_learns_from_groups_without_spread() -> None:
             {"ratio": "sequence", "aggregation": {"kind": "sequence"}, "correction": {"level": "sequence"}},
             "ratio = 'sequence' has no effect with anchor = 'proximal'",
         ),
+        ({}, {"anchor": "log_linear", "correction": {"kind": "none"}}, "is the engine's log-probability; set"),
     ],
 )
 def test_says_what_may_not_be_meant(filters: dict[str, Any], algorithm: dict[str, Any], doubt: str) -> None:
@@ -294,8 +295,7 @@ def test_says_what_may_not_be_meant(filters: dict[str, Any], algorithm: dict[str
     axes = AlgorithmConfig.model_validate(algorithm)
     (found,) = doubts(FilterConfig.model_validate(filters), axes, max_staleness=0)
     assert doubt in found
-    for preset in PRESETS:
-        assert doubts(FilterConfig(), AlgorithmConfig.model_validate({"preset": preset}), max_staleness=0) == []
+    assert [preset for preset in PRESETS if doubts_of(preset, max_staleness=0)] == ["decoupled_ppo"]
 
 
 def test_a_ratio_that_filters_nothing_is_refused() -> None:
@@ -307,11 +307,24 @@ def test_a_ratio_that_filters_nothing_is_refused() -> None:
 
 def test_says_that_stale_tokens_have_no_correction() -> None:
     """Of the presets, only slime's needs a policy without staleness; another anchor or a correction answers it."""
-    found = {
-        preset: doubts(FilterConfig(), AlgorithmConfig.model_validate({"preset": preset}), max_staleness=2)
-        for preset in PRESETS
-    }
+    found = {preset: doubts_of(preset, max_staleness=2) for preset in PRESETS}
     assert [preset for preset, each in found.items() if each] == ["slime_geo3k"]
     assert "trainer.max_staleness = 2 trains tokens of earlier versions" in found["slime_geo3k"][0]
-    corrected = AlgorithmConfig.model_validate({"preset": "slime_geo3k", "correction": {"kind": "truncate"}})
-    assert "max_staleness" not in "".join(doubts(FilterConfig(), corrected, max_staleness=2))
+    corrected = {"correction": {"kind": "truncate"}}
+    assert "max_staleness" not in "".join(doubts_of("slime_geo3k", max_staleness=2, **corrected))
+
+
+def test_says_that_an_anchor_of_one_version_back_needs_older_tokens_and_a_correction() -> None:
+    """Up to a staleness of 1, the default, it is the engine and the correction idle; beyond, tokens need the latter."""
+    for max_staleness in (0, 1):
+        (idle,) = doubts_of("decoupled_ppo", max_staleness=max_staleness)
+        assert f"trainer.max_staleness = {max_staleness} it is the engine's log-probability, and the correction" in idle
+    assert doubts_of("decoupled_ppo", max_staleness=2) == []
+    (missing,) = doubts_of("decoupled_ppo", max_staleness=2, correction={"kind": "none"})
+    assert "algorithm.anchor = 'log_linear' without a correction" in missing
+
+
+def doubts_of(preset: str, *, max_staleness: int, **axes: Any) -> list[str]:
+    """What is doubted about a preset with these axes changed, without filters."""
+    algorithm = AlgorithmConfig.model_validate({"preset": preset, **axes})
+    return doubts(FilterConfig(), algorithm, max_staleness=max_staleness)
