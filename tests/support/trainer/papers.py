@@ -191,8 +191,8 @@ def gspo(samples: Samples) -> Result:
     return loss, gradient
 
 
-def cispo(samples: Samples) -> Result:
-    """ScaleRL: sg(min(r, 5)) A log pi, a mean over the tokens of each prompt, then over prompts."""
+def cispo(samples: Samples, *, low: float = 0.0, high: float = 5.0) -> Result:
+    """ScaleRL: sg(min(max(r, low), high)) A log pi, a mean over the tokens of each prompt, then over prompts."""
     centred = dr_grpo(samples)
     std = math.sqrt(
         statistics.variance(v for s, v in zip(samples, centred, strict=True) if not math.isnan(s.reward)) + 1e-8
@@ -202,7 +202,8 @@ def cispo(samples: Samples) -> Result:
     tokens = {g: sum(len(s.tokens) for s in samples if s.group == g) for g in groups}
 
     def of_token(i: int, t: Token) -> tuple[float, float]:
-        weight = min(ratio(t.th - t.mu)[0], 5.0) * a[i] / tokens[samples[i].group] / len(groups)
+        r = min(max(ratio(t.th - t.mu)[0], low), high)
+        weight = r * a[i] / tokens[samples[i].group] / len(groups)
         return -weight * t.th, -weight
 
     return each(samples, of_token)

@@ -105,11 +105,13 @@ def test_an_advantage_is_what_its_authors_published(kind: str, seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_dual_clip_and_divergences(seed: int) -> None:
-    """Dual clip of DAPO's bounds; DPPO with unequal bounds, by binary KL, and with a cap on the weight."""
+def test_bounds_other_than_the_presets(seed: int) -> None:
+    """Dual clip of DAPO's bounds; CISPO with verl's; DPPO with unequal bounds, by binary KL, and with a cap."""
     batch = random_batch(seed, spread=1.0)
     samples = plain(batch)
     check(computed(batch, algorithm("dapo", trust_region={"dual": 3.0})), papers.ppo(samples, 0.2, 0.28, 3.0))
+    narrow = algorithm("cispo", trust_region={"ratio_low": 0.8, "ratio_high": 1.2})
+    check(computed(batch, narrow), papers.cispo(samples, low=0.8, high=1.2))
     unequal = algorithm("dppo", trust_region={"tv_low": 0.02, "tv_high": 0.05})
     check(computed(batch, unequal), papers.dppo(samples, low=0.02, high=0.05))
     by_kl = algorithm("dppo", trust_region={"kind": "dppo_kl", "kl_max": 0.05})
