@@ -6,10 +6,12 @@ Invariant: the decision about a group depends only on the group and the settings
 import enum
 import math
 import zlib
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.records import Group, Sample
+from penstock.records import Group
 from services.trainer.admission.config import FilterConfig
 
 TRUNCATED: Final = frozenset({"length", "deadline"})
@@ -36,6 +38,19 @@ class FilterReason(enum.StrEnum):
     """Its row is in the hard pool and was not drawn; it was never played."""
 
 
+class SampleFilter(enum.StrEnum):
+    """What a filter did to a sample."""
+
+    TRUNCATED_MASKED = "truncated_masked"
+    """It was cut short, and has no gradient."""
+    TRUNCATED_ZEROED = "truncated_zeroed"
+    """It was cut short, and its reward, which was above 0, became 0."""
+    REPETITION_MASKED = "repetition_masked"
+    """It repeats itself, and has no gradient."""
+    REPETITION_DROPPED = "repetition_dropped"
+    """It repeats itself, and is treated as never sampled."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Screening:
     """The filters' decision about a group."""
@@ -48,25 +63,36 @@ class Screening:
     """Rewards of the remaining samples; NaN for one that was not judged."""
     masked: tuple[bool, ...]
     """Whether each remaining sample is excluded from the gradient."""
+    affected: Mapping[str, int]
+    """Numbers of samples by the `SampleFilter` that affected them; a sample counts for every one that did."""
 
 
 def screen(group: Group, config: FilterConfig) -> Screening:
     """Apply the filters to a group that was played."""
     kept, rewards, masked = [], [], []
+    affected: Counter[str] = Counter()
     for number, sample in enumerate(group.samples):
         repeats = config.repetition != "keep" and compression_ratio(sample.text) > config.max_compression_ratio
         if repeats and config.repetition == "drop":
+            affected[SampleFilter.REPETITION_DROPPED] += 1
             continue
         is_truncated = sample.finish_reason in TRUNCATED
+        reward = math.nan if sample.reward is None else sample.reward
+        is_masked = is_truncated and config.truncated == "mask"
+        # AReaL sets every reward to 0, but a negative reward must not rise.
+        is_zeroed = is_truncated and config.truncated == "zero" and reward > 0
         kept.append(number)
-        rewards.append(_reward(sample, zeroed=is_truncated and config.truncated == "zero"))
-        masked.append(repeats or (is_truncated and config.truncated == "mask"))
+        rewards.append(0.0 if is_zeroed else reward)
+        masked.append(repeats or is_masked)
+        affected[SampleFilter.REPETITION_MASKED] += repeats
+        affected[SampleFilter.TRUNCATED_MASKED] += is_masked
+        affected[SampleFilter.TRUNCATED_ZEROED] += is_zeroed
     reason = None
     if len(kept) < min(2, len(group.samples)):
         reason = FilterReason.REPETITION
     elif config.zero_variance and not _has_spread(rewards, masked):
         reason = FilterReason.ZERO_VARIANCE
-    return Screening(reason=reason, kept=tuple(kept), rewards=tuple(rewards), masked=tuple(masked))
+    return Screening(reason=reason, kept=tuple(kept), rewards=tuple(rewards), masked=tuple(masked), affected=affected)
 
 
 def compression_ratio(text: str) -> float:
@@ -77,13 +103,6 @@ def compression_ratio(text: str) -> float:
     """
     end = text[-REPETITION_WINDOW:].encode(errors="surrogatepass")
     return len(end) / len(zlib.compress(end, _COMPRESSION_LEVEL))
-
-
-def _reward(sample: Sample, *, zeroed: bool) -> float:
-    """Return the reward, at most 0 if zeroed: AReaL sets it to 0, but a negative reward must not rise."""
-    if sample.reward is None:
-        return math.nan
-    return min(sample.reward, 0.0) if zeroed else sample.reward
 
 
 def _has_spread(rewards: list[float], masked: list[bool]) -> bool:

@@ -1,6 +1,7 @@
 """The ledger's records of prompt groups, as plain values; only `GroupLedger` changes them."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -56,6 +57,8 @@ class Arrival(Generic[GroupT]):
     """The policy's own tokens, over all samples."""
     was_redelivered: bool = False
     """Whether a worker had already begun to play the prompt."""
+    affected: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of its samples that each filter affected."""
     group: GroupT
 
 
@@ -69,6 +72,8 @@ class Dropped:
     """Name of the filter."""
     num_tokens: int = 0
     """The policy's own tokens in the group, if it was filtered."""
+    affected: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of its samples that each filter affected, if it was filtered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +103,30 @@ class GroupCounts:
     """The policy's own tokens in filtered groups: the cost of filtering."""
     filtered_by_reason: dict[str, int] = field(default_factory=dict)
     """Groups that each filter left out."""
+    affected: dict[str, int] = field(default_factory=dict)
+    """Samples of trained and filtered groups that each filter affected."""
     lost: int = 0
     """Admitted again because they, or their images, are gone from the bus."""
     redrawn: int = 0
     """Sampled more than once: admitted again, or redelivered to another worker."""
     redrawn_tokens: int = 0
     """The policy's own tokens in redrawn groups."""
+
+    def add_trained(self, arrival: Arrival[Any]) -> None:
+        """Count a group that was trained, and its samples."""
+        self.trained += 1
+        self._add_samples(arrival.affected)
+
+    def add_dropped(self, dropped: Dropped) -> None:
+        """Count a group that failed or was filtered; of the latter, its samples too."""
+        if dropped.outcome is GroupStatus.FAILED:
+            self.failed += 1
+            return
+        self.filtered += 1
+        self.filtered_tokens += dropped.num_tokens
+        self.filtered_by_reason[dropped.reason] = self.filtered_by_reason.get(dropped.reason, 0) + 1
+        self._add_samples(dropped.affected)
+
+    def _add_samples(self, affected: Mapping[str, int]) -> None:
+        for name, count in affected.items():
+            self.affected[name] = self.affected.get(name, 0) + count

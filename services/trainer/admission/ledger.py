@@ -193,7 +193,14 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
         return self._drop(index, Dropped(attempt=attempt, outcome=GroupStatus.FAILED))
 
     def filter_out(
-        self, index: int, attempt: int, *, reason: str, num_tokens: int = 0, was_redelivered: bool = False
+        self,
+        index: int,
+        attempt: int,
+        *,
+        reason: str,
+        num_tokens: int = 0,
+        affected: Mapping[str, int] = {},
+        was_redelivered: bool = False,
     ) -> bool:
         """Record that a group is left out on purpose; return False if it is not wanted.
 
@@ -205,9 +212,12 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
             attempt: Attempt that was filtered.
             reason: The filter's name, under which it is counted.
             num_tokens: The policy's own tokens, over all samples; 0 if it was not played.
+            affected: Numbers of its samples that each filter affected; none if it was not played.
             was_redelivered: Whether a worker had already begun to play the prompt.
         """
-        dropped = Dropped(attempt=attempt, outcome=GroupStatus.FILTERED, reason=reason, num_tokens=num_tokens)
+        dropped = Dropped(
+            attempt=attempt, outcome=GroupStatus.FILTERED, reason=reason, num_tokens=num_tokens, affected=affected
+        )
         if not self._drop(index, dropped):
             return False
         if num_tokens and (attempt > 0 or was_redelivered):
@@ -300,11 +310,11 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
 
     def finish_training(self) -> None:
         """Record that the batch was trained, which frees its groups' room in the gate."""
-        for index in self._training:
+        for index, arrival in self._training.items():
             del self._admissions[index]
             self._ended[index] = GroupStatus.TRAINED
+            self.counts.add_trained(arrival)
             self._redrawn.pop(index, None)
-        self.counts.trained += len(self._training)
         self._training = {}
 
     def abort_training(self) -> None:
@@ -381,13 +391,7 @@ class GroupLedger(Generic[GroupT, ReceiptT]):
     def _end(self, index: int, dropped: Dropped) -> None:
         del self._admissions[index]
         self._ended[index] = dropped.outcome
-        counts = self.counts
-        if dropped.outcome is GroupStatus.FAILED:
-            counts.failed += 1
-        else:
-            counts.filtered += 1
-            counts.filtered_tokens += dropped.num_tokens
-            counts.filtered_by_reason[dropped.reason] = counts.filtered_by_reason.get(dropped.reason, 0) + 1
+        self.counts.add_dropped(dropped)
 
     def _count_redrawn(self, index: int, num_tokens: int) -> None:
         self.counts.redrawn += 1

@@ -149,7 +149,7 @@ class Collector:
             await delivery.write_dead_letter(reason)
             is_of_use = self._fail(group, reason)
         elif (reason := (screening := screen(group, self.filters)).reason) is not None:
-            is_of_use = self._filter(group, reason)
+            is_of_use = self._filter(group, reason, screening)
         else:
             try:
                 images = await self._fetch_images(group)
@@ -160,7 +160,7 @@ class Collector:
                 await self._give_up(delivery, group, str(error))
                 return
             else:
-                is_of_use = self._hold(group, images, ready)
+                is_of_use = self._hold(group, images, ready, screening)
         if not is_of_use:
             self.num_duplicate += 1
             log.info("group.duplicate_ignored", group=group.id.message)
@@ -179,7 +179,7 @@ class Collector:
         with self.crashes.reading(group.id.index):
             return self.reader.read(group, images).screened(screening)
 
-    def _hold(self, group: Group, images: Mapping[str, bytes], ready: TrainGroup) -> bool:
+    def _hold(self, group: Group, images: Mapping[str, bytes], ready: TrainGroup, screening: Screening) -> bool:
         self._end_streak(group)
         is_of_use = self.ledger.hold(
             Arrival(
@@ -189,6 +189,7 @@ class Collector:
                 newest_version=group.newest_version,
                 num_tokens=group.num_own_tokens,
                 was_redelivered=group.num_deliveries > 1,
+                affected=screening.affected,
                 group=Finished(played=group, images=images, ready=ready),
             )
         )
@@ -198,7 +199,7 @@ class Collector:
             self._end_play(group)
         return is_of_use
 
-    def _filter(self, group: Group, reason: FilterReason) -> bool:
+    def _filter(self, group: Group, reason: FilterReason, screening: Screening) -> bool:
         """Leave a valid group out of training; its images are never fetched."""
         self._end_streak(group)
         is_of_use = self.ledger.filter_out(
@@ -206,6 +207,7 @@ class Collector:
             group.id.attempt,
             reason=reason,
             num_tokens=group.num_own_tokens,
+            affected=screening.affected,
             was_redelivered=group.num_deliveries > 1,
         )
         if is_of_use:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.records import Group
-from services.trainer.admission.filters import FilterReason
+from services.trainer.admission.filters import FilterReason, SampleFilter
 from services.trainer.admission.group_state import GroupCounts
 from services.trainer.admission.pools import Pool
 from services.trainer.batching.sequences import TrainGroup
@@ -127,7 +127,10 @@ def describe_push(report: PushReport, *, num_live_replicas: int) -> dict[str, An
 
 
 def describe_groups(counts: GroupCounts, *, num_duplicate: int, num_unreadable: int) -> dict[str, int]:
-    """Describe the outcomes of groups since the run began; the last two counts are since the trainer started."""
+    """Describe the outcomes of groups since the run began, and what filters did to samples.
+
+    The last two counts are since the trainer started.
+    """
     return {
         "num_trained_groups": counts.trained,
         "num_stale_groups": counts.rejected,
@@ -136,6 +139,7 @@ def describe_groups(counts: GroupCounts, *, num_duplicate: int, num_unreadable: 
         "num_filtered_groups": counts.filtered,
         "num_filtered_tokens": counts.filtered_tokens,
         **{f"num_filtered_groups_{reason}": counts.filtered_by_reason.get(reason, 0) for reason in FilterReason},
+        **{f"num_samples_{each}": counts.affected.get(each, 0) for each in SampleFilter},
         "num_lost_groups": counts.lost,
         "num_redrawn_groups": counts.redrawn,
         "num_redrawn_tokens": counts.redrawn_tokens,

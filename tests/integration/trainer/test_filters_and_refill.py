@@ -161,13 +161,17 @@ async def test_a_filtered_groups_message_leaves_with_a_checkpoint_and_its_images
 
 
 async def test_masked_samples_reach_the_batch_as_such(bus: Bus, tiny_model_path: Path) -> None:
-    """The collector hands on what the filters decided."""
-    group = make_group(tiny_model_path, index=0)
-    cut = msgspec.structs.replace(group.samples[2], finish_reason="length")
-    await publish(bus, msgspec.structs.replace(group, samples=(*group.samples[:2], cut, group.samples[3])))
-    async with running(bus, tiny_model_path, filters=FilterConfig(truncated="mask")) as flow:
+    """The collector hands on what the filters decided, and what to count of a group that they leave out."""
+    for index, rewards in enumerate([(1.0,) * 4, (1.0, 0.0, 0.0, 1.0)]):
+        group = make_group(tiny_model_path, index=index, rewards=rewards)
+        cut = msgspec.structs.replace(group.samples[2], finish_reason="length")
+        await publish(bus, msgspec.structs.replace(group, samples=(*group.samples[:2], cut, group.samples[3])))
+    filters = FilterConfig(truncated="mask", zero_variance=True)
+    async with running(bus, tiny_model_path, filters=filters) as flow:
         (finished,) = await flow.next_batch(1)
-    assert finished.ready.masked == (False, False, True, False)
+        flow.ledger.finish_training()
+    assert (finished.ready.index, finished.ready.masked) == (1, (False, False, True, False))
+    assert flow.ledger.counts.affected["truncated_masked"] == 2
 
 
 async def test_nothing_but_overlong_prompts_ends_the_run(bus: Bus, tiny_model_path: Path) -> None:

@@ -144,6 +144,26 @@ def test_samples_that_repeat_are_masked_or_dropped(tiny_model_path: Path) -> Non
     assert screen(loops, FilterConfig(repetition="drop", zero_variance=True)).reason is FilterReason.REPETITION
 
 
+def test_affected_samples_are_counted_by_filter(tiny_model_path: Path) -> None:
+    """For every filter that changed it, which zeroing a reward of 0 does not; one that is dropped for that alone."""
+    group = group_of(
+        tiny_model_path,
+        {"reward": 1.0, "finish_reason": "length"},
+        {"reward": 0.0, "finish_reason": "deadline"},
+        {"reward": 1.0, "finish_reason": "length", "text": LOOP},
+        {"reward": 1.0, "text": LOOP},
+    )
+
+    def affected(**settings: str) -> dict[str, int]:
+        counts = screen(group, FilterConfig.model_validate(settings)).affected
+        return {name: count for name, count in counts.items() if count}
+
+    assert affected() == {}
+    assert affected(truncated="mask", repetition="mask") == {"truncated_masked": 3, "repetition_masked": 2}
+    assert affected(truncated="zero") == {"truncated_zeroed": 2}
+    assert affected(truncated="zero", repetition="drop") == {"truncated_zeroed": 1, "repetition_dropped": 2}
+
+
 def batch_of(path: Path, screening: Screening, **algorithm: Any) -> Batch:
     """A batch of the screened group of four and one more of 4 tokens in all."""
     reader = GroupReader(ModelTokens(vocab_size=512, image_id=None, forbidden_ids=frozenset()), None)
@@ -161,7 +181,7 @@ def batch_of(path: Path, screening: Screening, **algorithm: Any) -> Batch:
 
 
 LAST_MASKED = Screening(
-    reason=None, kept=(0, 1, 2, 3), rewards=(1.0, 0.0, 0.0, 0.0), masked=(False, False, False, True)
+    reason=None, kept=(0, 1, 2, 3), rewards=(1.0, 0.0, 0.0, 0.0), masked=(False, False, False, True), affected={}
 )
 
 
@@ -183,7 +203,7 @@ def test_a_masked_sample_has_no_gradient_from_rewards_of_tokens(tiny_model_path:
 
 def test_a_dropped_sample_counts_nowhere(tiny_model_path: Path) -> None:
     """By hand: the mean is of three rewards, the denominator of 10 tokens."""
-    dropped = Screening(reason=None, kept=(0, 1, 2), rewards=(1.0, 0.0, 0.0), masked=(False,) * 3)
+    dropped = Screening(reason=None, kept=(0, 1, 2), rewards=(1.0, 0.0, 0.0), masked=(False,) * 3, affected={})
     batch = batch_of(tiny_model_path, dropped, advantage={"kind": "dr_grpo"})
     assert batch.samples.advantages_G.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0.5, -0.5])
     assert batch.samples.weights_G.tolist() == pytest.approx([0.1] * 5)
@@ -220,7 +240,7 @@ def test_metrics_count_what_the_filters_did(tiny_model_path: Path) -> None:
     since = tally.take()
     played = rewarded(tiny_model_path, 1.0, 0.0, None)
     reader = GroupReader(ModelTokens(vocab_size=512, image_id=None, forbidden_ids=frozenset()), None)
-    screening = Screening(reason=None, kept=(0, 2), rewards=(1.0, math.nan), masked=(True, False))
+    screening = Screening(reason=None, kept=(0, 2), rewards=(1.0, math.nan), masked=(True, False), affected={})
     ready: TrainGroup = reader.read(played, {}).screened(screening)
     assert describe_filters([played], [ready], since) == {
         "num_masked_samples": 1,
@@ -231,7 +251,14 @@ def test_metrics_count_what_the_filters_did(tiny_model_path: Path) -> None:
     assert tally.take() == Interval(num_groups=0, num_filtered=0, rewards=())
     assert describe_filters([], [], tally.take())["filtered_group_fraction"] == 0
     counts = GroupCounts(filtered=3, filtered_tokens=99, filtered_by_reason={"zero_variance": 2, "repetition": 1})
+    counts.affected["truncated_zeroed"] = 5
     described = describe_groups(counts, num_duplicate=0, num_unreadable=0)
+    assert {name: value for name, value in described.items() if "samples" in name} == {
+        "num_samples_truncated_masked": 0,
+        "num_samples_truncated_zeroed": 5,
+        "num_samples_repetition_masked": 0,
+        "num_samples_repetition_dropped": 0,
+    }
     assert {name: value for name, value in described.items() if "filtered" in name} == {
         "num_filtered_groups": 3,
         "num_filtered_tokens": 99,

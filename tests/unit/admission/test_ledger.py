@@ -17,7 +17,7 @@ def ledger_of(*, max_staleness: int = 0, groups_per_step: int = 1) -> GroupLedge
 
 
 def arrival(index: int, *, attempt: int = 0, version: int = 1, was_redelivered: bool = False) -> Arrival[str]:
-    """A group of 7 tokens, all of one version."""
+    """A group of 7 tokens, all of one version, with two samples that a filter masked."""
     return Arrival(
         index=index,
         attempt=attempt,
@@ -25,6 +25,7 @@ def arrival(index: int, *, attempt: int = 0, version: int = 1, was_redelivered: 
         newest_version=version,
         num_tokens=7,
         was_redelivered=was_redelivered,
+        affected={"truncated_masked": 2},
         group=f"{index}/{attempt}",
     )
 
@@ -110,6 +111,25 @@ def test_filtered_groups_are_counted_by_reason_over_a_restart() -> None:
     assert (counts.filtered, counts.filtered_tokens) == (4, 21)
     assert counts.filtered_by_reason == {"zero_variance": 2, "repetition": 1, "overlong_prompt": 1}
     assert (counts.redrawn, counts.redrawn_tokens, counts.failed) == (2, 14, 0)
+
+
+def test_affected_samples_are_counted_when_their_group_ends() -> None:
+    """Trained or filtered, and once: groups in hand or not yet admitted come again after a restart."""
+    before = ledger_of(groups_per_step=2)
+    before.admit(1), before.admit(1)
+    before.hold(arrival(0))
+    before.filter_out(1, 0, reason="repetition", affected={"repetition_dropped": 3})
+    before.filter_out(2, 0, reason="repetition", affected={"repetition_dropped": 5})
+    after = restored(before)
+    assert after.counts.affected == {"repetition_dropped": 3}
+    after.filter_out(2, 0, reason="repetition", affected={"repetition_dropped": 5})
+    after.admit(1)
+    after.hold(arrival(0))
+    after.commit([0])
+    after.finish_training()
+    state = after.checkpoint().state
+    assert state["counts"].pop("affected") == {"repetition_dropped": 8, "truncated_masked": 2}
+    assert GroupLedger[str, str].from_state(state, after.gate).counts.affected == {}, "of a version that counted none"
 
 
 def test_a_filter_does_not_replace_an_attempt_in_hand() -> None:
