@@ -166,7 +166,7 @@ async def test_a_host_that_was_mended_is_used(tmp_path: Path, nodes: Nodes, monk
         await hosts.look()
         assert [host.unfit for host in hosts.hosts] == [""] * len(hosts.hosts)
         (line,) = said
-        assert line.endswith(": 4 GPUs")
+        assert line.endswith(": 4 GPUs, 4 CPUs")
     nodes.kill(stranger)
 
 

@@ -125,8 +125,8 @@ class Cluster:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether a fit host has GPUs."""
-        return any(host.num_gpus for host in self.hosts if not host.unfit)
+        """Whether a host has GPUs, fit or not: a run whose only GPUs are on unfit hosts is refused, not put on CPUs."""
+        return any(host.num_gpus for host in self.hosts)
 
     async def look(self) -> None:
         """Look for hosts, and wait until those that are new are examined."""
@@ -187,6 +187,7 @@ class Cluster:
             node_id=node["NodeID"],
             address=node["NodeManagerAddress"],
             num_gpus=int(node["Resources"].get("GPU", 0)),
+            num_cpus=int(node["Resources"].get("CPU", 0)),
             is_launchers=node["NodeID"] == self.launcher_id,
         )
         try:

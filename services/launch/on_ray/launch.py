@@ -37,8 +37,8 @@ async def examine(cluster: Cluster, recipe: Recipe) -> list[str]:
     """Examine the cluster's hosts, and return the plan of the run in lines.
 
     Raises:
-        ConfigError: hosts are missing, have too few GPUs, or cannot run the recipe; or services on this host have one
-            port.
+        ConfigError: hosts are missing, have too few GPUs or CPUs, or cannot run the recipe; or services on this host
+            have one port.
     """
     await cluster.look()
     processes = plan_processes(recipe, own_bus=not recipe.bus.url)
@@ -49,7 +49,7 @@ async def examine(cluster: Cluster, recipe: Recipe) -> list[str]:
         *cluster.lines,
     ]
     try:
-        require_room(cluster.hosts, processes, recipe)
+        require_room(cluster.hosts, processes, recipe, has_gpus=cluster.has_gpus)
     except ConfigError:
         sys.stdout.write("\n".join([*describe_hosts(cluster.hosts), ""]))
         raise
@@ -77,13 +77,15 @@ async def launch(
         folder.write_live(live)
         own_bus = not recipe.bus.url
         processes = plan_processes(live, own_bus=own_bus)
+        has_gpus = cluster.has_gpus  # hosts that join or leave later do not change it
 
         def make_specs(wanted: Recipe, added: Sequence[PlannedProcess]) -> list[ProcessSpec]:
-            require_room_to_join(cluster.hosts, added, plan_processes(wanted, own_bus=own_bus), wanted)
+            wanted_processes = plan_processes(wanted, own_bus=own_bus)
+            require_room_to_join(cluster.hosts, added, wanted_processes, wanted, has_gpus=has_gpus)
             return _specs(added, folder, security)
 
-        backend = RayBackend(cluster, live, has_gpus=cluster.has_gpus, write=_write)
-        order = require_room(cluster.hosts, processes, live)
+        backend = RayBackend(cluster, live, has_gpus=has_gpus, write=_write)
+        order = require_room(cluster.hosts, processes, live, has_gpus=has_gpus)
         await backend.reserve(order, stop, timeout_s=_RESERVE_TIMEOUT_S)
         cluster.report = _write
         folder.write_config(recipe)

@@ -30,6 +30,8 @@ class Host:
     """As the other nodes reach it."""
     num_gpus: int
     """GPUs that Ray manages, free or not."""
+    num_cpus: int
+    """CPUs that Ray manages, free or not; whoever starts Ray there may have given a smaller number than there are."""
     is_launchers: bool = False
     unfit: str = ""
     """Why no process can run there; empty if some can."""
@@ -47,7 +49,7 @@ class Host:
 def num_gpus_of(service: str, recipe: Recipe, *, has_gpus: bool) -> int:
     """Return how many GPUs of one host a process of the service needs.
 
-    `has_gpus` tells whether the cluster has any; without, everything is computed on CPUs.
+    `has_gpus` tells whether the run computes on GPUs; without, everything is computed on CPUs.
     """
     if not has_gpus:
         return 0
@@ -73,16 +75,18 @@ def allowed(hosts: Sequence[Host], service: str) -> list[Host]:
     return [host for host in hosts if not host.refuses(service)]
 
 
-def require_room(hosts: Sequence[Host], processes: Sequence[PlannedProcess], recipe: Recipe) -> list[PlannedProcess]:
-    """Check that the hosts that can run the processes have enough GPUs for all of them, if nobody else uses any.
+def require_room(
+    hosts: Sequence[Host], processes: Sequence[PlannedProcess], recipe: Recipe, *, has_gpus: bool
+) -> list[PlannedProcess]:
+    """Check that the hosts that can run the processes have enough GPUs and CPUs for all, if nobody else uses any.
 
-    Returns the processes that may be on several hosts, in an order in which they fit.
+    `has_gpus` tells whether the run computes on GPUs. Returns the processes that may be on several hosts, in an order
+    in which they fit.
 
     Raises:
         ConfigError: they do not fit in any order tried, no host can run a service, the trainer must compute on a GPU
-            and there is none, or engines would refuse the precision of the trainer's pushes.
+            and the run has none, or engines would refuse the precision of the trainer's pushes.
     """
-    has_gpus = _have_gpus(hosts)
     has_engines = any(process.service == "rollout" for process in processes)
     trains = any(process.service == "trainer" for process in processes)
     if trains and not has_gpus and recipe.trainer.device == "cuda":
@@ -96,18 +100,24 @@ def require_room(hosts: Sequence[Host], processes: Sequence[PlannedProcess], rec
             f"rollout.tensor_parallel = {recipe.rollout.tensor_parallel}, and the cluster has no GPU; set it to 1, or "
             "add hosts with GPUs"
         )
-    missing: list[str] = []
-    for order in _orders(processes, recipe, has_gpus=has_gpus):
-        missing = _without_room(hosts, order, recipe, has_gpus=has_gpus)
-        if not missing:
-            return order
-    raise ConfigError(_explain_shortage(hosts, processes, recipe, missing))
+    order, missing = _placed(hosts, processes, recipe, has_gpus=has_gpus)
+    if not missing:
+        return order
+    with_cpus = [dataclasses.replace(host, num_cpus=len(processes)) for host in hosts]
+    if _placed(with_cpus, processes, recipe, has_gpus=has_gpus)[1]:
+        raise ConfigError(_explain_too_few_gpus(hosts, processes, recipe, missing))
+    raise ConfigError(_explain_too_few_cpus(hosts, order, missing))
 
 
 def require_room_to_join(
-    hosts: Sequence[Host], added: Sequence[PlannedProcess], processes: Sequence[PlannedProcess], recipe: Recipe
+    hosts: Sequence[Host],
+    added: Sequence[PlannedProcess],
+    processes: Sequence[PlannedProcess],
+    recipe: Recipe,
+    *,
+    has_gpus: bool,
 ) -> None:
-    """Check that `added` can join a run, which then has `processes`.
+    """Check that `added` can join a run, which then has `processes`; `has_gpus` tells whether it computes on GPUs.
 
     Those that need GPUs must fit beside all others. The rest needs a host that can run it: after the death of a host,
     engines of the run may have no room themselves.
@@ -115,21 +125,32 @@ def require_room_to_join(
     Raises:
         ConfigError: they do not fit, or no host can run a service.
     """
-    has_gpus = _have_gpus(hosts)
     needs_gpus = any(num_gpus_of(process.service, recipe, has_gpus=has_gpus) for process in added)
-    require_room(hosts, processes if needs_gpus else added, recipe)
+    require_room(hosts, processes if needs_gpus else added, recipe, has_gpus=has_gpus)
 
 
-def _have_gpus(hosts: Sequence[Host]) -> bool:
-    return any(host.num_gpus for host in hosts)
+def _placed(
+    hosts: Sequence[Host], processes: Sequence[PlannedProcess], recipe: Recipe, *, has_gpus: bool
+) -> tuple[list[PlannedProcess], list[str]]:
+    """Return an order of the processes that may be on several hosts, and the names of those without room in it."""
+    order: list[PlannedProcess] = []
+    missing: list[str] = []
+    for order in _orders(hosts, processes, recipe, has_gpus=has_gpus):
+        missing = _without_room(hosts, order, recipe, has_gpus=has_gpus)
+        if not missing:
+            break
+    return order, missing
 
 
-def _orders(processes: Sequence[PlannedProcess], recipe: Recipe, *, has_gpus: bool) -> Iterator[list[PlannedProcess]]:
+def _orders(
+    hosts: Sequence[Host], processes: Sequence[PlannedProcess], recipe: Recipe, *, has_gpus: bool
+) -> Iterator[list[PlannedProcess]]:
     """Yield orders in which to place processes: the largest first, and the one with the least choice of hosts first."""
     anywhere = [process for process in processes if process.service not in AT_THE_LAUNCHER]
 
-    def size(process: PlannedProcess) -> tuple[int, bool]:
-        return -num_gpus_of(process.service, recipe, has_gpus=has_gpus), process.service != "trainer"
+    def size(process: PlannedProcess) -> tuple[int, int, bool]:
+        num_gpus = num_gpus_of(process.service, recipe, has_gpus=has_gpus)
+        return -num_gpus, len(allowed(hosts, process.service)), process.service != "trainer"
 
     by_size = sorted(anywhere, key=size)
     yield by_size
@@ -140,16 +161,19 @@ def _without_room(
     hosts: Sequence[Host], order: Sequence[PlannedProcess], recipe: Recipe, *, has_gpus: bool
 ) -> list[str]:
     """Return those that find no room if each is placed on the fullest host that has enough, as Ray does."""
-    free = {host.node_id: host.num_gpus for host in hosts}
+    free_gpus = {host.node_id: host.num_gpus for host in hosts}
+    free_cpus = {host.node_id: host.num_cpus for host in hosts}
     missing = []
     for process in order:
         fit = allowed(hosts, process.service)
         if not fit:
             raise ConfigError(f"no host can run {process.name}: {'; '.join(_refusals(hosts, process.service))}")
         needed = num_gpus_of(process.service, recipe, has_gpus=has_gpus)
-        with_room = [host for host in fit if free[host.node_id] >= needed]
+        with_room = [host.node_id for host in fit if free_gpus[host.node_id] >= needed and free_cpus[host.node_id]]
         if with_room:
-            free[min(with_room, key=lambda host: (free[host.node_id], host.node_id)).node_id] -= needed
+            fullest = min(with_room, key=lambda node_id: (free_gpus[node_id], node_id))
+            free_gpus[fullest] -= needed
+            free_cpus[fullest] -= 1
         else:
             missing.append(process.name)
     return missing
@@ -162,7 +186,7 @@ def describe_hosts(hosts: Sequence[Host]) -> Iterator[str]:
         if host.unfit:
             yield f"{name} is left out: {host.unfit}"
             continue
-        yield f"{name}: {host.num_gpus} {'GPU' if host.num_gpus == 1 else 'GPUs'}"
+        yield f"{name}: {_count(host.num_gpus, 'GPU')}, {_count(host.num_cpus, 'CPU')}"
         for service, reason in host.unfit_for.items():
             yield f"  no {service} there: {reason}"
 
@@ -174,7 +198,7 @@ def describe_processes(processes: Sequence[PlannedProcess], recipe: Recipe, *, h
         num_gpus = num_gpus_of(process.service, recipe, has_gpus=has_gpus)
         where = "this host" if process.service in AT_THE_LAUNCHER else "any host"
         where += " with the run folder" if process.service == "trainer" else ""
-        where += f", {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}" if num_gpus else ""
+        where += f", {_count(num_gpus, 'GPU')}" if num_gpus else ""
         yield f"{process.name.ljust(width)}  {where}"
 
 
@@ -185,7 +209,7 @@ def _refusals(hosts: Sequence[Host], service: str) -> list[str]:
     return [f"{host.address}: {reason}" for host, reason in zip(hosts, reasons, strict=True)]
 
 
-def _explain_shortage(
+def _explain_too_few_gpus(
     hosts: Sequence[Host], processes: Sequence[PlannedProcess], recipe: Recipe, missing: Sequence[str]
 ) -> str:
     num_engines = sum(process.service == "rollout" for process in processes)
@@ -205,3 +229,22 @@ def _explain_shortage(
         "the number of engines (rollout.replicas, prefill, decode), or add hosts to the cluster"
         + "".join(f"; {line}" for line in left_out)
     )
+
+
+def _explain_too_few_cpus(hosts: Sequence[Host], order: Sequence[PlannedProcess], missing: Sequence[str]) -> str:
+    described = ", ".join(f"{host.address} {0 if host.unfit else host.num_cpus}" for host in hosts)
+    remedy = "start Ray on a host with a higher --num-cpus, add hosts, or lower rollout.replicas or worker.num"
+    if "trainer" in missing:
+        seeing = ", ".join(host.address for host in allowed(hosts, "trainer"))
+        remedy = (
+            f"the trainer needs a host that has the run folder ({seeing}): start Ray there with a higher --num-cpus, "
+            "or set run.dir to a folder that hosts with CPUs share"
+        )
+    return (
+        f"no room for {', '.join(missing)}: the trainer, each engine and each worker take 1 CPU of Ray's count, "
+        f"{len(order)} in all; CPUs by host: {described}; {remedy}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

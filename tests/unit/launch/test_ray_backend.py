@@ -66,7 +66,8 @@ async def test_a_process_is_placed_when_ray_answers_again(
     monkeypatch.setattr(backend, "placement_group", group)
     monkeypatch.setattr(backend, "remove_placement_group", remove)
     monkeypatch.setattr(backend, "_PLACE_EVERY_S", 0.01)
-    cluster = SimpleNamespace(notice=notice, hosts=[Host(node_id="a", address="a", num_gpus=0)], launcher_id="a")
+    host = Host(node_id="a", address="a", num_gpus=0, num_cpus=1)
+    cluster = SimpleNamespace(notice=notice, hosts=[host], launcher_id="a")
     placing = backend.RayBackend(cluster, load(Recipe, [], []), has_gpus=False, write=lambda line: None)
     with capture_logs() as lines:
         options = await placing._place("worker-0", "worker", asyncio.Event())

@@ -14,6 +14,7 @@ from penstock.errors import ConfigError, SetupError
 from penstock.runtime.security import Security
 from services.launch.on_ray.placement import Host
 from services.launch.run_folder import RunFolder
+from services.launch.scaling.fleet import Fleet
 from services.recipe import Recipe
 from tests.support.launch.fake_ray import faking_ray
 
@@ -52,9 +53,8 @@ async def test_services_of_the_launchers_host_have_different_ports(command: Any)
     async def look() -> None:
         pass
 
-    cluster: Any = SimpleNamespace(
-        look=look, hosts=[Host(node_id="a", address="a", num_gpus=8, sees_run_folder=True)], has_gpus=True, lines=[]
-    )
+    host = Host(node_id="a", address="a", num_gpus=8, num_cpus=8, sees_run_folder=True)
+    cluster: Any = SimpleNamespace(look=look, hosts=[host], has_gpus=True, lines=[])
     with pytest.raises(ConfigError, match=r"router\.port = 7001 is reward\.port too"):
         await command.launch.examine(cluster, load(Recipe, [], ["--router.port=7001", "--reward.port=7001"]))
     await command.launch.examine(cluster, load(Recipe, [], ["--router.port=7001", "--rollout.port=7001"]))
@@ -70,3 +70,28 @@ async def test_a_bus_that_does_not_answer_is_noticed_before_anything_is_placed(
     folder = RunFolder.create(recipe.run)
     with pytest.raises(SetupError, match=r"^bus\.url = 'nats://127\.0\.0\.1:1'"):
         await command.launch.launch(recipe, folder, asyncio.Event(), security=Security(), cluster=cluster)
+
+
+async def test_a_run_on_cpus_gains_engines_although_a_host_with_a_gpu_has_joined(
+    command: Any, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes on CPUs to its end, so too few GPUs are no reason to refuse."""
+    hosts = [Host(node_id="a", address="a", num_gpus=0, num_cpus=16, is_launchers=True)]
+    said: list[str] = []
+
+    async def nothing(*_: object, **__: object) -> None:
+        pass
+
+    async def scale(*_: object, fleet: Fleet, **__: object) -> bool:
+        hosts.append(Host(node_id="b", address="b", num_gpus=1, num_cpus=16))
+        cluster.has_gpus = True
+        supervisor: Any = SimpleNamespace(has_begun_to_stop=False, add=lambda spec, has_left: None)
+        said.extend(fleet.scale({"rollout": 3}, supervisor))
+        return True
+
+    cluster: Any = SimpleNamespace(own_address="127.0.0.1", hosts=hosts, has_gpus=False, keep_noticing=nothing)
+    monkeypatch.setattr(command.launch.RayBackend, "reserve", nothing)
+    monkeypatch.setattr(command.launch, "run_processes", scale)
+    folder = RunFolder.create(recipe.run)
+    assert await command.launch.launch(recipe, folder, asyncio.Event(), security=Security(), cluster=cluster)
+    assert said == ["starting rollout-2"]

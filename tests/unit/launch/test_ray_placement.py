@@ -37,14 +37,17 @@ def recipe(*overrides: str) -> Recipe:
 
 
 def host(name: str, num_gpus: int, **about: Any) -> Host:
-    """A host that sees the run folder, unless said otherwise."""
-    return Host(**{"node_id": name, "address": name, "num_gpus": num_gpus, "sees_run_folder": True, **about})
+    """A host that sees the run folder and has CPUs for everything, unless said otherwise."""
+    usual = {"node_id": name, "address": name, "num_cpus": 64, "sees_run_folder": True}
+    return Host(**usual | about, num_gpus=num_gpus)
 
 
 def room(hosts: list[Host], *overrides: str) -> list[str]:
     """The order in which the processes of a run with these settings fit."""
     settings = recipe(*overrides)
-    return [process.name for process in require_room(hosts, plan_processes(settings, own_bus=True), settings)]
+    processes = plan_processes(settings, own_bus=True)
+    has_gpus = any(each.num_gpus for each in hosts)
+    return [process.name for process in require_room(hosts, processes, settings, has_gpus=has_gpus)]
 
 
 def test_each_process_needs_gpus_of_one_host() -> None:
@@ -81,21 +84,40 @@ def test_there_is_room_or_it_is_said_what_is_missing() -> None:
         room([host("a", 2), host("b", 2)], "--rollout.replicas=1", "--trainer.ranks=3")
 
 
-@pytest.mark.parametrize(
-    ("hosts", "tensor_parallel"), [([host("a", 2)], 1), ([host("a", 0)], 2)], ids=["fewer-gpus", "no-gpu"]
-)
-def test_workers_join_although_engines_of_a_dead_host_have_no_room(hosts: list[Host], tensor_parallel: int) -> None:
+def test_each_process_takes_a_cpu() -> None:
+    """Ray places none on a host that was started with --num-cpus=0, or that has given all of its CPUs away."""
+    room([host("a", 0, num_cpus=4)], "--rollout.replicas=2")
+    with pytest.raises(
+        ConfigError,
+        match=r"no room for worker-0: .* take 1 CPU of Ray's count, 4 in all; CPUs by host: a 3; .*--num-cpus",
+    ):
+        room([host("a", 0, num_cpus=3)], "--rollout.replicas=2")
+    with pytest.raises(ConfigError, match=r"no room for rollout-1: .*; CPUs by host: a 1, b 64; start Ray on a host"):
+        room([host("a", 2, num_cpus=1), host("b", 1)], "--rollout.replicas=2")
+    head, far = host("head", 0, num_cpus=0, is_launchers=True), host("far", 0, sees_run_folder=False)
+    with pytest.raises(
+        ConfigError,
+        match=r"no room for trainer: .*CPUs by host: head 0, far 64; .*\(head\): start Ray there .* set run\.dir",
+    ):
+        room([head, far])
+    room([head, host("near", 0)])
+    choosy = host("a", 0, num_cpus=2, unfit_for={"worker": "no Pillow"})
+    assert room([choosy, host("b", 0, num_cpus=1)], "--rollout.replicas=1") == ["worker-0", "trainer", "rollout-0"]
+
+
+@pytest.mark.parametrize("hosts", [[host("a", 2)], [host("a", 0)]], ids=["fewer-gpus", "no-gpu"])
+def test_workers_join_although_engines_of_a_dead_host_have_no_room(hosts: list[Host]) -> None:
     """They need no GPU, only a host that can run them. Engines join only where all fit, and may leave anywhere."""
-    settings = recipe("--rollout.replicas=3", "--worker.num=2", f"--rollout.tensor_parallel={tensor_parallel}")
+    settings = recipe("--rollout.replicas=3", "--worker.num=2")
     processes = plan_processes(settings, own_bus=True)
     added = {process.name: process for process in processes}
-    require_room_to_join(hosts, [added["worker-1"]], processes, settings)
-    require_room_to_join(hosts, [], processes, settings)
-    with pytest.raises(ConfigError, match=r"do not fit|tensor_parallel = 2, and the cluster has no GPU"):
-        require_room_to_join(hosts, [added["worker-1"], added["rollout-2"]], processes, settings)
+    require_room_to_join(hosts, [added["worker-1"]], processes, settings, has_gpus=True)
+    require_room_to_join(hosts, [], processes, settings, has_gpus=True)
+    with pytest.raises(ConfigError, match=r"do not fit: no room for|trainer\.ranks = 1 needs 1 GPUs"):
+        require_room_to_join(hosts, [added["worker-1"], added["rollout-2"]], processes, settings, has_gpus=True)
     workless = [dataclasses.replace(each, unfit_for={"worker": "no Pillow"}) for each in hosts]
     with pytest.raises(ConfigError, match="no host can run worker-1: no Pillow"):
-        require_room_to_join(workless, [added["worker-1"]], processes, settings)
+        require_room_to_join(workless, [added["worker-1"]], processes, settings, has_gpus=True)
 
 
 def test_a_cluster_without_gpus_computes_on_cpus() -> None:
@@ -129,7 +151,7 @@ def test_the_trainer_goes_where_the_run_folder_is() -> None:
 def test_unfit_hosts_are_left_out_and_named() -> None:
     """A run that fits on the others starts; one that does not is refused with the reasons."""
     old = host("old", 8, unfit="penstock 0.0.1 is there, 0.1.0 here; install the same version")
-    bare = host("bare", 0, unfit_for={"rollout": "model.path = '/m': no such folder"})
+    bare = host("bare", 0, num_cpus=1, unfit_for={"rollout": "model.path = '/m': no such folder"})
     room([host("a", 2), old], "--rollout.replicas=1")
     with pytest.raises(
         ConfigError, match=r"no room for rollout-1; GPUs by host: a 2, old 0; .* old is left out: penstock"
@@ -138,9 +160,9 @@ def test_unfit_hosts_are_left_out_and_named() -> None:
     with pytest.raises(ConfigError, match=r"no host can run rollout-0: model\.path = '/m': no such folder"):
         room([bare], "--rollout.replicas=1")
     assert list(describe_hosts([host("b", 1), old, bare, host("h", 2, is_launchers=True)])) == [
-        "host h (this one): 2 GPUs",
-        "host b: 1 GPU",
-        "host bare: 0 GPUs",
+        "host h (this one): 2 GPUs, 64 CPUs",
+        "host b: 1 GPU, 64 CPUs",
+        "host bare: 0 GPUs, 1 CPU",
         "  no rollout there: model.path = '/m': no such folder",
         "host old is left out: penstock 0.0.1 is there, 0.1.0 here; install the same version",
     ]
