@@ -28,9 +28,11 @@ _READERS = {
     "services/trainer/telemetry/trace.py",
     "services/view/export/page.py",
     "services/view/summary.py",
-    # The clocks of hosts, which `penstock doctor` compares.
+    # The clocks of hosts, which `penstock doctor` and the launcher on Ray compare.
     "services/doctor/hosts/asking.py",
     "services/doctor/hosts/facts.py",
+    "services/launch/on_ray/cluster.py",
+    "services/launch/on_ray/facts.py",
 }
 _WALL_CLOCK = {
     *(("time", name) for name in ("time", "time_ns", "localtime", "gmtime", "strftime", "ctime")),

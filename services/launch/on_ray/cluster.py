@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from penstock import config as configuration
 from penstock.errors import ConfigError, SetupError
 from services.launch.config import LaunchConfig
-from services.launch.on_ray import environment, facts, inputs_check
+from services.launch.on_ray import clocks, environment, facts, inputs_check
 from services.launch.on_ray.placement import ANYWHERE, Host, describe_hosts
 from services.recipe import Recipe
 
@@ -192,10 +192,15 @@ class Cluster:
         )
         try:
             with self._mark() as mark:
+                asked_at = time.time()
                 found = await self._ask(host, facts.look, mark, timeout_s=_LOOK_TIMEOUT_S)
-            if unfit := facts.difference(found, self._own):
+                ahead_s = clocks.ahead_s(found["clock"], asked_at=asked_at, answered_at=time.time())
+            remark = clocks.describe(ahead_s)
+            unfit = facts.difference(found, self._own) or (remark if clocks.is_broken(ahead_s) else "")
+            if unfit:
                 return dataclasses.replace(host, unfit=unfit)
-            host = dataclasses.replace(host, sees_run_folder=found["sees_run_folder"] or self._run_folder is None)
+            sees_run_folder = found["sees_run_folder"] or self._run_folder is None
+            host = dataclasses.replace(host, sees_run_folder=sees_run_folder, remark=remark)
             doubtful = ANYWHERE if before is None else _refused(before)
             services = [name for name in doubtful if name != "trainer" or host.sees_run_folder or host.is_launchers]
             if not services:

@@ -8,29 +8,30 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import platform
+import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
 _PACKAGES = ("penstock", "services")
-
+_COMPARED = ("torch", "sglang", "transformers")
+"""Packages whose versions must agree where both hosts have them, as for `penstock doctor`."""
 
 Facts: TypeAlias = dict[str, Any]
 """The answer of a host: its `python`; the version of its `penstock`, empty if it is not installed; a digest of its
-`code`; and whether it `sees_run_folder`, by the file that the launcher wrote there. A plain dict, to travel by value.
+`code`; the `versions` of compared packages that are installed, by name; whether it `sees_run_folder`, by the file that
+the launcher wrote there; and its `clock`, in seconds since 1970. A plain dict, to travel by value.
 """
 
 
 def look(mark: str) -> Facts:
     """Return the facts of this host; `mark` is a file that the launcher wrote, empty if it wrote none."""
-    try:
-        version = importlib.metadata.version("penstock")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
     return {
         "python": platform.python_version(),
-        "penstock": version,
+        "penstock": _version("penstock"),
         "code": code_digest(),
+        "versions": {name: version for name in _COMPARED if (version := _version(name))},
         "sees_run_folder": bool(mark) and Path(mark).is_file(),
+        "clock": time.time(),
     }
 
 
@@ -48,7 +49,18 @@ def difference(found: Facts, own: Facts) -> str:
             f"its penstock {found['penstock']} has other code ({found['code'] or 'none'}) than the one here "
             f"({own['code']}); install the same wheel, or the same checkout"
         )
+    for name, version in own["versions"].items():
+        if found["versions"].get(name, version) != version:
+            return f"{name} {found['versions'][name]} is there, {version} here; install the same version"
     return ""
+
+
+def _version(name: str) -> str:
+    """Return the version of an installed package, without importing it; empty if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def code_digest() -> str:

@@ -37,6 +37,8 @@ class Host:
     """Why no process can run there; empty if some can."""
     unfit_for: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Why a service cannot run there, by its name."""
+    remark: str = dataclasses.field(default="", compare=False)
+    """What a person should know of a host that is fit; empty if nothing. It says a number that varies."""
     sees_run_folder: bool = False
 
     def refuses(self, service: str) -> str:
@@ -189,6 +191,8 @@ def describe_hosts(hosts: Sequence[Host]) -> Iterator[str]:
         yield f"{name}: {_count(host.num_gpus, 'GPU')}, {_count(host.num_cpus, 'CPU')}"
         for service, reason in host.unfit_for.items():
             yield f"  no {service} there: {reason}"
+        if host.remark:
+            yield f"  {host.remark}"
 
 
 def describe_processes(processes: Sequence[PlannedProcess], recipe: Recipe, *, has_gpus: bool) -> Iterator[str]:

@@ -4,7 +4,8 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,21 +28,16 @@ print(reasons, constants.HF_HUB_CACHE, constants.ENDPOINT)
 """
 
 
-async def test_a_host_is_checked_with_the_launcher_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that its processes get; its PATH stays its own."""
-    handed: list[Mapping[str, str]] = []
-
-    def check(text: str, services: Sequence[str], folder: str, defaults: Mapping[str, str]) -> tuple[Any, Any]:
-        handed.append(defaults)
-        return {}, []
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module of the cluster, which has one node; what a host is asked is answered here."""
 
     def remote(function: Any) -> Any:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *given: Remote(function(*given))))
 
-    monkeypatch.setenv("HF_TOKEN", "hf_launchers")
     with faking_ray(monkeypatch):
         module: Any = importlib.import_module("services.launch.on_ray.cluster")
-        monkeypatch.setattr(module.inputs_check, "check", check)
+        monkeypatch.setattr(module.inputs_check, "check", lambda *_: ({}, []))
         vars(module.ray).update(
             remote=remote,
             nodes=lambda: [NODE],
@@ -49,10 +45,45 @@ async def test_a_host_is_checked_with_the_launcher_s_variables(monkeypatch: pyte
             util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1"),
             cloudpickle=SimpleNamespace(register_pickle_by_value=lambda module: None),
         )
-        cluster = module.Cluster(load(Recipe, [], []), None)
-        await cluster.look()
+        yield module
+
+
+async def test_a_host_is_checked_with_the_launcher_s_variables(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that its processes get; its PATH stays its own."""
+    handed: list[Mapping[str, str]] = []
+
+    def check(text: str, services: Sequence[str], folder: str, defaults: Mapping[str, str]) -> tuple[Any, Any]:
+        handed.append(defaults)
+        return {}, []
+
+    monkeypatch.setenv("HF_TOKEN", "hf_launchers")
+    monkeypatch.setattr(module.inputs_check, "check", check)
+    cluster = module.Cluster(load(Recipe, [], []), None)
+    await cluster.look()
     assert [host.unfit or host.unfit_for for host in cluster.hosts] == [{}]
     assert [(each["HF_TOKEN"], "PATH" in each) for each in handed] == [("hf_launchers", False)]
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "expected"),
+    [
+        (0.9, ["host 10.0.0.2: 0 GPUs, 0 CPUs"]),
+        (-3.0, ["host 10.0.0.2: 0 GPUs, 0 CPUs", "  its clock is 3 s behind the one here; have both hosts"]),
+        (59.0, ["host 10.0.0.2: 0 GPUs, 0 CPUs", "  its clock is 59 s ahead of the one here; have both hosts"]),
+        (120.0, ["host 10.0.0.2 is left out: its clock is 120 s ahead of the one here; have both hosts"]),
+    ],
+)
+async def test_a_clock_that_is_wrong_is_named(
+    module: Any, monkeypatch: pytest.MonkeyPatch, ahead_s: float, expected: list[str]
+) -> None:
+    """Up to a minute the run does with it, as `penstock doctor` says; above, certificates may not be valid there."""
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 1e9, monotonic=time.monotonic))
+    monkeypatch.setattr(module.facts, "time", SimpleNamespace(time=lambda: 1e9 + ahead_s))
+    cluster = module.Cluster(load(Recipe, [], []), None)
+    said: list[str] = []
+    cluster.report = said.append
+    await cluster.look()
+    assert [line[: len(wanted)] for line, wanted in zip(said, expected, strict=True)] == expected
 
 
 def test_the_hub_is_looked_at_where_the_launcher_s_variables_say() -> None:

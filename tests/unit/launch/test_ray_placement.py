@@ -1,6 +1,7 @@
 """Hosts, placement and addresses of a run on Ray, without Ray."""
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 from penstock.config import load
 from penstock.errors import ConfigError
 from services.cli.app import main
-from services.launch.on_ray import actor, facts
+from services.launch.on_ray import actor, clocks, facts
 from services.launch.on_ray.actor import Order, environment_of
 from services.launch.on_ray.addresses import listening, require_launchable, with_peers
 from services.launch.on_ray.placement import (
@@ -177,19 +178,29 @@ def test_bundles_are_restricted_by_ray_s_label_of_nodes() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({}, ""),
+        ({}, "^$"),
         ({"python": "3.11.2"}, "Python 3.11.2 is there, 3.11.7 here"),
         ({"penstock": ""}, "penstock is not installed there; install penstock 1.0 as here"),
         ({"penstock": "2.0"}, "penstock 2.0 is there, 1.0 here"),
         ({"code": "beef"}, r"has other code \(beef\) than the one here \(cafe\)"),
+        ({"versions": {"torch": "2.9.1", "sglang": "0.5.1"}}, "^sglang 0.5.1 is there, 0.5.2 here; install the same"),
+        ({"versions": {"torch": "2.8.0"}}, "^torch 2.8.0 is there, 2.9.1 here"),
+        ({"versions": {"torch": "2.9.1", "transformers": "5.0"}}, "^$"),
     ],
 )
-def test_hosts_that_differ_say_in_what(change: dict[str, str], words: str) -> None:
-    """Python and Penstock to the last digit, and the code of a checkout."""
-    own: facts.Facts = {"python": "3.11.7", "penstock": "1.0", "code": "cafe", "sees_run_folder": True}
-    said = facts.difference({**own, **change}, own)
-    assert bool(said) == bool(change)
-    assert re.search(words, said)
+def test_hosts_that_differ_say_in_what(change: dict[str, Any], words: str) -> None:
+    """Python and Penstock to the last digit, the code of a checkout, and packages that both have."""
+    own: facts.Facts = {"python": "3.11.7", "penstock": "1.0", "code": "cafe"}
+    own["versions"] = {"torch": "2.9.1", "sglang": "0.5.2"}
+    assert re.search(words, facts.difference({**own, **change}, own))
+
+
+@pytest.mark.parametrize(
+    ("clock", "ahead_s"), [(100.0, 0.0), (103.0, 0.0), (103.5, 0.5), (98.0, -2.0)], ids=["asked", "answered", "+", "-"]
+)
+def test_a_clock_that_was_read_during_the_question_is_right(clock: float, ahead_s: float) -> None:
+    """Nobody knows when in these three seconds it was read."""
+    assert clocks.ahead_s(clock, asked_at=100.0, answered_at=103.0) == ahead_s
 
 
 def test_a_host_says_which_code_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +211,7 @@ def test_a_host_says_which_code_it_has(tmp_path: Path, monkeypatch: pytest.Monke
     found = facts.look(str(mark))
     assert found["sees_run_folder"]
     assert found["code"] == facts.code_digest() != ""
+    assert found["versions"]["transformers"] == importlib.metadata.version("transformers")
     (tmp_path / "penstock").mkdir()
     (tmp_path / "penstock/__init__.py").write_text("x = 1\n")
     digests = set()
