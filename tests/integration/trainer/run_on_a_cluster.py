@@ -1,4 +1,5 @@
-"""`make test-nats-cluster`: a run with simulated engines on three nats-servers, one killed and one frozen meanwhile.
+"""`make test-nats-cluster`: a run with simulated engines on three nats-servers, of which one is killed, one frozen and
+one cut off from the others meanwhile.
 
 Not collected: a group that was on its way to the trainer comes again after a minute.
 """
@@ -9,15 +10,25 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.async_loop.measured_loop import recipe_of, serving, until_serving
 from bench.async_loop.workload import Scenario, Workload
 from penstock import config as configuration
 from penstock.config import BusConfig
-from penstock.testing.local_cluster import local_cluster
+from penstock.testing.local_cluster import ClusterServer, LocalCluster, local_cluster
+from tests.support.bus.cut_routes import Routes
 from tests.support.waiting import until
 
-_STEP_AT_KILL, _STEP_AT_FREEZE, _NUM_STEPS = 3, 12, 30
+_STEP_AT_KILL, _STEP_AT_FREEZE = 3, 12
 _FROZEN_S = 8.0
+_CUT_OFF_S = 16.0
+"""A server notices after 10 s that it is alone; 3 s later, half of the ack wait, its clients leave it."""
+_ACK_WAIT_S = 6.0
+_NUM_STEPS = 90
+"""The faults end before step 80, because each step takes at least 0.4 s."""
+_GOES_ON_S = 120.0
+"""More than the minute after which a group comes again that was on its way to the trainer."""
 _POOL = Scenario(
     replicas=3,
     slots_per_replica=2,
@@ -30,13 +41,14 @@ _POOL = Scenario(
         max_tokens=200,
         token_s=0.001,
         train_token_s=1e-5,
-        train_fixed_s=0.1,
+        train_fixed_s=0.4,
     ),
 )
 
 
-async def test_a_killed_and_a_frozen_server_cost_no_group(tmp_path: Path) -> None:
-    """Each group is trained once, no version is used twice, and no process gives up."""
+async def test_a_killed_a_frozen_and_a_cut_off_server_cost_no_group(tmp_path: Path) -> None:
+    """Each group is trained once, no version is used twice, and no process gives up. The server that is cut off is the
+    trainer's."""
     workload, steps, metrics = (tmp_path / name for name in ("workload.json", "steps.jsonl", "run/metrics.jsonl"))
     _POOL.workload.write(workload)
     steps.touch()
@@ -45,8 +57,11 @@ async def test_a_killed_and_a_frozen_server_cost_no_group(tmp_path: Path) -> Non
         return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
     async with contextlib.AsyncExitStack() as stack:
-        cluster = stack.enter_context(local_cluster(tmp_path / "cluster"))
-        settings = recipe_of(_POOL, tmp_path, BusConfig(url=cluster.url, replicas=3), max_staleness=1)
+        routes = await stack.enter_async_context(Routes.open(3))
+        cluster = stack.enter_context(local_cluster(tmp_path / "cluster", route_ports=routes.ports))
+        routes.lead(cluster)
+        bus = BusConfig(url=cluster.url, replicas=3, ack_wait_s=_ACK_WAIT_S)
+        settings = recipe_of(_POOL, tmp_path, bus, max_staleness=1)
         settings = settings.model_copy(
             update={"trainer": settings.trainer.model_copy(update={"num_steps": _NUM_STEPS})}
         )
@@ -66,17 +81,32 @@ async def test_a_killed_and_a_frozen_server_cost_no_group(tmp_path: Path) -> Non
         trainer = await stack.enter_async_context(
             serving(tmp_path, "trainer", module, *config, *simulated, "--steps-file", steps)
         )
-        await until(lambda: len(rows()) >= _STEP_AT_KILL or trainer.returncode is not None)
+
+        async def until_step(number: int) -> None:
+            await until(lambda: len(rows()) >= number or trainer.returncode is not None, _GOES_ON_S)
+
+        await until_step(_STEP_AT_KILL)
         cluster.servers[0].kill()
-        await until(lambda: len(rows()) >= _STEP_AT_FREEZE or trainer.returncode is not None)
+        await until_step(_STEP_AT_FREEZE)
         cluster.servers[0].start()
         cluster.servers[1].freeze()
         await asyncio.sleep(_FROZEN_S)
         cluster.servers[1].thaw()
-        assert await asyncio.wait_for(trainer.wait(), 120.0) == 0, (tmp_path / "trainer.log").read_text()[-3000:]
+        await until_step(len(rows()) + 3)
+        routes.cut(_server_of(trainer.pid, cluster))
+        await asyncio.sleep(_CUT_OFF_S)
+        assert len(rows()) < _NUM_STEPS, "the run ended before the server was back"
+        routes.mend()
+        assert await asyncio.wait_for(trainer.wait(), _GOES_ON_S) == 0, (tmp_path / "trainer.log").read_text()[-3000:]
         assert all(part.returncode is None for part in (engines, *parts))
     trained = [index for row in rows() for index in row["groups"]]
     assert sorted(trained) == list(range(_NUM_STEPS * _POOL.groups_per_step)), "a group was lost or trained twice"
     versions = [row["policy_version"] for row in rows()]
     assert versions == sorted(set(versions)), "a policy version was used twice"
     assert rows()[-1]["num_failed_groups"] == 0
+
+
+def _server_of(pid: int, cluster: LocalCluster) -> ClusterServer:
+    """Return the server to which a process is connected."""
+    ports = {each.raddr.port for each in psutil.Process(pid).net_connections("tcp") if each.raddr}
+    return next(server for server in cluster.servers if int(server.url.rpartition(":")[2]) in ports)
