@@ -102,11 +102,11 @@ def test_a_run_is_interrupted_in_every_way_and_loses_nothing(cluster: Cluster, t
     run = Run(cluster, tmp_path / "runs", trainer__num_steps=num_steps)
     assert f"sbatch {run.folder}/job.sh" in run.shown
 
-    run.wait_for_steps(2)
+    run.wait_for_steps(5)
     urgent = ["--partition=high", "--nodes=2", "--ntasks-per-node=1", f"--cpus-per-task={CPUS}", "--output=/dev/null"]
     cluster.run("sbatch", *urgent, "--wrap=sleep 1")
     run.wait_for_restart(1)
-    preempted = run.wait_for_checkpoint(2)
+    preempted = run.wait_for_checkpoint(5)
 
     run.wait_for_steps(preempted + 2)
     hours, minutes, _ = map(int, cluster.job(run.job)["RunTime"].split(":"))
