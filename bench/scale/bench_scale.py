@@ -5,7 +5,7 @@
 
 All control processes are the real ones: nats-server, router, workers, and a trainer whose optimizer step takes no
 time; engines are simulated (bench/scale/measured_run.py). A group has eight samples of about `--tokens` tokens;
-`--samples-per-s` of them end in a second, far fewer than so many engines would finish, since engines and control plane
+`--samples-per-s` of them end in a second, far fewer than the engines would finish, since engines and control plane
 share this machine. So what fills up first is extrapolated: each process's cost of a group, of an engine that is only
 there (its lease), and of an engine in a push is measured, and costs are added (bench/scale/saturation.py).
 

@@ -65,7 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="recipes/tiny-multi-turn.toml")
     parser.add_argument("--run", type=Path, help="folder of a finished run; default: train the recipe")
-    parser.add_argument("--every", type=int, default=3, help="measure every so many recorded steps")
+    parser.add_argument("--every", type=int, default=3, metavar="N", help="measure every Nth recorded step")
     parser.add_argument("overrides", nargs="*", help="--section.key=value, after a --")
     arguments = parser.parse_args()
     exit_on_sigterm()

@@ -30,7 +30,7 @@ def plan(recipe: Recipe, num_gpus: int) -> GpuPlan:
 
 
 def assert_found(finding: Finding | None, status: Status, *words: str) -> None:
-    """It is of this status, says these words, and what to do where anything is to be done."""
+    """It has this status and these words, and a remedy unless it is OK."""
     assert finding is not None
     assert finding.status is status, finding
     assert bool(finding.remedy) == (status is not Status.OK)

@@ -17,7 +17,7 @@ def is_alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def open_files_left(pid: int, num_left: int) -> Iterator[None]:
-    """Let another process open only so many more files during the context."""
+    """Let another process open only `num_left` more files during the context."""
     open_files = {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
     free = (number for number in itertools.count() if number not in open_files)
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)

@@ -104,7 +104,7 @@ class PoolView:
         return self._add_partners(replicas, lambda each: each.next_load)
 
     def has_unified(self, num_tokens: int) -> bool:
-        """Return whether a replica that needs no partner takes calls of so many tokens, now or later."""
+        """Return whether a replica that needs no partner takes calls of `num_tokens` tokens, now or later."""
         return any(
             each.role == common_pb2.REPLICA_ROLE_UNIFIED and each.max_tokens >= num_tokens
             for each in self.replicas.values()

@@ -234,7 +234,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 def test_nobody_at_the_address() -> None:
-    """The first line that is to be judged ends it, with what to do."""
+    """The first line that must be judged ends it, and the error says what to do."""
     result = env("geo3k_tools", "-", "--address", "127.0.0.1:1", text=lines(GOOD))
     assert (result.returncode, result.stdout) == (2, "")
     [error] = result.stderr.splitlines()

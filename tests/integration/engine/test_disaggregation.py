@@ -152,7 +152,7 @@ async def test_a_prefill_engine_answers_with_the_first_token(pair: Pair) -> None
 
 
 async def test_leases_tell_what_a_pair_needs_to_know(engine: EngineProcess, pair: Pair, nats_url: str) -> None:
-    """Role, transfer back end, parallelism, where the KV is to be had; load while requests run."""
+    """Role, transfer back end, parallelism, where to fetch the KV; load while requests run."""
     prefill, decode = [await engine.replica() for engine in pair.engines]
     assert (prefill.role, decode.role) == (common_pb2.REPLICA_ROLE_PREFILL, common_pb2.REPLICA_ROLE_DECODE)
     for replica in (prefill, decode):

@@ -223,7 +223,7 @@ class Holding:
         return SimpleNamespace(until_some=until_some, num_slots=MANY_SLOTS, replica_ids={"a"})
 
     async def end(self, step: int) -> None:
-        """Nothing is to be released."""
+        """Release nothing."""
 
 
 async def test_an_evaluation_that_goes_on_plays_a_changed_set_anew(

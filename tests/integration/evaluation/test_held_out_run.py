@@ -33,7 +33,7 @@ POOL = Scenario(
 
 
 async def until_steps(run: SimulatedRun, num: int) -> None:
-    """Wait for so many more steps."""
+    """Wait for `num` more steps."""
     target = max(run.steps(), default=0) + num
     await run.until(lambda: max(run.steps(), default=0) >= target)
 

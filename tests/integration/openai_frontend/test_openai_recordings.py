@@ -1,4 +1,4 @@
-"""Calls that are to be trained on: kept with ids, images and logprobs, or the call fails."""
+"""Calls for training: kept with ids, images and logprobs, or the call fails."""
 
 import base64
 import contextlib

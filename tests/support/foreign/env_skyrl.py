@@ -4,7 +4,7 @@ from typing import Any
 
 
 class Guess:
-    """The ground truth is to be said; each turn shows a picture that the row brings."""
+    """The policy must say the ground truth; each turn shows a picture that the row brings."""
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] = {}) -> None:  # noqa: B006 - as theirs are
         self.ground_truth = extras["reward_spec"]["ground_truth"]

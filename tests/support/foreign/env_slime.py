@@ -19,7 +19,7 @@ class BaseEnv:
 
 
 class GuessEnv(BaseEnv):
-    """The label is to be said; a wrong answer is shown as a picture."""
+    """The policy must say the label; a wrong answer is shown as a picture."""
 
     def __init__(self, *, label: str | None, max_turns: int | None, sample: Any, args: Any) -> None:
         self.label, self.max_turns, self.sample, self.args = label, max_turns, sample, args

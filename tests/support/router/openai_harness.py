@@ -117,7 +117,7 @@ class Harness:
             await until_idle(router.address, num_routable=count)
 
     async def until_waiting(self, count: int, *, min_bytes: int = 0) -> None:
-        """Wait until this many calls, of at least so many bytes together, wait for an engine at the first router."""
+        """Wait until `count` calls, of at least `min_bytes` bytes together, wait for an engine at the first router."""
         await _until_pool(
             self.routers[0].address, lambda pool: pool.num_waiting == count and pool.num_waiting_bytes >= min_bytes
         )

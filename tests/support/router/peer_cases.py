@@ -357,7 +357,7 @@ def _form(**wanted: Any) -> AskedCheck:
 
 
 def _shows(count: int) -> AskedCheck:
-    """The engine got the image so many times, each at its placeholder."""
+    """The engine got the image `count` times, each at its placeholder."""
 
     def asks(requests: list[generate_pb2.GenerateRequest]) -> bool:
         [request] = requests

@@ -28,8 +28,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def server(sent: list[int], whole: bytes = WHOLE, statuses: Sequence[int] = ()) -> Iterator[str]:
-    """A server that refuses the first requests with these statuses; of each answer after that it sends so many bytes,
-    and ends the connection."""
+    """A server that refuses the first requests with `statuses`. Of each later answer it sends as many bytes as the next
+    of `sent` says, and ends the connection."""
     refusals = [*statuses]
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -63,7 +63,7 @@ def test_the_last_pattern_that_fits_counts() -> None:
     ],
 )
 def test_a_pattern_without_effect_is_refused(patterns: dict[str, float], message: str) -> None:
-    """A typing error would otherwise train what was to be frozen."""
+    """A typing error would otherwise train parameters that the user wants frozen."""
     with pytest.raises(ConfigError, match=message):
         rates_of(NAMES, patterns, default=1.0)
 

@@ -157,7 +157,7 @@ def _require_heads_for(tensor_parallel: int, model: Mapping[str, Any]) -> None:
     if heads % tensor_parallel:
         raise ConfigError(
             f"rollout.tensor_parallel = {tensor_parallel}: on a CPU the model's {heads} heads of keys and values "
-            "cannot be shared by so many processes; choose a divisor of that number"
+            f"cannot be divided among {tensor_parallel} processes; set it to a divisor of {heads}"
         )
 
 

@@ -31,7 +31,7 @@ CHUNK_IDS = 16384
 """Logits that exist at a time: 128 MiB in float32, and as much again for each of two intermediate results."""
 COMPILED_CHUNK_TOKENS = 8192
 """The same compiled, where only products and their gradient are written: 256 MiB each in half precision. The head's
-gradient is read and written once for every so many tokens."""
+gradient is read and written once for each chunk."""
 
 
 class TokenLogprobs(NamedTuple):

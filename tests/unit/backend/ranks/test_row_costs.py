@@ -55,7 +55,7 @@ def test_costs_are_those_of_the_models_products() -> None:
 
 
 def read(path: Path, *own_lengths: int, size: tuple[int, int] | None = None) -> list[TrainSequence]:
-    """Sequences of a group: `TEXT - 1` tokens that are read, so many of the policy's, and a picture if any."""
+    """Sequences of a group: `TEXT - 1` tokens that are read, `own_lengths` of the policy's, and a picture if any."""
     shown: dict[str, Any] = {}
     if size is not None:
         shown = {"images": [picture(0, size=size)], "placeholders": [num_placeholders(size)]}

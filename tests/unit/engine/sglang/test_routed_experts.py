@@ -13,7 +13,7 @@ IDS = np.arange(24, dtype="<i4")
 
 
 def shape(num_experts: int) -> MixtureShape:
-    """Of a mixture with so many experts."""
+    """Of a mixture with `num_experts` experts."""
     return MixtureShape(num_layers=3, num_experts=num_experts, num_experts_per_token=2)
 
 

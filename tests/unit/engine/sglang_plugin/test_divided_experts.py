@@ -14,7 +14,7 @@ E, H, INNER = 6, 5, 4
 
 
 def layer_of(rank: int, count: int, *, by_parts: bool = False) -> Any:
-    """What a process sees of a layer whose experts so many divide."""
+    """What a process sees of a layer whose experts are divided among `count` processes."""
     of_wholes, of_parts = ((0, 1), (rank, count)) if by_parts else ((rank, count), (0, 1))
     return SimpleNamespace(
         moe_ep_rank=of_wholes[0], moe_ep_size=of_wholes[1], moe_tp_rank=of_parts[0], moe_tp_size=of_parts[1]

@@ -10,7 +10,7 @@ from tests.support.trainer.groups import make_group
 
 
 def make_turn(num_prompt_tokens: int, num_output_tokens: int) -> Turn:
-    """A turn of so many tokens."""
+    """A turn with these numbers of tokens."""
     return Turn(
         replica_id="a",
         num_prompt_tokens=num_prompt_tokens,
