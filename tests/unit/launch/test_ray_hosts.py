@@ -86,6 +86,16 @@ async def test_a_clock_that_is_wrong_is_named(
     assert [line[: len(wanted)] for line, wanted in zip(said, expected, strict=True)] == expected
 
 
+async def test_gpus_of_a_host_that_is_left_out_are_not_forgotten(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that may need them is refused; it does not start on CPUs instead."""
+    monkeypatch.setattr(module.facts, "difference", lambda found, own: "its torch is old")
+    monkeypatch.setattr(module.ray, "nodes", lambda: [NODE | {"Resources": {"GPU": 8.0, "CPU": 16.0}}])
+    cluster = module.Cluster(load(Recipe, [], []), None)
+    await cluster.look()
+    assert [(host.unfit, host.num_gpus, host.num_cpus) for host in cluster.hosts] == [("its torch is old", 8, 16)]
+    assert cluster.has_gpus
+
+
 def test_the_hub_is_looked_at_where_the_launcher_s_variables_say() -> None:
     """If the host does not say: huggingface_hub reads its variables once, when it is imported."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}

@@ -39,7 +39,7 @@ def recipe(*overrides: str) -> Recipe:
 
 def host(name: str, num_gpus: int, **about: Any) -> Host:
     """A host that sees the run folder and has CPUs for everything, unless said otherwise."""
-    usual = {"node_id": name, "address": name, "num_cpus": 64, "sees_run_folder": True}
+    usual: dict[str, Any] = {"node_id": name, "address": name, "num_cpus": 64, "sees_run_folder": True}
     return Host(**usual | about, num_gpus=num_gpus)
 
 
