@@ -29,11 +29,17 @@ _MODULE = "tests.support.trainer.ranks.ranks_trainer"
 
 
 class Trainer:
-    """Rank 0, which has started the other."""
+    """Rank 0, which says whom it has started: the other, or under torchrun nobody."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
-        [self.pid_of_rank_1] = self._answer()
+        self._started = self._answer()
+
+    @property
+    def pid_of_rank_1(self) -> int:
+        """Process id of the other, which it has started."""
+        [pid] = self._started
+        return int(pid)
 
     def ask(self, command: str) -> Any:
         """Give a command, and return the answer."""
@@ -214,9 +220,13 @@ def test_a_rank_killed_while_all_write_leaves_the_checkpoint_before(
     ]
 
 
+def own_files(folder: Path) -> dict[str, str]:
+    """The environment of a torchrun that leaves its files in a folder."""
+    return {**os.environ, "TMPDIR": str(folder)}
+
+
 def two_machines(model: Path, folder: Path, *arguments: str) -> tuple[list[int | None], list[str], list[str]]:
     """Exit codes, outputs and errors of a trainer of two ranks, each of which torchrun starts as on its own machine."""
-    own_files = {**os.environ, "TMPDIR": str(folder)}
     with held_ports(1) as (port,), contextlib.ExitStack() as stack:
         machines = [
             stack.enter_context(
@@ -226,7 +236,7 @@ def two_machines(model: Path, folder: Path, *arguments: str) -> tuple[list[int |
                         *("--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=1"),
                         *("-m", _MODULE, str(model), "1", *arguments),
                     ],
-                    cwd=ROOT, env=own_files, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    cwd=ROOT, env=own_files(folder), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )
             )
             for number in range(2)
@@ -259,3 +269,31 @@ def test_torchruns_ranks_hear_of_each_other(tiny_model_path: Path, tmp_path: Pat
     assert codes == [1, 1], errors
     assert "rank 1 did not move for 4 s while others waited in the command begin_step" in errors[0]
     assert "rank.left" in errors[1]
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_ranks_that_go_on_from_the_checkpoint(tiny_model_path: Path, tmp_path: Path) -> None:
+    """All of them, after kill -9 of one, and however late rank 0 joins; the next step is then that of one rank."""
+    backend = backend_of(ALONE, tiny_model_path)
+    for seed in range(2):
+        groups = groups_of(tiny_model_path, seed=seed)
+        alone = take_step(backend, [groups[:1], groups[1:]], VERSION + seed)
+    options = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", _MODULE]
+    with subprocess.Popen(
+        [sys.executable, *options, str(tiny_model_path), "1", "--late-s=5"],
+        cwd=ROOT, env=own_files(tmp_path), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            started = Trainer(process)
+            started.ask("load")
+            _, digest = started.ask("step 0")
+            assert started.ask(f"checkpoint {tmp_path} 1 0") == "saved"
+            [rank_1] = [each for each in psutil.Process(process.pid).children() if each.environ()["RANK"] == "1"]
+            rank_1.kill()
+            restarted = Trainer(process)
+            assert restarted.ask(f"load {tmp_path / 'step-000001'}") == digest
+            assert restarted.ask("step 1")[0] == pytest.approx(alone["loss"], rel=1e-3)
+            assert restarted.ask("close") == "closed"
+            assert process.wait(60.0) == 0
+        finally:
+            process.kill()

@@ -165,6 +165,8 @@ def join_on_this_machine(store: int, *, rank: int, size: int, device: torch.devi
 def _join_torchrun(device: str, pulse: Pulse) -> tuple[Ranks, TorchrunRanks]:
     placed = prepare_device(device, local_rank=_whole("LOCAL_RANK"), num_local=_whole("LOCAL_WORLD_SIZE"))
     store, rank, size = next(dist.rendezvous("env://", timeout=_MEETING))
+    # torchrun's store outlives its ranks, and holds their addresses when it starts them again.
+    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     ranks = Ranks.join(store, rank=rank, size=size, device=placed)
     pulse.count_collectives = ranks.num_collectives
     return ranks, TorchrunRanks.watch(store, rank=rank, size=size, pulse=pulse)

@@ -44,7 +44,7 @@ class TorchrunRanks:
         """Beat, and watch the others, until `close`. All ranks must have joined.
 
         Args:
-            store: torch's store of all ranks.
+            store: torch's store of all ranks, without what ranks of an earlier start have left in it.
             rank: This one.
             size: All of them.
             pulse: That of this process.
@@ -107,4 +107,4 @@ class TorchrunRanks:
 
 
 def _key(rank: int) -> str:
-    return f"beat of rank {rank}, start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return f"beat of rank {rank}"

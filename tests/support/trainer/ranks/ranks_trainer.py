@@ -5,8 +5,9 @@
 It takes a rank that was silent for --silence-s for hung, and one that did not move for --stall-s for stuck. With --odd,
 rank 1 is odd (`odd_backend`). Commands, a line each, or in COMMANDS separated by semicolons: `load [CHECKPOINT]`,
 `step SEED`, `begin`, `save FOLDER`, `checkpoint FOLDER STEP PAUSE_S`, `meet`, `close`. Each is answered with a line of
-JSON; the first line, before any, is the pids of the ranks that it has started. Under torchrun it is one of the ranks.
-They divide the experts of a mixture among all of them.
+JSON; the first line, before any, is the pids of the ranks that it has started. Under torchrun it is one of the ranks,
+and if it is rank 0, it joins the others --late-s after them, as one does that opens its data first. They divide the
+experts of a mixture among all of them.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from tests.support.trainer.ranks.odd_backend import OddBackend
 from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 
 
-def main(model: Path, num_ranks: int, commands: Iterable[str], odd: str) -> None:
+def main(model: Path, num_ranks: int, commands: Iterable[str], odd: str, late_s: float) -> None:
     """Do it."""
     log.configure(LogConfig(), service="trainer")
     config = BackendConfig(device="cpu", optimizer=OptimizerConfig(learning_rate=1e-3))
@@ -53,6 +54,7 @@ def main(model: Path, num_ranks: int, commands: Iterable[str], odd: str) -> None
     if is_follower():
         follow_torchrun(arguments, num_ranks=num_ranks)
         return
+    time.sleep(late_s)
     backend = open_ranks(arguments, num_ranks=num_ranks)
     assert isinstance(backend, ManyRanksBackend)
     say(backend._processes.pids if isinstance(backend._processes, processes.RankProcesses) else [])
@@ -102,8 +104,9 @@ if __name__ == "__main__":
     parser.add_argument("commands", nargs="?")
     parser.add_argument("--silence-s", type=float, default=60.0)
     parser.add_argument("--stall-s", type=float, default=60.0)
+    parser.add_argument("--late-s", type=float, default=0.0)
     parser.add_argument("--odd", default="")
     given = parser.parse_args()
     commands = given.commands.split(";") if given.commands else sys.stdin
     beats.SILENCE_S, beats.STALL_S = given.silence_s, given.stall_s
-    main(given.model, given.num_ranks, commands, given.odd)
+    main(given.model, given.num_ranks, commands, given.odd, given.late_s)
