@@ -1,4 +1,7 @@
-"""Counts the bytes of tensors alive at a time. torch's own tracker reports more, and takes longer than its subject."""
+"""Counts the bytes of tensors alive at a time, and the most of each phase.
+
+torch's own tracker (`MemTracker`) counts as many, but only for the whole pass, and takes about twice as long.
+"""
 
 import weakref
 from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -21,6 +21,14 @@ from tests.support.trainer.families import FAMILIES, MIXTURES, random_qwen3_vl
 ROW = RowShape(num_tokens=300, num_prompt_tokens=80, num_image_tokens=64, num_responses=3)
 COUNTED_BELOW = ("qwen3_vl", "qwen3", "qwen3_moe")
 """Families that other tests of this file count."""
+ATTENTION: dict[str, Any] = {"hidden_size": 2048, "head_dim": 128, "vocab_size": 151936}
+TEXT_2B = ATTENTION | {"intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8}
+"""Qwen3-VL-2B's."""
+TEXT_30B_A3B = ATTENTION | {
+    "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8,
+}  # fmt: skip
+"""Qwen3-VL-30B-A3B's."""
 SETTINGS: dict[str, Any] = {
     "learning_rates": (),
     "gradient_checkpointing": False,
@@ -98,10 +106,52 @@ def test_tensors_without_memory_take_what_real_ones_take(family: str) -> None:
     tracker.track_external(policy)
     with tracker, torch.autocast("cpu", torch.bfloat16):
         policy(row).logprobs_N.sum().backward()
+    pixels = 0 if row.pixel_values_PD is None else row.pixel_values_PD.nbytes
+    assert real + pixels == pytest.approx(beside_weights(tracker), rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("computed_whole")
+@pytest.mark.filterwarnings("ignore:Expected a tensor or a traceable wrapper-subclass")
+@pytest.mark.parametrize(
+    ("family", "text", "recomputes"),
+    [("qwen3", TEXT_2B, False), ("qwen3_moe", TEXT_30B_A3B, True)],
+    ids=["2B", "30B-A3B, computed again"],
+)
+def test_torchs_tracker_counts_as_much(
+    family: str, text: dict[str, Any], recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rows of 8,192 tokens, with published widths and three layers: on tensors without memory it counts the same."""
+    tracker = MemTracker()
+
+    class BesideTracker(LiveBytes):
+        """Counts what the tracker counts."""
+
+        def leave_out(self, tensor: torch.Tensor) -> None:
+            super().leave_out(tensor)
+            tracker.track_external(tensor)
+
+        def __enter__(self) -> Self:
+            super().__enter__()
+            tracker.__enter__()
+            return self
+
+        def __exit__(self, *raised: object) -> None:
+            tracker.__exit__(*raised)
+            super().__exit__(*raised)
+
+    monkeypatch.setattr(working_memory, "LiveBytes", BesideTracker)
+    row = RowShape(num_tokens=8192, num_prompt_tokens=2048, num_image_tokens=0, num_responses=8)
+    shape = shape_of(FAMILIES[family], tmp_path, **text)
+    counted = working_bytes(shape, row, **SETTINGS | {"gradient_checkpointing": recomputes})
+    assert counted == pytest.approx(beside_weights(tracker), rel=1e-3)
+
+
+def beside_weights(tracker: MemTracker) -> int:
+    """The most bytes at a time that it has seen, without parameters and buffers."""
     (found,) = tracker.get_tracker_snapshot("peak").values()
     sizes = {getattr(kind, "value", kind): size for kind, size in found.items()}
-    pixels = 0 if row.pixel_values_PD is None else row.pixel_values_PD.nbytes
-    assert real + pixels == pytest.approx(sizes["Total"] - sizes["Parameter"] - sizes["Buffer"], rel=1e-2)
+    return int(sizes["Total"] - sizes["Parameter"] - sizes["Buffer"])
 
 
 @pytest.mark.slow
