@@ -297,6 +297,31 @@ def test_a_value_between_gaps_is_a_point(scripts: ViewScripts, values: list[Any]
     assert scripts.call("chart.js", "alone", values, undefined="-") == places
 
 
+def test_a_rare_age_looks_as_rare_in_a_long_run(scripts: ViewScripts) -> None:
+    """Steps that share a pixel are one column with their mean; drawn over each other their colours would add up."""
+    shares = [[0.98, 0.02]] * 20_000
+    columns = scripts.call("pages/staleness.js", "columnsOf", shares, 1196)
+    assert len(columns) == 1196
+    assert all(column["shares"] == [pytest.approx(0.98), pytest.approx(0.02)] for column in columns)
+    ends = [-1, *(column["last"] for column in columns)]
+    assert [column["first"] for column in columns] == [end + 1 for end in ends[:-1]]
+    assert ends[-1] == 19_999
+
+
+def test_a_column_of_the_staleness_names_its_steps(scripts: ViewScripts) -> None:
+    """One step where there is room for all, else the mean of several."""
+    rows = [{"step": step} for step in (11, 12, 13, 14)]
+    shares = [[1, 0, 0], [0.5, 0.4995, 0.0005], [0, 1, 0], [0, 1, 0]]
+    for count, texts in (
+        (9, ["step 11: 100% of age 0", "step 12: 50% of age 0, 50% of age 1, 0.05% of age 2"]),
+        (2, ["mean of steps 11 to 12: 75% of age 0, 25% of age 1, 0.025% of age 2"]),
+    ):
+        columns = scripts.call("pages/staleness.js", "columnsOf", shares, count)
+        found = [scripts.call("pages/staleness.js", "describe", rows, column) for column in columns]
+        assert found[: len(texts)] == texts
+        assert len(found) == min(count, len(rows))
+
+
 def test_a_page_is_drawn_again_for_what_it_shows(scripts: ViewScripts) -> None:
     """Also without a step. A run whose processes work is always news."""
     run = {"is_running": False, "alarm_kinds": [], "num_evaluations": 1, "kept_bytes": 7}

@@ -4,6 +4,7 @@ import { canvas } from "../canvas.js";
 import { chart } from "../chart.js";
 import { SERIES, ink, sequential } from "../colours.js";
 import { empty, h } from "../dom.js";
+import { mean, number } from "../format.js";
 import { isSupervised } from "../training.js";
 
 const LEFT = 44;
@@ -45,14 +46,14 @@ export const whyEmpty = (rows) => (isSupervised(rows)
 function heatMap(rows, shares, most) {
   const height = (most + 1) * CELL + BOTTOM;
   const note = h("p", { class: "faint", "aria-live": "polite" }, " ");
-  const place = (width) => (width - LEFT) / rows.length;
+  let columns = [];
   const view = canvas(height, "Share of tokens by step and age", (pen, width) => {
+    columns = columnsOf(shares, Math.max(1, Math.floor(width - LEFT)));
+    const cell = (width - LEFT) / columns.length;
     pen.clearRect(0, 0, width, height);
-    const cell = place(width);
-    rows.forEach((row, column) => shares[column].forEach((share, lag) => {
-      const y = (most - lag) * CELL;
+    columns.forEach((column, place) => column.shares.forEach((share, lag) => {
       pen.fillStyle = sequential(Math.sqrt(share));
-      pen.fillRect(LEFT + column * cell, y, Math.max(cell, 0.5), CELL - 1);
+      pen.fillRect(LEFT + place * cell, (most - lag) * CELL, cell, CELL - 1);
     }));
     pen.fillStyle = ink("faint");
     for (let lag = 0; lag <= most; lag += 1) pen.fillText(String(lag), 12, (most - lag) * CELL + 17);
@@ -61,10 +62,26 @@ function heatMap(rows, shares, most) {
     pen.fillText(last, width - pen.measureText(last).width - 4, height - 5);
   });
   view.surface.onmousemove = (event) => {
-    const column = Math.floor((event.offsetX - LEFT) / place(view.box.clientWidth));
-    const lag = most - Math.floor(event.offsetY / CELL);
-    note.textContent = shares[column]?.[lag] === undefined ? " "
-      : `step ${rows[column].step}: ${(100 * shares[column][lag]).toFixed(1)}% of the tokens are ${lag} versions old`;
+    const place = Math.floor(((event.offsetX - LEFT) / (view.box.clientWidth - LEFT)) * columns.length);
+    note.textContent = columns[place] ? describe(rows, columns[place]) : " ";
   };
   return h("div", {}, view.box, note);
+}
+
+// At most `count` columns, each {first, last, shares}: the mean shares of the rows from first to last. Translucent
+// columns that are narrower than a pixel would add up, and what is rare would look common.
+export function columnsOf(shares, count) {
+  const num = Math.min(count, shares.length);
+  const begin = (column) => Math.floor((column * shares.length) / num);
+  return Array.from({ length: num }, (_, column) => {
+    const rows = shares.slice(begin(column), begin(column + 1));
+    return { first: begin(column), last: begin(column + 1) - 1, shares: rows[0].map((_, lag) => mean(rows.map((row) => row[lag]))) };
+  });
+}
+
+// The numbers of a column: its steps, and the share of each age that any of their tokens has.
+export function describe(rows, { first, last, shares }) {
+  const steps = first === last ? `step ${rows[first].step}` : `mean of steps ${rows[first].step} to ${rows[last].step}`;
+  const ages = shares.map((share, lag) => share > 0 && `${number(100 * share, 3)}% of age ${lag}`);
+  return `${steps}: ${ages.filter(Boolean).join(", ")}`;
 }
