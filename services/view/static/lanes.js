@@ -1,0 +1,157 @@
+// Lanes of bars on one clock, which are zoomed, moved, and walked through by keys.
+
+import { canvas } from "./canvas.js";
+import { ink } from "./colours.js";
+import { h } from "./dom.js";
+import { seconds } from "./format.js";
+
+const LEFT = 130; // pixels of the lanes' names
+const ROW = 9;
+const GAP = 10;
+const AXIS = 22;
+const TALL = 216; // pixels of a lane, from which its rows are thinner
+const SHORTEST_S = 1e-3; // shown at least; seconds since 1970 have no digits for much less
+
+const rowOf = (lane) => Math.max(3, Math.min(ROW, Math.floor(TALL / lane.rows.length)));
+
+export function lanePlot(context, lanes) {
+  const all = lanes.flatMap((lane) => lane.rows.flat());
+  const [first, end] = extent(all);
+  let [low, high] = [first, Math.max(end, first + SHORTEST_S)];
+  const height = AXIS + lanes.reduce((sum, lane) => sum + lane.rows.length * rowOf(lane) + GAP, 0);
+  const note = h("p", { class: "faint", "aria-live": "polite" }, " ");
+  let placed = [];
+  let chosen = null; // by the keyboard
+  const view = canvas(height, "Timeline of trainer and engines; the arrow keys go from bar to bar, Enter opens its sample, + and - zoom", (pen, width) => {
+    const x = (time) => LEFT + ((time - low) / (high - low)) * (width - LEFT);
+    pen.clearRect(0, 0, width, height);
+    drawAxis(pen, width, height, low - first, high - first, x, first);
+    placed = [];
+    const paper = ink("paper");
+    let y = AXIS;
+    for (const lane of lanes) {
+      pen.fillStyle = ink("ink");
+      pen.fillText(lane.name.length > 20 ? `…${lane.name.slice(-19)}` : lane.name, 4, y + ROW);
+      const tall = rowOf(lane);
+      const thick = tall > 4 ? tall - 2 : tall - 1;
+      for (const row of lane.rows) {
+        for (const bar of row) {
+          const left = Math.max(LEFT, x(bar.start));
+          const right = Math.min(width, Math.max(x(bar.start + bar.length), left + 1));
+          if (right <= LEFT || left >= width) continue;
+          pen.fillStyle = bar.colour;
+          pen.fillRect(left, y, right - left, thick);
+          if (bar.pale) {
+            const until = Math.min(right, x(bar.start + bar.pale));
+            pen.fillStyle = paper;
+            pen.globalAlpha = 0.65;
+            if (until > left) pen.fillRect(left, y, until - left, thick);
+            pen.globalAlpha = 1;
+          }
+          if (bar === chosen) {
+            pen.strokeStyle = ink("ink");
+            pen.lineWidth = 2;
+            pen.strokeRect(left - 1, y - 1, right - left + 2, thick + 2);
+            pen.lineWidth = 1;
+          }
+          placed.push({ bar, left, right, top: y, bottom: y + tall });
+        }
+        y += tall;
+      }
+      y += GAP;
+    }
+  });
+  const at = (event) => placed.find(({ left, right, top, bottom }) =>
+    event.offsetX >= left - 1 && event.offsetX <= right + 1 && event.offsetY >= top && event.offsetY < bottom)?.bar;
+  const open = (bar) => { if (bar?.target) context.go(bar.target, "group"); };
+  let drag = null;
+  let hasMoved = false;
+  view.surface.onpointermove = (event) => {
+    if (drag) {
+      hasMoved ||= Math.abs(drag.x - event.offsetX) > 3;
+      const shift = ((drag.x - event.offsetX) / (view.box.clientWidth - LEFT)) * (high - low);
+      [low, high] = [drag.low + shift, drag.high + shift];
+      view.redraw();
+      return;
+    }
+    const bar = at(event);
+    note.textContent = bar?.text ?? " ";
+    view.surface.style.cursor = bar?.target ? "pointer" : "default";
+  };
+  view.surface.onpointerdown = (event) => {
+    drag = { x: event.offsetX, low, high };
+    hasMoved = false;
+    view.surface.setPointerCapture(event.pointerId);
+  };
+  view.surface.onpointerup = view.surface.onpointercancel = () => { drag = null; };
+  view.surface.onclick = (event) => { if (!hasMoved) open(at(event)); };
+  const zoom = (middle, factor) => {
+    [low, high] = zoomed(low, high, middle, factor);
+    view.redraw();
+  };
+  view.surface.addEventListener("wheel", (event) => {
+    if (Math.abs(event.deltaX) >= Math.abs(event.deltaY)) return; // a swipe to the side is the browser's
+    event.preventDefault();
+    const share = Math.max(0, (event.offsetX - LEFT) / (view.box.clientWidth - LEFT));
+    zoom(low + share * (high - low), event.deltaY > 0 ? 1.25 : 0.8);
+  }, { passive: false });
+  const choose = (bar) => {
+    chosen = bar;
+    note.textContent = bar.text;
+    if (bar.start < low || bar.start > high) [low, high] = [bar.start - (high - low) / 2, bar.start + (high - low) / 2];
+    view.redraw();
+  };
+  view.surface.tabIndex = 0;
+  view.surface.onkeydown = (event) => {
+    if (event.key === "Enter") open(chosen);
+    const factor = { "+": 0.8, "=": 0.8, "-": 1.25 }[event.key];
+    if (factor) zoom(chosen ? chosen.start : (low + high) / 2, factor);
+    const next = neighbour(lanes, chosen, event.key);
+    if (!next) return;
+    event.preventDefault();
+    choose(next);
+  };
+  return h("div", {}, view.box, note);
+}
+
+// When the first of them begins and the last one ends. A function takes no more than about 100,000 arguments.
+export function extent(spans) {
+  let [first, end] = [Infinity, -Infinity];
+  for (const { start, length } of spans) [first, end] = [Math.min(first, start), Math.max(end, start + length)];
+  return [first, end];
+}
+
+// Begin and end of the time that is shown after a zoom around `middle`: never less than SHORTEST_S.
+export function zoomed(low, high, middle, factor) {
+  const scale = Math.max(factor, SHORTEST_S / (high - low));
+  return [middle - (middle - low) * scale, middle + (high - middle) * scale];
+}
+
+// The bar to which an arrow key leads: along the lane, or to the one of the next lane that begins next.
+export function neighbour(lanes, chosen, key) {
+  const ordered = lanes.map((lane) => lane.rows.flat().sort((a, b) => a.start - b.start)).filter((bars) => bars.length);
+  if (!key.startsWith("Arrow") || !ordered.length) return null;
+  const order = ordered.findIndex((bars) => bars.includes(chosen));
+  if (order === -1) return ordered[0][0];
+  const place = ordered[order].indexOf(chosen);
+  if (key === "ArrowRight" || key === "ArrowLeft") return ordered[order][place + (key === "ArrowRight" ? 1 : -1)] ?? null;
+  const other = ordered[order + (key === "ArrowDown" ? 1 : -1)];
+  return other && (other.find((bar) => bar.start >= chosen.start) ?? other.at(-1));
+}
+
+function drawAxis(pen, width, height, low, high, x, first) {
+  const wanted = (high - low) / Math.max(2, (width - LEFT) / 110);
+  const power = 10 ** Math.floor(Math.log10(wanted));
+  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= wanted);
+  pen.strokeStyle = ink("line");
+  pen.fillStyle = ink("faint");
+  for (let tick = Math.ceil(low / step); tick * step <= high; tick += 1) {
+    const place = x(first + tick * step);
+    if (place < LEFT) continue;
+    pen.beginPath();
+    pen.moveTo(place, AXIS - 6);
+    pen.lineTo(place, height);
+    pen.stroke();
+    pen.fillText(seconds(tick * step, step), place + 3, 13);
+  }
+}

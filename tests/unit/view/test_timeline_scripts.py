@@ -1,0 +1,71 @@
+"""The logic of the Timeline's page and of its lanes, which are tested in a browser by `make test-browser` too."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.view.export.excerpt import excerpt_of
+from services.view.run_reader import RunReader
+from tests.support.view_runs import add_end, add_spans, make_run
+from tests.support.view_scripts import ViewScripts
+
+
+def test_bars_that_overlap_are_below_each_other(scripts: ViewScripts) -> None:
+    """In as few rows as there are at once."""
+    bars = [{"start": start, "length": 2} for start in (0, 1, 2, 3, 6)]
+    rows = scripts.call("pages/timeline.js", "stacked", bars)
+    assert [[bar["start"] for bar in row] for row in rows] == [[0, 2, 6], [1, 3]]
+    assert scripts.call("pages/timeline.js", "stacked", []) == [[]]
+
+
+def test_a_span_that_goes_on_is_drawn_as_far_as_it_is_seen(scripts: ViewScripts) -> None:
+    """It says how long it is."""
+    inside, over = [{"start": start, "length": 4} for start in (3, 8)]
+    clipped = [scripts.call("pages/timeline.js", "clip", span, 2, 10) for span in (inside, over)]
+    assert [(each["start"], each["length"], each["isWhole"], each["whole"]) for each in clipped] == [
+        (3, 4, True, 4),
+        (8, 2, False, 4),
+    ]
+
+
+def test_a_timeline_of_very_many_bars_has_an_extent(scripts: ViewScripts) -> None:
+    """A long run has more than a function takes as arguments."""
+    bars = [{"start": start, "length": 9 if start == 7 else 0.5} for start in range(200_000)]
+    assert scripts.call("lanes.js", "extent", bars) == [0, 199_999.5]
+    assert scripts.call("lanes.js", "extent", bars[3:9]) == [3, 16]
+
+
+def test_a_timeline_can_be_zoomed_out_again(scripts: ViewScripts) -> None:
+    """A swipe over a trackpad is many turns of a wheel. The moment at the mouse stays where it is."""
+    assert scripts.call("lanes.js", "zoomed", 0, 10, 5, 0.8) == [pytest.approx(1), pytest.approx(9)]
+    low, middle, high = 1_700_000_000.0, 1_700_000_030.0, 1_700_000_100.0
+    for _ in range(100):
+        low, high = scripts.call("lanes.js", "zoomed", low, high, middle, 0.8)
+    assert high - low == pytest.approx(1e-3, abs=1e-6)
+    assert low < middle < high
+    for _ in range(60):
+        low, high = scripts.call("lanes.js", "zoomed", low, high, middle, 1.25)
+    assert high - low > 100
+
+
+@pytest.mark.parametrize(
+    ("outcome", "step", "shown"), [("evaluated", 0, 1), ("evaluated", 20, 21), ("trained", 20, 20), ("failed", 0, 1)]
+)
+def test_a_group_leads_to_the_timeline_of_when_it_was_played(
+    scripts: ViewScripts, outcome: str, step: int, shown: int
+) -> None:
+    """The weights of a step are evaluated beside the next one."""
+    assert scripts.call("pages/group.js", "timelineStep", {"outcome": outcome, "step": step}) == shown
+
+
+def test_an_exported_timeline_goes_on_after_the_last_step(tmp_path: Path) -> None:
+    """The page asks for spans there without an end, and finds its evaluation."""
+    run = make_run(tmp_path / "run")
+    add_spans(run)
+    add_end(run)
+    excerpt = excerpt_of(0, RunReader(run), max_bytes=10**7)
+    data = msgspec.json.decode(msgspec.json.encode({"exported": "now", "runs": [{**excerpt.data, "left_out": []}]}))
+    asked = {"first": 1_700_000_062.0}
+    found = ViewScripts(data).call("exported.js", "exported.get", "api/runs/0/processes", asked)
+    assert [(span["name"], span["length"]) for span in found["spans"]] == [("evaluation", 20.0)]
