@@ -10,6 +10,7 @@ const ROW = 9;
 const GAP = 10;
 const AXIS = 22;
 const TALL = 216; // pixels of a lane, from which its rows are thinner
+const STRIPE = 4; // pixels from one stripe of a failed bar to the next
 const SHORTEST_S = 1e-3; // shown at least; seconds since 1970 have no digits for much less
 
 const rowOf = (lane) => Math.max(3, Math.min(ROW, Math.floor(TALL / lane.rows.length)));
@@ -27,10 +28,10 @@ export function lanePlot(context, lanes) {
     pen.clearRect(0, 0, width, height);
     drawAxis(pen, width, height, low - first, high - first, x, first);
     placed = [];
-    const paper = ink("paper");
+    const [paper, dark] = [ink("paper"), ink("ink")];
     let y = AXIS;
     for (const lane of lanes) {
-      pen.fillStyle = ink("ink");
+      pen.fillStyle = dark;
       pen.fillText(lane.name.length > 20 ? `…${lane.name.slice(-19)}` : lane.name, 4, y + ROW);
       const tall = rowOf(lane);
       const thick = tall > 4 ? tall - 2 : tall - 1;
@@ -48,8 +49,9 @@ export function lanePlot(context, lanes) {
             if (until > left) pen.fillRect(left, y, until - left, thick);
             pen.globalAlpha = 1;
           }
+          if (bar.isFailed) strike(pen, left, y, right - left, thick, paper, dark);
           if (bar === chosen) {
-            pen.strokeStyle = ink("ink");
+            pen.strokeStyle = dark;
             pen.lineWidth = 2;
             pen.strokeRect(left - 1, y - 1, right - left + 2, thick + 2);
             pen.lineWidth = 1;
@@ -112,6 +114,24 @@ export function lanePlot(context, lanes) {
     choose(next);
   };
   return h("div", {}, view.box, note);
+}
+
+// Marks a bar as failed with stripes and an outline: every hue is some group's, and not everybody can tell hues apart.
+function strike(pen, left, top, width, height, paper, dark) {
+  pen.save();
+  pen.beginPath();
+  pen.rect(left, top, width, height);
+  pen.clip();
+  pen.beginPath();
+  for (let place = left - height; place < left + width; place += STRIPE) {
+    pen.moveTo(place, top + height);
+    pen.lineTo(place + height, top);
+  }
+  pen.strokeStyle = paper;
+  pen.stroke();
+  pen.restore();
+  pen.strokeStyle = dark;
+  pen.strokeRect(left + 0.5, top + 0.5, Math.max(0, width - 1), height - 1);
 }
 
 // When the first of them begins and the last one ends. A function takes no more than about 100,000 arguments.

@@ -29,6 +29,19 @@ def test_a_span_that_goes_on_is_drawn_as_far_as_it_is_seen(scripts: ViewScripts)
     ]
 
 
+def test_a_failed_call_differs_from_those_of_every_group(scripts: ViewScripts) -> None:
+    """By a mark of its own: each of the few colours is that of many groups."""
+    common = {"name": "call", "start": 1, "length": 2, "whole": 2, "sample": 0, "number": None, "isWhole": True}
+    for group in range(12):
+        good, failed = (
+            scripts.call("pages/timeline.js", "barOf", common | {"group": group} | more, "call")
+            for more in ({}, {"error": "DEADLINE_EXCEEDED"})
+        )
+        assert (good["isFailed"], failed["isFailed"]) == (False, True)
+        assert good["colour"] == failed["colour"]
+        assert failed["text"].endswith("DEADLINE_EXCEEDED")
+
+
 def test_a_timeline_of_very_many_bars_has_an_extent(scripts: ViewScripts) -> None:
     """A long run has more than a function takes as arguments."""
     bars = [{"start": start, "length": 9 if start == 7 else 0.5} for start in range(200_000)]

@@ -59,8 +59,10 @@ function tools(context, from, to, after) {
 }
 
 function legend() {
-  return h("div", { class: "tools" }, Object.entries(NAMES).map(([key, text]) => h("span", { class: "legend" },
-    h("span", { class: "scale", style: { width: "14px", background: PARTS[key] } }), text)));
+  const entry = (text, attributes) => h("span", { class: "legend" }, h("span", attributes), text);
+  return h("div", { class: "tools" },
+    Object.entries(NAMES).map(([key, text]) => entry(text, { class: "scale part", style: { background: PARTS[key] } })),
+    entry("failed", { class: "scale part failed" }));
 }
 
 function trainerLanes(steps) {
@@ -111,8 +113,8 @@ function processLanes(spans) {
   });
 }
 
-// One bar; a call is pale until its first token.
-function barOf(span, text) {
+// One bar in its group's colour; a call is pale until its first token.
+export function barOf(span, text) {
   const details = [
     span.group === null ? null : `group ${span.group}${span.sample === null ? "" : `, sample ${span.sample}`}`,
     span.turn === undefined ? null : `turn ${span.turn}`,
@@ -123,8 +125,8 @@ function barOf(span, text) {
     span.version === undefined ? null : `version ${span.version}`,
     span.replica, span.environment, span.service, span.error,
   ].filter((each) => each !== null && each !== undefined && each !== "");
-  const colour = span.error ? SERIES[1] : span.group === null ? ink("faint") : SERIES[span.group % (SERIES.length - 1)];
-  return { start: span.start, length: span.length, colour, text: `${text}, ${seconds(span.whole)}: ${details.join(", ")}`,
+  const colour = span.group === null ? ink("faint") : SERIES[span.group % (SERIES.length - 1)];
+  return { start: span.start, length: span.length, colour, isFailed: Boolean(span.error), text: `${text}, ${seconds(span.whole)}: ${details.join(", ")}`,
     target: span.number === null ? null : { n: span.number, sample: span.sample ?? 0 },
     pale: span.name === "call" && span.isWhole ? Math.min(span.first_token_s ?? 0, span.length) : 0 };
 }
