@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 
-from tests.browser.pages import LONGEST_CLICKS, num_clicks
-from tests.support.view_runs import add_end, add_spans
+from tests.browser.pages import LONGEST_CLICKS, num_clicks, opened, served
+from tests.support.view_runs import add_end, add_spans, make_run, step_row, write_rows
 
 
 async def test_the_push_that_paused_longest_is_three_clicks_away(page: Page, runs: list[Path]) -> None:
@@ -91,6 +91,7 @@ async def test_the_evaluation_of_the_last_step_is_on_the_timeline(page: Page, ru
     await page.get_by_role("link", name="Timeline").click()
     await page.get_by_role("button", name="later").click()
     await expect(page.get_by_text("31: after the last step")).to_be_visible()
+    await expect(page.locator("main")).not_to_contain_text("null")
     await page.locator("canvas").focus()
     await page.keyboard.press("ArrowRight")
     await expect(page.locator("main")).to_contain_text("evaluation, 20.0")
@@ -108,3 +109,63 @@ async def test_a_swipe_to_the_side_does_not_zoom(page: Page) -> None:
         await page.wait_for_timeout(500)
         drawn.append(await surface.evaluate("canvas => canvas.toDataURL()"))
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def _train(run: Path, step: int) -> None:
+    """Add a step to a run that goes on."""
+    with (run / "trace" / "trainer.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "spans": [["train_s", 1_700_000_000.0 + 2 * step, 1.2]]}) + "\n")
+    write_rows(run, [step_row(step)])
+
+
+async def test_the_timeline_goes_on_with_the_run(page: Page, runs: list[Path]) -> None:
+    """A click between the bars does not end that. Whoever has zoomed sees the same steps until they want all."""
+    await page.get_by_role("link", name="Timeline").click()
+    shown = page.get_by_label("to", exact=True)
+    await expect(shown).to_have_value("30")
+    await page.locator("canvas").click(position={"x": 300, "y": 5})
+    _train(runs[0], 31)
+    await expect(shown).to_have_value("31", timeout=10_000)
+    await page.get_by_role("button", name="zoom in").click()
+    _train(runs[0], 32)
+    await expect(page.locator("#status")).to_contain_text("step 32 of 200", timeout=10_000)
+    await page.locator("#theme").click()  # draws it anew
+    await expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    await page.wait_for_timeout(500)
+    await expect(shown).to_have_value("31")
+    await page.get_by_role("button", name="show all").click()
+    await expect(shown).to_have_value("32")
+    _train(runs[0], 33)
+    await expect(shown).to_have_value("33", timeout=10_000)
+
+
+async def test_the_timeline_begins_before_the_first_step(browser: Browser, tmp_path: Path) -> None:
+    """With what processes have done since the start; the first step is shown once it is there."""
+    run = make_run(tmp_path / "new", num_steps=0)
+    add_spans(run, num_steps=1)
+    async with served([run]) as url, opened(browser, url) as page:
+        await page.get_by_role("link", name="Timeline").click()
+        await expect(page.get_by_text("No step has been trained yet.")).to_be_visible()
+        await page.locator("canvas").focus()
+        await page.keyboard.press("ArrowRight")
+        await expect(page.locator("main")).to_contain_text("first token after 300 ms")
+        await page.locator("canvas").blur()
+        _train(run, 1)
+        await expect(page.get_by_text("The trainer's time:")).to_be_visible(timeout=10_000)
+
+
+async def test_the_timeline_is_zoomed_by_buttons(page: Page) -> None:
+    """A phone has neither wheel nor keys."""
+    await page.get_by_role("link", name="Timeline").click()
+    await expect(page.get_by_text("The trainer's time:")).to_be_visible()
+    surface = page.locator("canvas")
+    whole = await surface.evaluate("canvas => canvas.toDataURL()")
+    await page.get_by_role("button", name="zoom in").click()
+    near = await surface.evaluate("canvas => canvas.toDataURL()")
+    await page.get_by_role("button", name="zoom out").click()
+    await page.get_by_role("button", name="zoom out").click()
+    far = await surface.evaluate("canvas => canvas.toDataURL()")
+    assert len({whole, near, far}) == 3
+    await page.get_by_role("button", name="show all").click()
+    await page.wait_for_timeout(500)
+    assert await surface.evaluate("canvas => canvas.toDataURL()") == whole

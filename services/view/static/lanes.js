@@ -12,17 +12,27 @@ const AXIS = 22;
 const TALL = 216; // pixels of a lane, from which its rows are thinner
 const STRIPE = 4; // pixels from one stripe of a failed bar to the next
 const SHORTEST_S = 1e-3; // shown at least; seconds since 1970 have no digits for much less
+const NEARER = 0.8; // what a zoom makes of the time that is shown
+const FARTHER = 1.25;
+
+let held = null; // {key, low, high, chosen} of the plot that was drawn last, once somebody has zoomed, moved or chosen
+
+// Whether somebody has zoomed, moved or chosen in the plot `key`, which was drawn last: it is drawn anew as they left it.
+export const isHeld = (key) => held?.key === key;
 
 const rowOf = (lane) => Math.max(3, Math.min(ROW, Math.floor(TALL / lane.rows.length)));
 
-export function lanePlot(context, lanes) {
+// The lanes, each {name, rows}, whose rows are lists of bars: {start, length, colour, text, target, pale?, isFailed?}. The
+// plot that is drawn next by the same key stays as it was left.
+export function lanePlot(context, key, lanes) {
+  if (!isHeld(key)) held = null;
   const all = lanes.flatMap((lane) => lane.rows.flat());
   const [first, end] = extent(all);
-  let [low, high] = [first, Math.max(end, first + SHORTEST_S)];
+  let [low, high] = held ? [held.low, held.high] : [first, Math.max(end, first + SHORTEST_S)];
   const height = AXIS + lanes.reduce((sum, lane) => sum + lane.rows.length * rowOf(lane) + GAP, 0);
-  const note = h("p", { class: "faint", "aria-live": "polite" }, " ");
+  let chosen = (held?.chosen && all.find((bar) => bar.start === held.chosen.start && bar.text === held.chosen.text)) ?? null; // by the keyboard
+  const note = h("p", { class: "faint", "aria-live": "polite" }, chosen?.text ?? " ");
   let placed = [];
-  let chosen = null; // by the keyboard
   const view = canvas(height, "Timeline of trainer and engines; the arrow keys go from bar to bar, Enter opens its sample, + and - zoom", (pen, width) => {
     const x = (time) => LEFT + ((time - low) / (high - low)) * (width - LEFT);
     pen.clearRect(0, 0, width, height);
@@ -63,6 +73,10 @@ export function lanePlot(context, lanes) {
       y += GAP;
     }
   });
+  const hold = () => {
+    held = { key, low, high, chosen };
+    view.redraw();
+  };
   const at = (event) => placed.find(({ left, right, top, bottom }) =>
     event.offsetX >= left - 1 && event.offsetX <= right + 1 && event.offsetY >= top && event.offsetY < bottom)?.bar;
   const open = (bar) => { if (bar?.target) context.go(bar.target, "group"); };
@@ -71,9 +85,10 @@ export function lanePlot(context, lanes) {
   view.surface.onpointermove = (event) => {
     if (drag) {
       hasMoved ||= Math.abs(drag.x - event.offsetX) > 3;
+      if (!hasMoved) return;
       const shift = ((drag.x - event.offsetX) / (view.box.clientWidth - LEFT)) * (high - low);
       [low, high] = [drag.low + shift, drag.high + shift];
-      view.redraw();
+      hold();
       return;
     }
     const bar = at(event);
@@ -89,31 +104,35 @@ export function lanePlot(context, lanes) {
   view.surface.onclick = (event) => { if (!hasMoved) open(at(event)); };
   const zoom = (middle, factor) => {
     [low, high] = zoomed(low, high, middle, factor);
-    view.redraw();
+    hold();
   };
+  const zoomHere = (factor) => zoom(chosen ? chosen.start : (low + high) / 2, factor);
   view.surface.addEventListener("wheel", (event) => {
     if (Math.abs(event.deltaX) >= Math.abs(event.deltaY)) return; // a swipe to the side is the browser's
     event.preventDefault();
     const share = Math.max(0, (event.offsetX - LEFT) / (view.box.clientWidth - LEFT));
-    zoom(low + share * (high - low), event.deltaY > 0 ? 1.25 : 0.8);
+    zoom(low + share * (high - low), event.deltaY > 0 ? FARTHER : NEARER);
   }, { passive: false });
   const choose = (bar) => {
     chosen = bar;
     note.textContent = bar.text;
     if (bar.start < low || bar.start > high) [low, high] = [bar.start - (high - low) / 2, bar.start + (high - low) / 2];
-    view.redraw();
+    hold();
   };
   view.surface.tabIndex = 0;
   view.surface.onkeydown = (event) => {
     if (event.key === "Enter") open(chosen);
-    const factor = { "+": 0.8, "=": 0.8, "-": 1.25 }[event.key];
-    if (factor) zoom(chosen ? chosen.start : (low + high) / 2, factor);
+    const factor = { "+": NEARER, "=": NEARER, "-": FARTHER }[event.key];
+    if (factor) zoomHere(factor);
     const next = neighbour(lanes, chosen, event.key);
     if (!next) return;
     event.preventDefault();
     choose(next);
   };
-  return h("div", {}, view.box, note);
+  const button = (text, act) => h("button", { type: "button", onclick: act }, text);
+  return h("div", {}, h("div", { class: "tools" },
+    button("zoom in", () => zoomHere(NEARER ** 3)), button("zoom out", () => zoomHere(FARTHER ** 3)),
+    button("show all", () => { held = null; context.again(); })), view.box, note);
 }
 
 // Marks a bar as failed with stripes and an outline: every hue is some group's, and not everybody can tell hues apart.

@@ -166,7 +166,7 @@ async function poll() {
     drawHeader();
     const isBusy = isMarked() || (isTouched && document.querySelector("#page :focus"));
     const page = PAGES[current()];
-    const isOld = page?.isLive && (isStale || newsOf(page) !== seen);
+    const isOld = page?.isLive(context) && (isStale || newsOf(page) !== seen);
     if ((hasFailed || isOld) && !isBusy) await draw();
   } catch (error) {
     document.getElementById("status").textContent = `no answer: ${error.message}`;
@@ -221,4 +221,6 @@ async function start() {
 
 followTheme();
 for (const kind of ["pointerdown", "keydown"]) document.getElementById("page").addEventListener(kind, () => { isTouched = true; });
+// A click leaves the focus on a drawing, which loses nothing when it is drawn anew.
+addEventListener("click", () => { if (document.activeElement.matches("canvas, .u-over")) isTouched = false; }, true);
 start();

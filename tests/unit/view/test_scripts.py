@@ -267,9 +267,10 @@ def test_a_page_is_drawn_again_for_what_it_shows(scripts: ViewScripts) -> None:
                 f"pages/{page}.js", "default.news", {"run": 0, "runs": [changed]}
             )
             assert is_news == (other == key)
-    assert scripts.call("pages/fleet.js", "default.news", {"run": 0, "runs": [run]}) is False
     running = {"run": 0, "runs": [run | {"is_running": True}]}
-    assert scripts.call("pages/fleet.js", "default.news", running) == pytest.approx(time.time() / 10, abs=2)
+    for page in ("fleet", "timeline"):
+        assert scripts.call(f"pages/{page}.js", "default.news", {"run": 0, "runs": [run]}) is False
+        assert scripts.call(f"pages/{page}.js", "default.news", running) == pytest.approx(time.time() / 10, abs=2)
     stuck = {"run": 0, "runs": [run | {"alarm_kinds": ["stuck"]}]}
     kind, half_minutes = scripts.call("pages/alarms.js", "default.news", stuck)  # the alarm says for how long
     assert (kind, half_minutes) == ("stuck", pytest.approx(time.time() / 30, abs=2))

@@ -8,7 +8,7 @@ const STUCK_SHOWN_S = 30;
 
 export default {
   title: "Alarms",
-  isLive: true,
+  isLive: () => true,
   news: (context) => {
     const kinds = context.runs[context.run]?.alarm_kinds ?? [];
     return [...kinds, kinds.includes("stuck") && every(STUCK_SHOWN_S)]; // its text says for how long

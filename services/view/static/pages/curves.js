@@ -29,7 +29,7 @@ let picked = null; // {run, step}: the step that was clicked last, also when the
 
 export default {
   title: "Curves",
-  isLive: true,
+  isLive: () => true,
   news: (context) => chosenRuns(context).map((number) => context.runs[number]?.num_evaluations),
   async draw(context) {
     const axis = context.parameters.get("x") ?? "step";

@@ -9,7 +9,7 @@ import { isSupervised } from "../training.js";
 
 export default {
   title: "Evaluation",
-  isLive: true,
+  isLive: () => true,
   news: (context) => context.runs[context.run]?.num_evaluations,
   async draw(context) {
     const rows = await get(`api/runs/${context.run}/evaluations`);

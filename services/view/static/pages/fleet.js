@@ -3,16 +3,15 @@
 import { get } from "../api.js";
 import { empty, h, table } from "../dom.js";
 import { number, seconds } from "../format.js";
-import { every } from "../news.js";
+import { newSpans } from "../news.js";
 import { isSupervised } from "../training.js";
 
 const SILENT_S = 30; // from which an engine stands out
-const LOADS_S = 10; // the server reads the spans of three minutes each time
 
 export default {
   title: "Fleet",
-  isLive: true,
-  news: (context) => context.runs[context.run]?.is_running && every(LOADS_S), // loads of the last minute change always
+  isLive: () => true,
+  news: (context) => newSpans(context.runs[context.run]), // loads of the last minute change always
   async draw(context) {
     if (isSupervised(context.steps[context.run].rows)) return empty("Supervised training has no engines.");
     const fleet = await get(`api/runs/${context.run}/fleet`);

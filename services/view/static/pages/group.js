@@ -9,7 +9,7 @@ import { tokenView } from "../tokens.js";
 
 export default {
   title: "Group",
-  isLive: false,
+  isLive: () => false,
   async draw(context) {
     const place = Number(context.parameters.get("n"));
     const group = await get(`api/runs/${context.run}/episodes/${place}`);

@@ -15,7 +15,7 @@ const FINISHES = ["", "stop", "length", "deadline", "environment", "error"];
 
 export default {
   title: "Samples",
-  isLive: true,
+  isLive: () => true,
   news: (context) => context.runs[context.run]?.kept_bytes,
   async draw(context) {
     const asked = Object.fromEntries(["outcome", "step", "row", "finish", "text", "sort", "descending", "start"]

@@ -5,7 +5,7 @@ import { empty, h, table } from "../dom.js";
 
 export default {
   title: "Settings",
-  isLive: false,
+  isLive: () => false,
   async draw(context) {
     const runs = context.runs;
     const all = await Promise.all(runs.map((run) => get(`api/runs/${run.number}/settings`)));

@@ -13,7 +13,7 @@ const BOTTOM = 20;
 
 export default {
   title: "Staleness",
-  isLive: true,
+  isLive: () => true,
   draw(context) {
     const all = context.steps[context.run].rows;
     const rows = all.filter((row) => row.max_staleness !== undefined);

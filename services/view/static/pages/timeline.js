@@ -4,7 +4,8 @@ import { get } from "../api.js";
 import { PARTS, SERIES, ink } from "../colours.js";
 import { empty, h } from "../dom.js";
 import { number, seconds } from "../format.js";
-import { extent, lanePlot } from "../lanes.js";
+import { extent, isHeld, lanePlot } from "../lanes.js";
+import { newSpans } from "../news.js";
 import { timelineStep } from "./group.js";
 
 const STEPS = 12; // shown at first
@@ -12,15 +13,21 @@ const NAMES = { train_s: "training", wait_s: "waiting for groups", data_wait_s: 
   demonstration_wait_s: "waiting for demonstrations", push_wait_s: "waiting for a push", checkpoint_wait_s: "waiting for files",
   evaluation_wait_s: "waiting for an evaluation", push: "push" };
 
+let shownTo = 0; // the last step of the plot that was drawn last
+
+const keyOf = (context) => context.parameters.toString();
+
 export default {
   title: "Timeline",
-  isLive: false,
+  isLive: (context) => !context.parameters.get("to") && !isHeld(keyOf(context)),
+  news: (context) => newSpans(context.runs[context.run]),
   async draw(context) {
     const rows = context.steps[context.run].rows;
-    if (!rows.length) return empty("No step has been trained yet.");
+    if (!rows.length) return beforeSteps(context);
     const last = rows.at(-1).step;
     const after = last + 1; // has what came after the last step, such as its evaluation
-    const to = Math.min(Number(context.parameters.get("to") ?? last), after);
+    const key = keyOf(context);
+    const to = Math.min(Number(context.parameters.get("to") ?? (isHeld(key) ? shownTo : last)), after);
     const from = Math.max(1, Math.min(Number(context.parameters.get("from") ?? to - STEPS + 1), to));
     const [known, played] = await Promise.all([
       get(`api/runs/${context.run}/trace`, { first_step: Math.min(from, last), last_step: to }),
@@ -34,13 +41,25 @@ export default {
     const found = await get(`api/runs/${context.run}/processes`, { first, last: to > last ? undefined : trained });
     const end = to > last ? extent([{ start: trained, length: 0 }, ...found.spans])[1] : trained;
     if (!steps.length && !found.spans.length) return [tools(context, from, to, after), empty("Nothing was recorded after the last step.")];
-    const clipped = found.spans.map((span) => clip(span, first, end));
-    const recorded = processLanes(clipped);
+    const recorded = processLanes(found.spans.map((span) => clip(span, first, end)));
     const lanes = [...trainerLanes(steps), ...(recorded.some((lane) => lane.isEngine) ? recorded : [...engineLanes(spans), ...recorded])];
-    const note = found.num_left_out ? [h("p", { class: "faint" }, `${found.num_left_out} short spans are not drawn; show fewer steps.`)] : [];
-    return [tools(context, from, to, after), legend(), lanePlot(context, lanes), ...note, steps.length ? summary(steps) : null];
+    shownTo = to;
+    return [tools(context, from, to, after), legend(), lanePlot(context, key, lanes), leftOut(found), steps.length ? summary(steps) : null].filter(Boolean);
   },
 };
+
+// What processes have done since the run's start.
+async function beforeSteps(context) {
+  const found = await get(`api/runs/${context.run}/processes`, { first: 0 });
+  if (!found.spans.length) return empty("No step has been trained yet.");
+  const [first, end] = extent(found.spans);
+  const lanes = processLanes(found.spans.map((span) => clip(span, first, end)));
+  const key = `${keyOf(context)}, before the first step`;
+  return [h("p", {}, "No step has been trained yet."), legend(), lanePlot(context, key, lanes), leftOut(found)].filter(Boolean);
+}
+
+const leftOut = ({ num_left_out: number }) => (number
+  ? h("p", { class: "faint" }, `${number} short spans are not drawn; show fewer steps.`) : null);
 
 const partsOf = (steps) => steps.flatMap((step) => step.spans.map(([, start, length]) => ({ start, length })));
 
@@ -55,7 +74,7 @@ function tools(context, from, to, after) {
     to === after ? h("span", {}, `${after}: after the last step`) : null,
     h("button", { type: "button", onclick: () => context.go({ from: Math.max(1, from - width), to: Math.max(1, from - 1) }) }, "earlier"),
     h("button", { type: "button", onclick: () => context.go({ from: Math.min(after, to + 1), to: Math.min(after, to + width) }) }, "later"),
-    h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it, if its group was kept. Keys: arrows, Enter, + and −."));
+    h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it, if its group was kept. Keys: arrows, Enter, + and −. It goes on with the run until you zoom, move or choose, and again after “show all”."));
 }
 
 function legend() {
