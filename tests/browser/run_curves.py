@@ -140,6 +140,30 @@ async def _shown(page: Page, label: str) -> set[tuple[float, float]]:
     return {(low, high) for low, high in found}
 
 
+async def test_curves_and_ages_of_tokens_are_read_by_keys(page: Page) -> None:
+    """Arrows point at a step, Enter leads to its samples; the heat map says how old a step's tokens were."""
+    curve = page.get_by_role("slider", name="Gradient norm")
+    await curve.focus()
+    for key in ("End", "ArrowLeft", "ArrowLeft"):
+        await page.keyboard.press(key)
+    assert "step 28, " in (await curve.get_attribute("aria-valuetext") or "")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_text("step 28", exact=True)).to_be_visible()
+    await page.get_by_role("link", name="Staleness").click()
+    await page.get_by_role("img", name="Share of tokens").focus()
+    for key in ("Home", "ArrowRight"):
+        await page.keyboard.press(key)
+    await expect(page.locator("main")).to_contain_text("step 2: 60.1% of age 0, 39.9% of age 1")
+
+
+async def test_a_page_goes_on_with_its_run_after_a_click_on_a_curve(page: Page, runs: list[Path]) -> None:
+    """The click leaves the focus on the chart."""
+    await page.locator("figure .u-over").first.click()
+    write_rows(runs[0], [step_row(31)])
+    await expect(page.locator("#status")).to_contain_text("step 31 of 200", timeout=10_000)
+    await expect(page.locator("figure .u-over").first).to_have_attribute("aria-valuemax", "31")
+
+
 async def test_alarms_are_counted_and_explained(page: Page) -> None:
     """On the run that has them."""
     await page.locator("#run").select_option(label="second")

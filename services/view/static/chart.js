@@ -4,6 +4,7 @@ import uPlot from "./vendor/uPlot.mjs";
 import { ink } from "./colours.js";
 import { h } from "./dom.js";
 import { number, tickLabel } from "./format.js";
+import { placeAfter } from "./keys.js";
 
 const HEIGHT = 190;
 const MOST_TICKS = 60; // more would be a bar
@@ -39,7 +40,9 @@ export function chart(title, x, series, { xLabel = "step", marks = [], low, note
   };
   const plot = new uPlot(options, [x, ...series.map((each) => each.values)], box);
   if (zoomed.has(xLabel)) plot.setScale("x", zoomed.get(xLabel));
-  if (pick) onClick(plot.over, () => { if (plot.cursor.idx !== null) pick(x[plot.cursor.idx]); });
+  const act = pick && (() => { if (plot.cursor.idx !== null) pick(x[plot.cursor.idx]); });
+  if (act) onClick(plot.over, act);
+  onKeys(plot, title, act);
   requestAnimationFrame(() => { isDrawn = true; });
   const resize = () => plot.setSize({ width: Math.max(200, box.clientWidth - 18), height: HEIGHT });
   const observer = new ResizeObserver(resize);
@@ -87,6 +90,30 @@ function onClick(element, act) {
   let pressed = null;
   element.addEventListener("mousedown", (event) => { pressed = event.clientX; });
   element.addEventListener("click", (event) => { if (Math.abs(event.clientX - pressed) < 3) act(); });
+}
+
+// The keys point as the mouse does, and Enter is a click, if there is anything to do then.
+function onKeys(plot, title, act) {
+  const { over, data: [x] } = plot;
+  const say = (attributes) => Object.entries(attributes).forEach(([name, value]) => over.setAttribute(`aria-${name}`, value));
+  over.tabIndex = 0;
+  over.setAttribute("role", "slider");
+  say({ label: `${title}; arrow keys, Home and End point${act ? ", Enter is a click" : ""}`, valuemin: x[0], valuemax: x.at(-1), valuenow: x.at(-1) });
+  over.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") act?.();
+    const next = placeAfter(event.key, plot.cursor.idx, ...plot.series[0].idxs);
+    if (next === null) return;
+    event.preventDefault();
+    plot.setCursor({ left: Math.max(0, plot.valToPos(x[next], "x")), top: HEIGHT / 2 }, true, true);
+    const place = plot.cursor.idx; // null where the range that is shown has no value
+    if (place !== null) say({ valuenow: x[place], valuetext: spoken(plot.series, plot.data, place) });
+  });
+}
+
+// The values at a place as they are read out: those of the legend, which has no thin series.
+export function spoken(series, data, place) {
+  const values = series.map(({ label, class: kind }, order) => kind !== "thin" && `${label} ${number(data[order][place])}`);
+  return values.filter(Boolean).join(", ");
 }
 
 function axis(more = {}) {

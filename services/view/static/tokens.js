@@ -4,6 +4,7 @@ import { array } from "./api.js";
 import { diverging, sequential } from "./colours.js";
 import { h, select } from "./dom.js";
 import { number } from "./format.js";
+import { placeAfter } from "./keys.js";
 
 const CHUNK = 1000; // tokens that are made at once, when they come into sight
 const LINE_PX = 27;
@@ -27,7 +28,7 @@ export function tokenView(context, prompt, sequence, version) {
   const most = view ? Math.max(1e-12, ...strongest(tokens, view[2])) : 1;
   const hover = h("div", { class: "hover", "aria-live": "polite" }, h("span", { class: "faint" }, "Point at a token to see its numbers."));
   const box = h("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens; the arrow keys go from one to the next" });
-  let chosen = -1;
+  let chosen = null;
   const choose = (place) => {
     if (place < 0 || place >= tokens.length) return;
     box.querySelector(".chosen")?.classList.remove("chosen");
@@ -65,11 +66,10 @@ export function tokenView(context, prompt, sequence, version) {
     if (event.target.dataset?.n !== undefined) choose(Number(event.target.dataset.n));
   };
   box.onkeydown = (event) => {
-    const place = { ArrowRight: chosen + 1, ArrowLeft: chosen - 1, Home: 0, End: tokens.length - 1 }[event.key];
-    if (place !== undefined) {
-      event.preventDefault();
-      choose(Math.max(0, place));
-    }
+    const place = placeAfter(event.key, chosen, 0, tokens.length - 1);
+    if (place === null) return;
+    event.preventDefault();
+    choose(place);
   };
   const worst = () => {
     if (!tokens.some((token) => token.dlogp !== null)) return;

@@ -256,6 +256,29 @@ def test_a_column_of_the_staleness_names_its_steps(scripts: ViewScripts) -> None
         assert len(found) == min(count, len(rows))
 
 
+@pytest.mark.parametrize(
+    ("key", "places"),
+    [
+        ("ArrowRight", {None: 3, 3: 4, 8: 9, 9: 9, 0: 3}),
+        ("ArrowLeft", {None: 9, 9: 8, 3: 3, 20: 9}),
+        ("Home", {None: 3, 5: 3}),
+        ("End", {None: 9, 5: 9}),
+        ("a", {None: None, 5: None}),
+    ],
+)
+def test_keys_go_through_what_is_shown(scripts: ViewScripts, key: str, places: dict[int | None, int | None]) -> None:
+    """Places 3 to 9, as of a chart that is zoomed; what was pointed at before may be elsewhere."""
+    found = {place: scripts.call("keys.js", "placeAfter", key, place, 3, 9) for place in places}
+    assert found == places
+
+
+def test_a_chart_reads_out_what_its_legend_shows(scripts: ViewScripts) -> None:
+    """The step and each curve; values of single steps behind a smooth curve are left out."""
+    series = [{"label": "step"}, {"label": "loss, each", "class": "thin"}, {"label": "loss"}, {"label": "entropy"}]
+    data = [[7, 8], [0.5, 0.25], [0.5, 0.375], [None, None]]
+    assert scripts.call("chart.js", "spoken", series, data, 1) == "step 8, loss 0.375, entropy –"
+
+
 def test_a_page_is_drawn_again_for_what_it_shows(scripts: ViewScripts) -> None:
     """Also without a step. A run whose processes work is always news."""
     run = {"is_running": False, "alarm_kinds": [], "num_evaluations": 1, "kept_bytes": 7}

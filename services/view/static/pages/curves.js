@@ -39,7 +39,7 @@ export default {
     if (chosen.every((number) => context.steps[number].rows.length === 0)) return empty("No step has been trained yet.");
     const evaluations = await Promise.all(chosen.map((number) => get(`api/runs/${number}/evaluations`)));
     const place = placeOn(axis);
-    const links = h("span", { class: "facts", role: "status" }, "Click a curve for the samples of its step.");
+    const links = h("span", { class: "facts", role: "status" }, "Click a curve for the samples of its step, or press Enter.");
     const pickStep = (step) => {
       picked = { run: context.run, step };
       links.replaceChildren(...linksOf(context, step));
@@ -86,7 +86,7 @@ function tools(context, axis, weight, extra, chosen, links) {
     h("label", {}, "Smoothing ", slider),
     select("Also", extra, [["", "–"], ...names.map((name) => [name, name])], (metric) => context.go({ metric })),
     compare.length ? h("span", {}, "Compare: ", compare) : null,
-    h("span", { class: "faint" }, "Drag to zoom, double-click to see all. Ticks are pushes."), links);
+    h("span", { class: "faint" }, "Drag to zoom, double-click to see all. Keys: arrows, Home, End, Enter. Ticks are pushes."), links);
 }
 
 function panel(context, title, names, options, chosen, evaluations, axis, weight) {

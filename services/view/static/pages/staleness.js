@@ -5,6 +5,7 @@ import { chart } from "../chart.js";
 import { SERIES, ink, sequential } from "../colours.js";
 import { empty, h } from "../dom.js";
 import { mean, number } from "../format.js";
+import { placeAfter } from "../keys.js";
 import { isSupervised } from "../training.js";
 
 const LEFT = 44;
@@ -47,7 +48,9 @@ function heatMap(rows, shares, most) {
   const height = (most + 1) * CELL + BOTTOM;
   const note = h("p", { class: "faint", "aria-live": "polite" }, " ");
   let columns = [];
-  const view = canvas(height, "Share of tokens by step and age", (pen, width) => {
+  let chosen = null; // by the keyboard: the first row of a column
+  const chosenPlace = () => (chosen === null ? null : columns.findIndex(({ last }) => last >= chosen));
+  const view = canvas(height, "Share of tokens by step and age; arrow keys, Home and End go through the steps", (pen, width) => {
     columns = columnsOf(shares, Math.max(1, Math.floor(width - LEFT)));
     const cell = (width - LEFT) / columns.length;
     pen.clearRect(0, 0, width, height);
@@ -55,6 +58,10 @@ function heatMap(rows, shares, most) {
       pen.fillStyle = sequential(Math.sqrt(share));
       pen.fillRect(LEFT + place * cell, (most - lag) * CELL, cell, CELL - 1);
     }));
+    if (chosen !== null) {
+      pen.strokeStyle = ink("ink");
+      pen.strokeRect(LEFT + chosenPlace() * cell, 0.5, cell, height - BOTTOM - 1);
+    }
     pen.fillStyle = ink("faint");
     for (let lag = 0; lag <= most; lag += 1) pen.fillText(String(lag), 12, (most - lag) * CELL + 17);
     pen.fillText(`step ${rows[0].step}`, LEFT, height - 5);
@@ -64,6 +71,15 @@ function heatMap(rows, shares, most) {
   view.surface.onmousemove = (event) => {
     const place = Math.floor(((event.offsetX - LEFT) / (view.box.clientWidth - LEFT)) * columns.length);
     note.textContent = columns[place] ? describe(rows, columns[place]) : " ";
+  };
+  view.surface.tabIndex = 0;
+  view.surface.onkeydown = (event) => {
+    const place = placeAfter(event.key, chosenPlace(), 0, columns.length - 1);
+    if (place === null) return;
+    event.preventDefault();
+    chosen = columns[place].first;
+    note.textContent = describe(rows, columns[place]);
+    view.redraw();
   };
   return h("div", {}, view.box, note);
 }
