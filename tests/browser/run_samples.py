@@ -8,7 +8,7 @@ from playwright.async_api import Browser, Locator, Page, expect
 
 from services.trainer.telemetry.episodes.files import EpisodeFiles
 from tests.browser.pages import LONGEST_CLICKS, SCRIPT, num_clicks, opened, served
-from tests.support.view_runs import add_group, make_run
+from tests.support.view_runs import add_group, make_run, png
 
 _MANY = 10_000
 _LONG = 200_000
@@ -35,6 +35,35 @@ async def test_the_worst_sample_of_step_100_is_three_clicks_away(browser: Browse
         assert await picture.evaluate("image => image.naturalWidth") == 48
         await page.get_by_role("button", name="Enlarge picture 1").first.click()
         await expect(page.locator("dialog img")).to_be_visible()
+
+
+async def test_a_large_picture_is_read_in_its_natural_size(page: Page) -> None:
+    """A page of a document is larger than the window. Clicks and Enter toggle it, Escape and the button close it."""
+    await page.route("**/images/*", lambda route: route.fulfill(body=png(1600, 2400), content_type="image/png"))
+    await page.get_by_role("link", name="Samples").click()
+    await page.locator("a.card").first.click()
+    await page.get_by_role("button", name="Enlarge picture 1").first.click()
+    picture = page.locator("dialog img")
+    await expect(picture).to_be_visible()
+    await picture.evaluate("image => image.decode()")
+    assert max(await _size(picture)) < 800
+    await picture.click()
+    assert await _size(picture) == (1600, 2400)
+    await page.mouse.wheel(0, 900)
+    await page.wait_for_function("document.getElementById('zoom').scrollTop > 0")
+    await page.keyboard.press("Enter")
+    assert max(await _size(picture)) < 800
+    await page.keyboard.press("Escape")
+    await expect(picture).to_be_hidden()
+    await page.get_by_role("button", name="Enlarge picture 1").first.click()
+    await page.get_by_role("button", name="Close").click()
+    await expect(picture).to_be_hidden()
+
+
+async def _size(picture: Locator) -> tuple[int, int]:
+    """Width and height as it is shown."""
+    width, height = await picture.evaluate("image => [image.clientWidth, image.clientHeight]")
+    return width, height
 
 
 async def _click_at_step(page: Page, surface: Locator, step: int) -> None:

@@ -38,10 +38,14 @@ export function pictures(urls) {
     : h("span", { class: "faint" }, `picture ${number + 1} was not kept`)));
 }
 
+// Shows a picture as large as the window; pressing it toggles its natural size, in which it scrolls.
 function zoom(url) {
   const dialog = document.getElementById("zoom");
-  const image = dialog.querySelector("img");
-  image.src = url;
-  dialog.onclick = () => dialog.close();
+  const scale = document.getElementById("scale");
+  const show = (isNatural) => scale.setAttribute("aria-pressed", isNatural);
+  scale.querySelector("img").src = url;
+  scale.onclick = () => show(scale.getAttribute("aria-pressed") === "false");
+  dialog.onclick = (event) => { if (event.target === dialog) dialog.close(); }; // beside it
+  show(false);
   dialog.showModal();
 }
