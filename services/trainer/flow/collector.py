@@ -6,7 +6,6 @@ exactly the groups that the surviving weights have not seen.
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,12 +16,13 @@ from penstock.bus.buckets.lock import Lock
 from penstock.bus.image_store import ImageStore
 from penstock.bus.work_queue.consumer import Consumer, Delivery
 from penstock.errors import CorruptMessageError, InvalidRequestError, MissingImageError, UnavailableError
-from penstock.names import SINGLE_TURN, TRAIN
-from penstock.records import Group, GroupId, Sample
+from penstock.names import TRAIN
+from penstock.records import Group, GroupId
 from penstock.records.codec import decode
 from services.trainer.admission.config import FilterConfig
-from services.trainer.admission.filters import TRUNCATED, FilterReason, Screening, screen
+from services.trainer.admission.filters import FilterReason, Screening, screen
 from services.trainer.admission.group_state import Arrival
+from services.trainer.admission.judgement import is_judged, why_unjudged
 from services.trainer.admission.ledger import GroupLedger
 from services.trainer.admission.pools import RowPools, pass_rate
 from services.trainer.batching.sequences import GroupReader, TrainGroup
@@ -145,7 +145,7 @@ class Collector:
             is_of_use = self._lose(group.id, group.error)
         elif group.error:
             is_of_use = self._fail(group, group.error)
-        elif reason := _why_unjudged(group):
+        elif reason := why_unjudged(group):
             await delivery.write_dead_letter(reason)
             is_of_use = self._fail(group, reason)
         elif (reason := (screening := screen(group, self.filters)).reason) is not None:
@@ -222,7 +222,7 @@ class Collector:
 
     def _end_streak(self, group: Group) -> None:
         """Count no failure in a row across a group that was judged; one that was only cut short says nothing."""
-        if any(_is_judged(sample, group.environment) for sample in group.samples):
+        if is_judged(group):
             self.streak.end()
 
     def _end_play(self, group: Group) -> None:
@@ -298,28 +298,3 @@ class Collector:
             self.episodes.keep_left_out("failed", reason, group)
         log.error("group.failed", index=index, attempt=attempt, reason=reason)
         return True
-
-
-def _is_judged(sample: Sample, environment: str) -> bool:
-    """Return whether a sample's reward says what its text is worth. That of a sample which was cut short does not if it
-    is the reward service's verdict on a text that its environment never saw."""
-    is_seen = sample.finish_reason not in TRUNCATED or environment == SINGLE_TURN or sample.verdict is None
-    return sample.reward is not None and is_seen
-
-
-def _why_unjudged(group: Group) -> str:
-    """Return why a group teaches nothing, if none of its samples was judged and one of them failed; else nothing."""
-    failed = [
-        each for each in group.samples if each.reward is None and (each.error or each.finish_reason not in TRUNCATED)
-    ]
-    rewards = {sample.reward for sample in group.samples if sample.reward is not None}
-    if not failed or len(rewards) > 1 or any(_is_judged(sample, group.environment) for sample in group.samples):
-        return ""
-    ((why, _),) = Counter(map(_why_one_is_unjudged, failed)).most_common(1)
-    return f"no sample was judged; most often: {why}"
-
-
-def _why_one_is_unjudged(sample: Sample) -> str:
-    status = "missing" if sample.verdict is None else sample.verdict.status
-    verdict = f"its verdict is {status}; see the reward service, and the row's golds"
-    return sample.error or f"it ended as {sample.finish_reason} and {verdict}"

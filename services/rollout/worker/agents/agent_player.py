@@ -31,6 +31,7 @@ from penstock.records import Prompt, Sample, SessionCall, SessionFailure, Sessio
 from penstock.records.session import LAST_TOKENS_S, SESSION_HEADER
 from penstock.runtime.security import Security
 from penstock.telemetry import spans
+from penstock.verdict_status import Status
 from services.rollout.worker.agents.linearize import linearize, turns_of
 from services.rollout.worker.agents.runners import RunnerCaller, RunnerError
 from services.rollout.worker.answer_verifier import AnswerVerifier
@@ -87,12 +88,13 @@ class AgentEpisode:
         """Return the finished sample; `verdict` is the reward service's, if it was asked."""
         judged = None if verdict is None or not verdict.is_judged else verdict.score
         given = None if self.error else self.result.reward
+        lacks_golds = verdict is not None and verdict.status == Status.GOLD_INVALID
         return Sample(
             sequences=linearize(self.calls),
             reward=judged if given is None else float(given),
             metrics={name: float(value) for name, value in self.result.metrics.items()},
             finish_reason=self.finish_reason,
-            error=self.error,
+            error=self.error or (self.ended_by if lacks_golds else ""),
             ended_by=self.ended_by,
             verdict=verdict,
             turns=turns_of(self.calls),

@@ -27,7 +27,7 @@ from penstock.errors import (
 )
 from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
-from penstock.names import TRAIN
+from penstock.names import SINGLE_TURN, TRAIN
 from penstock.records import Prompt, Sample, Verdict
 from penstock.runtime.process import others_code
 from penstock.telemetry import spans
@@ -43,7 +43,7 @@ from services.rollout.worker.episodes.earlier_thoughts import EarlierThoughts
 from services.rollout.worker.episodes.grading import Grading
 from services.rollout.worker.episodes.rendering import Rendering
 from services.rollout.worker.episodes.tasks import make_task
-from services.rollout.worker.episodes.trajectory import DEADLINE, LENGTH, Trajectory
+from services.rollout.worker.episodes.trajectory import DEADLINE, STOP, Trajectory
 from services.rollout.worker.episodes.turn import CHUNK_TOKENS, WAIT_TIMEOUT_S, Generator, Turn, TurnPlayer
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_rendering import SharedRendering
@@ -69,6 +69,8 @@ class Episode:
     that played it."""
     ended_by: str = ""
     """What ended it early; see `penstock.records.Sample`."""
+    is_cut_short: bool = False
+    """Whether its environment never saw its last turn; see `penstock.records.Sample`."""
     started_at: float = 0.0
     """Seconds since 1970."""
     elapsed_s: float = 0.0
@@ -94,6 +96,7 @@ class Episode:
             finish_reason=self.finish_reason,
             error=self.error,
             ended_by=self.ended_by,
+            is_cut_short=self.is_cut_short,
             verdict=verdict,
             turns=self.trajectory.turns,
             started_at=self.started_at,
@@ -187,6 +190,7 @@ class EpisodePlayer:
                 finish_reason=ending,
                 error=episode.error,
                 ended_by=episode.ended_by,
+                is_cut_short=episode.is_cut_short,
                 started_at=clock.started_at,
                 elapsed_s=clock.elapsed_s,
             )
@@ -258,9 +262,10 @@ class EpisodePlayer:
         if turn.failure:
             episode.error = turn.failure
             return "error"
-        if trajectory.last_finish == DEADLINE:
-            return "deadline"
-        return "length" if trajectory.last_finish == LENGTH else None
+        if trajectory.last_finish == STOP:
+            return None
+        episode.is_cut_short = episode.prompt.environment != SINGLE_TURN
+        return "deadline" if trajectory.last_finish == DEADLINE else "length"
 
     async def _ask_environment(self, episode: "_Episode") -> Ending | None:
         """Pass the policy's turn to the environment and append its answer; or return how the episode ended.
@@ -376,6 +381,7 @@ class _Episode:
     texts: list[str] = dataclasses.field(default_factory=list)
     error: str = ""
     ended_by: str = ""
+    is_cut_short: bool = False
 
 
 def _end_by(error: PenstockError, episode: _Episode) -> Ending:

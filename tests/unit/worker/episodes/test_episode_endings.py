@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,10 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.model.chat.chat_template import Renderer
-from penstock.records import Limits
+from penstock.records import Limits, Verdict
 from penstock.v1 import generate_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
-from services.rollout.worker.episodes.trajectory import LENGTH
+from services.rollout.worker.episodes.trajectory import DEADLINE, LENGTH, STOP
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout
 from services.rollout.worker.shared_rendering import SharedRendering
@@ -41,6 +42,8 @@ from tests.support.worker.scripted_episodes import (
     shows,
 )
 
+WRONG = Verdict(score=0.0, status="OK", extracted="", method="EXACT")
+
 
 async def test_a_turn_that_was_cut_ends_the_episode(renderer: Renderer) -> None:
     """The environment is not asked about half a sentence."""
@@ -48,6 +51,28 @@ async def test_a_turn_that_was_cut_ends_the_episode(renderer: Renderer) -> None:
     episode = await play(make_player(renderer, policy), make_prompt("TwoTurns"), 0)
     assert (episode.finish_reason, episode.text) == ("length", "\\boxed{")
     assert TwoTurns.last.heard == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "turns", "limits", "finish", "is_cut_short"),
+    [
+        ("TwoTurns", [("half", 4)], Limits(), LENGTH, True),
+        ("TwoTurns", [("half", 4)], Limits(), DEADLINE, True),
+        ("TwoTurns", [("one" + END, 4)], Limits(max_turns=1), STOP, False),
+        ("TwoTurns", [("one" + END, 4)], Limits(max_images=1), STOP, False),
+        ("TwoTurns", [("one" + END, 4), DeadlineError("no token came")], Limits(), STOP, False),
+        ("single_turn", [("half", 4)], Limits(), LENGTH, False),
+    ],
+    ids=["cut", "out of time", "turns used up", "observation too large", "no next turn", "single turn"],
+)
+async def test_a_sample_says_whether_its_environment_never_saw_its_last_turn(
+    renderer: Renderer, environment: str, turns: list[Any], limits: Limits, finish: Any, *, is_cut_short: bool
+) -> None:
+    """The trainer tells a verdict on such a text from one on an answer that the environment took."""
+    policy = ScriptedPolicy(renderer, turns, finish=finish)
+    episode = await play(make_player(renderer, policy), make_prompt(environment, limits=limits))
+    assert episode.finish_reason != "stop"
+    assert episode.to_sample(WRONG).is_cut_short == is_cut_short
 
 
 async def test_the_last_turn_allowed_ends_the_episode(renderer: Renderer) -> None:

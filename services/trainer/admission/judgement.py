@@ -1,0 +1,45 @@
+"""Says whether a group was judged. Pure, as the filters are.
+
+A worker fails a whole group if one of its samples needs gold answers that cannot be read. So nothing is wrong with a
+sample whose verdict is GOLD_INVALID: it ended before its environment gave a reward.
+"""
+
+from collections import Counter
+
+from penstock.records import Group, Sample
+from penstock.verdict_status import Status
+
+
+def is_judged(group: Group) -> bool:
+    """Return whether a reward says what a sample's text is worth, or rewards differ."""
+    rewards = {sample.reward for sample in group.samples if sample.reward is not None}
+    return len(rewards) > 1 or any(map(_is_sound, group.samples))
+
+
+def why_unjudged(group: Group) -> str:
+    """Return why a group teaches nothing, if it was not judged and one of its samples failed; else nothing.
+
+    A group whose samples only ended too early to be judged is no failure.
+    """
+    failed = [] if is_judged(group) else list(filter(_has_failed, group.samples))
+    if not failed:
+        return ""
+    ((why, _),) = Counter(map(_describe, failed)).most_common(1)
+    return f"no sample was judged; most often: {why}"
+
+
+def _is_sound(sample: Sample) -> bool:
+    """Return whether a sample's reward is its environment's, or the verdict on a text that its environment saw."""
+    return sample.reward is not None and (sample.verdict is None or not sample.is_cut_short)
+
+
+def _has_failed(sample: Sample) -> bool:
+    """Return whether a sample has no reward because something is wrong, not because it was cut short."""
+    lacks_golds = sample.verdict is not None and sample.verdict.status == Status.GOLD_INVALID
+    return sample.reward is None and (bool(sample.error) or not (sample.is_cut_short or lacks_golds))
+
+
+def _describe(sample: Sample) -> str:
+    status = "missing" if sample.verdict is None else sample.verdict.status
+    verdict = f"its verdict is {status}; see the reward service, and the row's golds"
+    return sample.error or f"it ended as {sample.finish_reason} and {verdict}"

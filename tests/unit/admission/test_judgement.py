@@ -1,0 +1,73 @@
+"""Which groups were judged, which failed, and which were only cut short."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.records import Group, Verdict
+from services.trainer.admission.judgement import is_judged, why_unjudged
+from tests.support.trainer.groups import make_group
+
+
+def verdict(status: str) -> Verdict:
+    """A verdict of no score."""
+    return Verdict(score=0.0, status=status, extracted="", method="EXACT")
+
+
+WRONG: dict[str, Any] = {"reward": 0.0, "finish_reason": "stop", "verdict": verdict("NO_ANSWER")}
+LATE = WRONG | {"finish_reason": "deadline", "ended_by": "its runner was ended after 900 s"}
+CUT = WRONG | {"finish_reason": "length", "is_cut_short": True}
+CUT_BUT_REWARDED = CUT | {"verdict": None}
+CRASHED: dict[str, Any] = {
+    "reward": None, "finish_reason": "error", "error": "NameError: rewrad", "verdict": verdict("FAILED"),
+}  # fmt: skip
+UNJUDGED: dict[str, Any] = {"reward": None, "finish_reason": "length", "verdict": verdict("FAILED")}
+CUT_AND_UNJUDGED = UNJUDGED | {"is_cut_short": True}
+WITHOUT_GOLDS: dict[str, Any] = {"reward": None, "finish_reason": "environment", "verdict": verdict("GOLD_INVALID")}
+OUT_OF_TIME = WITHOUT_GOLDS | {"finish_reason": "deadline", "error": "its runner was ended after 900 s"}
+
+
+def group_of(path: Path, *samples: dict[str, Any]) -> Group:
+    """A group of samples with these fields."""
+    group = make_group(path, rewards=[0.0] * len(samples))
+    changed = [msgspec.structs.replace(each, **fields) for each, fields in zip(group.samples, samples, strict=True)]
+    return msgspec.structs.replace(group, samples=tuple(changed))
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [(WRONG, CRASHED), (LATE, LATE, CRASHED), (CUT_BUT_REWARDED, CRASHED), (CUT, CUT | {"reward": 1.0}, CRASHED)],
+    ids=["wrong", "wrong at the deadline", "rewarded before the cut", "rewards differ"],
+)
+def test_a_group_with_a_judged_sample_is_judged(tiny_model_path: Path, samples: tuple[dict[str, Any], ...]) -> None:
+    """One bad sample never costs the others of its group, whatever ended them."""
+    group = group_of(tiny_model_path, *samples)
+    assert (is_judged(group), why_unjudged(group)) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("samples", "reason"),
+    [
+        ((CUT, CRASHED), "NameError: rewrad"),
+        ((CUT_AND_UNJUDGED, CRASHED), "NameError: rewrad"),
+        ((UNJUDGED, UNJUDGED, CRASHED), "it ended as length and its verdict is FAILED; see the reward service"),
+        ((OUT_OF_TIME, OUT_OF_TIME), "its runner was ended after 900 s"),
+    ],
+    ids=["crashed beside cut", "crashed beside unjudged", "verifier fails", "always out of time"],
+)
+def test_a_group_that_was_not_judged_fails_with_the_most_frequent_reason(
+    tiny_model_path: Path, samples: tuple[dict[str, Any], ...], reason: str
+) -> None:
+    """It would be trained without a gradient. The text of a single turn, or of an agent, that was cut can be judged."""
+    group = group_of(tiny_model_path, *samples)
+    assert not is_judged(group)
+    assert why_unjudged(group).startswith(f"no sample was judged; most often: {reason}")
+
+
+@pytest.mark.parametrize("sample", [CUT, CUT_AND_UNJUDGED, WITHOUT_GOLDS], ids=["cut", "unjudged", "turns used up"])
+def test_a_group_that_ended_too_early_to_be_judged_is_no_failure(tiny_model_path: Path, sample: dict[str, Any]) -> None:
+    """An early policy does not get to the end at which its game pays. Such a group ends no row of failures."""
+    group = group_of(tiny_model_path, sample, sample)
+    assert (is_judged(group), why_unjudged(group)) == (False, "")
