@@ -104,8 +104,18 @@ class Suspects:
         return await self._bus.retried(f"read of {key}", ask, self._bucket)
 
     async def _clear(self, key: str, num_deaths: int) -> None:
-        """Lower the count again. If the server does not answer, the message has one death too many."""
+        """Lower the count again, also if the handler is cancelled meanwhile: a process that stops in order has not
+        died."""
         # A task of its own: that of a handler which was cancelled would not ask again.
+        lowering = asyncio.create_task(self._lower(key, num_deaths))
+        try:
+            await asyncio.shield(lowering)
+        except asyncio.CancelledError:
+            await asyncio.wait({lowering})
+            raise
+
+    async def _lower(self, key: str, num_deaths: int) -> None:
+        """Write the count. If the server does not answer, the message has one death too many."""
         writing = asyncio.create_task(self._bus.put(self._bucket, key, b"%d" % num_deaths))
         try:
             await asyncio.wait({writing}, timeout=_CLEAR_S)

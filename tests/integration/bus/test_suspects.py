@@ -3,20 +3,23 @@
 import asyncio
 import signal
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from nats.js.kv import KeyValue
 from structlog.testing import capture_logs
 
 from penstock.bus.connection import Bus
 from penstock.bus.work_queue import work_loop
 from penstock.bus.work_queue.consumer import Delivery
-from penstock.bus.work_queue.suspects import MAX_DEATHS
+from penstock.bus.work_queue.suspects import MAX_DEATHS, open_suspects
 from penstock.bus.work_queue.work_loop import work
 from penstock.errors import UnavailableError
 from penstock.runtime.backoff import Backoff
 from services.launch.supervisor import MAX_RESTARTS
 from tests.support.bus.work_queue import OpenConsumer, fetch_one, num_messages
-from tests.support.waiting import HANG_S, promptly, until
+from tests.support.waiting import HANG_S, promptly, settled, until
 
 
 async def test_a_message_that_kills_its_process_is_buried_and_its_neighbours_are_handled(
@@ -71,6 +74,35 @@ async def test_a_process_that_stops_in_order_has_not_died(workers: OpenConsumer,
         await promptly(working)
     assert handled == [num_stops + 1]
     assert await num_messages(bus, bus.dead.name) == 0
+
+
+async def test_a_process_that_stops_as_a_message_was_handled_has_not_died(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count is lowered also if the stop comes while it is."""
+    suspects, deaths = await open_suspects(bus, concurrency=1), await bus.bucket("deaths", ttl_s=24 * 3600.0)
+    delivery: Any = SimpleNamespace(queue="queue", sequence=1, num_delivered=2, message_id="a")
+    put, written, may_lower = bus.put, list[bytes](), asyncio.Event()
+
+    async def write(bucket: KeyValue, key: str, value: bytes) -> None:
+        written.append(value)
+        if value == b"0":
+            await may_lower.wait()
+        await put(bucket, key, value)
+
+    async def handle() -> None:
+        async with suspects.handling(delivery):
+            pass
+
+    monkeypatch.setattr(bus, "put", write)
+    handling = asyncio.create_task(handle())
+    await until(lambda: written == [b"1", b"0"])
+    handling.cancel()
+    await settled()
+    may_lower.set()
+    with pytest.raises(asyncio.CancelledError):
+        await promptly(handling)
+    assert (await deaths.get("queue.1")).value == b"0"
 
 
 async def test_one_that_waits_to_be_handled_alone_is_overtaken_by_none(workers: OpenConsumer, bus: Bus) -> None:
