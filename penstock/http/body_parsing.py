@@ -34,6 +34,8 @@ class _Parsers:
                 return await asyncio.shield(parsing)
             except asyncio.CancelledError:
                 await asyncio.wait({parsing})
+                if not parsing.cancelled():
+                    parsing.exception()  # nobody reads what is wrong with the body
                 raise
 
 

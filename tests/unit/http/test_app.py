@@ -1,6 +1,7 @@
 """Applications read large bodies beside the event loop, and refuse wrong ones like small ones."""
 
 import asyncio
+import gc
 import threading
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import pydantic
 import pytest
 from fastapi import Body, FastAPI
 
+from penstock.errors import InvalidRequestError
 from penstock.http import app as http_app
 from penstock.http.app import make_app
 from penstock.http.json_body import parse_json
@@ -106,6 +108,31 @@ async def test_a_body_whose_client_left_counts_until_its_thread_is_done(monkeypa
         with pytest.raises(asyncio.CancelledError):
             await promptly(request)
     assert len(begun) == 2
+
+
+async def test_a_wrong_body_whose_client_left_is_no_failure_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log would have a traceback for each."""
+    begun, may_end, failures = threading.Event(), threading.Event(), list[Any]()
+
+    def parse(_body: bytes, **_: Any) -> Any:
+        begun.set()
+        may_end.wait()
+        raise InvalidRequestError("no JSON")
+
+    monkeypatch.setattr(http_app, "parse_json", parse)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    try:
+        request = asyncio.create_task(post("/length", {"text": "x" * 2**20}))
+        await until(begun.is_set)
+        request.cancel()
+        await settled()
+    finally:
+        may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await promptly(request)
+    del request
+    gc.collect()
+    assert failures == []
 
 
 @_SIZES
