@@ -127,10 +127,11 @@ def _on_bus(
     async def asking() -> ResultT:
         from penstock.bus.connection import connect  # imports NATS, so only after the arguments are checked
         from penstock.bus.stored.dead_letters import has_letters
+        from penstock.bus.stored.stream_report import report_streams
 
         name = run or recipe.run.name
         async with connect(recipe.bus, run=name, security=Security.load(recipe.security)) as bus:
-            if not await has_letters(bus):
+            if not await has_letters(bus) and not await report_streams(bus, with_ages=False):
                 raise ConfigError(
                     f"run {name!r} has no streams on NATS at {recipe.bus.url}; "
                     f"`penstock runs list --url {recipe.bus.url}` lists those that have"

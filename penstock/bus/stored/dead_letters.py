@@ -50,7 +50,8 @@ def letter_headers(*, reason: str, subject: str, message_id: str) -> dict[str, s
 
 
 async def has_letters(bus: Bus) -> bool:
-    """Return whether the server has the run's stream of dead letters, as it has from the run's first start.
+    """Return whether the server has the run's stream of dead letters, as it has once a trainer, a worker or an
+    evaluation has begun; a router alone needs none.
 
     Raises:
         UnavailableError: the server does not answer.

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
+from penstock.bus.sessions import Sessions
 from penstock.bus.work_queue.consumer import consuming
 from penstock.config import BusConfig, SecurityConfig
 from services.cli import main
@@ -79,6 +80,19 @@ async def test_recipes_lie_over_one_another(bus: Bus, run_name: str, tmp_path: P
     command = [PENSTOCK, "bus", "letters", "--config", "tiny-cpu", "--config", first, "--config", second]
     found = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=200, check=False)
     assert (found.returncode, found.stderr) == (0, "")
+
+
+async def test_a_policy_that_is_only_served_has_streams_and_no_letters(bus: Bus, run_name: str) -> None:
+    """A router by itself keeps the calls of sessions, and no queue that could have dead letters."""
+    served = f"{run_name}-served"
+    async with connect(bus.config, run=served) as router:
+        await Sessions(router).ensure()
+        listed = await penstock_bus(bus, served, "--json")
+        letters = await penstock_bus(bus, served, "letters")
+        await router.delete_run()
+    assert listed.returncode == 0, listed.stderr
+    assert [stream["name"] for stream in json.loads(listed.stdout)] == [f"{served}_SESSIONS"]
+    assert (letters.returncode, letters.stdout) == (0, ""), letters.stderr
 
 
 async def test_mistakes_are_one_line_with_the_remedy(bus: Bus, run_name: str) -> None:
