@@ -19,7 +19,7 @@ SESSION_HEADER: Final = "x-penstock-session"
 """HTTP header that names the session at the base URL shared by all samples."""
 LAST_TOKENS_S: Final = 75.0
 """Seconds after its time that a sample without an answer waits for routers to record the tokens of one in progress.
-They look at a session every minute, and later every 5 s."""
+They look at a session every minute, and later every 5 s; the rest is for storing them."""
 
 _ID = re.compile(r"([A-Za-z0-9_-]{1,200})\.([0-9a-f]{32})")
 
