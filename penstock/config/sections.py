@@ -9,7 +9,7 @@ import pydantic
 from penstock import shipped
 from penstock.config.base import Config
 from penstock.config.nats_url import address_of, fault_of, with_scheme
-from penstock.config.paths import EXPANDED, OptionalPath, UserPath
+from penstock.config.paths import EXPANDED, UNSET_IF_EMPTY, OptionalPath, UserPath
 from penstock.errors import ConfigError
 from penstock.model import hub
 
@@ -212,9 +212,9 @@ class SamplingConfig(Config):
 class MetricsConfig(Config):
     """What Prometheus scrapes."""
 
-    port: int | None = pydantic.Field(default=None, ge=0, le=65535)
-    """Port on which each process serves its metrics over HTTP, at /metrics; unset: none does. 0 takes any free one;
-    `penstock train` needs that, and its processes name their ports in the folder `prometheus` beside the run's."""
+    port: Annotated[int | None, pydantic.Field(ge=0, le=65535), UNSET_IF_EMPTY] = None
+    """Port on which each process serves its metrics over HTTP, at /metrics; unset or empty: none does. 0 takes any free
+    one; `penstock train` needs that, and its processes name their ports in the folder `prometheus` beside the run's."""
 
 
 class LogConfig(Config):

@@ -96,7 +96,7 @@ def require_meant(
     if metrics.port is not None:
         raise ConfigError(
             f"metrics.port = {metrics.port} serves metrics to Prometheus, and supervised training serves none; leave "
-            "it out, and read metrics.jsonl or name trackers in trackers.use"
+            "it out, or unset it with --metrics.port=, and read metrics.jsonl or name trackers in trackers.use"
         )
     if sft.epochs and len(data.sources) > 1:
         raise ConfigError(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import structlog
 
+from penstock.config import dump, load
 from penstock.errors import ConfigError
 from services.launch.settings.service_settings import for_sft
 from services.recipe import Recipe
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.leaves_behind("matplotlib keeps the fonts that a thread
         ({"data": {"pools": {"easy_chance": 0.5}}}, r"data\.pools .*leave easy_chance and hard_chance at 1"),
         ({"data": {"max_prompt_tokens": 9}}, r"data\.max_prompt_tokens = 9 .*sft\.max_tokens"),
         ({"trainer": {"record_groups": True}}, r"trainer\.record_groups = true .*leave it out"),
-        ({"metrics": {"port": 9400}}, r"metrics\.port = 9400 .*leave it out, and read metrics\.jsonl .*trackers\.use"),
+        ({"metrics": {"port": 9400}}, r"metrics\.port = 9400 .*--metrics\.port=, .*metrics\.jsonl .*trackers\.use"),
         ({"metrics": {"port": 0}}, r"metrics\.port = 0 .*leave it out"),
         ({"sft": {"epochs": 2, "batch_unit": "tokens"}}, r"sft\.epochs = 2 .*give trainer\.num_steps"),
         (
@@ -59,6 +60,16 @@ def test_one_recipe_serves_supervised_training_and_reinforcement_learning(tiny_m
         }
     )
     assert for_sft(recipe).sft.validate_every == 5
+
+
+def test_a_port_of_a_recipe_or_of_a_resumed_run_can_be_unset(tiny_model_path: Path, tmp_path: Path) -> None:
+    """TOML has no null, and a run that is resumed brings its recipe; its next config.toml names no port."""
+    file = tmp_path / "config.toml"
+    file.write_text(f'model.path = "{tiny_model_path}"\nmetrics.port = 9400\n')
+    recipe = load(Recipe, [file], ["--metrics.port="])
+    for_sft(recipe)
+    file.write_text(dump(recipe))
+    for_sft(load(Recipe, [file]))
 
 
 def test_a_single_source_may_have_a_name(tiny_model_path: Path) -> None:
