@@ -1,4 +1,4 @@
-"""Runs blocking code of other people, each call in a thread of its own, which is ended when its caller is cancelled.
+"""Runs blocking calls that may not end, each in a thread of its own, which is ended when its caller is cancelled.
 
 The event loop's pool would not do: calls that do not end would fill it, and a process waits for it at its end.
 """
@@ -9,11 +9,13 @@ import contextvars
 import ctypes
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar, cast
 
 import structlog
 
 log = structlog.get_logger()
+
+ResultT = TypeVar("ResultT")
 
 _END_S: Final = 10.0
 """Seconds after which a thread that was ended and still runs is reported."""
@@ -21,7 +23,7 @@ _END_S: Final = 10.0
 _left_behind = set[threading.Thread]()
 
 
-async def run_in_own_thread(call: Callable[[], object], *, name: str) -> object:
+async def run_in_own_thread(call: Callable[[], ResultT], *, name: str) -> ResultT:
     """Return the result of a blocking call.
 
     If this coroutine is cancelled, `SystemExit` is raised in the thread, which ends Python code at its next instruction
@@ -35,10 +37,10 @@ async def run_in_own_thread(call: Callable[[], object], *, name: str) -> object:
         RuntimeError: the call raised what is no Exception, such as SystemExit.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[object, Exception | None]] = loop.create_future()
+    done: asyncio.Future[tuple[ResultT | None, Exception | None]] = loop.create_future()
 
     def work() -> None:
-        value: object = None
+        value: ResultT | None = None
         failure: Exception | None = None
         try:
             value = call()
@@ -49,7 +51,7 @@ async def run_in_own_thread(call: Callable[[], object], *, name: str) -> object:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, value, failure)
 
-    def settle(value: object, failure: Exception | None) -> None:
+    def settle(value: ResultT | None, failure: Exception | None) -> None:
         if not done.done():
             done.set_result((value, failure))
 
@@ -66,7 +68,7 @@ async def run_in_own_thread(call: Callable[[], object], *, name: str) -> object:
         raise
     if failure is not None:
         raise failure
-    return value
+    return cast(ResultT, value)
 
 
 def _report_if_alive(thread: threading.Thread) -> None:

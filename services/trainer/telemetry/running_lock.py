@@ -5,19 +5,25 @@ The kernel frees the lock however the process ends. The lock keeps no other trai
 
 import asyncio
 import fcntl
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final, TextIO, TypeVar
 
 import structlog
 
+from penstock.runtime.own_thread import run_in_own_thread
 from penstock.runtime.process import end_task
 
 log = structlog.get_logger()
 
+ResultT = TypeVar("ResultT")
+
 _FILE: Final = ".trainer.lock"
 _TRY_EVERY_S: Final = 1.0
+_ANSWER_S: Final = 5.0
+"""Seconds that a file system may take for each call. NFS whose lockd cannot be reached never answers."""
 
 
 @asynccontextmanager
@@ -38,8 +44,8 @@ async def shown_as_running(folder: Path) -> AsyncIterator[None]:
 async def _hold(path: Path, has_tried: asyncio.Event) -> None:
     """Lock a file, and keep it locked until this is cancelled."""
     try:
-        with await asyncio.to_thread(path.open, "a") as file:
-            while not await asyncio.to_thread(_lock, file):
+        with await _answered(functools.partial(path.open, "a")) as file:
+            while not await _answered(functools.partial(_lock, file)):
                 has_tried.set()
                 await asyncio.sleep(_TRY_EVERY_S)
             has_tried.set()
@@ -53,6 +59,19 @@ async def _hold(path: Path, has_tried: asyncio.Event) -> None:
         )
     finally:
         has_tried.set()
+
+
+async def _answered(call: Callable[[], ResultT]) -> ResultT:
+    """Return the result of a call to the file system.
+
+    Raises:
+        OSError: it failed, or did not return in time.
+    """
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            return await run_in_own_thread(call, name="running_lock")
+    except TimeoutError:
+        raise TimeoutError(f"its file system did not answer within {_ANSWER_S:g} s") from None
 
 
 def _lock(file: TextIO) -> bool:

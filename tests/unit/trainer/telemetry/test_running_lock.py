@@ -4,6 +4,7 @@ import asyncio
 import errno
 import fcntl
 import sys
+import threading
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import structlog
 from services.trainer.telemetry import running_lock
 from services.trainer.telemetry.running_lock import shown_as_running
 from services.view.run_reader import RunReader
-from tests.support.waiting import promptly, until
+from tests.support.waiting import HANG_S, promptly, until
 
 
 async def test_a_run_is_running_while_its_trainer_works(tmp_path: Path) -> None:
@@ -63,3 +64,19 @@ async def test_a_file_system_without_locks_ends_no_run(tmp_path: Path, monkeypat
     [warning] = logs
     assert (warning["event"], warning["log_level"]) == ("run_folder.not_locked", "warning")
     assert "No locks available" in warning["reason"]
+
+
+async def test_a_file_system_that_never_answers_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS whose lockd cannot be reached blocks in spite of LOCK_NB; neither the trainer's start nor its end waits."""
+    answer = threading.Event()
+    monkeypatch.setattr(running_lock, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: answer.wait())
+    try:
+        with structlog.testing.capture_logs() as logs:
+            async with asyncio.timeout(HANG_S), shown_as_running(tmp_path):
+                await promptly(asyncio.get_running_loop().shutdown_default_executor())
+    finally:
+        answer.set()
+    [warning] = logs
+    assert warning["event"] == "run_folder.not_locked"
+    assert "its file system did not answer within 0.1 s" in warning["reason"]
