@@ -8,7 +8,7 @@ import pytest
 
 from penstock.agents import AgentResult
 from penstock.records import Verdict
-from services.rollout.worker.agents.agent_player import AgentEpisode
+from services.rollout.worker.agents.agent_player import AgentEpisode, Ending
 from services.rollout.worker.agents.runners import RunnerError, read_result
 from tests.contract.golden_records import SESSION_CALL
 
@@ -64,17 +64,30 @@ def test_why_there_is_no_reward_is_text(error: str | Exception, text: str) -> No
         assert read_result(value).error == text
 
 
-@pytest.mark.parametrize(("status", "error"), [("GOLD_INVALID", "its runner was ended after 9 s"), ("FAILED", "")])
-def test_a_late_sample_whose_golds_cannot_be_read_says_why_it_has_no_reward(status: str, error: str) -> None:
-    """As one of a row without golds does: an agent that is always late would be trained without a gradient."""
-    late = AgentEpisode(
+LATE = "its runner was ended after 9 s"
+
+
+@pytest.mark.parametrize(
+    ("ending", "ended_by", "status", "error"),
+    [
+        ("deadline", LATE, "GOLD_INVALID", LATE),
+        ("deadline", LATE, "FAILED", ""),
+        ("length", "", "GOLD_INVALID", "its runner gave no reward, and the row's gold answers cannot be read"),
+        ("length", "", "FAILED", ""),
+    ],
+)
+def test_a_sample_that_ended_early_and_whose_golds_cannot_be_read_says_why_it_has_no_reward(
+    ending: Ending, ended_by: str, status: str, error: str
+) -> None:
+    """As one of a row without golds does: an agent that is always late or cut would be trained without a gradient."""
+    early = AgentEpisode(
         calls=[(1, msgspec.structs.replace(SESSION_CALL, continues=0))],
         texts=["3"],
         result=AgentResult(),
-        finish_reason="deadline",
+        finish_reason=ending,
         started_at=0.0,
         elapsed_s=9.0,
-        ended_by="its runner was ended after 9 s",
+        ended_by=ended_by,
     )
-    sample = late.to_sample(Verdict(score=0.0, status=status, extracted="", method="UNSPECIFIED"))
-    assert (sample.reward, sample.error, sample.ended_by) == (None, error, late.ended_by)
+    sample = early.to_sample(Verdict(score=0.0, status=status, extracted="", method="UNSPECIFIED"))
+    assert (sample.reward, sample.error, sample.ended_by) == (None, error, ended_by)

@@ -52,6 +52,8 @@ _BUS_TIMEOUT_S = 60.0
 _ABANDON_S = 2.0
 _END_S = 10.0
 """Seconds that a cancelled runner has to end."""
+_NO_REWARD = "its runner gave no reward, and the row's gold answers cannot be read"
+"""Why a sample whose last answer was cut is unjudged. Without the cut, such golds fail its group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ class AgentEpisode:
             reward=judged if given is None else float(given),
             metrics={name: float(value) for name, value in self.result.metrics.items()},
             finish_reason=self.finish_reason,
-            error=self.error or (self.ended_by if lacks_golds else ""),
+            error=self.error or (self.ended_by or _NO_REWARD if lacks_golds else ""),
             ended_by=self.ended_by,
             verdict=verdict,
             turns=turns_of(self.calls),
