@@ -166,8 +166,9 @@ class Sample(Record, frozen=True, kw_only=True):
     """What ended it as `length` or `deadline`: the limit that an observation exceeded, or what ran out of time. Empty
     if the last turn itself was cut."""
     is_cut_short: bool = False
-    """Whether its last turn was cut before its environment saw it: a verdict on such a text is not what the environment
-    would have made of it. False for single turns and agents, which have no environment that could say otherwise."""
+    """Whether it ended before its environment had answered its last turn: a verdict on such a text is not what the
+    environment would have made of it. False for single turns and agents, which have no environment that could say
+    otherwise."""
     verdict: Verdict | None
     """None if the environment gave the reward."""
     turns: tuple[Turn, ...]

@@ -29,7 +29,7 @@ def why_unjudged(group: Group) -> str:
 
 
 def _is_sound(sample: Sample) -> bool:
-    """Return whether a sample's reward is its environment's, or the verdict on a text that its environment saw."""
+    """Return whether a sample's reward is its environment's, or the verdict on a text that it has answered."""
     return sample.reward is not None and (sample.verdict is None or not sample.is_cut_short)
 
 

@@ -70,7 +70,7 @@ class Episode:
     ended_by: str = ""
     """What ended it early; see `penstock.records.Sample`."""
     is_cut_short: bool = False
-    """Whether its environment never saw its last turn; see `penstock.records.Sample`."""
+    """Whether it ended before its environment had answered; see `penstock.records.Sample`."""
     started_at: float = 0.0
     """Seconds since 1970."""
     elapsed_s: float = 0.0
@@ -190,7 +190,7 @@ class EpisodePlayer:
                 finish_reason=ending,
                 error=episode.error,
                 ended_by=episode.ended_by,
-                is_cut_short=episode.is_cut_short,
+                is_cut_short=not episode.is_answered and prompt.environment != SINGLE_TURN,
                 started_at=clock.started_at,
                 elapsed_s=clock.elapsed_s,
             )
@@ -259,12 +259,12 @@ class EpisodePlayer:
         trajectory.add_turn(turn.response, started_at=started_at, waited_s=turn.waited_s, generated_s=turn.generated_s)
         episode.begun.budget.add_turn(trajectory.num_context_tokens)
         episode.texts.append(self._renderer.decode(turn.response.output_ids))
+        episode.is_answered = False
         if turn.failure:
             episode.error = turn.failure
             return "error"
         if trajectory.last_finish == STOP:
             return None
-        episode.is_cut_short = episode.prompt.environment != SINGLE_TURN
         return "deadline" if trajectory.last_finish == DEADLINE else "length"
 
     async def _ask_environment(self, episode: "_Episode") -> Ending | None:
@@ -293,6 +293,7 @@ class EpisodePlayer:
                     others_code(),
                 ):
                     result = await episode.begun.environment.step(turn)
+            episode.is_answered = True
             episode.grading.require_sound()
             if not isinstance(result, StepResult):
                 raise TypeError(f"its step returned {type(result).__name__}; return a StepResult")
@@ -309,6 +310,7 @@ class EpisodePlayer:
         except (OverBudgetError, ObservationTooLargeError) as error:
             episode.grading.require_sound()
             episode.ended_by = str(error)
+            episode.is_answered = True  # also if its server could not send so large an answer
             return "length"
         except DeadlineError as error:
             episode.grading.require_sound()
@@ -381,7 +383,8 @@ class _Episode:
     texts: list[str] = dataclasses.field(default_factory=list)
     error: str = ""
     ended_by: str = ""
-    is_cut_short: bool = False
+    is_answered: bool = False
+    """Whether the environment has answered the last turn."""
 
 
 def _end_by(error: PenstockError, episode: _Episode) -> Ending:

@@ -61,11 +61,12 @@ async def test_a_turn_that_was_cut_ends_the_episode(renderer: Renderer) -> None:
         ("TwoTurns", [("one" + END, 4)], Limits(max_turns=1), STOP, False),
         ("TwoTurns", [("one" + END, 4)], Limits(max_images=1), STOP, False),
         ("TwoTurns", [("one" + END, 4), DeadlineError("no token came")], Limits(), STOP, False),
+        ("Stuck", [("one" + END, 4)], Limits(episode_timeout_s=1.5), STOP, True),
         ("single_turn", [("half", 4)], Limits(), LENGTH, False),
     ],
-    ids=["cut", "out of time", "turns used up", "observation too large", "no next turn", "single turn"],
+    ids=["cut", "out of time", "turns used up", "observation too large", "no next turn", "stuck", "single turn"],
 )
-async def test_a_sample_says_whether_its_environment_never_saw_its_last_turn(
+async def test_a_sample_says_whether_it_ended_before_its_environment_had_answered(
     renderer: Renderer, environment: str, turns: list[Any], limits: Limits, finish: Any, *, is_cut_short: bool
 ) -> None:
     """The trainer tells a verdict on such a text from one on an answer that the environment took."""
