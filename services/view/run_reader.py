@@ -52,12 +52,17 @@ class RunReader:
     @property
     def is_running(self) -> bool:
         """Whether a launcher works in the folder, or a trainer without one."""
-        return self.has_launcher or _is_locked(self.folder / ".trainer.lock")
+        return self.has_launcher or self.has_trainer
 
     @property
     def has_launcher(self) -> bool:
         """Whether a launcher works in the folder."""
         return _is_locked(self.folder / ".lock")
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a trainer works in the folder, with a launcher or without one."""
+        return _is_locked(self.folder / ".trainer.lock")
 
     @property
     def last_change(self) -> float:

@@ -8,6 +8,7 @@ from penstock.errors import ConfigError, SetupError
 from penstock.weights.version_folders import remove_versions
 from services.cli.runs.folders import FolderOfRun, read_folder, without_bus
 from services.launch.run_folder import RunFolder
+from services.view.run_reader import RunReader
 
 
 def newer_folders(found: FolderOfRun) -> list[str]:
@@ -36,9 +37,11 @@ def deleting(found: FolderOfRun) -> Iterator[None]:
     Its weight files elsewhere go too, and the addresses for Prometheus that its processes left beside it.
 
     Raises:
-        SetupError: a launcher uses the folder, or a file cannot be removed.
+        SetupError: a launcher or a trainer works in the folder, or a file cannot be removed.
     """
     folder = found.folder
+    if RunReader(folder.path).has_trainer:
+        raise SetupError(f"a trainer is running in {folder.path}; stop the run first")
     with folder.locked():
         yield
         folder.forget_targets()

@@ -18,6 +18,7 @@ from penstock.bus.connection import Bus
 from penstock.weights.version_folders import claim
 from services.cli.app import main
 from services.trainer.checkpoint.store import CheckpointStore
+from services.trainer.telemetry.running_lock import shown_as_running
 from tests.support.nfs import rename_open_files
 from tests.support.view_runs import make_run
 
@@ -157,6 +158,15 @@ def test_a_run_without_a_launcher_is_deleted(tmp_path: Path) -> None:
     (folder / "config.toml").write_text('[run]\nname = "run"\n')
     assert main(["runs", "delete", str(folder), "--yes"]) == 0
     assert not folder.exists()
+
+
+async def test_a_run_whose_trainer_has_no_launcher_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where NATS is not asked."""
+    folder = make_run(tmp_path / "run", num_steps=1)
+    async with shown_as_running(folder):
+        code = await asyncio.to_thread(main, ["runs", "delete", str(folder), "--keep-bus", "--yes"])
+    assert (code, (folder / "metrics.jsonl").exists()) == (2, True)
+    assert f"a trainer is running in {folder}; stop the run first" in capsys.readouterr().err
 
 
 def test_weight_files_elsewhere_go_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
