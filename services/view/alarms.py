@@ -87,7 +87,7 @@ def _stuck(
         remedy=(
             "look at logs/launcher.log"
             if is_supervised(rows)
-            else "look at logs/trainer.log, and at the replicas with `penstock replicas`"
+            else "look at the trainer's log, and at the replicas with `penstock replicas`"
         ),
     )
 
@@ -214,7 +214,7 @@ def _stale(rows: Sequence[Row]) -> Alarm | None:
 
 
 def _not_kept(rows: Sequence[Row]) -> Alarm | None:
-    remedy = "the disk is full or too slow for episodes.keep = 'all'; see episodes.not_kept in logs/trainer.log"
+    remedy = "the disk is full or too slow for episodes.keep = 'all'; see episodes.not_kept in the trainer's log"
     return _growth(rows, "not kept", "num_episodes_dropped", "groups were not kept for reading", remedy)
 
 
