@@ -14,7 +14,7 @@ message meanwhile, because that is all that the bus can see of it.
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Final
 
 import nats.js.errors
@@ -111,7 +111,9 @@ class Suspects:
         try:
             await asyncio.shield(lowering)
         except asyncio.CancelledError:
-            await asyncio.wait({lowering})
+            while not lowering.done():  # also if it is cancelled again
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({lowering})
             raise
 
     async def _lower(self, key: str, num_deaths: int) -> None:
