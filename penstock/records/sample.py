@@ -86,7 +86,7 @@ class Turn(Record, frozen=True, kw_only=True):
     started_at: float = 0.0
     """Start time in seconds since 1970; queues come after it."""
     waited_s: float = 0.0
-    """Seconds in queues, before an engine worked on the turn."""
+    """Seconds before the first tokens: queues, retries and prefill."""
     generated_s: float = 0.0
     """Seconds from the first chunk to the last."""
     environment_s: float = 0.0

@@ -21,7 +21,7 @@ _TURN_SECONDS = metrics.histogram(
     "penstock_worker_turn_seconds", "Seconds of a turn from its first tokens to its last, without waiting."
 )
 _TURN_WAIT_SECONDS = metrics.histogram(
-    "penstock_worker_turn_wait_seconds", "Seconds of a turn without a replica at work: queues and retries."
+    "penstock_worker_turn_wait_seconds", "Seconds of a turn before its first tokens: queues, retries and prefill."
 )
 VERDICT_SECONDS = metrics.histogram(
     "penstock_worker_verdict_seconds", "Seconds that the reward service took for a group's verdicts, retries included."

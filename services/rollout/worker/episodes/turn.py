@@ -1,9 +1,9 @@
 """Plays one turn as a stream, so that a turn that ends early keeps the tokens it has.
 
-A turn has two clocks. While no replica works on it (it is in the router's or an engine's queue, or no server answers)
-only the wait timeout runs. From its first chunk on, the turn's own budget runs; when that is used up, the turn ends
-with the tokens it has. The first token is delivered at once. The router replaces a replica that dies inside a turn;
-this is not visible here, and the replacement's queue counts as playing.
+A turn has two clocks. Before its first chunk (it is in the router's or an engine's queue or in prefill, or no server
+answers) only the wait timeout runs. From its first chunk on, the turn's own budget runs; when that is used up, the turn
+ends with the tokens it has. The first token is delivered at once. The router replaces a replica that dies inside a
+turn; this is not visible here, and the replacement's queue counts as playing.
 
 Invariant: a turn with tokens never fails, unless a person must change something. Only a turn without any raises.
 """
@@ -64,7 +64,7 @@ class Turn:
     response: generate_pb2.GenerateResponse
     """All its tokens. Its finish reason is DEADLINE if time ran out, and LENGTH if no replica had room for more."""
     waited_s: float
-    """Seconds without a replica at work: queues and retries."""
+    """Seconds before the first chunks: queues, retries and prefill."""
     generated_s: float
     """Seconds from the first chunk to the last."""
     failure: str = ""
