@@ -23,6 +23,7 @@ from services.trainer.backend.ranks.beats import Pulse
 from services.trainer.backend.ranks.many_ranks import ManyRanksBackend, ManyRanksSupervisedBackend, follow
 from services.trainer.backend.ranks.processes import RankProcesses
 from services.trainer.backend.ranks.ranks import Ranks
+from services.trainer.backend.ranks.starts import catching_up
 from services.trainer.backend.ranks.torchrun import TorchrunRanks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.checks.expert_parallel import require_divisible
@@ -32,6 +33,7 @@ from services.trainer.config import BackendConfig
 OwnT = TypeVar("OwnT", InProcessBackend, InProcessSupervisedBackend)
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _MEETING = timedelta(minutes=30)
 """Rank 0 opens the run's data before it joins the others."""
 
@@ -165,9 +167,11 @@ def join_on_this_machine(store: int, *, rank: int, size: int, device: torch.devi
 def _join_torchrun(device: str, pulse: Pulse) -> tuple[Ranks, TorchrunRanks]:
     placed = prepare_device(device, local_rank=_whole("LOCAL_RANK"), num_local=_whole("LOCAL_WORLD_SIZE"))
     store, rank, size = next(dist.rendezvous("env://", timeout=_MEETING))
-    # torchrun's store outlives its ranks, and holds their addresses when it starts them again.
-    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    ranks = Ranks.join(store, rank=rank, size=size, device=placed)
+    start = _whole(_RESTARTS) if _RESTARTS in os.environ else 0
+    with catching_up(store, rank=rank, start=start):
+        # torchrun's store outlives its ranks, and holds their addresses when it starts them again.
+        store = dist.PrefixStore(f"start {start}", store)
+        ranks = Ranks.join(store, rank=rank, size=size, device=placed)
     pulse.count_collectives = ranks.num_collectives
     return ranks, TorchrunRanks.watch(store, rank=rank, size=size, pulse=pulse)
 

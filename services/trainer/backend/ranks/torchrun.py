@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import structlog
 
@@ -101,9 +101,14 @@ class TorchrunRanks:
     def _end(self, problem: str) -> None:
         if self._rank == 0:
             end_trainer(problem)
-        log.error("rank.left", rank=self._rank, reason=problem)
-        sys.stderr.flush()
-        os._exit(EXIT_FAILURE)  # a collective that waits for rank 0 would never end
+        leave(self._rank, problem)
+
+
+def leave(rank: int, problem: str) -> NoReturn:
+    """End this process at once: its main thread may wait for another rank, which nothing interrupts."""
+    log.error("rank.left", rank=rank, reason=problem)
+    sys.stderr.flush()
+    os._exit(EXIT_FAILURE)
 
 
 def _key(rank: int) -> str:
