@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 _PACKAGES = ("penstock", "services")
 _COMPARED = ("torch", "sglang", "transformers")
-"""Packages whose versions must agree where both hosts have them, as for `penstock doctor`."""
+"""Packages that must have the same version where both hosts have them; builds may differ."""
 
 Facts: TypeAlias = dict[str, Any]
 """The answer of a host: its `python`; the version of its `penstock`, empty if it is not installed; a digest of its
@@ -50,9 +50,15 @@ def difference(found: Facts, own: Facts) -> str:
             f"({own['code']}); install the same wheel, or the same checkout"
         )
     for name, version in own["versions"].items():
-        if found["versions"].get(name, version) != version:
-            return f"{name} {found['versions'][name]} is there, {version} here; install the same version"
+        there = found["versions"].get(name, version)
+        if _without_build(there) != _without_build(version):
+            return f"{name} {there} is there, {version} here; install the same version"
     return ""
+
+
+def _without_build(version: str) -> str:
+    """Return a version without its local label: `2.9.1+cpu`, on a launcher without a GPU, goes with `2.9.1`."""
+    return version.partition("+")[0]
 
 
 def _version(name: str) -> str:

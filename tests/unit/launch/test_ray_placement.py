@@ -184,14 +184,17 @@ def test_bundles_are_restricted_by_ray_s_label_of_nodes() -> None:
         ({"penstock": "2.0"}, "penstock 2.0 is there, 1.0 here"),
         ({"code": "beef"}, r"has other code \(beef\) than the one here \(cafe\)"),
         ({"versions": {"torch": "2.9.1", "sglang": "0.5.1"}}, "^sglang 0.5.1 is there, 0.5.2 here; install the same"),
-        ({"versions": {"torch": "2.8.0"}}, "^torch 2.8.0 is there, 2.9.1 here"),
+        ({"versions": {"torch": "2.8.0"}}, r"^torch 2.8.0 is there, 2.9.1\+cpu here"),
         ({"versions": {"torch": "2.9.1", "transformers": "5.0"}}, "^$"),
+        ({"versions": {"torch": "2.9.1+cu130"}}, "^$"),
+        ({"versions": {"torch": "2.9.1", "sglang": "0.5.2+cpu"}}, "^$"),
+        ({"versions": {"torch": "2.9.2+cpu"}}, r"^torch 2.9.2\+cpu is there, 2.9.1\+cpu here"),
     ],
 )
 def test_hosts_that_differ_say_in_what(change: dict[str, Any], words: str) -> None:
-    """Python and Penstock to the last digit, the code of a checkout, and packages that both have."""
+    """Python and Penstock to the last digit, the code of a checkout, and packages that both have, of any build."""
     own: facts.Facts = {"python": "3.11.7", "penstock": "1.0", "code": "cafe"}
-    own["versions"] = {"torch": "2.9.1", "sglang": "0.5.2"}
+    own["versions"] = {"torch": "2.9.1+cpu", "sglang": "0.5.2"}
     assert re.search(words, facts.difference({**own, **change}, own))
 
 
