@@ -96,7 +96,7 @@ def doubts(filters: FilterConfig, algorithm: AlgorithmConfig, *, max_staleness: 
             "algorithm.anchor = 'rollout'"
         )
     if max_staleness < 2 and algorithm.anchor == "log_linear":
-        idle = "" if algorithm.correction.kind == "none" else ", and the correction weighs every token with 1"
+        idle = "" if algorithm.correction.kind == "none" else ", and the correction weighs by ratios of 1"
         found.append(
             "algorithm.anchor = 'log_linear' estimates nothing for tokens less than two versions old: with "
             f"trainer.max_staleness = {max_staleness} it is the engine's log-probability{idle}; set "
