@@ -192,9 +192,8 @@ class Cluster:
         )
         try:
             with self._mark() as mark:
-                asked_at = time.time()
                 found = await self._ask(host, facts.look, mark, timeout_s=_LOOK_TIMEOUT_S)
-                ahead_s = clocks.ahead_s(found["clock"], asked_at=asked_at, answered_at=time.time())
+            ahead_s = await self._ahead_s(host)
             remark = clocks.describe(ahead_s)
             unfit = facts.difference(found, self._own) or (remark if clocks.is_broken(ahead_s) else "")
             if unfit:
@@ -213,6 +212,15 @@ class Cluster:
             return dataclasses.replace(host, unfit=f"it could not be examined ({_first_line(error)[:200]})")
         self.lines += [line for line in lines if line not in self.lines]
         return dataclasses.replace(host, unfit_for=reasons)
+
+    async def _ahead_s(self, host: Host) -> float:
+        """Return by how many seconds the host's clock is ahead of the one here; negative: behind.
+
+        Ask when the host has just answered something else: its Python runs, so the answer takes milliseconds.
+        """
+        asked_at = time.time()
+        clock = await self._ask(host, facts.clock, timeout_s=_LOOK_TIMEOUT_S)
+        return clocks.ahead_s(clock, asked_at=asked_at, answered_at=time.time())
 
     async def _ask(self, host: Host, function: Any, *arguments: Any, timeout_s: float) -> Any:
         strategy = NodeAffinitySchedulingStrategy(host.node_id, soft=False)

@@ -18,8 +18,8 @@ _COMPARED = ("torch", "sglang", "transformers")
 
 Facts: TypeAlias = dict[str, Any]
 """The answer of a host: its `python`; the version of its `penstock`, empty if it is not installed; a digest of its
-`code`; the `versions` of compared packages that are installed, by name; whether it `sees_run_folder`, by the file that
-the launcher wrote there; and its `clock`, in seconds since 1970. A plain dict, to travel by value.
+`code`; the `versions` of compared packages that are installed, by name; and whether it `sees_run_folder`, by the file
+that the launcher wrote there. A plain dict, to travel by value.
 """
 
 
@@ -31,8 +31,15 @@ def look(mark: str) -> Facts:
         "code": code_digest(),
         "versions": {name: version for name in _COMPARED if (version := _version(name))},
         "sees_run_folder": bool(mark) and Path(mark).is_file(),
-        "clock": time.time(),
     }
+
+
+def clock() -> float:
+    """Return this host's clock, in seconds since 1970.
+
+    It is no part of `look`: Python may take seconds to start before that, which would hide that the clock is behind.
+    """
+    return time.time()
 
 
 def difference(found: Facts, own: Facts) -> str:
