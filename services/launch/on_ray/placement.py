@@ -121,14 +121,14 @@ def require_room_to_join(
 ) -> None:
     """Check that `added` can join a run, which then has `processes`; `has_gpus` tells whether it computes on GPUs.
 
-    Those that need GPUs must fit beside all others. The rest needs a host that can run it: after the death of a host,
-    engines of the run may have no room themselves.
+    Engines must fit beside all others. Workers need a host that can run them: after the death of a host, engines of the
+    run may have no room themselves.
 
     Raises:
         ConfigError: they do not fit, or no host can run a service.
     """
-    needs_gpus = any(num_gpus_of(process.service, recipe, has_gpus=has_gpus) for process in added)
-    require_room(hosts, processes if needs_gpus else added, recipe, has_gpus=has_gpus)
+    adds_engines = any(process.service == "rollout" for process in added)
+    require_room(hosts, processes if adds_engines else added, recipe, has_gpus=has_gpus)
 
 
 def _placed(

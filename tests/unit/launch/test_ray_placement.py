@@ -121,6 +121,18 @@ def test_workers_join_although_engines_of_a_dead_host_have_no_room(hosts: list[H
         require_room_to_join(workless, [added["worker-1"]], processes, settings, has_gpus=True)
 
 
+@pytest.mark.parametrize("num_gpus", [8, 0])
+def test_an_engine_joins_only_beside_all_others(num_gpus: int) -> None:
+    """On CPUs too: trainer, worker and three engines take 5 of Ray's count."""
+    settings = recipe("--rollout.replicas=3")
+    processes = plan_processes(settings, own_bus=True)
+    added = [process for process in processes if process.name == "rollout-2"]
+    has_gpus = num_gpus > 0
+    require_room_to_join([host("a", num_gpus, num_cpus=5)], added, processes, settings, has_gpus=has_gpus)
+    with pytest.raises(ConfigError, match=r"no room for .* take 1 CPU of Ray's count, 5 in all; CPUs by host: a 4"):
+        require_room_to_join([host("a", num_gpus, num_cpus=4)], added, processes, settings, has_gpus=has_gpus)
+
+
 def test_a_cluster_without_gpus_computes_on_cpus() -> None:
     """As many engines as wanted, but none over several GPUs, and no trainer that must have one."""
     room([host("a", 0)], "--rollout.replicas=9")
