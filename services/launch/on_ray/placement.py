@@ -106,8 +106,8 @@ def require_room(
     if not missing:
         return order
     with_cpus = [dataclasses.replace(host, num_cpus=len(processes)) for host in hosts]
-    if _placed(with_cpus, processes, recipe, has_gpus=has_gpus)[1]:
-        raise ConfigError(_explain_too_few_gpus(hosts, processes, recipe, missing))
+    if without_gpus := _placed(with_cpus, processes, recipe, has_gpus=has_gpus)[1]:
+        raise ConfigError(_explain_too_few_gpus(hosts, processes, recipe, without_gpus))
     raise ConfigError(_explain_too_few_cpus(hosts, order, missing))
 
 

@@ -85,6 +85,13 @@ def test_there_is_room_or_it_is_said_what_is_missing() -> None:
         room([host("a", 2), host("b", 2)], "--rollout.replicas=1", "--trainer.ranks=3")
 
 
+def test_too_few_gpus_are_named_where_cpus_lack_too() -> None:
+    """The trainer would have a GPU of the head, whose CPUs Ray does not count; the ninth engine would have none."""
+    head, far = host("head", 8, num_cpus=0, is_launchers=True), host("far", 1, sees_run_folder=False)
+    with pytest.raises(ConfigError, match="do not fit: no room for rollout-8; GPUs by host: head 8, far 1; lower the"):
+        room([head, far], "--rollout.replicas=9")
+
+
 def test_each_process_takes_a_cpu() -> None:
     """Ray places none on a host that was started with --num-cpus=0, or that has given all of its CPUs away."""
     room([host("a", 0, num_cpus=4)], "--rollout.replicas=2")
