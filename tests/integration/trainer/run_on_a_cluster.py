@@ -49,7 +49,8 @@ _POOL = Scenario(
 async def test_a_killed_a_frozen_and_a_cut_off_server_cost_no_group(tmp_path: Path) -> None:
     """Each group is trained once, no version is used twice, and no process gives up. The server that is cut off is the
     trainer's."""
-    workload, steps, metrics = (tmp_path / name for name in ("workload.json", "steps.jsonl", "run/metrics.jsonl"))
+    names = ("workload.json", "steps.jsonl", "run/metrics.jsonl", "trainer.log")
+    workload, steps, metrics, log = (tmp_path / name for name in names)
     _POOL.workload.write(workload)
     steps.touch()
 
@@ -93,11 +94,13 @@ async def test_a_killed_a_frozen_and_a_cut_off_server_cost_no_group(tmp_path: Pa
         await asyncio.sleep(_FROZEN_S)
         cluster.servers[1].thaw()
         await until_step(len(rows()) + 3)
+        num_left = log.read_text().count("bus.server_left")
         routes.cut(_server_of(trainer.pid, cluster))
         await asyncio.sleep(_CUT_OFF_S)
+        assert log.read_text().count("bus.server_left") > num_left, "the trainer's server was not cut off"
         assert len(rows()) < _NUM_STEPS, "the run ended before the server was back"
         routes.mend()
-        assert await asyncio.wait_for(trainer.wait(), _GOES_ON_S) == 0, (tmp_path / "trainer.log").read_text()[-3000:]
+        assert await asyncio.wait_for(trainer.wait(), _GOES_ON_S) == 0, log.read_text()[-3000:]
         assert all(part.returncode is None for part in (engines, *parts))
     trained = [index for row in rows() for index in row["groups"]]
     assert sorted(trained) == list(range(_NUM_STEPS * _POOL.groups_per_step)), "a group was lost or trained twice"
