@@ -19,7 +19,8 @@ const keyOf = (context) => context.parameters.toString();
 
 export default {
   title: "Timeline",
-  isLive: (context) => !context.parameters.get("to") && !isHeld(keyOf(context)),
+  // Steps from one that was asked for to the last one may be the whole run, which is too much to read again and again.
+  isLive: (context) => !context.parameters.get("from") && !context.parameters.get("to") && !isHeld(keyOf(context)),
   news: (context) => newSpans(context.runs[context.run]),
   async draw(context) {
     const rows = context.steps[context.run].rows;
@@ -74,7 +75,7 @@ function tools(context, from, to, after) {
     to === after ? h("span", {}, `${after}: after the last step`) : null,
     h("button", { type: "button", onclick: () => context.go({ from: Math.max(1, from - width), to: Math.max(1, from - 1) }) }, "earlier"),
     h("button", { type: "button", onclick: () => context.go({ from: Math.min(after, to + 1), to: Math.min(after, to + width) }) }, "later"),
-    h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it, if its group was kept. Keys: arrows, Enter, + and −. It goes on with the run until you zoom, move or choose, and again after “show all”."));
+    h("span", { class: "faint" }, "Wheel: zoom. Drag: move. Click a sample to read it, if its group was kept. Keys: arrows, Enter, + and −. It goes on with the run until you ask for steps, zoom, move or choose, and again once both fields are emptied and “show all” is pressed."));
 }
 
 function legend() {
