@@ -39,13 +39,7 @@ async def test_the_worst_sample_of_step_100_is_three_clicks_away(browser: Browse
 
 async def test_a_large_picture_is_read_in_its_natural_size(page: Page) -> None:
     """A page of a document is larger than the window. Clicks and Enter toggle it, Escape and the button close it."""
-    await page.route("**/images/*", lambda route: route.fulfill(body=png(1600, 2400), content_type="image/png"))
-    await page.get_by_role("link", name="Samples").click()
-    await page.locator("a.card").first.click()
-    await page.get_by_role("button", name="Enlarge picture 1").first.click()
-    picture = page.locator("dialog img")
-    await expect(picture).to_be_visible()
-    await picture.evaluate("image => image.decode()")
+    picture = await _enlarge(page, 1600, 2400)
     assert max(await _size(picture)) < 800
     await picture.click()
     assert await _size(picture) == (1600, 2400)
@@ -58,6 +52,26 @@ async def test_a_large_picture_is_read_in_its_natural_size(page: Page) -> None:
     await page.get_by_role("button", name="Enlarge picture 1").first.click()
     await page.get_by_role("button", name="Close").click()
     await expect(picture).to_be_hidden()
+
+
+async def test_a_small_picture_is_shown_in_its_natural_size(page: Page) -> None:
+    """Enlarged, it is larger than that."""
+    picture = await _enlarge(page, 300, 450)
+    assert min(await _size(picture)) > 450
+    await picture.click()
+    assert await _size(picture) == (300, 450)
+
+
+async def _enlarge(page: Page, width: int, height: int) -> Locator:
+    """Enlarge the first picture of a sample, which has this size in pixels."""
+    await page.route("**/images/*", lambda route: route.fulfill(body=png(width, height), content_type="image/png"))
+    await page.get_by_role("link", name="Samples").click()
+    await page.locator("a.card").first.click()
+    await page.get_by_role("button", name="Enlarge picture 1").first.click()
+    picture = page.locator("dialog img")
+    await expect(picture).to_be_visible()
+    await picture.evaluate("image => image.decode()")
+    return picture
 
 
 async def _size(picture: Locator) -> tuple[int, int]:
