@@ -118,6 +118,13 @@ def _train(run: Path, step: int) -> None:
     write_rows(run, [step_row(step)])
 
 
+async def _draw_anew(page: Page) -> None:
+    """Have the page drawn again, with the other colours."""
+    surface = await page.locator("canvas").element_handle()
+    await page.locator("#theme").click()
+    await page.wait_for_function("surface => !surface.isConnected", arg=surface)
+
+
 async def test_the_timeline_goes_on_with_the_run(page: Page, runs: list[Path]) -> None:
     """A click between the bars does not end that. Whoever has zoomed sees the same steps until they want all."""
     await page.get_by_role("link", name="Timeline").click()
@@ -129,9 +136,7 @@ async def test_the_timeline_goes_on_with_the_run(page: Page, runs: list[Path]) -
     await page.get_by_role("button", name="zoom in").click()
     _train(runs[0], 32)
     await expect(page.locator("#status")).to_contain_text("step 32 of 200", timeout=10_000)
-    await page.locator("#theme").click()  # draws it anew
-    await expect(page.locator("html")).to_have_attribute("data-theme", "dark")
-    await page.wait_for_timeout(500)
+    await _draw_anew(page)
     await expect(shown).to_have_value("31")
     await page.get_by_role("button", name="show all").click()
     await expect(shown).to_have_value("32")
@@ -159,6 +164,7 @@ async def test_the_timeline_is_zoomed_by_buttons(page: Page) -> None:
     await page.get_by_role("link", name="Timeline").click()
     await expect(page.get_by_text("The trainer's time:")).to_be_visible()
     surface = page.locator("canvas")
+    await surface.hover()  # waits until it is drawn
     whole = await surface.evaluate("canvas => canvas.toDataURL()")
     await page.get_by_role("button", name="zoom in").click()
     near = await surface.evaluate("canvas => canvas.toDataURL()")
@@ -167,5 +173,4 @@ async def test_the_timeline_is_zoomed_by_buttons(page: Page) -> None:
     far = await surface.evaluate("canvas => canvas.toDataURL()")
     assert len({whole, near, far}) == 3
     await page.get_by_role("button", name="show all").click()
-    await page.wait_for_timeout(500)
-    assert await surface.evaluate("canvas => canvas.toDataURL()") == whole
+    await page.wait_for_function("whole => document.querySelector('canvas').toDataURL() === whole", arg=whole)
