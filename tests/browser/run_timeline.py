@@ -145,18 +145,33 @@ async def test_the_timeline_goes_on_with_the_run(page: Page, runs: list[Path]) -
 
 
 async def test_the_timeline_begins_before_the_first_step(browser: Browser, tmp_path: Path) -> None:
-    """With what processes have done since the start; the first step is shown once it is there."""
+    """With what processes have done since the start, and goes on with the first step."""
     run = make_run(tmp_path / "new", num_steps=0)
     add_spans(run, num_steps=1)
     async with served([run]) as url, opened(browser, url) as page:
         await page.get_by_role("link", name="Timeline").click()
-        await expect(page.get_by_text("No step has been trained yet.")).to_be_visible()
+        await expect(page.get_by_text("Before the first step.")).to_be_visible()
+        _train(run, 1)
+        await expect(page.get_by_text("The trainer's time:")).to_be_visible(timeout=10_000)
+
+
+async def test_the_timeline_before_the_first_step_stays_once_a_bar_is_chosen(browser: Browser, tmp_path: Path) -> None:
+    """The first step is shown once all is wanted."""
+    run = make_run(tmp_path / "new", num_steps=0)
+    add_spans(run, num_steps=1)
+    async with served([run]) as url, opened(browser, url) as page:
+        await page.get_by_role("link", name="Timeline").click()
+        await expect(page.get_by_text("Before the first step.")).to_be_visible()
         await page.locator("canvas").focus()
         await page.keyboard.press("ArrowRight")
         await expect(page.locator("main")).to_contain_text("first token after 300 ms")
         await page.locator("canvas").blur()
         _train(run, 1)
-        await expect(page.get_by_text("The trainer's time:")).to_be_visible(timeout=10_000)
+        await expect(page.locator("#status")).to_contain_text("step 1 of 200", timeout=10_000)
+        await _draw_anew(page)
+        await expect(page.locator("main")).to_contain_text("first token after 300 ms")
+        await page.get_by_role("button", name="show all").click()
+        await expect(page.get_by_text("The trainer's time:")).to_be_visible()
 
 
 async def test_the_timeline_is_zoomed_by_buttons(page: Page) -> None:

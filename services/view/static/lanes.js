@@ -16,6 +16,7 @@ const NEARER = 0.8; // what a zoom makes of the time that is shown
 const FARTHER = 1.25;
 
 let held = null; // {key, low, high, chosen} of the plot that was drawn last, once somebody has zoomed, moved or chosen
+let noted = null; // the note of the plot that was drawn last, which says what the bar is that was pointed at
 
 // Whether somebody has zoomed, moved or chosen in the plot `key`, which was drawn last: it is drawn anew as they left it.
 export const isHeld = (key) => held?.key === key;
@@ -25,13 +26,15 @@ const rowOf = (lane) => Math.max(3, Math.min(ROW, Math.floor(TALL / lane.rows.le
 // The lanes, each {name, rows}, whose rows are lists of bars: {start, length, colour, text, target, pale?, isFailed?}. The
 // plot that is drawn next by the same key stays as it was left.
 export function lanePlot(context, key, lanes) {
-  if (!isHeld(key)) held = null;
+  if (held && !isHeld(key)) held = noted = null;
   const all = lanes.flatMap((lane) => lane.rows.flat());
   const [first, end] = extent(all);
   let [low, high] = held ? [held.low, held.high] : [first, Math.max(end, first + SHORTEST_S)];
   const height = AXIS + lanes.reduce((sum, lane) => sum + lane.rows.length * rowOf(lane) + GAP, 0);
   let chosen = (held?.chosen && all.find((bar) => bar.start === held.chosen.start && bar.text === held.chosen.text)) ?? null; // by the keyboard
-  const note = h("p", { class: "faint", "aria-live": "polite" }, chosen?.text ?? " ");
+  const pointed = noted?.isConnected ? all.find((bar) => bar.text === noted.textContent) : null; // in the plot that this one replaces
+  const note = h("p", { class: "faint", "aria-live": "polite" }, (chosen ?? pointed)?.text ?? " ");
+  noted = note;
   let placed = [];
   const view = canvas(height, "Timeline of trainer and engines; the arrow keys go from bar to bar, Enter opens its sample, + and - zoom", (pen, width) => {
     const x = (time) => LEFT + ((time - low) / (high - low)) * (width - LEFT);
@@ -132,7 +135,7 @@ export function lanePlot(context, key, lanes) {
   const button = (text, act) => h("button", { type: "button", onclick: act }, text);
   return h("div", {}, h("div", { class: "tools" },
     button("zoom in", () => zoomHere(NEARER ** 3)), button("zoom out", () => zoomHere(FARTHER ** 3)),
-    button("show all", () => { held = null; context.again(); })), view.box, note);
+    button("show all", () => { held = noted = null; context.again(); })), view.box, note);
 }
 
 // Marks a bar as failed with stripes and an outline: every hue is some group's, and not everybody can tell hues apart.

@@ -10,6 +10,56 @@ from services.view.run_reader import RunReader
 from tests.support.view_runs import add_end, add_spans, make_run
 from tests.support.view_scripts import ViewScripts
 
+_RUN = """
+    // A browser's document as far as the page needs it.
+    let made = []; // the elements of the page that was drawn last
+    const pen = new Proxy({}, { get: () => () => {}, set: () => true });
+    class Element {
+        clientWidth = 1000;
+        isConnected = true;
+        style = { setProperty() {} };
+        constructor(tag) { this.tag = tag; }
+        setAttribute(name, value) { this[name] = value; }
+        addEventListener(kind, act) { this[`on${kind}`] = act; }
+        append(...children) { this.textContent = children.map((child) => child.textContent ?? child).join(""); }
+        getContext() { return pen; }
+    }
+    document.createElement = (tag) => { made.push(new Element(tag)); return made.at(-1); };
+    globalThis.ResizeObserver = class { constructor(act) { this.observe = act; } };
+    globalThis.getComputedStyle = () => ({ getPropertyValue: () => "" });
+    globalThis.devicePixelRatio = 1;
+
+    // A run that goes on.
+    const rows = [];
+    const started = [];
+    const train = () => rows.push({ step: rows.length + 1 });
+    const startProcess = (start) => started.push({ name: "process.starting", process: "launcher", start, length: 1,
+        service: `service ${start}`, group: null, sample: null, number: null });
+    globalThis.answer = (path) => {
+        const last = Number(/[?&]last=([0-9]+)/.exec(path)?.[1] ?? Infinity);
+        const answers = {
+            trace: rows.map(({ step }) => ({ step, spans: [["train_s", 100 * step, 50]] })),
+            spans: [],
+            processes: { num_left_out: 0, spans: started.filter(({ start }) => start <= last) },
+        };
+        return JSON.stringify(answers[path.split("?")[0].split("/").at(-1)]);
+    };
+
+    const parameters = { get: () => null, toString: () => "" };
+    const context = { run: 0, runs: [{}], steps: [{ rows }], parameters, again() {} };
+    const page = load("pages/timeline.js").default;
+    const draw = async () => {
+        made = [];
+        return [await page.draw(context)].flat().map(({ textContent }) => textContent).join(" ");
+    };
+    const element = (is) => made.filter(is).at(-1);
+    const surface = () => element(({ tag }) => tag === "canvas");
+    const press = (key) => surface().onkeydown({ key, preventDefault() {} });
+    const note = () => element((each) => each["aria-live"]).textContent.trim();
+    const showAll = () => element(({ tag, textContent }) => tag === "button" && textContent === "show all").onclick();
+"""
+"""The page of a run, on which `press`, `note` and `showAll` are what a user does and sees."""
+
 
 def test_bars_that_overlap_are_below_each_other(scripts: ViewScripts) -> None:
     """In as few rows as there are at once."""
@@ -37,6 +87,46 @@ def test_the_timeline_goes_on_with_the_run_unless_steps_are_asked_for(scripts: V
         return [{}, { run: "1" }, { from: "3" }, { to: "7" }, { from: "3", to: "7" }].map(isLive);
     """
     assert scripts.run(is_live) == [True, True, False, False, False]
+
+
+def test_the_timeline_before_the_first_step_stays_once_a_bar_is_chosen() -> None:
+    """It is the same one when it is drawn again after the first step, until `show all` is pressed."""
+    code = """
+        startProcess(10);
+        startProcess(12);
+        await draw();
+        const seen = [page.isLive(context)];
+        press("ArrowRight");
+        seen.push(page.isLive(context), note());
+        train();
+        startProcess(30);
+        await draw();
+        seen.push(note());
+        press("ArrowRight");
+        press("ArrowRight");
+        seen.push(note());
+        showAll();
+        return [...seen, page.isLive(context), (await draw()).includes("The trainer's time"), note()];
+    """
+    first, second = (f"starting, 1.0\xa0s: service {start}" for start in (10, 12))
+    assert ViewScripts().run(_RUN + code) == [True, False, first, first, second, True, True, ""]
+
+
+def test_what_the_mouse_points_at_is_described_while_the_run_goes_on() -> None:
+    """As long as it is shown: the timeline is drawn again at every step."""
+    code = """
+        train();
+        await draw();
+        surface().onpointermove({ offsetX: 500, offsetY: 24 });
+        const seen = [note()];
+        for (let step = 2; step <= 13; step += 1) {
+            train();
+            await draw();
+            seen.push(note());
+        }
+        return seen;
+    """
+    assert ViewScripts().run(_RUN + code) == ["step 1: training, 50.0\xa0s"] * 12 + [""]
 
 
 def test_a_failed_call_differs_from_those_of_every_group(scripts: ViewScripts) -> None:

@@ -14,17 +14,19 @@ const NAMES = { train_s: "training", wait_s: "waiting for groups", data_wait_s: 
   evaluation_wait_s: "waiting for an evaluation", push: "push" };
 
 let shownTo = 0; // the last step of the plot that was drawn last
+let shownEnd = 0; // when the plot ends that was drawn last before the first step
 
 const keyOf = (context) => context.parameters.toString();
+const keyBefore = (context) => `${keyOf(context)}, before the first step`;
 
 export default {
   title: "Timeline",
   // Steps from one that was asked for to the last one may be the whole run, which is too much to read again and again.
-  isLive: (context) => !context.parameters.get("from") && !context.parameters.get("to") && !isHeld(keyOf(context)),
+  isLive: (context) => !context.parameters.get("from") && !context.parameters.get("to") && !isHeld(keyOf(context)) && !isHeld(keyBefore(context)),
   news: (context) => newSpans(context.runs[context.run]),
   async draw(context) {
     const rows = context.steps[context.run].rows;
-    if (!rows.length) return beforeSteps(context);
+    if (!rows.length || isHeld(keyBefore(context))) return beforeSteps(context);
     const last = rows.at(-1).step;
     const after = last + 1; // has what came after the last step, such as its evaluation
     const key = keyOf(context);
@@ -49,14 +51,17 @@ export default {
   },
 };
 
-// What processes have done since the run's start.
+// What processes have done since the run's start; as far as it was shown, once somebody has zoomed, moved or chosen.
 async function beforeSteps(context) {
-  const found = await get(`api/runs/${context.run}/processes`, { first: 0 });
+  const key = keyBefore(context);
+  const last = isHeld(key) ? shownEnd : undefined;
+  const found = await get(`api/runs/${context.run}/processes`, { first: 0, last });
   if (!found.spans.length) return empty("No step has been trained yet.");
   const [first, end] = extent(found.spans);
-  const lanes = processLanes(found.spans.map((span) => clip(span, first, end)));
-  const key = `${keyOf(context)}, before the first step`;
-  return [h("p", {}, "No step has been trained yet."), legend(), lanePlot(context, key, lanes), leftOut(found)].filter(Boolean);
+  shownEnd = last ?? end;
+  const lanes = processLanes(found.spans.map((span) => clip(span, first, shownEnd)));
+  const about = "Before the first step. The timeline goes on with the run until you zoom, move or choose, and again after “show all”.";
+  return [h("p", {}, about), legend(), lanePlot(context, key, lanes), leftOut(found)].filter(Boolean);
 }
 
 const leftOut = ({ num_left_out: number }) => (number
