@@ -34,12 +34,15 @@ def _is_sound(sample: Sample) -> bool:
 
 
 def _has_failed(sample: Sample) -> bool:
-    """Return whether a sample has no reward because something is wrong, not because it was cut short."""
+    """Return whether its environment was asked and never answered, or it has no reward for another reason than that it
+    ended too early."""
+    if sample.is_cut_short and sample.ended_by:
+        return True
     lacks_golds = sample.verdict is not None and sample.verdict.status == Status.GOLD_INVALID
     return sample.reward is None and (bool(sample.error) or not (sample.is_cut_short or lacks_golds))
 
 
 def _describe(sample: Sample) -> str:
     status = "missing" if sample.verdict is None else sample.verdict.status
-    verdict = f"its verdict is {status}; see the reward service, and the row's golds"
-    return sample.error or f"it ended as {sample.finish_reason} and {verdict}"
+    ending = sample.ended_by or f"it ended as {sample.finish_reason}"
+    return sample.error or f"{ending}, and its verdict is {status}; see the reward service, and the row's golds"

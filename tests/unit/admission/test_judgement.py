@@ -25,6 +25,8 @@ CRASHED: dict[str, Any] = {
 }  # fmt: skip
 UNJUDGED: dict[str, Any] = {"reward": None, "finish_reason": "length", "verdict": verdict("FAILED")}
 CUT_AND_UNJUDGED = UNJUDGED | {"is_cut_short": True}
+STUCK = CUT | {"finish_reason": "deadline", "ended_by": "the environment's step took too long"}
+STUCK_AND_UNJUDGED = STUCK | {"reward": None, "verdict": verdict("FAILED")}
 WITHOUT_GOLDS: dict[str, Any] = {"reward": None, "finish_reason": "environment", "verdict": verdict("GOLD_INVALID")}
 OUT_OF_TIME = WITHOUT_GOLDS | {"finish_reason": "deadline", "error": "its runner was ended after 900 s"}
 
@@ -52,10 +54,19 @@ def test_a_group_with_a_judged_sample_is_judged(tiny_model_path: Path, samples: 
     [
         ((CUT, CRASHED), "NameError: rewrad"),
         ((CUT_AND_UNJUDGED, CRASHED), "NameError: rewrad"),
-        ((UNJUDGED, UNJUDGED, CRASHED), "it ended as length and its verdict is FAILED; see the reward service"),
+        ((UNJUDGED, UNJUDGED, CRASHED), "it ended as length, and its verdict is FAILED; see the reward service"),
+        ((STUCK, STUCK), "the environment's step took too long, and its verdict is NO_ANSWER"),
+        ((STUCK_AND_UNJUDGED, CUT), "the environment's step took too long, and its verdict is FAILED"),
         ((OUT_OF_TIME, OUT_OF_TIME), "its runner was ended after 900 s"),
     ],
-    ids=["crashed beside cut", "crashed beside unjudged", "verifier fails", "always out of time"],
+    ids=[
+        "crashed beside cut",
+        "crashed beside unjudged",
+        "verifier fails",
+        "environment hangs",
+        "environment and verifier fail",
+        "always out of time",
+    ],
 )
 def test_a_group_that_was_not_judged_fails_with_the_most_frequent_reason(
     tiny_model_path: Path, samples: tuple[dict[str, Any], ...], reason: str
