@@ -6,10 +6,10 @@ The kernel frees the lock however the process ends. The lock keeps no other trai
 import asyncio
 import fcntl
 import functools
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final, TextIO, TypeVar
+from typing import Final, TextIO
 
 import structlog
 
@@ -18,24 +18,28 @@ from penstock.runtime.process import end_task
 
 log = structlog.get_logger()
 
-ResultT = TypeVar("ResultT")
-
 _FILE: Final = ".trainer.lock"
 _TRY_EVERY_S: Final = 1.0
 _ANSWER_S: Final = 5.0
-"""Seconds that a file system may take for each call. NFS whose lockd cannot be reached never answers."""
+"""Seconds for which a start waits for the file system. NFS whose lockd cannot be reached never answers."""
 
 
 @asynccontextmanager
 async def shown_as_running(folder: Path) -> AsyncIterator[None]:
     """Hold the lock in the run folder during the context, where its file system has locks.
 
-    While a viewer looks at the lock, or a trainer that was replaced still holds it, this goes on and tries again.
+    The context goes on without it while a viewer looks at the lock, a trainer that was replaced still holds it, or the
+    file system does not answer.
     """
+    path = folder / _FILE
     has_tried = asyncio.Event()
-    holding = asyncio.create_task(_hold(folder / _FILE, has_tried))
+    holding = asyncio.create_task(_hold(path, has_tried))
     try:
-        await has_tried.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                await has_tried.wait()
+        if not has_tried.is_set():
+            _warn(path, f"its file system has not answered for {_ANSWER_S:g} s")
         yield
     finally:
         await end_task(holding)
@@ -44,34 +48,25 @@ async def shown_as_running(folder: Path) -> AsyncIterator[None]:
 async def _hold(path: Path, has_tried: asyncio.Event) -> None:
     """Lock a file, and keep it locked until this is cancelled."""
     try:
-        with await _answered(functools.partial(path.open, "a")) as file:
-            while not await _answered(functools.partial(_lock, file)):
+        with await run_in_own_thread(functools.partial(path.open, "a"), name="running_lock") as file:
+            while not await run_in_own_thread(functools.partial(_lock, file), name="running_lock"):
                 has_tried.set()
                 await asyncio.sleep(_TRY_EVERY_S)
             has_tried.set()
             await asyncio.Event().wait()  # its end is the cancellation
     except OSError as error:
-        log.warning(
-            "run_folder.not_locked",
-            path=str(path),
-            reason=str(error),
-            effect="`penstock view` and `penstock status` say `not running` of a run without a launcher",
-        )
+        _warn(path, str(error))
     finally:
         has_tried.set()
 
 
-async def _answered(call: Callable[[], ResultT]) -> ResultT:
-    """Return the result of a call to the file system.
-
-    Raises:
-        OSError: it failed, or did not return in time.
-    """
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            return await run_in_own_thread(call, name="running_lock")
-    except TimeoutError:
-        raise TimeoutError(f"its file system did not answer within {_ANSWER_S:g} s") from None
+def _warn(path: Path, reason: str) -> None:
+    log.warning(
+        "run_folder.not_locked",
+        path=str(path),
+        reason=reason,
+        effect="without a launcher, `penstock status`, `view` and `runs delete` do not see that the run goes on",
+    )
 
 
 def _lock(file: TextIO) -> bool:

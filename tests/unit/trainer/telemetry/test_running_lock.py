@@ -75,11 +75,16 @@ def test_a_file_system_that_never_answers_ends_no_run(tmp_path: Path, monkeypatc
 
     async def train() -> None:
         async with shown_as_running(tmp_path):
-            pass
+            await asyncio.to_thread(asked.wait, HANG_S)
 
-    answer = threading.Event()
+    asked, answer = threading.Event(), threading.Event()
+
+    def flock(*_: object) -> None:
+        asked.set()
+        answer.wait()
+
     monkeypatch.setattr(running_lock, "_ANSWER_S", 0.1)
-    monkeypatch.setattr(fcntl, "flock", lambda *_: answer.wait())
+    monkeypatch.setattr(fcntl, "flock", flock)
     try:
         with structlog.testing.capture_logs() as logs:
             asyncio.run(train())
@@ -87,4 +92,5 @@ def test_a_file_system_that_never_answers_ends_no_run(tmp_path: Path, monkeypatc
         answer.set()
     [warning] = logs
     assert warning["event"] == "run_folder.not_locked"
-    assert "its file system did not answer within 0.1 s" in warning["reason"]
+    assert "its file system has not answered for 0.1 s" in warning["reason"]
+    assert asked.is_set()
