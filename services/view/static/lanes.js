@@ -21,12 +21,17 @@ let noted = null; // the note of the plot that was drawn last, which says what t
 // Whether somebody has zoomed, moved or chosen in the plot `key`, which was drawn last: it is drawn anew as they left it.
 export const isHeld = (key) => held?.key === key;
 
+// The next plot is drawn whole.
+export function release() {
+  held = noted = null;
+}
+
 const rowOf = (lane) => Math.max(3, Math.min(ROW, Math.floor(TALL / lane.rows.length)));
 
 // The lanes, each {name, rows}, whose rows are lists of bars: {start, length, colour, text, target, pale?, isFailed?}. The
 // plot that is drawn next by the same key stays as it was left.
 export function lanePlot(context, key, lanes) {
-  if (held && !isHeld(key)) held = noted = null;
+  if (held && !isHeld(key)) release();
   const all = lanes.flatMap((lane) => lane.rows.flat());
   const [first, end] = extent(all);
   let [low, high] = held ? [held.low, held.high] : [first, Math.max(end, first + SHORTEST_S)];
@@ -135,7 +140,7 @@ export function lanePlot(context, key, lanes) {
   const button = (text, act) => h("button", { type: "button", onclick: act }, text);
   return h("div", {}, h("div", { class: "tools" },
     button("zoom in", () => zoomHere(NEARER ** 3)), button("zoom out", () => zoomHere(FARTHER ** 3)),
-    button("show all", () => { held = noted = null; context.again(); })), view.box, note);
+    button("show all", () => { release(); context.again(); })), view.box, note);
 }
 
 // Marks a bar as failed with stripes and an outline: every hue is some group's, and not everybody can tell hues apart.

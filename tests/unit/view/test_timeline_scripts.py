@@ -83,10 +83,12 @@ def test_the_timeline_goes_on_with_the_run_unless_steps_are_asked_for(scripts: V
     """Those from the first one are the whole run, which is too much to read at every step."""
     is_live = """
         const page = load("pages/timeline.js").default;
-        const isLive = (asked) => page.isLive({ parameters: { get: (key) => asked[key] ?? null } });
-        return [{}, { run: "1" }, { from: "3" }, { to: "7" }, { from: "3", to: "7" }].map(isLive);
+        const parameters = (asked) => ({ get: (key) => asked[key] ?? null });
+        const isLive = (rows) => (asked) => page.isLive({ run: 0, steps: [{ rows }], parameters: parameters(asked) });
+        const asked = [{}, { run: "1" }, { from: "3" }, { to: "7" }, { from: "3", to: "7" }];
+        return [asked.map(isLive([{ step: 1 }])), asked.map(isLive([]))];
     """
-    assert scripts.run(is_live) == [True, True, False, False, False]
+    assert scripts.run(is_live) == [[True, True, False, False, False], [True] * 5], "without a step there are no fields"
 
 
 def test_the_timeline_before_the_first_step_stays_once_a_bar_is_chosen() -> None:
@@ -110,6 +112,20 @@ def test_the_timeline_before_the_first_step_stays_once_a_bar_is_chosen() -> None
     """
     first, second = (f"starting, 1.0\xa0s: service {start}" for start in (10, 12))
     assert ViewScripts().run(_RUN + code) == [True, False, first, first, second, True, True, ""]
+
+
+def test_the_timeline_goes_to_the_steps_if_what_was_shown_before_them_is_deleted() -> None:
+    """The oldest files of a trace are deleted above a size."""
+    code = """
+        startProcess(10);
+        await draw();
+        press("ArrowRight");
+        train();
+        started.length = 0;
+        const drawn = await draw();
+        return [drawn.includes("The trainer's time"), page.isLive(context)];
+    """
+    assert ViewScripts().run(_RUN + code) == [True, True]
 
 
 def test_what_the_mouse_points_at_is_described_while_the_run_goes_on() -> None:

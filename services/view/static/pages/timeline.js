@@ -4,7 +4,7 @@ import { get } from "../api.js";
 import { PARTS, SERIES, ink } from "../colours.js";
 import { empty, h } from "../dom.js";
 import { number, seconds } from "../format.js";
-import { extent, isHeld, lanePlot } from "../lanes.js";
+import { extent, isHeld, lanePlot, release } from "../lanes.js";
 import { newSpans } from "../news.js";
 import { timelineStep } from "./group.js";
 
@@ -21,12 +21,16 @@ const keyBefore = (context) => `${keyOf(context)}, before the first step`;
 
 export default {
   title: "Timeline",
-  // Steps from one that was asked for to the last one may be the whole run, which is too much to read again and again.
-  isLive: (context) => !context.parameters.get("from") && !context.parameters.get("to") && !isHeld(keyOf(context)) && !isHeld(keyBefore(context)),
+  isLive: (context) => !hasAskedForSteps(context) && !isHeld(keyOf(context)) && !isHeld(keyBefore(context)),
   news: (context) => newSpans(context.runs[context.run]),
   async draw(context) {
     const rows = context.steps[context.run].rows;
-    if (!rows.length || isHeld(keyBefore(context))) return beforeSteps(context);
+    if (!rows.length || isHeld(keyBefore(context))) {
+      const drawn = await beforeSteps(context);
+      if (drawn) return drawn;
+      release(); // what was shown is not stored any longer
+      if (!rows.length) return empty("No step has been trained yet.");
+    }
     const last = rows.at(-1).step;
     const after = last + 1; // has what came after the last step, such as its evaluation
     const key = keyOf(context);
@@ -51,12 +55,18 @@ export default {
   },
 };
 
-// What processes have done since the run's start; as far as it was shown, once somebody has zoomed, moved or chosen.
+// Steps from one that was asked for to the last one may be the whole run, which is too much to read again and again.
+function hasAskedForSteps({ parameters, steps, run }) {
+  return steps[run].rows.length > 0 && ["from", "to"].some((name) => parameters.get(name));
+}
+
+// What processes have done since the run's start, if that is stored; as far as it was shown, once somebody has zoomed,
+// moved or chosen.
 async function beforeSteps(context) {
   const key = keyBefore(context);
   const last = isHeld(key) ? shownEnd : undefined;
   const found = await get(`api/runs/${context.run}/processes`, { first: 0, last });
-  if (!found.spans.length) return empty("No step has been trained yet.");
+  if (!found.spans.length) return null;
   const [first, end] = extent(found.spans);
   shownEnd = last ?? end;
   const lanes = processLanes(found.spans.map((span) => clip(span, first, shownEnd)));
