@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from penstock.config import RunConfig
 from services.doctor.finding import Finding, fault, ok, warning
 from services.doctor.hosts.facts import HostFacts, shared_folder
+from services.launch.on_ray.facts import without_build
 
 MAX_CLOCK_S = 1.0
 """Above it, the timeline and the ages of what waits in queues are wrong by more than people would overlook."""
@@ -45,7 +46,7 @@ def _clock(name: str, ahead_s: float) -> Finding:
 def _versions(name: str, own: HostFacts, other: HostFacts) -> Finding:
     pairs = {each: (version, other.versions.get(each, version)) for each, version in own.versions.items()}
     pairs[_CODE] = (own.code, other.code)
-    differing = {each: pair for each, pair in pairs.items() if pair[0] != pair[1]}
+    differing = {each: pair for each, pair in pairs.items() if len({*map(without_build, pair)}) > 1}
     if differing:
         seen = ", ".join(f"{each} {there} there and {here} here" for each, (here, there) in differing.items())
         return fault(name, seen, "install the same on all hosts, best in one environment that they share")

@@ -58,13 +58,13 @@ def difference(found: Facts, own: Facts) -> str:
         )
     for name, version in own["versions"].items():
         there = found["versions"].get(name, version)
-        if _without_build(there) != _without_build(version):
+        if without_build(there) != without_build(version):
             return f"{name} {there} is there, {version} here; install the same version"
     return ""
 
 
-def _without_build(version: str) -> str:
-    """Return a version without its local label: `2.9.1+cpu`, on a launcher without a GPU, goes with `2.9.1`."""
+def without_build(version: str) -> str:
+    """Return a version without its local label: `2.9.1+cpu`, on a host without a GPU, goes with `2.9.1`."""
     return version.partition("+")[0]
 
 

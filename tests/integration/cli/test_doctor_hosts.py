@@ -71,6 +71,8 @@ def test_versions_that_differ_are_named() -> None:
     assert "Penstock's files" in found(facts(code="other"))["versions"].seen
     assert found(facts(python="3.12.1"))["versions"].status is Status.WARNING
     assert found(facts(versions={"penstock": "0.1.0"}, python="3.11.9"))["versions"].status is Status.OK
+    of_cpus = facts(versions={"penstock": "0.1.0", "torch": "2.11.0+cpu"})
+    assert found(of_cpus)["versions"].status is Status.OK, "a host without a GPU has another build"
 
 
 def test_models_that_differ_are_named() -> None:
