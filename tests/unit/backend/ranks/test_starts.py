@@ -1,6 +1,7 @@
 """Ranks of several machines, each of which counts its own restarts, meet in one start."""
 
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_ranks_that_wait_in_an_earlier_start_than_the_others_end(
     with pytest.raises(JoiningError):
         open_ranks(arguments(tiny_model_path), num_ranks=1)
     assert exits.reasons == ["rank 0: other ranks have begun start 1, and this one belongs to start 0"]
-    assert store.check(["start 0/address of rank 0"])
+    store.wait(["start 0/address of rank 0"], timedelta(seconds=HANG_S))  # `set` does not wait for the store
 
 
 def test_ranks_of_the_latest_start_wait_for_those_behind(exits: Exits) -> None:
