@@ -175,9 +175,10 @@ async def test_a_drained_replica_hands_over_and_stays(tiny_model_path: Path, nat
         longest = max(outputs, key=len)
         assert all(len(one) > 1 and one == longest[: len(one)] for one in outputs)
         assert await engine.control.DrainReplica(rollout_pb2.DrainReplicaRequest(), timeout=5) == drained
+        drained_and_idle = (common_pb2.REPLICA_STATE_DRAINING, 0)  # the load follows within a few seconds
+        await until(lambda: [(each.state, each.num_running) for each in _replicas(watch)] == [drained_and_idle])
         await _until_renewed(bucket, (await engine.replica()).replica_id)
-        (leased,) = _replicas(watch)
-        assert (leased.state, leased.num_running) == (common_pb2.REPLICA_STATE_DRAINING, 0)
+        assert [(each.state, each.num_running) for each in _replicas(watch)] == [drained_and_idle]
         engine.process.send_signal(signal.SIGTERM)
         assert await promptly(engine.process.wait()) == 0
         assert not watch.values
