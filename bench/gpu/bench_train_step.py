@@ -44,16 +44,17 @@ from bench.trainer.padded import PaddedPolicy  # noqa: E402
 from penstock.model.tokens import forbidden_token_ids, image_token_id  # noqa: E402
 from services.trainer.algorithm.config import AlgorithmConfig  # noqa: E402
 from services.trainer.backend.base import take_step  # noqa: E402
+from services.trainer.backend.device import peak_tflops  # noqa: E402
 from services.trainer.backend.in_process import InProcessBackend  # noqa: E402
 from services.trainer.backend.policy.attention import RowLayout, packed_attention  # noqa: E402
+from services.trainer.backend.policy.model_flops import model_flops  # noqa: E402
 from services.trainer.batching.images import ImagePatches  # noqa: E402
 from services.trainer.batching.packing import num_row_tokens, pack  # noqa: E402
+from services.trainer.batching.product_counts import ProductCounts  # noqa: E402
 from services.trainer.batching.rows import Segment, build_row  # noqa: E402
 from services.trainer.batching.sequences import TrainGroup, TrainSequence  # noqa: E402
 from services.trainer.config import BackendConfig  # noqa: E402
 
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0}
-"""Dense bfloat16, from NVIDIA's data sheets."""
 LEAST_MFU = 0.45
 STEPS = (
     (True, False, True, 16384),
@@ -262,7 +263,8 @@ def _step(
         seconds.append(time.perf_counter() - started)
     memory = "-" if arguments.cpu else f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
     spent = f"  the first step {first_s:.1f} s; {_spent(backend, groups, arguments)}" if arguments.profile else ""
-    return seconds, memory, step_flops(backend.policy.model, rows, sequences), spent
+    flops = model_flops(backend.policy.model).of(ProductCounts.of(rows, sequences), with_gradient=True)
+    return seconds, memory, flops, spent
 
 
 def _spent(backend: InProcessBackend, groups: Sequence[TrainGroup], arguments: argparse.Namespace) -> str:
@@ -316,40 +318,6 @@ def _waits(backend: InProcessBackend, groups: Sequence[TrainGroup]) -> list[tupl
     return places.most_common()
 
 
-def step_flops(model: Any, rows: Sequence[Any], sequences: Sequence[TrainSequence]) -> float:
-    """Return the model's arithmetic of a step: forward once, backward twice; recomputing does not count.
-
-    Text layers over computed tokens, attention over the tokens that each token sees, the head over own tokens. The
-    tower counts its layers over patches, its mergers over the tokens that patches are merged into, and its attention
-    inside each picture; positions are looked up.
-    """
-    text, vision = model.config.text_config, model.config.vision_config
-    layers, tower = _num_parameters(model.model.language_model.layers), model.model.visual
-    per_patch = _num_parameters(tower.patch_embed, tower.blocks)
-    per_token = _num_parameters(tower.merger, tower.deepstack_merger_list)
-    width = text.num_attention_heads * text.head_dim
-    num_tokens, num_seen, patches = 0, 0, {}
-    for row in rows:
-        for segment in (segment for segment in build_row(sequences, row).segments):
-            length = segment.stop - segment.start
-            num_tokens += length
-            num_seen += length * (segment.prefix_stop - segment.prefix_start) + length * (length + 1) // 2
-    for sequence in sequences:
-        for image in sequence.images:
-            patches[id(image)] = len(image.pixel_values_PD)
-    num_own = sum(sequence.num_own_tokens for sequence in sequences)
-    multiplications = num_tokens * layers + num_seen * 2 * width * text.num_hidden_layers
-    multiplications += num_own * text.vocab_size * text.hidden_size
-    for p in patches.values():
-        multiplications += p * per_patch + p // vision.spatial_merge_size**2 * per_token
-        multiplications += p * p * 2 * vision.hidden_size * vision.depth
-    return 6.0 * multiplications
-
-
-def _num_parameters(*modules: torch.nn.Module) -> int:
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
-
-
 def main() -> int:
     """Measure and print tables; return 1 if the bar fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -371,7 +339,7 @@ def main() -> int:
     device = torch.device("cpu" if arguments.cpu else "cuda")
     name = platform.machine() if arguments.cpu else torch.cuda.get_device_name(device)
     if not arguments.peak_tflops:
-        arguments.peak_tflops = next((peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name), 0.0)
+        arguments.peak_tflops = peak_tflops(device, torch.bfloat16) or 0.0
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("torch", "transformers"))
     sys.stdout.write(f"{name}, {versions}\n\n")
     if not arguments.only_steps:

@@ -11,7 +11,7 @@ import torch
 
 from services.trainer.backend.cross_entropy import add_cross_entropy_gradient, plan_demonstrations
 from services.trainer.backend.policy.logprobs import TokenLogprobs
-from services.trainer.backend.policy.planned_rows import TokenCounts
+from services.trainer.backend.policy.planned_rows import PlannedRows
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow
@@ -25,8 +25,7 @@ class LearnedDemonstrations:
 
     loss: float
     """Their part of the loss."""
-    counts: TokenCounts
-    have_images: bool
+    rows: PlannedRows
     metrics: Mapping[str, float]
 
 
@@ -48,8 +47,7 @@ class DemonstrationTerm:
         found = add_cross_entropy_gradient(self.model, rows, coef=self.coef)
         return LearnedDemonstrations(
             loss=self.coef * found.value,
-            counts=rows.token_counts,
-            have_images=rows.have_images,
+            rows=rows,
             metrics={
                 "ce_loss": self.coef * found.value,
                 "demonstration_cross_entropy": found.value,

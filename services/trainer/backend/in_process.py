@@ -142,6 +142,7 @@ class InProcessBackend:
         )
         self._parts = StepParts(
             passes=passes,
+            arithmetic=model.arithmetic,
             optimizer=model.optimizer,
             entropy=self._entropy,
             demonstrations=self._demonstration_term(),

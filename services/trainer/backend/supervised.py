@@ -17,6 +17,7 @@ from services.trainer.backend.files.model_state import ModelState
 from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
 from services.trainer.backend.policy.planned_rows import PlannedRows
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
+from services.trainer.backend.step_work import StepWork
 from services.trainer.batching.sequences import TrainSequence
 from services.trainer.config import BackendConfig
 
@@ -86,6 +87,8 @@ class InProcessSupervisedBackend:
         model.finish_step()
         duration_s = time.perf_counter() - started
         num_tokens = sum(map(len, sequences))
+        work = StepWork()
+        work.add(rows, model.arithmetic, with_gradient=True)
         return metrics | {
             "loss": learned.value,
             "entropy": learned.entropy,
@@ -96,6 +99,7 @@ class InProcessSupervisedBackend:
             "step_time_s": duration_s,
             "trained_tokens_per_s": num_tokens / duration_s,
             "packing_density": rows.token_counts.packing_density,
+            **work.metrics(model.arithmetic, num_ranks=model.ranks.size, duration_s=duration_s),
             **highest(model.ranks.gather(memory_peaks(model.device))),
         }
 

@@ -50,8 +50,9 @@ from services.trainer.backend.base import StepTokens
 from services.trainer.backend.batch import Batch, is_finite, make_batch, measured_samples
 from services.trainer.backend.demonstrations import DemonstrationTerm, LearnedDemonstrations
 from services.trainer.backend.optimizer.adamw import REMEDY, Optimizer
-from services.trainer.backend.policy.planned_rows import TokenCounts
+from services.trainer.backend.policy.planned_rows import PlannedRows, TokenCounts
 from services.trainer.backend.row_passes import ComputedRow, NotFiniteError, PlannedPass, RowPasses
+from services.trainer.backend.step_work import Arithmetic, StepWork
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.batching.shared_experts import with_shared_experts
 
@@ -65,6 +66,7 @@ class StepParts:
     """Inputs shared by all steps."""
 
     passes: RowPasses
+    arithmetic: Arithmetic
     optimizer: Optimizer
     entropy: EntropyCoefficient
     demonstrations: DemonstrationTerm | None
@@ -85,6 +87,8 @@ class _Sums:
     counts: TokenCounts = field(default_factory=TokenCounts)
     """Of the samples' rows."""
     demonstration_counts: TokenCounts = field(default_factory=TokenCounts)
+    work: StepWork = field(default_factory=StepWork)
+    """Of all rows."""
     has_images: bool = False
     """Whether any row with gradient had one."""
 
@@ -114,6 +118,7 @@ class TrainStep:
             policy_version: The published version, which the weights have before the step.
         """
         self._passes = parts.passes
+        self._arithmetic = parts.arithmetic
         self._optimizer = parts.optimizer
         self._reference = parts.passes.reference
         self._entropy = parts.entropy
@@ -211,6 +216,7 @@ class TrainStep:
             "trained_tokens_per_s": sum(map(len, [*batch.sequences, *self._demonstrations])) / self._duration_s,
             "packing_density": (self._sums.counts + self._sums.demonstration_counts).packing_density,
             "shared_token_fraction": self._sums.counts.shared_fraction,
+            **self._sums.work.metrics(self._arithmetic, num_ranks=self._passes.ranks.size, duration_s=self._duration_s),
         }
 
     def abort(self) -> None:
@@ -265,12 +271,14 @@ class TrainStep:
             if needs_statistics(self._algorithm) and (seen := [*self._passes.measure(whole), *seen_flat]):
                 tokens = concatenated([each.tokens for each in seen])
                 statistics = batch_statistics(tokens, batch.samples.detached(), self._algorithm)
+                self._sums.work.add(whole.rows, self._arithmetic, with_gradient=False)
             self._sums.denominator = batch.denominator
             self._add_gradient(whole, statistics)
         else:
             self._sum_chunks()
         seen = [*self._sums.seen, *seen_flat]
         self._sums.counts += flat.rows.token_counts
+        self._count_work(flat.rows, with_gradient=False)
         if not seen:
             return batch, None
         tokens, samples = concatenated([each.tokens for each in seen]), batch.samples.detached()
@@ -299,7 +307,13 @@ class TrainStep:
             self._sums.loss += loss
             self._sums.seen.append(row)
         self._sums.counts += planned.rows.token_counts
+        self._count_work(planned.rows, with_gradient=True)
         self._sums.has_images |= planned.rows.have_images
+
+    def _count_work(self, rows: PlannedRows, *, with_gradient: bool) -> None:
+        """Count the passes of the policy and the reference over rows of groups."""
+        num_forward = 1 if self._reference is None else 2
+        self._sums.work.add(rows, self._arithmetic, num_forward=num_forward, with_gradient=with_gradient)
 
     def _learn_demonstrations(self) -> LearnedDemonstrations | None:
         """Add their gradient to that of the groups, which has its denominator; None without demonstrations."""
@@ -307,8 +321,9 @@ class TrainStep:
             return None
         learned = self._demonstration_term.learn(self._demonstrations)
         self._sums.loss += learned.loss
-        self._sums.demonstration_counts = learned.counts
-        self._sums.has_images |= learned.have_images
+        self._sums.demonstration_counts = learned.rows.token_counts
+        self._sums.work.add(learned.rows, self._arithmetic, with_gradient=True)
+        self._sums.has_images |= learned.rows.have_images
         return learned
 
     def _release_reference(self) -> None:

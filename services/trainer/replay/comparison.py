@@ -44,7 +44,14 @@ _SHOWN = (
     "num_demonstration_tokens",
 )
 _OF_THE_MACHINE = frozenset(
-    {"step_time_s", "trained_tokens_per_s", "host_memory_peak_bytes", "device_memory_peak_bytes"}
+    {
+        "step_time_s",
+        "trained_tokens_per_s",
+        "tflops_per_rank",
+        "mfu",
+        "host_memory_peak_bytes",
+        "device_memory_peak_bytes",
+    }
 )
 """Metrics that differ from one computation of a step to the next."""
 

@@ -1,7 +1,7 @@
 """Names of our metrics in other frameworks' dashboards.
 
 A name is listed only if the other framework computes the same number; docs/metrics.md says where that depends on
-settings or rewards.
+settings or rewards, and how the formulas of arithmetic differ.
 """
 
 from collections.abc import Mapping
@@ -54,6 +54,8 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "step_time_s": ("time/forward_backward",),
         "trainer_idle_fraction": ("perf/wait_time_ratio",),
         "trained_tokens_per_s": ("perf/actor_train_tok_per_s",),
+        "tflops_per_rank": ("perf/actor_train_tflops",),
+        "mfu": ("perf/mfu/actor",),
         "push_s": ("time/broadcast_weights", "perf/update_weights_time"),
         "checkpoint_write_s": ("time/save_ckpt",),
     }

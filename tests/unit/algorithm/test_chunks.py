@@ -22,6 +22,7 @@ VERSION = 3
 OF_THE_CUT = {
     "step_time_s",
     "trained_tokens_per_s",
+    "tflops_per_rank",
     "packing_density",
     "shared_token_fraction",
     "host_memory_peak_bytes",

@@ -29,6 +29,7 @@ def test_the_step_is_the_same_however_the_batch_is_cut(
     times = {
         "step_time_s",
         "trained_tokens_per_s",
+        "tflops_per_rank",
         "packing_density",
         "shared_token_fraction",
         "host_memory_peak_bytes",
@@ -76,6 +77,7 @@ def test_other_frameworks_names_hold_what_a_step_measures(tiny_model_path: Path,
     masked = replace(groups[0], masked=(True,) * 4)
     of_the_loop = {"wait_s": 1.0, "step_s": 2.0, "push_s": 3.0, "truncated_fraction": 0.5, "train_s": 0.5}
     of_the_loop |= {"trainer_idle_fraction": 0.75, "checkpoint_write_s": 4.0}
+    of_the_loop |= {"mfu": 0.4}  # of a GPU
     rejecting = {"rejection": {"kind": "opsm", "max_drop": 1e3}}
     row = take_step(loaded(tiny_model_path, **rejecting), [[*groups, masked]], VERSION) | of_the_loop
     assert set(FIELD_NAMES) <= set(row)

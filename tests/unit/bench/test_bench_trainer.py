@@ -9,15 +9,13 @@ import torch
 
 from bench.demo.penstock_run import RECIPE
 from bench.demo.task import write_task
-from bench.gpu.bench_train_step import attention_table, step_flops
+from bench.gpu.bench_train_step import attention_table
 from bench.trainer import bench_trainer
 from bench.trainer.bench_trainer import Measured
 from bench.trainer.step_process import SUBJECTS
 from bench.trainer.workload import Workload, read_groups
 from penstock import config as configuration
 from services.recipe import Recipe
-from services.trainer.batching.images import ImagePatches
-from services.trainer.batching.sequences import TrainSequence
 from services.trainer.data.dataset import open_dataset
 from tests.support.trainer.groups import picture
 
@@ -74,36 +72,6 @@ def test_the_attention_that_a_gpu_is_measured_against_is_right() -> None:
     rows = [line.split("|") for line in attention_table(torch.device("cpu")).splitlines()[2:]]
     assert len(rows) == 8
     assert all(float(row[3]) < 1e-4 for row in rows)
-
-
-def test_a_picture_counts_what_the_towers_layers_multiply(tiny_model_path: Path) -> None:
-    """Mergers multiply one token for four patches, and positions are looked up. Biases and norms are less than 2%."""
-    from transformers import Qwen3VLForConditionalGeneration
-
-    model = Qwen3VLForConditionalGeneration.from_pretrained(tiny_model_path)
-    num_multiplied = 0
-
-    def count(layer: torch.nn.Module, inputs: tuple[torch.Tensor], _: torch.Tensor) -> None:
-        nonlocal num_multiplied
-        num_multiplied += inputs[0].numel() // layer.weight[0].numel() * layer.weight.numel()
-
-    for layer in model.model.visual.modules():
-        if isinstance(layer, torch.nn.Linear | torch.nn.Conv3d):
-            layer.register_forward_hook(count)
-    pixel_values_PD = torch.zeros(64, 3 * 2 * 16 * 16)
-    with torch.no_grad():
-        model.model.visual(pixel_values_PD, grid_thw=torch.tensor([[1, 8, 8]]))
-    vision = model.config.vision_config
-    attended = 64 * 64 * 2 * vision.hidden_size * vision.depth
-    sequence = TrainSequence(
-        token_ids_X=np.zeros(16, dtype=np.int64),
-        loss_mask_X=np.zeros(16, dtype=bool),
-        engine_logprobs_X=np.zeros(16, dtype=np.float32),
-        versions_X=np.full(16, -1),
-        image_mask_X=np.ones(16, dtype=bool),
-        images=(ImagePatches(pixel_values_PD=pixel_values_PD, grid_thw=(1, 8, 8), num_placeholders=16),),
-    )
-    assert step_flops(model, [], [sequence]) == pytest.approx(6 * (num_multiplied + attended), rel=0.02)
 
 
 def test_trl_gets_the_demos_own_problems(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from penstock.weights.adapter_names import is_adapter
 from penstock.weights.adapters import ADAPTER_DTYPE
 from penstock.weights.digest import XXH3, tensor_digests
 from services.trainer.backend.base import StateDigests
-from services.trainer.backend.device import DTYPES, resolve_device
+from services.trainer.backend.device import DTYPES, peak_tflops, resolve_device
 from services.trainer.backend.files.adapter_folder import ADAPTER, STEM
 from services.trainer.backend.files.adapter_state import AdapterState, BaseDigests, require_kind
 from services.trainer.backend.files.checkpoint_share import MODEL, STATE_FILE, Collected, Owning, write_collected
@@ -33,12 +33,14 @@ from services.trainer.backend.policy.adapters import adapter_parameters, base_we
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
+from services.trainer.backend.policy.model_flops import model_flops
 from services.trainer.backend.policy.relative_costs import relative_costs
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.backend.ranks.expert_groups import ExpertGroups
 from services.trainer.backend.ranks.pushed_rows import write_rows
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.sharding import forget_gathered, full_shape, give_weights, shard
+from services.trainer.backend.step_work import Arithmetic
 from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow
 from services.trainer.checks.parameter_patterns import rates_of
@@ -57,6 +59,7 @@ class ModelState:
     weights: MasterWeights
     optimizer: Optimizer
     row_costs: RowCosts
+    arithmetic: Arithmetic
     adapters: AdapterState | None
     """None: all weights are trained."""
 
@@ -130,6 +133,10 @@ class ModelState:
         if lora.rank:
             self.adapters = AdapterState(self.policy, self.config, base_path=self._model_path)
         rates = self._choose_trained()
+        self.arithmetic = Arithmetic(
+            flops=model_flops(self.policy.model),
+            peak_tflops=peak_tflops(self.device, DTYPES[self.config.dtype]),
+        )
         self.weights = self._place_weights(folder)
         self.optimizer = Optimizer(
             self.weights,

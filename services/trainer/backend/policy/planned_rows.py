@@ -10,6 +10,7 @@ import torch
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.ranks.rounds import evened, rounds_of
 from services.trainer.batching.packing import Row, num_row_tokens, pack
+from services.trainer.batching.product_counts import ProductCounts, different_images
 from services.trainer.batching.row_costs import RowCosts
 from services.trainer.batching.rows import PackedRow, build_row, fixed_length, padded_length
 from services.trainer.batching.sequences import TrainSequence
@@ -149,9 +150,12 @@ class PlannedRows:
         return [self.costs.of(row, lengths, self._num_patches(row)) for row in self.plan]
 
     def _num_patches(self, row: Row) -> int:
-        numbers = [number for block in row for number in block.sequences]
-        images = {id(image): image for number in numbers for image in self.sequences[number].images}
-        return sum(len(image.pixel_values_PD) for image in images.values())
+        return sum(len(image.pixel_values_PD) for image in different_images(row, self.sequences))
+
+    @property
+    def product_counts(self) -> ProductCounts:
+        """What the products of the rows are over."""
+        return ProductCounts.of(self.plan, self.sequences)
 
     @property
     def token_counts(self) -> "TokenCounts":

@@ -57,6 +57,16 @@ def test_a_recorded_step_is_reproduced(step: int, tmp_path: Path) -> None:
         assert verdict(lines) is True
 
 
+@pytest.mark.parametrize("name", ["step_time_s", "trained_tokens_per_s", "tflops_per_rank"])
+def test_how_fast_a_step_was_is_not_compared(name: str, tmp_path: Path) -> None:
+    """The machine decides that, not the step."""
+    run = RecordedRun(RECORDED)
+    again = replayed(run, 1, tmp_path)
+    assert name in again.metrics
+    lines = compare(run.recording(1).inputs, run.metrics(1) | {name: 1e9}, again)
+    assert name not in {line.name for line in lines}
+
+
 def test_group_rows_have_the_logprobs_of_the_engine_that_sampled(tmp_path: Path) -> None:
     """On the step whose tokens are of the very weights; the model is confident, so a misplaced token would show."""
     metrics = replayed(RecordedRun(RECORDED), 1, tmp_path).metrics

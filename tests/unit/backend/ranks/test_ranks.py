@@ -20,7 +20,13 @@ from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 from tests.support.trainer.teacher import write_teacher
 from tests.unit.algorithm.test_chunks import ALGORITHMS
 
-OF_THE_CUT = {"step_time_s", "trained_tokens_per_s", "shared_token_fraction", "host_memory_peak_bytes"}
+OF_THE_CUT = {
+    "step_time_s",
+    "trained_tokens_per_s",
+    "tflops_per_rank",
+    "shared_token_fraction",
+    "host_memory_peak_bytes",
+}
 """Metrics that depend on how rows are cut."""
 
 
