@@ -49,11 +49,12 @@ _OF_THE_MACHINE = frozenset(
         "trained_tokens_per_s",
         "tflops_per_rank",
         "mfu",
+        "rank_imbalance",
         "host_memory_peak_bytes",
         "device_memory_peak_bytes",
     }
 )
-"""Metrics that differ from one computation of a step to the next."""
+"""Metrics that differ from one computation of a step to the next, or with the number of ranks alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

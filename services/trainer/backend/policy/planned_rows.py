@@ -153,6 +153,15 @@ class PlannedRows:
         return sum(len(image.pixel_values_PD) for image in different_images(row, self.sequences))
 
     @property
+    def group_costs(self) -> list[float]:
+        """Cost of the rows of each rank, or of each group of ranks that share rows. The first is the highest, and that
+        of the costliest rows of all rounds, for which the others wait.
+        """
+        costs, num_groups = self._costs(), self.ranks.num_row_groups
+        rounds = [rounds_of(group, costs, num_groups) for group in range(num_groups)]
+        return [sum(costs[row] for row, counts in of_group if counts) for of_group in rounds]
+
+    @property
     def product_counts(self) -> ProductCounts:
         """What the products of the rows are over."""
         return ProductCounts.of(self.plan, self.sequences)

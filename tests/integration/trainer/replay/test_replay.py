@@ -57,9 +57,9 @@ def test_a_recorded_step_is_reproduced(step: int, tmp_path: Path) -> None:
         assert verdict(lines) is True
 
 
-@pytest.mark.parametrize("name", ["step_time_s", "trained_tokens_per_s", "tflops_per_rank"])
-def test_how_fast_a_step_was_is_not_compared(name: str, tmp_path: Path) -> None:
-    """The machine decides that, not the step."""
+@pytest.mark.parametrize("name", ["step_time_s", "trained_tokens_per_s", "tflops_per_rank", "rank_imbalance"])
+def test_how_fast_and_evenly_a_step_was_computed_is_not_compared(name: str, tmp_path: Path) -> None:
+    """The machine and its ranks decide that, not the step."""
     run = RecordedRun(RECORDED)
     again = replayed(run, 1, tmp_path)
     assert name in again.metrics

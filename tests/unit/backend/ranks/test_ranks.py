@@ -24,6 +24,7 @@ OF_THE_CUT = {
     "step_time_s",
     "trained_tokens_per_s",
     "tflops_per_rank",
+    "rank_imbalance",
     "shared_token_fraction",
     "host_memory_peak_bytes",
 }
