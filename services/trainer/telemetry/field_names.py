@@ -30,7 +30,7 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ratio_max": ("ppo_actor/update/importance_weight/max",),
         "kl_k1": ("rollout_corr/kl",),
         "kl_k3": ("rollout_corr/k3_kl", "mismatch_kl/mean"),
-        "tis_mean": ("rollout_corr/rollout_is_mean",),
+        "tis_mean": ("rollout_corr/rollout_is_mean", "sampling/importance_sampling_ratio/mean"),
         "tis_capped_fraction": ("train/tis_clipfrac",),
         "tis_ess": ("rollout_corr/rollout_is_eff_sample_size",),
         "rejected_fraction_rejection": ("rollout_corr/rollout_rs_masked_fraction",),

@@ -85,6 +85,7 @@ def test_other_frameworks_names_hold_what_a_step_measures(tiny_model_path: Path,
     assert not set(named) & set(row)
     assert named["actor/grad_norm"] == named["optim/grad_norm"] == row["grad_norm"]
     assert named["mismatch_kl/mean"] == row["kl_k3"]
+    assert named["sampling/importance_sampling_ratio/mean"] == row["tis_mean"]
     assert named["time/wait_for_batch"] == 1
     assert row["num_groups_without_gradient"] == 2
     assert named["frac_reward_zero_std"] == 1 / 5, "masked samples have no gradient, but their rewards differ"
