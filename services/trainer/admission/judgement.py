@@ -1,7 +1,8 @@
 """Says whether a group was judged. Pure, as the filters are.
 
-A worker fails a whole group if one of its samples needs gold answers that cannot be read. So nothing is wrong with a
-sample whose verdict is GOLD_INVALID: it ended before its environment gave a reward.
+A worker fails a whole group if one of its samples needs gold answers that cannot be read. So a verdict of GOLD_INVALID
+says only that the sample ended before its environment gave a reward: by itself, or because its environment never
+answered.
 """
 
 from collections import Counter
@@ -19,9 +20,14 @@ def is_judged(group: Group) -> bool:
 def why_unjudged(group: Group) -> str:
     """Return why a group teaches nothing, if it was not judged and one of its samples failed; else nothing.
 
-    A group whose samples only ended too early to be judged is no failure.
+    A group whose samples only ended too early to be judged is no failure. Stuck samples fail it only if they are more
+    than half of its samples: an environment that is slow now and then must not end a run.
     """
-    failed = [] if is_judged(group) else list(filter(_has_failed, group.samples))
+    if is_judged(group):
+        return ""
+    failed = list(filter(_is_stuck, group.samples))
+    if len(failed) <= len(group.samples) / 2:
+        failed = list(filter(_has_failed, group.samples))
     if not failed:
         return ""
     ((why, _),) = Counter(map(_describe, failed)).most_common(1)
@@ -33,11 +39,13 @@ def _is_sound(sample: Sample) -> bool:
     return sample.reward is not None and (sample.verdict is None or not sample.is_cut_short)
 
 
+def _is_stuck(sample: Sample) -> bool:
+    """Return whether its environment was asked and never answered."""
+    return sample.is_cut_short and bool(sample.ended_by)
+
+
 def _has_failed(sample: Sample) -> bool:
-    """Return whether its environment was asked and never answered, or it has no reward for another reason than that it
-    ended too early."""
-    if sample.is_cut_short and sample.ended_by:
-        return True
+    """Return whether a sample has no reward for another reason than that it ended too early."""
     lacks_golds = sample.verdict is not None and sample.verdict.status == Status.GOLD_INVALID
     return sample.reward is None and (bool(sample.error) or not (sample.is_cut_short or lacks_golds))
 
