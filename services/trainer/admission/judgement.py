@@ -51,6 +51,10 @@ def _has_failed(sample: Sample) -> bool:
 
 
 def _describe(sample: Sample) -> str:
+    """Return why a sample failed, in words that other samples share, so that they can be counted."""
+    if sample.error or _is_stuck(sample):
+        return sample.error or sample.ended_by
     status = "missing" if sample.verdict is None else sample.verdict.status
-    ending = sample.ended_by or f"it ended as {sample.finish_reason}"
-    return sample.error or f"{ending}, and its verdict is {status}; see the reward service, and the row's golds"
+    return (
+        f"it ended as {sample.finish_reason}, and its verdict is {status}; see the reward service, and the row's golds"
+    )

@@ -25,6 +25,10 @@ CRASHED: dict[str, Any] = {
     "reward": None, "finish_reason": "error", "error": "NameError: rewrad", "verdict": verdict("FAILED"),
 }  # fmt: skip
 UNJUDGED: dict[str, Any] = {"reward": None, "finish_reason": "length", "verdict": verdict("FAILED")}
+VERIFIER_FAILED = "it ended as length, and its verdict is FAILED; see the reward service, and the row's golds"
+OVER_BUDGET, FURTHER_OVER = (
+    UNJUDGED | {"ended_by": f"{n} tokens, but the context leaves room for 16"} for n in (40, 41)
+)
 CUT_AND_UNJUDGED = UNJUDGED | {"is_cut_short": True}
 STUCK = CUT | {
     "finish_reason": "deadline", "ended_by": f"the environment's step took longer than the episode has; {TIME_REMEDY}",
@@ -58,7 +62,8 @@ def test_a_group_with_a_judged_sample_is_judged(tiny_model_path: Path, samples: 
     [
         ((CUT, CRASHED), "NameError: rewrad"),
         ((CUT_AND_UNJUDGED, CRASHED), "NameError: rewrad"),
-        ((UNJUDGED, UNJUDGED, CRASHED), "it ended as length, and its verdict is FAILED; see the reward service"),
+        ((UNJUDGED, UNJUDGED, CRASHED), VERIFIER_FAILED),
+        ((OVER_BUDGET, FURTHER_OVER, CRASHED), VERIFIER_FAILED),
         ((STUCK, STUCK), STUCK["ended_by"]),
         ((STUCK_AND_UNJUDGED, STUCK_AND_UNJUDGED, CUT), STUCK["ended_by"]),
         ((STUCK, STUCK_WITHOUT_GOLDS, WITHOUT_GOLDS), STUCK["ended_by"]),
@@ -68,6 +73,7 @@ def test_a_group_with_a_judged_sample_is_judged(tiny_model_path: Path, samples: 
         "crashed beside cut",
         "crashed beside unjudged",
         "verifier fails",
+        "verifier fails at long observations",
         "environment hangs",
         "environment and verifier fail",
         "environment hangs in most samples",
@@ -80,7 +86,7 @@ def test_a_group_that_was_not_judged_fails_with_the_most_frequent_reason(
     """It would be trained without a gradient. The text of a single turn, or of an agent, that was cut can be judged."""
     group = group_of(tiny_model_path, *samples)
     assert not is_judged(group)
-    assert why_unjudged(group).startswith(f"no sample was judged; most often: {reason}")
+    assert why_unjudged(group) == f"no sample was judged; most often: {reason}"
 
 
 @pytest.mark.parametrize(
