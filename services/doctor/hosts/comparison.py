@@ -1,11 +1,11 @@
 """Findings from what two hosts say of themselves. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from penstock.config import RunConfig
 from services.doctor.finding import Finding, fault, ok, warning
+from services.doctor.hosts.builds import BUILD_REMEDY, go_together, without_build
 from services.doctor.hosts.facts import HostFacts, shared_folder
-from services.launch.on_ray.facts import without_build
 
 MAX_CLOCK_S = 1.0
 """Above it, the timeline and the ages of what waits in queues are wrong by more than people would overlook."""
@@ -45,15 +45,26 @@ def _clock(name: str, ahead_s: float) -> Finding:
 
 def _versions(name: str, own: HostFacts, other: HostFacts) -> Finding:
     pairs = {each: (version, other.versions.get(each, version)) for each, version in own.versions.items()}
-    pairs[_CODE] = (own.code, other.code)
     differing = {each: pair for each, pair in pairs.items() if len({*map(without_build, pair)}) > 1}
+    if own.code != other.code:
+        differing[_CODE] = (own.code, other.code)
     if differing:
-        seen = ", ".join(f"{each} {there} there and {here} here" for each, (here, there) in differing.items())
-        return fault(name, seen, "install the same on all hosts, best in one environment that they share")
+        return fault(name, _told(differing), "install the same on all hosts, best in one environment that they share")
+    doubtful = {each: pair for each, pair in pairs.items() if not go_together(*pair)}
+    remedies = [BUILD_REMEDY] if doubtful else []
     if own.python.split(".")[:2] != other.python.split(".")[:2]:
-        seen = f"Python {other.python} there and {own.python} here"
-        return warning(name, seen, "make the environments of all hosts with the same Python")
-    return ok(name, ", ".join(f"{each} {version}" for each, version in own.versions.items()))
+        doubtful["Python"] = (own.python, other.python)
+        remedies.append("make the environments of all hosts with the same Python")
+    if doubtful:
+        return warning(name, _told(doubtful), "; ".join(remedies))
+    return ok(name, _told(pairs))
+
+
+def _told(pairs: Mapping[str, tuple[str, str]]) -> str:
+    return ", ".join(
+        f"{each} {here}" if here == there else f"{each} {there} there and {here} here"
+        for each, (here, there) in pairs.items()
+    )
 
 
 def _shared(name: str, run: RunConfig, *, sees_marker: bool) -> Finding:

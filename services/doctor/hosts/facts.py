@@ -16,7 +16,7 @@ from penstock.config import RunConfig
 from services.recipe import Recipe
 
 PACKAGES = ("penstock", "torch", "sglang", "transformers")
-"""Packages whose versions must agree where both hosts have them."""
+"""Packages that are compared where both hosts have them."""
 
 _CONNECT_TIMEOUT_S = 5.0
 _MARKER = r"^[0-9a-f]{32}$"

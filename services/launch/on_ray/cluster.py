@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from penstock import config as configuration
 from penstock.errors import ConfigError, SetupError
 from services.launch.config import LaunchConfig
-from services.launch.on_ray import clocks, environment, facts, inputs_check
+from services.launch.on_ray import clocks, environment, facts, inputs_check, versions
 from services.launch.on_ray.placement import ANYWHERE, Host, describe_hosts
 from services.recipe import Recipe
 
@@ -194,12 +194,13 @@ class Cluster:
             with self._mark() as mark:
                 found = await self._ask(host, facts.look, mark, timeout_s=_LOOK_TIMEOUT_S)
             ahead_s = await self._ahead_s(host)
-            remark = clocks.describe(ahead_s)
-            unfit = facts.difference(found, self._own) or (remark if clocks.is_broken(ahead_s) else "")
+            clock = clocks.describe(ahead_s)
+            unfit = versions.difference(found, self._own) or (clock if clocks.is_broken(ahead_s) else "")
             if unfit:
                 return dataclasses.replace(host, unfit=unfit)
             sees_run_folder = found["sees_run_folder"] or self._run_folder is None
-            host = dataclasses.replace(host, sees_run_folder=sees_run_folder, remark=remark)
+            remarks = "; ".join(filter(None, (versions.describe_builds(found, self._own), clock)))
+            host = dataclasses.replace(host, sees_run_folder=sees_run_folder, remark=remarks)
             doubtful = ANYWHERE if before is None else _refused(before)
             services = [name for name in doubtful if name != "trainer" or host.sees_run_folder or host.is_launchers]
             if not services:

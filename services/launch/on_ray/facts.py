@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 _PACKAGES = ("penstock", "services")
 _COMPARED = ("torch", "sglang", "transformers")
-"""Packages that must have the same version where both hosts have them; builds may differ."""
+"""Packages that are compared where both hosts have them."""
 
 Facts: TypeAlias = dict[str, Any]
 """The answer of a host: its `python`; the version of its `penstock`, empty if it is not installed; a digest of its
@@ -40,32 +40,6 @@ def clock() -> float:
     It is no part of `look`: Python may take seconds to start before that, which would hide that the clock is behind.
     """
     return time.time()
-
-
-def difference(found: Facts, own: Facts) -> str:
-    """Return in what a host differs from the launcher's so that it cannot be part of the run; empty if in nothing."""
-    python = f"Python {found['python']} is there, {own['python']} here"
-    if found["python"] != own["python"]:
-        return f"{python}; install the same one"
-    if not found["penstock"]:
-        return f"penstock is not installed there; install penstock {own['penstock']} as here"
-    if found["penstock"] != own["penstock"]:
-        return f"penstock {found['penstock']} is there, {own['penstock']} here; install the same version"
-    if found["code"] != own["code"]:
-        return (
-            f"its penstock {found['penstock']} has other code ({found['code'] or 'none'}) than the one here "
-            f"({own['code']}); install the same wheel, or the same checkout"
-        )
-    for name, version in own["versions"].items():
-        there = found["versions"].get(name, version)
-        if without_build(there) != without_build(version):
-            return f"{name} {there} is there, {version} here; install the same version"
-    return ""
-
-
-def without_build(version: str) -> str:
-    """Return a version without its local label: `2.9.1+cpu`, on a host without a GPU, goes with `2.9.1`."""
-    return version.partition("+")[0]
 
 
 def _version(name: str) -> str:

@@ -71,8 +71,19 @@ def test_versions_that_differ_are_named() -> None:
     assert "Penstock's files" in found(facts(code="other"))["versions"].seen
     assert found(facts(python="3.12.1"))["versions"].status is Status.WARNING
     assert found(facts(versions={"penstock": "0.1.0"}, python="3.11.9"))["versions"].status is Status.OK
-    of_cpus = facts(versions={"penstock": "0.1.0", "torch": "2.11.0+cpu"})
-    assert found(of_cpus)["versions"].status is Status.OK, "a host without a GPU has another build"
+
+
+def test_builds_of_one_version_that_may_not_go_together_are_named() -> None:
+    """Those for two versions of CUDA may have two of NCCL; a host without a GPU has a build of its own."""
+    of_cpus = found(facts(versions={"penstock": "0.1.0", "torch": "2.11.0+cpu"}))["versions"]
+    assert (of_cpus.status, of_cpus.seen) == (Status.OK, "penstock 0.1.0, torch 2.11.0+cpu there and 2.11.0 here")
+    of_cuda = facts(versions={"penstock": "0.1.0", "torch": "2.11.0+cu130"})
+    versions = found(of_cuda)["versions"]
+    assert (versions.status, versions.seen) == (Status.WARNING, "torch 2.11.0+cu130 there and 2.11.0 here")
+    assert "the same builds" in versions.remedy
+    versions = found(of_cuda.model_copy(update={"python": "3.12.1"}))["versions"]
+    assert versions.seen == "torch 2.11.0+cu130 there and 2.11.0 here, Python 3.12.1 there and 3.11.2 here"
+    assert all(words in versions.remedy for words in ("the same builds", "the same Python"))
 
 
 def test_models_that_differ_are_named() -> None:

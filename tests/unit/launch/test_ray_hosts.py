@@ -98,9 +98,23 @@ async def test_a_clock_that_is_wrong_is_named(
     assert [line[: len(wanted)] for line, wanted in zip(said, expected, strict=True)] == expected
 
 
+async def test_another_build_of_torch_is_named(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a clock that is wrong; the run does with both."""
+    own = module.facts.look("")
+    answers = iter(("2.9.1+cu128", "2.9.1+cu130"))
+    monkeypatch.setattr(module.facts, "look", lambda _: {**own, "versions": {"torch": next(answers)}})
+    monkeypatch.setattr(module.clocks, "ahead_s", lambda *_, **__: 3.0)
+    cluster = module.Cluster(load(Recipe, [], []), None)
+    await cluster.look()
+    [host] = cluster.hosts
+    assert not host.unfit
+    assert "torch 2.9.1+cu130 is there, 2.9.1+cu128 here; install the same builds" in host.remark
+    assert "; its clock is 3 s ahead of the one here" in host.remark
+
+
 async def test_gpus_of_a_host_that_is_left_out_are_not_forgotten(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that may need them is refused; it does not start on CPUs instead."""
-    monkeypatch.setattr(module.facts, "difference", lambda found, own: "its torch is old")
+    monkeypatch.setattr(module.versions, "difference", lambda found, own: "its torch is old")
     monkeypatch.setattr(module.ray, "nodes", lambda: [NODE | {"Resources": {"GPU": 8.0, "CPU": 16.0}}])
     cluster = module.Cluster(load(Recipe, [], []), None)
     await cluster.look()

@@ -14,7 +14,7 @@ import pytest
 from penstock.config import load
 from penstock.errors import ConfigError
 from services.cli.app import main
-from services.launch.on_ray import actor, clocks, facts
+from services.launch.on_ray import actor, clocks, facts, versions
 from services.launch.on_ray.actor import Order, environment_of
 from services.launch.on_ray.addresses import listening, require_launchable, with_peers
 from services.launch.on_ray.placement import (
@@ -214,7 +214,23 @@ def test_hosts_that_differ_say_in_what(change: dict[str, Any], words: str) -> No
     """Python and Penstock to the last digit, the code of a checkout, and packages that both have, of any build."""
     own: facts.Facts = {"python": "3.11.7", "penstock": "1.0", "code": "cafe"}
     own["versions"] = {"torch": "2.9.1+cpu", "sglang": "0.5.2"}
-    assert re.search(words, facts.difference({**own, **change}, own))
+    assert re.search(words, versions.difference({**own, **change}, own))
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "words"),
+    [
+        ("2.9.1+cu130", "2.9.1+cu130", ""),
+        ("2.9.1+cu130", "2.9.1+cpu", ""),
+        ("2.9.1+cpu", "2.9.1", ""),
+        ("2.9.1+cu130", "2.9.1+cu128", "torch 2.9.1+cu130 is there, 2.9.1+cu128 here; install the same builds"),
+        ("2.9.1+cu130", "2.9.1", "torch 2.9.1+cu130 is there, 2.9.1 here; install the same builds"),
+    ],
+)
+def test_builds_that_may_not_go_together_are_named(there: str, here: str, words: str) -> None:
+    """Those for two versions of CUDA may have two of NCCL; a host or launcher without a GPU has a build of its own."""
+    said = versions.describe_builds({"versions": {"torch": there}}, {"versions": {"torch": here, "sglang": "0.5.2"}})
+    assert (said[: len(words)], bool(said)) == (words, bool(words))
 
 
 @pytest.mark.parametrize(
