@@ -32,27 +32,30 @@ async def shown_as_running(folder: Path) -> AsyncIterator[None]:
     file system does not answer.
     """
     path = folder / _FILE
-    has_tried = asyncio.Event()
-    holding = asyncio.create_task(_hold(path, has_tried))
+    has_tried, is_late = asyncio.Event(), asyncio.Event()
+    holding = asyncio.create_task(_hold(path, has_tried, is_late))
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
                 await has_tried.wait()
         if not has_tried.is_set():
+            is_late.set()
             _warn(path, f"its file system has not answered for {_ANSWER_S:g} s")
         yield
     finally:
         await end_task(holding)
 
 
-async def _hold(path: Path, has_tried: asyncio.Event) -> None:
-    """Lock a file, and keep it locked until this is cancelled."""
+async def _hold(path: Path, has_tried: asyncio.Event, is_late: asyncio.Event) -> None:
+    """Lock a file, and keep it locked until this is cancelled; log the lock if it `is_late`, after a warning."""
     try:
         with await run_in_own_thread(functools.partial(path.open, "a"), name="running_lock") as file:
             while not await run_in_own_thread(functools.partial(_lock, file), name="running_lock"):
                 has_tried.set()
                 await asyncio.sleep(_TRY_EVERY_S)
             has_tried.set()
+            if is_late.is_set():
+                log.info("run_folder.locked", path=str(path))
             await asyncio.Event().wait()  # its end is the cancellation
     except OSError as error:
         _warn(path, str(error))
@@ -65,7 +68,7 @@ def _warn(path: Path, reason: str) -> None:
         "run_folder.not_locked",
         path=str(path),
         reason=reason,
-        effect="without a launcher, `penstock status`, `view` and `runs delete` do not see that the run goes on",
+        effect="without a launcher, `penstock status`, `view` and `runs delete --keep-bus` take the run for ended",
     )
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from asyncio.subprocess import PIPE
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -64,6 +65,30 @@ async def test_a_file_system_without_locks_ends_no_run(tmp_path: Path, monkeypat
     [warning] = logs
     assert (warning["event"], warning["log_level"]) == ("run_folder.not_locked", "warning")
     assert "No locks available" in warning["reason"]
+
+
+async def test_a_lock_that_comes_late_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log takes its warning back."""
+    take, answer = fcntl.flock, threading.Event()
+
+    def flock(file: Any, operation: int) -> None:
+        answer.wait()
+        take(file, operation)
+
+    monkeypatch.setattr(running_lock, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(running_lock, "_TRY_EVERY_S", 0.0)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    try:
+        with structlog.testing.capture_logs() as logs:
+            async with shown_as_running(tmp_path):
+                assert [line["event"] for line in logs] == ["run_folder.not_locked"]
+                answer.set()
+                await until(lambda: RunReader(tmp_path).is_running)
+                await until(lambda: len(logs) > 1)
+    finally:
+        answer.set()
+    [_, line] = logs
+    assert (line["event"], line["log_level"]) == ("run_folder.locked", "info")
 
 
 @pytest.mark.timeout(HANG_S)
