@@ -40,17 +40,23 @@ def deleting(found: FolderOfRun) -> Iterator[None]:
         SetupError: a launcher or a trainer works in the folder, or a file cannot be removed.
     """
     folder = found.folder
-    if RunReader(folder.path).has_trainer:
-        raise SetupError(f"a trainer is running in {folder.path}; stop the run first")
+    _require_no_trainer(folder)
     with folder.locked():
         yield
+        _require_no_trainer(folder)  # one without a launcher may have been started meanwhile
         folder.forget_targets()
         with _removal_reported(folder):
             if found.weight_files is not None:
                 remove_versions(found.weight_files)
+                _require_no_trainer(folder)
             folder.clear()
     with _removal_reported(folder):
         folder.remove_cleared()
+
+
+def _require_no_trainer(folder: RunFolder) -> None:
+    if RunReader(folder.path).has_trainer:
+        raise SetupError(f"a trainer is running in {folder.path}; stop the run first")
 
 
 @contextmanager

@@ -169,6 +169,33 @@ async def test_a_run_whose_trainer_has_no_launcher_stays(tmp_path: Path, capsys:
     assert f"a trainer is running in {folder}; stop the run first" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("slow", ["command.require_unserved_store", "deletion.remove_versions"])
+def test_a_run_whose_trainer_is_started_again_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slow: str
+) -> None:
+    """As compose does with a trainer that ended, while the command looks for its server or removes weight files."""
+    folder = make_run(tmp_path / "run", num_steps=1)
+    files = tmp_path / "weights" / "run"
+    (folder / "config.toml").write_text(
+        f'[run]\nname = "run"\n[trainer.weight_sync]\nfiles_dir = "{tmp_path}/weights"\n'
+    )
+    (files / "v00000001").mkdir(parents=True)
+    claim(files, folder)
+    with (folder / ".trainer.lock").open("w") as lock:
+
+        def start(*_: object) -> None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
+        async def start_while_asked(*_: object) -> None:
+            start()
+
+        monkeypatch.setattr(f"services.cli.runs.{slow}", start if "remove" in slow else start_while_asked)
+        assert main(["runs", "delete", str(folder), "--keep-bus", "--yes"]) == 2
+    assert f"a trainer is running in {folder}; stop the run first" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").exists()
+    assert (files / "v00000001").is_dir()
+
+
 def test_weight_files_elsewhere_go_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own, complete or not; another run's in the same folder stay, and so do foreign files."""
     shared = tmp_path / "weights"
