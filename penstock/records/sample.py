@@ -73,7 +73,7 @@ class Verdict(Record, frozen=True, kw_only=True):
 class Turn(Record, frozen=True, kw_only=True):
     """One Generate call of an episode, and the environment's answer to it.
 
-    Times are 0 where they are not known: in agents' sessions, and in records of earlier releases.
+    Times are 0 where they are not known: in recorded calls that are made samples, and in records of earlier releases.
     """
 
     replica_id: str
@@ -84,13 +84,14 @@ class Turn(Record, frozen=True, kw_only=True):
     """Prompt tokens found in the engine's prefix cache."""
     num_output_tokens: int
     started_at: float = 0.0
-    """Start time in seconds since 1970; queues come after it."""
+    """Start time in seconds since 1970; queues come after it. In an agent's session by the router's clock."""
     waited_s: float = 0.0
     """Seconds before the first tokens: queues, retries and prefill."""
     generated_s: float = 0.0
     """Seconds from the first chunk to the last."""
     environment_s: float = 0.0
-    """Seconds of the environment's step, including verdicts that it asked for; also 0 if it was not asked."""
+    """Seconds of the environment's step, including verdicts that it asked for; also 0 if it was not asked, and in an
+    agent's session."""
     reward: float | None = None
     """The environment's reward for this step; None if it gave none."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)

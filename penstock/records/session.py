@@ -130,6 +130,14 @@ class SessionCall(Envelope, frozen=True, kw_only=True):
     num_prompt_tokens: int
     """Tokens of the whole prompt as the engine counted them, image placeholders expanded."""
     num_cached_tokens: int
+    replica_id: str = ""
+    """The engine that finished the answer; empty: not known."""
+    started_at: float = 0.0
+    """When the call came, by the router's clock, in seconds since 1970; 0: not known."""
+    waited_s: float = 0.0
+    """Seconds from there to the first tokens: waits for NATS, queues, retries and prefill."""
+    generated_s: float = 0.0
+    """Seconds from the first chunk to the last."""
 
     def __post_init__(self) -> None:
         check_sampled(self.input_ids, self.output_ids, self.logprobs, self.version_spans)

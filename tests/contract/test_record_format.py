@@ -93,13 +93,16 @@ def test_a_session_that_an_earlier_release_opened_is_read() -> None:
 
 
 def test_an_answer_that_an_earlier_release_recorded_is_read() -> None:
-    """It does not say which ids began it; no record has more of them than ids."""
+    """It says neither which ids began it nor where and when; no record has more of them than ids."""
     wire = msgpack.unpackb(bytes.fromhex(SESSION_CALL_WIRE))
     assert decode(msgpack.packb({**wire, "num_begun": 1}), SessionCall).num_begun == 1
     with pytest.raises(CorruptMessageError, match="num_begun = 2 must be from 0 to 1"):
         decode(msgpack.packb({**wire, "num_begun": 2}), SessionCall)
-    del wire["num_begun"]
-    assert decode(msgpack.packb(wire), SessionCall).num_begun == 0
+    for name in ("num_begun", "replica_id", "started_at", "waited_s", "generated_s"):
+        del wire[name]
+    call = decode(msgpack.packb(wire), SessionCall)
+    assert (call.num_begun, call.replica_id) == (0, "")
+    assert (call.started_at, call.waited_s, call.generated_s) == (0.0, 0.0, 0.0)
 
 
 def test_a_turn_that_an_earlier_release_played_is_read() -> None:

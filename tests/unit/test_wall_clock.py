@@ -18,6 +18,7 @@ _READERS = {
     "services/router/frontends/openai/chat_api.py",
     "services/router/frontends/openai/recording.py",
     "services/router/frontends/openai/responses.py",
+    "services/router/frontends/openai/sessions/call.py",
     "services/trainer/starting_point.py",
     # Stamps of rows, kept groups and spans, which are compared with those of samples; and the age of a file.
     "penstock/telemetry/spans.py",

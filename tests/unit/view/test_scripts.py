@@ -136,16 +136,18 @@ def test_a_page_reads_the_steps_of_a_very_long_run(tmp_path: Path) -> None:
 
 
 def test_a_turn_says_where_and_when_it_was_played(scripts: ViewScripts) -> None:
-    """When: after the sample's beginning. An agent's turn has neither, and an earlier run's not every time."""
+    """When: after the sample's beginning. An agent's turn has no environment; turns of earlier runs know less."""
     earlier = {"replica_id": "engine-1", "waited_s": 0.25, "generated_s": 2.0, "reward": None,
                "num_prompt_tokens": 9, "num_cached_tokens": 4, "num_output_tokens": 6}  # fmt: skip
     turn = earlier | {"started_at": 1_700_000_003.5, "environment_s": 90.0, "reward": 0.5}
-    agents = earlier | {"replica_id": "", "started_at": 0.0, "waited_s": 0.0, "generated_s": 0.0, "environment_s": 0.0}
-    sample = {"started_at": 1_700_000_000.0, "turns": [turn, earlier, agents]}
-    first, second, third = scripts.call("pages/group.js", "turnRows", sample)
+    agents = turn | {"environment_s": 0.0, "reward": None}
+    earlier_agents = agents | {"replica_id": "", "started_at": 0.0, "waited_s": 0.0, "generated_s": 0.0}
+    sample = {"started_at": 1_700_000_000.0, "turns": [turn, earlier, agents, earlier_agents]}
+    first, second, third, fourth = scripts.call("pages/group.js", "turnRows", sample)
     assert first == [0, "engine-1", "3.5\u00a0s", "250\u00a0ms", "2.0\u00a0s", "1.5\u00a0min", 9, 4, 6, "0.5"]
     assert second == [1, "engine-1", "–", "250\u00a0ms", "2.0\u00a0s", "–", 9, 4, 6, "–"]
-    assert third == [2, "–", "–", "–", "–", "–", 9, 4, 6, "–"]
+    assert third == [2, "engine-1", "3.5\u00a0s", "250\u00a0ms", "2.0\u00a0s", "–", 9, 4, 6, "–"]
+    assert fourth == [3, "–", "–", "–", "–", "–", 9, 4, 6, "–"]
 
 
 def test_gaps_of_a_curve_stay_gaps(scripts: ViewScripts) -> None:

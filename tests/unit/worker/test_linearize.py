@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -60,6 +61,14 @@ def test_calls_that_extend_one_another_are_one_sequence() -> None:
     )
     assert (sequence.images, sequence.num_prompt_tokens, sequence.num_last_turn_tokens) == ((A, B), 101, 1)
     assert [turn.num_output_tokens for turn in turns_of([(10, first), (11, second)])] == [2, 1]
+
+
+def test_a_turn_says_where_and_when_it_was_played() -> None:
+    """As the router recorded it. What the agent does between its calls is nobody's step."""
+    played = {"replica_id": "engine-1", "started_at": 1.5, "waited_s": 0.5, "generated_s": 0.25}
+    [turn] = turns_of([(10, msgspec.structs.replace(call([1], [2]), **played))])
+    assert {name: getattr(turn, name) for name in played} == played
+    assert turn.environment_s == 0.0
 
 
 def test_a_fork_is_a_sequence_that_does_not_train_the_shared_answer_again() -> None:

@@ -53,10 +53,13 @@ def turns_of(calls: Sequence[tuple[int, SessionCall]]) -> tuple[Turn, ...]:
     """Return every call as a turn of the sample."""
     return tuple(
         Turn(
-            replica_id="",
+            replica_id=call.replica_id,
             num_prompt_tokens=call.num_prompt_tokens,
             num_cached_tokens=call.num_cached_tokens,
             num_output_tokens=len(call.output_ids),
+            started_at=call.started_at,
+            waited_s=call.waited_s,
+            generated_s=call.generated_s,
         )
         for _, call in calls
     )

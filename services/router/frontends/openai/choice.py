@@ -100,6 +100,12 @@ class Choice:
         """The newest policy version among its tokens; 0 before the first."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.replica_id = ""
+        """The engine that its last chunk came from."""
+        self.began = 0.0
+        """When its first chunk came, by `time.monotonic()`."""
+        self.ended = 0.0
+        """When its last chunk came."""
         self.stop: str | int | None = None
         """The stop string or id that ended it."""
         self._prompt_logprobs = generate_pb2.PromptLogprobs()
@@ -114,8 +120,11 @@ class Choice:
             self._calls.add(begun_call)
         self._num_chars = 0
 
-    def take(self, chunk: generate_pb2.GenerateChunk) -> ChoiceDelta:
-        """Add a chunk from the engine."""
+    def take(self, chunk: generate_pb2.GenerateChunk, *, at: float = 0.0) -> ChoiceDelta:
+        """Add a chunk from the engine, which came `at` a time of `time.monotonic()`."""
+        self.replica_id, self.ended = chunk.replica_id, at
+        if not self.tokens:
+            self.began = at
         if chunk.HasField("usage") and not self.tokens:
             self.num_prompt_tokens = chunk.usage.num_prompt_tokens
             self.num_cached_tokens = chunk.usage.num_cached_tokens

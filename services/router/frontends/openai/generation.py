@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -85,7 +86,7 @@ async def generating(
                         "a logprob is not finite, so the call cannot be recorded; see whether the engine's weights are "
                         "broken"
                     )
-                await deltas.put((index, choice.take(chunk)))
+                await deltas.put((index, choice.take(chunk, at=time.monotonic())))
                 if choice.was_cut:
                     return
 

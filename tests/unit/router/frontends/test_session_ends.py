@@ -1,8 +1,8 @@
-"""Answers in progress when an agent's session ends."""
+"""Answers in progress when an agent's session ends, and what is recorded of answers."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +14,11 @@ from penstock.model.chat.chat_template import Renderer
 from penstock.records import SessionCall, SessionId
 from penstock.v1 import common_pb2, generate_pb2
 from services.router.config import OpenAIConfig
+from services.router.frontends.openai import generation
 from services.router.frontends.openai.chat_api import ChatApi
 from services.router.frontends.openai.parsing_threads import NUM_THREADS
 from services.router.frontends.openai.schema.requests import ChatRequest
+from services.router.frontends.openai.sessions import call as call_module
 from services.router.frontends.openai.sessions import session_api
 from services.router.frontends.openai.sessions.session_api import SessionApi
 from services.router.tuning import OpenAITuning
@@ -37,10 +39,12 @@ class Engine:
         self.begins_at_once = False
         self.has_begun = asyncio.Event()
         """Whether the router has the beginning of the answer."""
+        self.before_chunk: Callable[[], None] = lambda: None
 
     async def forward(self, *_: object, **__: object) -> AsyncGenerator[bytes, None]:
         try:
             if self.begins_at_once:
+                self.before_chunk()
                 yield generate_pb2.GenerateChunk(
                     output_ids=[40, 41],
                     logprobs=[-0.25, -0.75],
@@ -49,12 +53,14 @@ class Engine:
                 ).SerializeToString()
                 self.has_begun.set()
             await self.may_end.wait()
+            self.before_chunk()
             yield generate_pb2.GenerateChunk(
                 output_ids=[356],
                 logprobs=[-0.5],
                 version_spans=[common_pb2.VersionSpan(num_tokens=1, policy_version=3)],
                 finish_reason=generate_pb2.FINISH_REASON_STOP,
                 usage=generate_pb2.Usage(num_prompt_tokens=9, num_output_tokens=1),
+                replica_id="engine-1",
             ).SerializeToString()
         finally:
             self.is_left.set()
@@ -200,3 +206,31 @@ async def test_nobody_looks_often_at_a_session_whose_time_is_not_over(engine: En
     asyncio.get_running_loop().call_later(0.1, engine.may_end.set)
     await ask(chat, sessions, is_streamed=False)
     assert (sessions.num_finds, len(sessions.kept)) == (1, 1)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_answer_is_recorded_with_where_and_when_it_was_generated(
+    engine: Engine, chat: ChatApi, monkeypatch: pytest.MonkeyPatch, *, is_streamed: bool
+) -> None:
+    """It waits from when its call comes, for NATS too."""
+    clock = SimpleNamespace(at=100.0, monotonic=lambda: clock.at, time=lambda: clock.at + 1e9)
+    for module in (session_api, call_module, generation):
+        monkeypatch.setattr(module, "time", clock)
+    sessions = Sessions(engine, is_over=False, timeout_s=600.0)
+
+    async def find(_: SessionId) -> Any:
+        clock.at += 3.0
+        return sessions.opened
+
+    delays_s = iter((5.0, 2.0))
+
+    def wait() -> None:
+        clock.at += next(delays_s)
+
+    monkeypatch.setattr(sessions, "find", find)
+    engine.begins_at_once, engine.before_chunk = True, wait
+    engine.may_end.set()
+    await ask(chat, sessions, is_streamed=is_streamed)
+    [call] = sessions.kept
+    assert (call.replica_id, call.started_at) == ("engine-1", 1e9 + 100.0)
+    assert (call.waited_s, call.generated_s) == (8.0, 2.0)

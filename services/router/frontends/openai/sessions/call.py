@@ -4,6 +4,7 @@ Invariant: the session, not the caller, decides how tokens are sampled.
 """
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -33,9 +34,14 @@ _TOOLS = pydantic.TypeAdapter(list[Tool])
 class Call:
     """One call of a session: its prompt, and the record of its answers."""
 
-    def __init__(self, opened: OpenedSession, history: SessionHistory, grid: ImageGrid | None) -> None:
-        """Begin a call of `opened` after the answers in `history`; `grid` is how the model cuts images into tokens."""
+    def __init__(self, opened: OpenedSession, history: SessionHistory, grid: ImageGrid | None, *, began: float) -> None:
+        """Begin a call of `opened` after the answers in `history`; `grid` is how the model cuts images into tokens.
+
+        The call came at `began`, a time of `time.monotonic()`.
+        """
         self._id = opened.id
+        self._began = began
+        self._started_at = time.time() - (time.monotonic() - began)
         self._grid = grid
         self._state = opened.state
         self._history = history
@@ -114,6 +120,10 @@ class Call:
             finish_reason=choice.ending or "deadline",
             num_prompt_tokens=choice.num_prompt_tokens,
             num_cached_tokens=choice.num_cached_tokens,
+            replica_id=choice.replica_id,
+            started_at=self._started_at,
+            waited_s=choice.began - self._began,
+            generated_s=choice.ended - choice.began,
         )
 
     def _num_begun(self, request: ParsedRequest) -> int:

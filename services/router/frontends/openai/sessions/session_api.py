@@ -112,7 +112,7 @@ class SessionApi:
                 f"the session has {len(history)} answers, and {body.n} more are over its max_turns = {max_turns}; end "
                 "the agent's loop earlier, or raise the limit"
             )
-        call = Call(opened, history, self._grid)
+        call = Call(opened, history, self._grid, began=began)
         body = call.with_tools(body)
         request = await self._chat.parse(lambda parser: call.parse(parser, body), size_bytes=size_to_parse(body))
         if not len(history):  # the agent goes on after a refusal, so it is not what leaves the sample without an answer
