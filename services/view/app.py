@@ -126,7 +126,8 @@ def view_app(runs: Sequence[RunReader]) -> FastAPI:
     @app.get("/api/runs/{number}/processes")
     def processes(number: int, first: float, last: float | None = None) -> Response:
         run = run_of(number)
-        return _json(timeline_of(run.spans(first, math.inf if last is None else last), run.episodes()))
+        spans = run.spans(first, math.inf if last is None else last)
+        return _json({**timeline_of(spans, run.episodes()), "losses": spans.losses()})
 
     @app.get("/api/runs/{number}/images/{name}")
     def image(number: int, name: str) -> Response:

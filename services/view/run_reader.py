@@ -7,7 +7,7 @@ import re
 import threading
 import tomllib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from penstock.telemetry.json_lines import JsonLinesFollower, every_field
 from services.view.alarms import Alarm, find_step_alarms
 from services.view.episode_query import EpisodeQuery, Found
 from services.view.text_search import TextSearch
-from services.view.trace_reader import Span, TraceReader
+from services.view.trace_reader import Span, SpanStream, TraceReader
 
 _IMAGE: Final = re.compile(r"[0-9a-f]{64}\.(png|jpg|gif|webp|bin)")
 _EPISODES_FILE: Final = re.compile(r"step-\d+\.jsonl")
@@ -109,7 +109,7 @@ class RunReader:
         with self._trace_lock:
             return list(self._trace.steps())
 
-    def spans(self, first: float, last: float) -> Iterator[Span]:
+    def spans(self, first: float, last: float) -> SpanStream:
         """Return what all processes did from `first` to `last`, in seconds since 1970, in no order.
 
         The files are read as the spans are taken, and not at once: those of a long run are gigabytes.

@@ -7,12 +7,12 @@ write to files themselves is moved by the skew of the trainer's batches, and of 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -34,8 +34,8 @@ class _SentBatch(msgspec.Struct):
     sent: float
 
     @property
-    def source(self) -> tuple[str, str, str]:
-        """What sent it: one start of one process."""
+    def source(self) -> "_SourceName":
+        """What sent it."""
         return self.process, self.host, self.start
 
 
@@ -43,6 +43,11 @@ class _SentRow(msgspec.Struct):
     stored: float | None
     """None: it did not pass NATS."""
     batch: _SentBatch
+
+    @property
+    def time(self) -> float:
+        """When it was stored, in seconds since 1970; by the process's clock if it did not pass NATS."""
+        return self.batch.sent if self.stored is None else self.stored
 
 
 class _Batch(_SentBatch):
@@ -66,6 +71,8 @@ class _BegunRow(msgspec.Struct):
     batch: _BegunBatch
 
 
+_SourceName: TypeAlias = tuple[str, str, str]
+"""One start of one process: its name, its host, and the identity of the start."""
 _AnyRow = TypeVar("_AnyRow", _SentRow, _Row)
 _decoder: Final = msgspec.json.Decoder(_Row)
 _sent_decoder: Final = msgspec.json.Decoder(_SentRow)
@@ -85,38 +92,57 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Spans of a process that are not in the files, between two batches that are."""
+
+    process: str
+    start: float
+    """When the first of these was stored, in seconds since 1970."""
+    end: float
+    """When the second was stored."""
+    num_dropped: int
+    """Spans that the process dropped because its buffer was full, or because they could not be sent."""
+    num_batches: int
+    """Batches that are missing; how many spans they had is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """The spans of a part of a run."""
 
     spans: list[Span]
     """By start."""
     num_dropped: int
-    """Spans that processes dropped because their buffers were full."""
+    """Spans that processes dropped; see `Loss`."""
     num_lost_batches: int
-    """Batches between others that are not in the files; of a part of a run, also those in files that were not read."""
+    """Batches between others that are not in the files."""
 
 
 @dataclass(slots=True)
 class _Source:
     delay_s: float | None = None
-    num_dropped: int = 0
-    numbers: set[int] = field(default_factory=set)
+    gaps: list[tuple[float, float, int, int]] = field(default_factory=list)
+    """Of each `Loss` its start, its end, `num_dropped` and `num_batches`."""
+    last: _SentRow | None = None
 
     @property
     def skew_s(self) -> float:
         return _skew_of(self.delay_s)
 
-    @property
-    def num_lost_batches(self) -> int:
-        return max(self.numbers) - min(self.numbers) + 1 - len(self.numbers)
-
     def add(self, row: _SentRow) -> None:
-        """Count a batch."""
+        """Count a batch; a source's come in their order."""
         if row.stored is not None:
             delay_s = row.stored - row.batch.sent
             self.delay_s = delay_s if self.delay_s is None else min(self.delay_s, delay_s)
-        self.num_dropped = max(self.num_dropped, row.batch.dropped)
-        self.numbers.add(row.batch.number)
+        before = self.last.batch if self.last else None
+        if before is not None and row.batch.number <= before.number:
+            return  # a killed trainer may have written it twice
+        if before is not None or row.batch.number == 1:  # else what came before it has been deleted
+            num_dropped = row.batch.dropped - (before.dropped if before else 0)
+            num_batches = row.batch.number - (before.number if before else 0) - 1
+            if num_dropped > 0 or num_batches > 0:
+                self.gaps.append(((self.last or row).time, row.time, max(0, num_dropped), num_batches))
+        self.last = row
 
 
 @dataclass(slots=True)
@@ -144,6 +170,34 @@ class _Extent:
             self.delays[start] = min(self.delays.get(start, delay_s), delay_s)
         for _, begin, _, _ in row.batch.spans:
             self.begins[start] = min(self.begins.get(start, begin), begin)
+
+
+class SpanStream:
+    """The spans of a time in no order, one after the other: those of a long run are gigabytes."""
+
+    def __init__(
+        self, spans: Iterator[Span], sources: Mapping[_SourceName, _Source], *, first: float, last: float
+    ) -> None:
+        """Stream `spans`, which notes in `sources` what is missing from `first` to `last`."""
+        self._spans = spans
+        self._sources = sources
+        self._first = first
+        self._last = last
+
+    def __iter__(self) -> Iterator[Span]:
+        """Return the spans that were not taken yet."""
+        return self._spans
+
+    def losses(self) -> list[Loss]:
+        """Return what is missing, once all spans were taken."""
+        names = _names_of(self._sources)
+        return [
+            Loss(process=names[name], start=start, end=end, num_dropped=num_dropped, num_batches=num_batches)
+            for name, source in self._sources.items()
+            for start, end, num_dropped, num_batches in source.gaps
+            # Of what was stored later, files may have been passed over.
+            if start <= self._last and self._first <= end <= self._last + _LATE_S
+        ]
 
 
 class TraceReader:
@@ -182,21 +236,24 @@ class TraceReader:
 
     def read(self, first: float = 0.0, last: float = float("inf")) -> Trace:
         """Return the spans that overlap the time from `first` to `last`, in seconds since 1970."""
-        sources: dict[tuple[str, str, str], _Source] = {}
+        stream = self.stream(first, last)
+        spans = sorted(stream, key=lambda span: span.start)
+        losses = stream.losses()
         return Trace(
-            spans=sorted(self._spans(first, last, sources), key=lambda span: span.start),
-            num_dropped=sum(source.num_dropped for source in sources.values()),
-            num_lost_batches=sum(source.num_lost_batches for source in sources.values()),
+            spans=spans,
+            num_dropped=sum(loss.num_dropped for loss in losses),
+            num_lost_batches=sum(loss.num_batches for loss in losses),
         )
 
-    def stream(self, first: float = 0.0, last: float = float("inf")) -> Iterator[Span]:
-        """Return the spans that `read` returns, in no order, one after the other: those of a long run are gigabytes.
+    def stream(self, first: float = 0.0, last: float = float("inf")) -> SpanStream:
+        """Return the spans that `read` returns, in no order, one after the other.
 
         What is returned may be used from another thread, also while the reader is.
         """
-        return self._spans(first, last, {})
+        sources: dict[_SourceName, _Source] = {}
+        return SpanStream(self._spans(first, last, sources), sources, first=first, last=last)
 
-    def _spans(self, first: float, last: float, sources: dict[tuple[str, str, str], _Source]) -> Iterator[Span]:
+    def _spans(self, first: float, last: float, sources: dict[_SourceName, _Source]) -> Iterator[Span]:
         sent = (
             span
             for span in _spans(list(self._paths(first, last)), sources)
@@ -273,7 +330,7 @@ def _rows(paths: Iterable[Path], decoder: msgspec.json.Decoder[_AnyRow]) -> Iter
                 continue
 
 
-def _spans(paths: Sequence[Path], sources: dict[tuple[str, str, str], _Source]) -> Iterator[Span]:
+def _spans(paths: Sequence[Path], sources: dict[_SourceName, _Source]) -> Iterator[Span]:
     """Yield the spans in the files on the server's clock, and note in `sources` what their batches say of themselves.
 
     The files are read twice: all must have been seen to know how far a clock is off, and what bears the same name.
@@ -281,23 +338,30 @@ def _spans(paths: Sequence[Path], sources: dict[tuple[str, str, str], _Source]) 
     for row in _rows(paths, _sent_decoder):
         sources.setdefault(row.batch.source, _Source()).add(row)
     delays: dict[str, float] = {}
-    hosts: dict[str, set[str]] = {}
-    for (process, host, _), source in sources.items():
-        hosts.setdefault(process, set()).add(host)
+    names = _names_of(sources)
+    for (_, host, _), source in sources.items():
         if source.delay_s is not None:
             delays[host] = min(delays.get(host, source.delay_s), source.delay_s)
     for (_, host, _), source in sources.items():
         if source.delay_s is None:  # the launcher, which writes its spans itself
             source.delay_s = delays.get(host)
-    seen: set[tuple[tuple[str, str, str], int]] = set()  # a killed trainer may have written a batch twice
+    seen: set[tuple[_SourceName, int]] = set()  # a killed trainer may have written a batch twice
     for batch in (row.batch for row in _rows(paths, _decoder)):
         if (batch.source, batch.number) in seen or batch.source not in sources:  # or it has come meanwhile
             continue
         seen.add((batch.source, batch.number))
         skew_s = sources[batch.source].skew_s
-        process = f"{batch.process} {batch.host}" if len(hosts[batch.process]) > 1 else batch.process
+        process = names[batch.source]
         for name, start, seconds, attributes in batch.spans:
             yield Span(process=process, name=name, start=start + skew_s, seconds=seconds, attributes=attributes)
+
+
+def _names_of(sources: Iterable[_SourceName]) -> dict[_SourceName, str]:
+    """Return the name of each source's process, with its host if there are processes of that name on several."""
+    hosts: dict[str, set[str]] = {}
+    for process, host, _ in sources:
+        hosts.setdefault(process, set()).add(host)
+    return {source: " ".join(source[: 2 if len(hosts[source[0]]) > 1 else 1]) for source in sources}
 
 
 def _skew_of(delay_s: float | None) -> float:

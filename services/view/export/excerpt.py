@@ -13,6 +13,7 @@ from services.view.export.group_choice import order_of_groups
 from services.view.run_reader import NotThereError, RunReader, without_groups
 from services.view.summary import alarms_of, describe_run, fleet_now
 from services.view.timeline import timeline_of
+from services.view.trace_reader import Loss
 
 MAX_ROWS: Final = 2_000
 """Steps in a page; of more, every second, third and so on."""
@@ -55,14 +56,15 @@ def excerpt_of(number: int, run: RunReader, *, max_bytes: int) -> Excerpt:
         "num_kept": len(index),
     }
     stretches = list(_stretches(trace, last_step=rows[-1]["step"] if rows else 0))
-    spans, num_short = _spans(run, index, stretches, most=min(_MAX_SPANS, max_bytes // 4 // _SPAN_BYTES))
-    used = len(msgspec.json.encode([data, spans]))
+    spans, losses, num_short = _spans(run, index, stretches, most=min(_MAX_SPANS, max_bytes // 4 // _SPAN_BYTES))
+    used = len(msgspec.json.encode([data, spans, losses]))
     groups, images = _groups(run, index, max_bytes=max_bytes - used)
     for span in spans:
         if span["number"] not in groups:
             span["number"] = None
     data |= {
         "processes": spans,
+        "losses": losses,
         "index": [entry for entry in index if entry["number"] in groups],
         "episodes": {str(number): msgspec.Raw(groups[number]) for number in groups},
         "images": images,
@@ -109,16 +111,20 @@ def _timed_steps(run: RunReader, rows: Sequence[Mapping[str, Any]]) -> tuple[lis
 
 def _spans(
     run: RunReader, index: Sequence[Mapping[str, Any]], stretches: Sequence[tuple[float, float]], *, most: int
-) -> tuple[list[dict[str, Any]], int]:
-    """Return at most `most` spans of what processes did in these times, and how many were left out."""
+) -> tuple[list[dict[str, Any]], list[Loss], int]:
+    """Return at most `most` spans of what processes did in these times, what the run lost, and how many were left
+    out."""
     found: list[dict[str, Any]] = []
+    losses: dict[Loss, None] = {}
     num_left_out = 0
     for num_others, (first, last) in zip(range(len(stretches))[::-1], reversed(stretches), strict=True):
-        spans = (span for span in run.spans(first, last) if last < math.inf or span.start > first)
+        stream = run.spans(first, last)
+        spans = (span for span in stream if last < math.inf or span.start > first)
         drawn = timeline_of(spans, index, most=(most - len(found)) // (num_others + 1))
         found += drawn["spans"]
+        losses |= dict.fromkeys(stream.losses())
         num_left_out += drawn["num_left_out"]
-    return sorted(found, key=lambda span: span["start"]), num_left_out
+    return sorted(found, key=lambda span: span["start"]), list(losses), num_left_out
 
 
 def _stretches(trace: Sequence[Mapping[str, Any]], *, last_step: int) -> Iterator[tuple[float, float]]:

@@ -12,7 +12,8 @@ function open({ exported: time, runs }) {
     spans: (run, _, { first_step = 0, last_step = Infinity }) => run.index.filter((entry) => isBetween(entry.step, first_step, last_step)),
     trace: (run, _, { first_step = 0, last_step = Infinity }) => run.trace.filter((step) => isBetween(step.step, first_step, last_step)),
     processes: (run, _, { first, last = Infinity }) => ({ num_left_out: 0,
-      spans: run.processes.filter((span) => span.start <= last && span.start + span.length >= first) }),
+      spans: run.processes.filter((span) => span.start <= last && span.start + span.length >= first),
+      losses: run.losses.filter((loss) => loss.start <= last && loss.end >= first) }),
   };
   return {
     time,

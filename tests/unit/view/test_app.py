@@ -290,3 +290,18 @@ async def test_what_processes_did_is_found_by_time(client: httpx.AsyncClient, ru
     assert (drawn["process"], drawn["name"], drawn["length"], drawn["group"]) == ("worker-0", "episode", 2.0, 4)
     until_the_end = (await client.get("/api/runs/0/processes", params={"first": 49})).json()
     assert [span["start"] for span in until_the_end["spans"]] == [50.0, 70.0]
+    assert until_the_end["losses"] == []
+
+
+async def test_what_processes_lost_is_told(client: httpx.AsyncClient, runs: list[Path]) -> None:
+    """By each of them, between two of the batches that it sent."""
+    batch = {"process": "worker-0", "host": "a", "pid": 1, "start": "s", "sent": 60.0, "spans": []}
+    rows = [
+        {"sequence": number, "stored": 60.0 + number, "batch": batch | {"number": number, "dropped": dropped}}
+        for number, dropped in ((1, 0), (2, 12))
+    ]
+    (runs[0] / "trace").mkdir(exist_ok=True)
+    (runs[0] / "trace" / "spans-0000000060000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = (await client.get("/api/runs/0/processes", params={"first": 49, "last": 62})).json()
+    lost = {"process": "worker-0", "start": 61.0, "end": 62.0, "num_dropped": 12, "num_batches": 0}
+    assert found["losses"] == [lost]

@@ -1,5 +1,6 @@
 """The logic of the Timeline's page and of its lanes, which are tested in a browser by `make test-browser` too."""
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ _RUN = """
     // A run that goes on.
     const rows = [];
     const started = [];
+    const losses = [];
     const train = () => rows.push({ step: rows.length + 1 });
     const startProcess = (start) => started.push({ name: "process.starting", process: "launcher", start, length: 1,
         service: `service ${start}`, group: null, sample: null, number: null });
@@ -40,7 +42,7 @@ _RUN = """
         const answers = {
             trace: rows.map(({ step }) => ({ step, spans: [["train_s", 100 * step, 50]] })),
             spans: [],
-            processes: { num_left_out: 0, spans: started.filter(({ start }) => start <= last) },
+            processes: { num_left_out: 0, spans: started.filter(({ start }) => start <= last), losses },
         };
         return JSON.stringify(answers[path.split("?")[0].split("/").at(-1)]);
     };
@@ -145,6 +147,24 @@ def test_what_the_mouse_points_at_is_described_while_the_run_goes_on() -> None:
     assert ViewScripts().run(_RUN + code) == ["step 1: training, 50.0\xa0s"] * 12 + [""]
 
 
+def test_the_timeline_says_which_processes_lost_spans() -> None:
+    """Before the first step too; each process once, and none where none are lost."""
+    code = """
+        startProcess(10);
+        const drawn = [await draw()];
+        const lose = (process, num_dropped, num_batches) => losses.push({ process, num_dropped, num_batches });
+        lose("worker-0", 12, 0);
+        lose("router", 0, 2);
+        lose("worker-0", 30, 1);
+        drawn.push(await draw());
+        train();
+        drawn.push(await draw());
+        return drawn.map((text) => /Spans were lost[^.]*\\./.exec(text)?.[0] ?? "");
+    """
+    lost = "Spans were lost and are not drawn: router 2 messages, worker-0 42 spans and 1 message."
+    assert ViewScripts().run(_RUN + code) == ["", lost, lost]
+
+
 def test_a_failed_call_differs_from_those_of_every_group(scripts: ViewScripts) -> None:
     """By a mark of its own: each of the few colours is that of many groups."""
     common = {"name": "call", "start": 1, "length": 2, "whole": 2, "sample": 0, "number": None, "isWhole": True}
@@ -198,3 +218,32 @@ def test_an_exported_timeline_goes_on_after_the_last_step(tmp_path: Path) -> Non
     asked = {"first": 1_700_000_062.0}
     found = ViewScripts(data).call("exported.js", "exported.get", "api/runs/0/processes", asked)
     assert [(span["name"], span["length"]) for span in found["spans"]] == [("evaluation", 20.0)]
+    assert found["losses"] == []
+
+
+def test_an_exported_timeline_says_what_was_lost(tmp_path: Path) -> None:
+    """Once, though several stretches of steps show it, and only of the time that is shown."""
+    run = make_run(tmp_path / "run")
+    add_spans(run)
+    lines = (run / "trace" / "spans-1700000000000.jsonl").read_text().splitlines()
+    about = {**json.loads(lines[0]), "stored": 1_700_000_055.0}
+    again = {**about, "stored": 1_700_000_063.0, "batch": about["batch"] | {"number": 4, "dropped": 7, "spans": []}}
+    lines[0] = json.dumps(about)
+    (run / "trace" / "spans-1700000000000.jsonl").write_text("\n".join([*lines, json.dumps(again)]) + "\n")
+    data = excerpt_of(0, RunReader(run), max_bytes=10**7).data
+    exported = msgspec.json.decode(msgspec.json.encode({"exported": "now", "runs": [{**data, "left_out": []}]}))
+    scripts = ViewScripts(exported)
+    found = [
+        scripts.call("exported.js", "exported.get", "api/runs/0/processes", {"first": first, "last": first + 1})[
+            "losses"
+        ]
+        for first in (1_700_000_050.0, 1_700_000_056.0)
+    ]
+    lost = {
+        "process": "rollout-0",
+        "start": 1_700_000_055.0,
+        "end": 1_700_000_063.0,
+        "num_dropped": 7,
+        "num_batches": 2,
+    }
+    assert found == [[], [lost]]

@@ -10,7 +10,7 @@ import pytest
 from services.launch.process.process_trace import ProcessTrace
 from services.view import trace_reader
 from services.view.trace_events import write_trace_events
-from services.view.trace_reader import Span, TraceReader
+from services.view.trace_reader import Loss, Span, TraceReader
 
 
 def _write(folder: Path, *rows: dict[str, Any], name: str = "spans-0000000000000.jsonl") -> None:
@@ -87,6 +87,52 @@ def test_what_was_lost_is_counted_and_what_came_twice_is_not(tmp_path: Path) -> 
     )
     trace = TraceReader(tmp_path).read()
     assert (len(trace.spans), trace.num_lost_batches, trace.num_dropped) == (3, 2, 9)
+
+
+def test_what_was_lost_is_known_by_time_and_process(tmp_path: Path) -> None:
+    """Between two batches, of which the first may be in a file before; what was lost before the oldest file is not."""
+    _write(
+        tmp_path,
+        _row([], stored=10.0, number=5, dropped=3),
+        _row([], stored=20.0, number=6, dropped=10),
+        _row([], stored=10.0, process="router", host="a"),
+        _row([], stored=20.0, process="router", host="b"),
+        name="spans-0000000010000.jsonl",
+    )
+    _write(
+        tmp_path,
+        _row([], stored=60.0, number=9, dropped=10),
+        _row([], stored=61.0, number=2, dropped=4, process="router", host="b"),
+        name="spans-0000000060000.jsonl",
+    )
+    reader = TraceReader(tmp_path)
+
+    def losses(first: float, last: float) -> list[Loss]:
+        stream = reader.stream(first, last)
+        assert not list(stream)
+        return stream.losses()
+
+    dropped = Loss(process="worker-0", start=10.0, end=20.0, num_dropped=7, num_batches=0)
+    missing = Loss(process="worker-0", start=20.0, end=60.0, num_dropped=0, num_batches=2)
+    routed = Loss(process="router b", start=20.0, end=61.0, num_dropped=4, num_batches=0)
+    assert losses(0.0, 9.0) == []
+    assert losses(12.0, 14.0) == [dropped]
+    assert losses(30.0, 40.0) == [missing, routed]
+    assert losses(0.0, 1e9) == [dropped, missing, routed]
+    assert losses(62.0, 1e9) == []
+    trace = reader.read(12.0, 14.0)
+    assert (trace.num_dropped, trace.num_lost_batches) == (7, 0)
+
+
+def test_batches_in_files_that_are_passed_over_are_not_lost(tmp_path: Path) -> None:
+    """A later file has a long span of the asked time, the one between them none."""
+    names = [f"spans-{1000 * began:013d}.jsonl" for began in (10, 500, 900)]
+    for number, (began, name) in enumerate(zip((10.0, 500.0, 900.0), names, strict=True), start=1):
+        span = ["turn", began - 5, 1.0, {}] if number < 3 else ["episode", 20.0, 875.0, {}]
+        _write(tmp_path, _row([span], stored=began, sent=began, number=number), name=name)
+    stream = TraceReader(tmp_path).stream(0.0, 30.0)
+    assert sorted(span.name for span in stream) == ["episode", "turn"]
+    assert stream.losses() == []
 
 
 def test_only_the_asked_time_is_returned(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ export default {
     const recorded = processLanes(found.spans.map((span) => clip(span, first, end)));
     const lanes = [...trainerLanes(steps), ...(recorded.some((lane) => lane.isEngine) ? recorded : [...engineLanes(spans), ...recorded])];
     shownTo = to;
-    return [tools(context, from, to, after), legend(), lanePlot(context, key, lanes), leftOut(found), steps.length ? summary(steps) : null].filter(Boolean);
+    return [tools(context, from, to, after), legend(), lanePlot(context, key, lanes), leftOut(found), lost(found), steps.length ? summary(steps) : null].filter(Boolean);
   },
 };
 
@@ -71,11 +71,24 @@ async function beforeSteps(context) {
   shownEnd = last ?? end;
   const lanes = processLanes(found.spans.map((span) => clip(span, first, shownEnd)));
   const about = "Before the first step. The timeline goes on with the run until you zoom, move or choose, and again after “show all”.";
-  return [h("p", {}, about), legend(), lanePlot(context, key, lanes), leftOut(found)].filter(Boolean);
+  return [h("p", {}, about), legend(), lanePlot(context, key, lanes), leftOut(found), lost(found)].filter(Boolean);
 }
 
 const leftOut = ({ num_left_out: number }) => (number
   ? h("p", { class: "faint" }, `${number} short spans are not drawn; show fewer steps.`) : null);
+
+// Which processes lost spans, and how many.
+function lost({ losses }) {
+  const counts = new Map();
+  for (const { process, num_dropped: spans, num_batches: messages } of losses) {
+    const before = counts.get(process) ?? [0, 0];
+    counts.set(process, [before[0] + spans, before[1] + messages]);
+  }
+  const many = (count, noun) => (count ? `${count} ${noun}${count === 1 ? "" : "s"}` : "");
+  const parts = [...counts].sort(([a], [b]) => a.localeCompare(b)).map(([process, [spans, messages]]) =>
+    `${process} ${[many(spans, "span"), many(messages, "message")].filter(Boolean).join(" and ")}`);
+  return parts.length ? h("p", { class: "error" }, `Spans were lost and are not drawn: ${parts.join(", ")}.`) : null;
+}
 
 const partsOf = (steps) => steps.flatMap((step) => step.spans.map(([, start, length]) => ({ start, length })));
 
