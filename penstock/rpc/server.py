@@ -7,6 +7,7 @@ may finish within the grace period.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -269,6 +270,9 @@ async def _accounted(method: str, context: _Context) -> AsyncIterator[None]:
         outcome = "ABORTED"
         raise
     except Exception as error:
+        if _is_of_ended_call(error):
+            outcome = "CANCELLED"
+            raise asyncio.CancelledError from error
         outcome = "INTERNAL"
         log.exception("rpc.crashed", method=method)
         await context.abort(grpc.StatusCode.INTERNAL, _cut(f"{type(error).__name__}: {error}"))
@@ -281,6 +285,13 @@ async def _accounted(method: str, context: _Context) -> AsyncIterator[None]:
         seconds.observe(time.monotonic() - started)
         level = log.debug if outcome == "OK" else log.info
         level("rpc.handled", method=method, outcome=outcome, elapsed_ms=_ms_since(started))
+
+
+def _is_of_ended_call(error: Exception) -> bool:
+    """Return whether the caller went while a response was being written: the write fails before gRPC cancels the
+    handler. It comes in a group where a handler writes from several tasks."""
+    _, others = ExceptionGroup("", [error]).split(grpc.aio.InternalError)
+    return others is None
 
 
 # Looking up children by their labels costs more than counting. Only methods that are served come here.

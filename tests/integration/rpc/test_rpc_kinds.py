@@ -40,7 +40,8 @@ async def serving_kind(kind: str, handle, *, by_itself: bool = False):
 
     async def for_many_by_itself(request, context) -> None:
         async for response in handle(requests_of(request)):
-            await context.write(response)
+            async with asyncio.TaskGroup() as group:  # as where responses come from many tasks
+                group.create_task(context.write(response))
 
     for_stream = for_many_by_itself if by_itself else for_many
     method = getattr(grpc, f"{kind}_rpc_method_handler")(for_stream if kind.endswith("_stream") else for_one)
@@ -167,6 +168,27 @@ async def test_a_stream_that_nobody_reads_holds_its_handler() -> None:
         unread.cancel()
         await promptly(closed.wait())
         read.cancel()
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+async def test_a_caller_that_goes_during_an_answer_is_no_crash(by_itself: bool) -> None:
+    """The write that fails then ends the handler before gRPC cancels it; nothing but the cancellation is logged."""
+    begun = asyncio.Event()
+
+    async def handle(requests) -> AsyncIterator[bytes]:
+        yield b"first"
+        begun.set()
+        yield bytes(16 * 2**20)  # far more than gRPC sends to a caller that does not read
+
+    with structlog.testing.capture_logs() as logs:
+        async with serving_kind("unary_stream", handle, by_itself=by_itself) as (channel, _):
+            unread = channel.unary_stream("/test.Kinds/Call")(b"1", timeout=600.0)
+            assert await unread.read() == b"first"
+            await promptly(begun.wait())
+            unread.cancel()
+            await until(lambda: any(line["event"] == "rpc.handled" for line in logs))
+    calls = [(line["event"], line.get("outcome")) for line in logs if line["event"].startswith("rpc.")]
+    assert calls == [("rpc.handled", "CANCELLED")]
 
 
 @pytest.mark.slow
