@@ -13,7 +13,6 @@ from penstock.errors import ConfigError, SetupError
 from penstock.runtime.disk_space import disk_full_reported
 from penstock.runtime.files import write_atomically
 from services.cli.arguments import RecipeArgument, load_recipes, sort_arguments
-from services.launch.checks.known_names import require_names
 from services.launch.run_folder import RunFolder, dump_repeatable
 from services.launch.run_plan import make_plan
 from services.launch.settings import hub_models, service_settings
@@ -72,11 +71,9 @@ def _checked(recipe: Recipe) -> Recipe:
     Raises:
         ConfigError: the recipe does not fit its model or data.
     """
-    service_settings.require_trainable_without_model(recipe)
+    service_settings.require_inputs_without_model(recipe)
     recipe, unfetched = hub_models.with_cached_models(recipe)
-    if unfetched:
-        require_names(recipe, sets=recipe.evaluation.is_in_training)
-    else:
+    if not unfetched:
         service_settings.require_inputs(recipe)
     return recipe
 

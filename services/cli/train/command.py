@@ -50,7 +50,9 @@ def train(
     if settings.launch.backend == "ray":
         on_ray = import_with_extra("services.cli.train.on_ray", "penstock train --launch.backend=ray", extra="ray")
         return int(on_ray.train(settings, folder, dry_run=dry_run, view=view))
-    service_settings.require_trainable_without_model(settings)
+    service_settings.require_inputs_without_model(settings)
+    security = Security.load(settings.security)
+    plan = launcher.plan_run(settings)  # before a download, on which it does not depend
     unfetched: list[str] = []
     if dry_run:
         settings, unfetched = hub_models.with_cached_models(settings)
@@ -58,8 +60,6 @@ def train(
         settings = hub_models.with_models(settings)
     if not unfetched:
         service_settings.require_inputs(settings)
-    security = Security.load(settings.security)
-    plan = launcher.plan_run(settings)
     if dry_run:
         path = RunFolder.pattern(settings.run) if folder is None else str(folder.path)
         learned = [] if settings.demonstrations is None else [settings.demonstrations.describe()]

@@ -221,7 +221,7 @@ def for_sft(recipe: Recipe) -> SftSettings:
 
 
 def require_trainable_without_model(recipe: Recipe) -> None:
-    """Check what of a run's inputs can be checked before its model is there.
+    """Check what of the trainer's inputs can be checked before its model is there.
 
     Raises:
         ConfigError: there is no data, the sampling cannot be trained on, the learning rate's schedule does not fit
@@ -240,19 +240,31 @@ def _require_schedule(recipe: Recipe) -> None:
         raise ConfigError(f"trainer.num_steps = {trainer.num_steps}: {reason}")
 
 
+def require_inputs_without_model(recipe: Recipe) -> None:
+    """Check what of a whole run's inputs can be checked before its model is there.
+
+    Raises:
+        ConfigError: as by `require_trainable_without_model`, or agents have no API to call, SGLang lacks a setting
+            named in rollout.sglang, or a profile or an environment is unknown.
+    """
+    require_trainable_without_model(recipe)
+    _require_agents_api(recipe)
+    recipe_settings.require_known(recipe.rollout.sglang)
+    require_names(recipe, sets=recipe.evaluation.is_in_training)
+
+
 def require_inputs(recipe: Recipe) -> None:
     """Check a whole run's inputs before it starts.
 
     Raises:
-        ConfigError: there is no model or no data, a setting does not fit them (see `for_trainer` and
-            `require_fits_model`), it names an unknown profile or environment, or agents have no API to call.
+        ConfigError: as by `require_inputs_without_model`, or there is no model, or a setting does not fit it (see
+            `for_trainer` and `require_fits_model`).
         UnavailableError: a model is on the Hub, which cannot be reached.
     """
+    require_inputs_without_model(recipe)
     recipe = with_models(recipe)
-    _require_agents_api(recipe)
     for_engine(recipe)
     for_trainer(recipe)
-    require_names(recipe, sets=recipe.evaluation.is_in_training)
     require_fits_model(recipe, _model(recipe).path)
 
 

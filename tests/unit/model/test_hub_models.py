@@ -255,6 +255,33 @@ def test_a_dry_run_downloads_nothing(hub: HubServer, capsys: pytest.CaptureFixtu
     assert "no such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [(), ("--dry-run",)], ids=str)
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--trainer.device=cuda", "trainer.device = 'cuda', and no GPU can be used"),
+        ("--rollout.tensor_parallel=2", "rollout.tensor_parallel = 2: no GPU can be used"),
+        ("--rollout.sglang.chunked_prefil_size=1", "did you mean chunked_prefill_size?"),
+        ("--data.profile=mth", "data.profile = 'mth' is unknown"),
+        ("--worker.agents.mine.function=mine:run", "worker.agents needs the router's OpenAI-compatible API"),
+        ("--security.tls_ca=/no/ca.pem", "/no/ca.pem"),
+    ],
+)
+def test_what_is_wrong_with_any_model_is_refused_before_a_download(
+    hub: HubServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: tuple[str, ...],
+    override: str,
+    words: str,
+) -> None:
+    """Models are gigabytes."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["train", "tiny-cpu", "--model.path=owner/tiny", override, *option]) == 2
+    assert words in capsys.readouterr().err
+    assert hub.requests == []
+
+
 def test_train_keeps_the_commit_and_starts_nothing_without_the_model(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
