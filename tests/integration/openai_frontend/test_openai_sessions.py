@@ -325,6 +325,34 @@ async def test_a_form_of_the_answer_is_refused(harness: Harness, temperature: fl
     assert len(harness.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [('{"model": "any"}', "messages is missing"), ('{"temperature": "hot"', "the body is not JSON")],
+)
+@pytest.mark.parametrize("is_named_by", ["path", "header"])
+async def test_a_body_that_no_call_can_have_is_noted_in_its_session(
+    harness: Harness, is_named_by: str, body: str, reason: str
+) -> None:
+    """As the refusals of calls are: until a call of the session is taken. Where there is no session, nothing is."""
+    async with agent_session(harness) as agent, harness.http() as client:
+        for name in (str(agent.opened.id), "no session"):
+            headers = {"content-type": "application/json"}
+            path = "/v1/chat/completions"
+            if is_named_by == "header":
+                headers["x-penstock-session"] = name
+            else:
+                path = f"/sessions/{name}{path}"
+            answer = await client.post(path, content=body, headers=headers)
+            assert answer.status_code == 400
+            assert reason in answer.json()["error"]["message"]
+        failure = await agent.sessions.read_failure(agent.opened.id)
+        assert failure is not None
+        assert not failure.is_poison
+        assert failure.reason == answer.json()["error"]["message"]
+        await agent.ask()
+        assert await agent.sessions.read_failure(agent.opened.id) is None
+
+
 async def test_raw_completions_have_no_sessions(harness: Harness) -> None:
     """They would be answered outside of the sample."""
     async with agent_session(harness) as agent:

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -20,7 +19,7 @@ from services.router.frontends.openai.schema.constraint import FORMAT_TYPES
 from services.router.frontends.openai.schema.messages import PART_TYPES, TOOL_CHOICE_TAGS
 from services.router.frontends.openai.schema.requests import ChatRequest, CompletionRequest
 from services.router.frontends.openai.schema.tokens import DetokenizeRequest, TokenizeRequest
-from services.router.frontends.openai.sessions.routes import CHAT_PATH, add_session_routes
+from services.router.frontends.openai.sessions.routes import CHAT_PATH, add_session_routes, session_of
 from services.router.frontends.openai.sessions.session_api import SessionApi
 
 _DESCRIPTION = """
@@ -44,8 +43,23 @@ def make_openai_app(api: ChatApi, sessions: SessionApi) -> FastAPI:
     app = make_app(title="Penstock policy", description=_DESCRIPTION, version=version)
     for kind in (PenstockError, TimeoutError, Exception):
         app.add_exception_handler(kind, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(RequestValidationError, _answer_validation_error)
+
+    async def answer_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 400:  # the body is no JSON
+            await sessions.note_refusal(session_of(request.scope), str(error.detail))
+        response = error_response(error.status_code, error_body(error.status_code, str(error.detail)))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def answer_validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        param, message = _describe(error)
+        await sessions.note_refusal(session_of(request.scope), message)
+        return error_response(400, error_body(400, message, param=param or None))
+
+    app.add_exception_handler(HTTPException, answer_http_error)
+    app.add_exception_handler(RequestValidationError, answer_validation_error)
 
     @app.post(CHAT_PATH, tags=["policy"], response_class=Response)
     async def chat(
@@ -136,24 +150,15 @@ async def _answer_error(_: Request, error: Exception) -> Response:
     return response
 
 
-async def _answer_http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    response = error_response(error.status_code, error_body(error.status_code, str(error.detail)))
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _answer_validation_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
+def _describe(error: RequestValidationError) -> tuple[str, str]:
+    """Return the parameter that is wrong, empty for the whole body, and what is wrong with it."""
     first = dict(error.errors()[0])
     first["loc"] = _location(first["loc"])
     param = ".".join(str(part) for part in first["loc"])
-    if first["type"] == PARAMETER_FAULT:
-        param = ".".join(filter(None, (param, first["ctx"]["name"])))
-        message = f"{param} {first['msg']}"
-    else:
-        message = describe([first])
-    return error_response(400, error_body(400, message, param=param or None))
+    if first["type"] != PARAMETER_FAULT:
+        return param, describe([first])
+    param = ".".join(filter(None, (param, first["ctx"]["name"])))
+    return param, f"{param} {first['msg']}"
 
 
 def _location(parts: Sequence[str | int]) -> tuple[str | int, ...]:

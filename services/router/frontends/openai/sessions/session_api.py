@@ -104,6 +104,13 @@ class SessionApi:
             await self._note_failure(opened, began, error)
             raise
 
+    async def note_refusal(self, name: str, reason: str) -> None:
+        """Note that a call's body was refused before it came to `answer`; without an open session of that name, do
+        nothing."""
+        began = time.monotonic()
+        with contextlib.suppress(PenstockError):
+            await self._note_failure(await self.require_open(name), began, InvalidRequestError(reason))
+
     async def _answer(self, opened: OpenedSession, body: ChatRequest, began: float) -> Response:
         history = await self._history_of(opened, began)
         max_turns = opened.state.limits.max_turns
