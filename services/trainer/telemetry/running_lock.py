@@ -21,7 +21,7 @@ log = structlog.get_logger()
 _FILE: Final = ".trainer.lock"
 _TRY_EVERY_S: Final = 1.0
 _ANSWER_S: Final = 5.0
-"""Seconds for which a start waits for the file system. NFS whose lockd cannot be reached never answers."""
+"""Seconds for which start and end wait for the file system. NFS whose lockd cannot be reached never answers."""
 
 
 @asynccontextmanager
@@ -49,7 +49,8 @@ async def shown_as_running(folder: Path) -> AsyncIterator[None]:
 async def _hold(path: Path, has_tried: asyncio.Event, is_late: asyncio.Event) -> None:
     """Lock a file, and keep it locked until this is cancelled; log the lock if it `is_late`, after a warning."""
     try:
-        with await run_in_own_thread(functools.partial(path.open, "a"), name="running_lock") as file:
+        file = await run_in_own_thread(functools.partial(path.open, "a"), name="running_lock")
+        try:
             while not await run_in_own_thread(functools.partial(_lock, file), name="running_lock"):
                 has_tried.set()
                 await asyncio.sleep(_TRY_EVERY_S)
@@ -57,6 +58,10 @@ async def _hold(path: Path, has_tried: asyncio.Event, is_late: asyncio.Event) ->
             if is_late.is_set():
                 log.info("run_folder.locked", path=str(path))
             await asyncio.Event().wait()  # its end is the cancellation
+        finally:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ANSWER_S):
+                    await run_in_own_thread(file.close, name="running_lock")
     except OSError as error:
         _warn(path, str(error))
     finally:

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import fcntl
+import io
 import sys
 import threading
 from asyncio.subprocess import PIPE
@@ -119,3 +120,31 @@ def test_a_file_system_that_never_answers_ends_no_run(tmp_path: Path, monkeypatc
     assert warning["event"] == "run_folder.not_locked"
     assert "its file system has not answered for 0.1 s" in warning["reason"]
     assert asked.is_set()
+
+
+async def test_a_file_system_that_answers_no_longer_holds_up_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing a locked file on NFS asks its server. The event loop goes on meanwhile, and so does the trainer after a
+    while."""
+    closing, answer = list[threading.Thread](), threading.Event()
+
+    class Stuck(io.FileIO):
+        def close(self) -> None:
+            closing.append(threading.current_thread())
+            try:
+                if closing != [threading.main_thread()]:  # which would wait for itself
+                    answer.wait(HANG_S)
+            finally:
+                super().close()
+
+    monkeypatch.setattr(running_lock, "_ANSWER_S", 0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda path, mode: Stuck(path, mode))
+        async with shown_as_running(tmp_path):
+            pass
+    [thread] = closing
+    assert thread is not threading.main_thread()
+    assert thread.is_alive()
+    answer.set()
+    await asyncio.to_thread(thread.join)
