@@ -1,6 +1,5 @@
 """Reads the folder of a run, which may be running, interrupted or over. Nothing is written to it."""
 
-import fcntl
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from penstock.errors import InvalidRequestError
 from penstock.telemetry.json_lines import JsonLinesFollower, every_field
 from services.view.alarms import Alarm, find_step_alarms
 from services.view.episode_query import EpisodeQuery, Found
+from services.view.lock_file import LockFile
 from services.view.text_search import TextSearch
 from services.view.trace_reader import Span, SpanStream, TraceReader
 
@@ -34,6 +34,8 @@ class RunReader:
     def __init__(self, folder: Path, *, keep: Callable[[str], bool] = every_field) -> None:
         """Read the run in `folder`; `keep` tells which metrics its steps keep."""
         self.folder = folder
+        self._launcher_lock = LockFile(folder / ".lock")
+        self._trainer_lock = LockFile(folder / ".trainer.lock")
         self._lock = threading.Lock()
         self._metrics = JsonLinesFollower(folder / "metrics.jsonl", keep=keep)
         self._step_alarms: tuple[tuple[int, int], list[Alarm]] = (0, 0), []
@@ -57,12 +59,12 @@ class RunReader:
     @property
     def has_launcher(self) -> bool:
         """Whether a launcher works in the folder."""
-        return _is_locked(self.folder / ".lock")
+        return self._launcher_lock.is_locked()
 
     @property
     def has_trainer(self) -> bool:
         """Whether a trainer works in the folder, with a launcher or without one."""
-        return _is_locked(self.folder / ".trainer.lock")
+        return self._trainer_lock.is_locked()
 
     @property
     def last_change(self) -> float:
@@ -191,18 +193,6 @@ class RunReader:
     def settings(self) -> dict[str, Any]:
         """Return the run's settings by dotted name; empty if there is no recipe."""
         return read_settings(self.folder)
-
-
-def _is_locked(path: Path) -> bool:
-    """Return whether a process has locked a file; false where that cannot be known."""
-    try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -40,8 +40,8 @@ def deleting(found: FolderOfRun) -> Iterator[None]:
         SetupError: a launcher or a trainer works in the folder, or a file cannot be removed.
     """
     folder = found.folder
-    _require_no_trainer(folder)
-    with folder.locked():
+    with folder.locked():  # before the look, which gives up on a file system that does not answer
+        _require_no_trainer(folder)
         yield
         _require_no_trainer(folder)  # one without a launcher may have been started meanwhile
         folder.forget_targets()

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.telemetry.running_lock import shown_as_running
 from tests.support.nfs import rename_open_files
 from tests.support.view_runs import make_run
+from tests.support.waiting import HANG_S
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
 LEASE_TTL_S = 6.0
@@ -194,6 +196,28 @@ def test_a_run_whose_trainer_is_started_again_meanwhile_stays(
     assert f"a trainer is running in {folder}; stop the run first" in capsys.readouterr().err
     assert (folder / "metrics.jsonl").exists()
     assert (files / "v00000001").is_dir()
+
+
+async def test_a_file_system_that_answers_late_hides_no_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As NFS whose lockd is started again: who keeps launchers out waits for it, a look at the trainer's lock does
+    not."""
+    folder = make_run(tmp_path / "run", num_steps=1)
+    flock, answers = fcntl.flock, threading.Event()
+
+    def take(file: Any, how: int) -> None:
+        if threading.current_thread().name == "lock_file":
+            answers.wait(HANG_S)
+        else:
+            answers.set()
+        flock(file, how)
+
+    async with shown_as_running(folder):
+        monkeypatch.setattr(fcntl, "flock", take)
+        code = await asyncio.to_thread(main, ["runs", "delete", str(folder), "--keep-bus", "--yes"])
+    assert (code, (folder / "metrics.jsonl").exists()) == (2, True)
+    assert f"a trainer is running in {folder}; stop the run first" in capsys.readouterr().err
 
 
 def test_weight_files_elsewhere_go_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

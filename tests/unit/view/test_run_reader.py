@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from services.trainer.telemetry.episodes.files import EpisodeFiles
-from services.view import run_reader
+from services.view import lock_file, run_reader
 from services.view.alarms import Alarm, find_step_alarms
 from services.view.run_reader import NotThereError, RunReader
 from services.view.summary import describe_run
 from services.view.trace_reader import Span, TraceReader
 from tests.support.view_runs import SHA, add_group, make_run, step_row, write_rows
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, wait_until
 
 
 def test_a_run_that_grows_is_read_on(tmp_path: Path) -> None:
@@ -151,6 +151,35 @@ def test_a_run_is_running_while_its_launcher_or_trainer_holds_a_lock(
         assert (run.is_running, run.has_launcher) == (True, is_launcher_s)
         assert (run.is_running, run.has_launcher) == (True, is_launcher_s)
     assert not run.is_running
+
+
+@pytest.mark.timeout(HANG_S)
+def test_a_file_system_that_never_answers_holds_up_no_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS whose lockd cannot be reached blocks in spite of LOCK_NB. However often a page asks, one thread waits for it,
+    until it answers."""
+    make_run(tmp_path, num_steps=1)
+    (tmp_path / ".lock").touch()
+    looking, answer = list[threading.Thread](), threading.Event()
+
+    def flock(*_: object) -> None:
+        looking.append(threading.current_thread())
+        answer.wait()
+
+    run = RunReader(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(lock_file, "_ANSWER_S", 0.1)
+        patched.setattr(fcntl, "flock", flock)
+        try:
+            for _ in range(3):
+                assert not describe_run(0, run)["is_running"]
+        finally:
+            answer.set()
+        wait_until(lambda: looking)
+        [thread] = looking
+        thread.join()
+    with (tmp_path / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert run.is_running
 
 
 def test_a_run_is_known_by_its_folder_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
