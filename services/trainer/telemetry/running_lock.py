@@ -43,6 +43,8 @@ async def shown_as_running(folder: Path) -> AsyncIterator[None]:
             _warn(path, f"its file system has not answered for {_ANSWER_S:g} s")
         yield
     finally:
+        holding.cancel()
+        await asyncio.wait({holding}, timeout=_ANSWER_S)
         await end_task(holding)
 
 
@@ -59,9 +61,7 @@ async def _hold(path: Path, has_tried: asyncio.Event, is_late: asyncio.Event) ->
                 log.info("run_folder.locked", path=str(path))
             await asyncio.Event().wait()  # its end is the cancellation
         finally:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_ANSWER_S):
-                    await run_in_own_thread(file.close, name="running_lock")
+            await run_in_own_thread(file.close, name="running_lock")
     except OSError as error:
         _warn(path, str(error))
     finally:
