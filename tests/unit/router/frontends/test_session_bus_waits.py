@@ -154,6 +154,7 @@ def ending_call(renderer: Renderer, outage: Outage) -> Any:
     said = SimpleNamespace(
         content="fine", calls=(), ending="stop", tokens=[SimpleNamespace(number=5, logprob=-0.5)],
         version_spans=(VersionSpan(num_tokens=1, policy_version=1),), num_prompt_tokens=9, num_cached_tokens=0,
+        replica_id="engine-1", began=0.0, ended=0.0,
     )  # fmt: skip
 
     async def parse(parse: Any, **_: object) -> Any:
