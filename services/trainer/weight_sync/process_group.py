@@ -29,6 +29,8 @@ from penstock.weights import nccl
 log = structlog.get_logger()
 
 _LISTEN_TIMEOUT_S = 5.0
+_LISTEN_TRIES = 2
+"""A process that was stopped during the first, or whose machine was, has not shown that its address is wrong."""
 _ARRIVAL_GRACE_S = 1.0
 _LEAVE_S = 5.0
 """The longest that `close` waits until torch has taken the group apart."""
@@ -70,14 +72,17 @@ class WeightProcessGroup:
             SetupError: `host` is not an address of this machine.
         """
         timeout = datetime.timedelta(seconds=_LISTEN_TIMEOUT_S)
-        try:
-            server = dist.TCPStore(host, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
-            store = dist.TCPStore(host, server.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
-        except RuntimeError as error:
-            raise SetupError(
-                f"network.advertise_host = {host!r}: cannot listen there for the process group of a push: "
-                f"{_first_line(error)}; set it to a name or address of this machine"
-            ) from None
+        for tries_left in reversed(range(_LISTEN_TRIES)):
+            try:
+                server = dist.TCPStore(host, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
+                store = dist.TCPStore(host, server.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
+                break
+            except RuntimeError as error:
+                if not tries_left:
+                    raise SetupError(
+                        f"network.advertise_host = {host!r}: cannot listen there for the process group of a push: "
+                        f"{_first_line(error)}; set it to a name or address of this machine"
+                    ) from None
         return cls(server, store, name=name, world_size=world_size, backend=backend)
 
     def form(self, *, timeout_s: float) -> None:
