@@ -14,7 +14,7 @@ _ANSWER_S: Final = 5.0
 
 
 class LockFile:
-    """One lock file. Its method may be called from several threads."""
+    """One lock file. Its methods may be called from several threads."""
 
     def __init__(self, path: Path) -> None:
         """Look at `path`, which need not exist."""
@@ -24,13 +24,15 @@ class LockFile:
 
     def is_locked(self) -> bool:
         """Return whether a process has locked the file; false where that cannot be known."""
+        return self.begin_look().found()
+
+    def begin_look(self) -> "_Look":
+        """Begin to look, so that several files can be waited for at once."""
         with self._starting:
             if self._look is None or not self._look.is_alive():
                 self._look = _Look(self._path)
                 self._look.start()
-            look = self._look
-        look.join(max(0.0, look.wait_until - time.monotonic()))
-        return look.is_locked
+            return self._look
 
 
 class _Look(threading.Thread):
@@ -39,15 +41,19 @@ class _Look(threading.Thread):
     def __init__(self, path: Path) -> None:
         super().__init__(name="lock_file", daemon=True)
         self._path = path
-        self.is_locked = False
-        """Whether a process has locked the file, once this thread has ended."""
-        self.wait_until = time.monotonic() + _ANSWER_S
+        self._is_locked = False
+        self._wait_until = time.monotonic() + _ANSWER_S
+
+    def found(self) -> bool:
+        """Wait for the answer; return whether a process has locked the file."""
+        self.join(max(0.0, self._wait_until - time.monotonic()))
+        return self._is_locked
 
     def run(self) -> None:
         try:
             with self._path.open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.is_locked = True
+            self._is_locked = True
         except OSError:
             pass

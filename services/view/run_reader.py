@@ -54,7 +54,8 @@ class RunReader:
     @property
     def is_running(self) -> bool:
         """Whether a launcher works in the folder, or a trainer without one."""
-        return self.has_launcher or self.has_trainer
+        looks = [lock.begin_look() for lock in (self._launcher_lock, self._trainer_lock)]
+        return any(look.found() for look in looks)
 
     @property
     def has_launcher(self) -> bool:

@@ -155,10 +155,11 @@ def test_a_run_is_running_while_its_launcher_or_trainer_holds_a_lock(
 
 @pytest.mark.timeout(HANG_S)
 def test_a_file_system_that_never_answers_holds_up_no_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS whose lockd cannot be reached blocks in spite of LOCK_NB. However often a page asks, one thread waits for it,
-    until it answers."""
+    """NFS whose lockd cannot be reached blocks in spite of LOCK_NB. However often a page asks, one thread for each file
+    waits until it answers."""
     make_run(tmp_path, num_steps=1)
     (tmp_path / ".lock").touch()
+    (tmp_path / ".trainer.lock").touch()
     looking, answer = list[threading.Thread](), threading.Event()
 
     def flock(*_: object) -> None:
@@ -174,9 +175,10 @@ def test_a_file_system_that_never_answers_holds_up_no_look(tmp_path: Path, monke
                 assert not describe_run(0, run)["is_running"]
         finally:
             answer.set()
-        wait_until(lambda: looking)
-        [thread] = looking
-        thread.join()
+        wait_until(lambda: len(looking) == 2)
+        for thread in looking:
+            thread.join()
+    assert len(looking) == 2
     with (tmp_path / ".lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert run.is_running
