@@ -97,9 +97,9 @@ class Loss:
 
     process: str
     start: float
-    """When the first of these was stored, in seconds since 1970."""
+    """When the batch before them was stored, in seconds since 1970."""
     end: float
-    """When the second was stored."""
+    """When the batch after them was stored."""
     num_dropped: int
     """Spans that the process dropped because its buffer was full, or because they could not be sent."""
     num_batches: int
@@ -176,13 +176,23 @@ class SpanStream:
     """The spans of a time in no order, one after the other: those of a long run are gigabytes."""
 
     def __init__(
-        self, spans: Iterator[Span], sources: Mapping[_SourceName, _Source], *, first: float, last: float
+        self,
+        spans: Iterator[Span],
+        sources: Mapping[_SourceName, _Source],
+        *,
+        first: float,
+        last: float,
+        passed_over: float,
     ) -> None:
-        """Stream `spans`, which notes in `sources` what is missing from `first` to `last`."""
+        """Stream `spans`, which notes in `sources` what is missing from `first` to `last`.
+
+        A file that begins at `passed_over` is not read: what seems to be missing later may be there.
+        """
         self._spans = spans
         self._sources = sources
         self._first = first
         self._last = last
+        self._passed_over = passed_over
 
     def __iter__(self) -> Iterator[Span]:
         """Return the spans that were not taken yet."""
@@ -195,8 +205,7 @@ class SpanStream:
             Loss(process=names[name], start=start, end=end, num_dropped=num_dropped, num_batches=num_batches)
             for name, source in self._sources.items()
             for start, end, num_dropped, num_batches in source.gaps
-            # Of what was stored later, files may have been passed over.
-            if start <= self._last and self._first <= end <= self._last + _LATE_S
+            if start <= self._last and self._first <= end <= self._passed_over
         ]
 
 
@@ -251,14 +260,12 @@ class TraceReader:
         What is returned may be used from another thread, also while the reader is.
         """
         sources: dict[_SourceName, _Source] = {}
-        return SpanStream(self._spans(first, last, sources), sources, first=first, last=last)
+        paths, passed_over = self._paths(first, last)
+        spans = self._spans(first, last, _spans(paths, sources))
+        return SpanStream(spans, sources, first=first, last=last, passed_over=passed_over)
 
-    def _spans(self, first: float, last: float, sources: dict[_SourceName, _Source]) -> Iterator[Span]:
-        sent = (
-            span
-            for span in _spans(list(self._paths(first, last)), sources)
-            if span.start <= last and span.start + span.seconds >= first
-        )
+    def _spans(self, first: float, last: float, stored: Iterator[Span]) -> Iterator[Span]:
+        sent = (span for span in stored if span.start <= last and span.start + span.seconds >= first)
         steps = (
             Span(process="trainer", name=name, start=start, seconds=seconds, attributes={"step": step["step"]})
             for step in self.steps()
@@ -297,15 +304,20 @@ class TraceReader:
     def _launcher_paths(self) -> list[Path]:
         return sorted(self._folder.glob("launcher-*.jsonl"))
 
-    def _paths(self, first: float, last: float) -> Iterator[Path]:
-        """Yield the files that may have spans of this time."""
-        yield from self._launcher_paths()
+    def _paths(self, first: float, last: float) -> tuple[list[Path], float]:
+        """Return the files that may have spans of this time, and when the first one begins that is passed over."""
+        taken, passed_over = self._launcher_paths(), float("inf")
         paths = self._span_paths()
         begins = [self._begin_of(path) for path in paths]
         for path, begin, end in zip(paths, begins, [*begins[1:], float("inf")], strict=False):
+            if end < first:
+                continue
             # A batch has what ended before it: later files may have what began long before them.
-            if end >= first and (begin <= last + _LATE_S or self._extent_of(path).begin <= last):
-                yield path
+            if begin <= last + _LATE_S or self._extent_of(path).begin <= last:
+                taken.append(path)
+            else:
+                passed_over = min(passed_over, begin)
+        return taken, passed_over
 
     def _begin_of(self, path: Path) -> float:
         """Return when the server got the first batch of a file; the time in its name if that is not known."""

@@ -124,6 +124,14 @@ def test_what_was_lost_is_known_by_time_and_process(tmp_path: Path) -> None:
     assert (trace.num_dropped, trace.num_lost_batches) == (7, 0)
 
 
+def test_what_a_long_outage_lost_is_told_in_its_midst(tmp_path: Path) -> None:
+    """Both batches around it are in files that are read."""
+    _write(tmp_path, _row([], stored=10.0), _row([], stored=400.0, number=2, dropped=50))
+    stream = TraceReader(tmp_path).stream(150.0, 160.0)
+    assert not list(stream)
+    assert stream.losses() == [Loss(process="worker-0", start=10.0, end=400.0, num_dropped=50, num_batches=0)]
+
+
 def test_batches_in_files_that_are_passed_over_are_not_lost(tmp_path: Path) -> None:
     """A later file has a long span of the asked time, the one between them none."""
     names = [f"spans-{1000 * began:013d}.jsonl" for began in (10, 500, 900)]
