@@ -116,7 +116,7 @@ async def _send(bus: Bus) -> None:
         try:
             await bus.client.publish(bus.spans.subject, payload)
         except BUS_ERRORS as error:
-            buffer.num_dropped += num_spans
+            buffer.drop_batch(num_spans)
             log.debug("spans.lost", num_spans=num_spans, reason=str(error))
             return
 

@@ -87,6 +87,11 @@ class SpanBuffer:
         }
         return msgspec.json.encode(batch, enc_hook=_text), len(taken)
 
+    def drop_batch(self, num_spans: int) -> None:
+        """Count the spans of the batch that was taken last and could not be sent; the next one has its number."""
+        self.num_dropped += num_spans
+        self._num_batches -= 1
+
 
 _buffer: SpanBuffer | None = None
 

@@ -43,6 +43,16 @@ def test_a_full_buffer_drops_new_spans_and_counts_them(buffer: spans.SpanBuffer)
     assert json.loads(first)["dropped"] == 2
 
 
+def test_a_batch_that_could_not_be_sent_is_counted_once(buffer: spans.SpanBuffer) -> None:
+    """By its spans; a number that is missing would count it as a message, too."""
+    spans.record("turn", 0.0, turn=1)
+    _, num_spans = buffer.take_batch(2)
+    buffer.drop_batch(num_spans)
+    spans.record("turn", 0.0, turn=2)
+    batch = json.loads(buffer.take_batch(2)[0])
+    assert (batch["number"], batch["dropped"], len(batch["spans"])) == (1, 1, 1)
+
+
 def test_a_context_that_fails_is_recorded_with_its_error(buffer: spans.SpanBuffer) -> None:
     """The error is an attribute of the span, and is raised on."""
 
