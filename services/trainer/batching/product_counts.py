@@ -1,4 +1,4 @@
-"""What the products of packed rows are over: the numbers from which a model's arithmetic follows. Pure."""
+"""Counts what a model multiplies in packed rows: tokens, pairs of them, and images. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

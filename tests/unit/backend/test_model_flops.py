@@ -157,6 +157,16 @@ def test_patches_attend_in_their_window_or_image(frames: int, height: int, width
     assert flops.of(counts, with_gradient=True) == 3 * (in_windows + in_image)
 
 
+def test_adapters_that_are_frozen_have_no_backward_pass() -> None:
+    """As those of the tower with a learning rate of 0."""
+    model = random_qwen3_vl()
+    add_adapters(model, LoraConfig(rank=4, targets=("text", "tower")))
+    trained = model_flops(model)
+    assert trained.backward.patch > 0
+    model.model.visual.requires_grad_(False)
+    assert model_flops(model) == replace(trained, backward=replace(trained.backward, patch=0, patch_pair=0))
+
+
 def test_what_comes_before_the_first_trained_part_has_no_backward_pass() -> None:
     """A frozen tower is computed forwards alone; a frozen text layer passes gradients on, but has none of its own."""
     model = random_qwen3_vl()

@@ -1,9 +1,8 @@
 """Floating-point operations of a model's products, from the sizes of its parts and what its rows multiply.
 
-A multiplication and an addition are two operations. Counted are the products with matrices, of queries with keys, and
-of what comes of these with values. Left out are what no product is (norms, biases, activations, rotations, the loss),
-padding, activations and logits that are computed again for the backward pass, and matrices that adapters are merged
-into, which do not depend on the number of tokens.
+A multiplication and an addition are two operations. This counts products with matrices, of queries with keys, and of
+attention weights with values. It leaves out norms, biases, activations, rotations, the loss, padding, what is computed
+again for the backward pass, and the merging of adapters, which does not depend on the number of tokens.
 
 A backward pass multiplies once more for the gradient of a product's inputs, where this part of the model or one before
 it is trained, and once more for that of a matrix that is trained. The first layer whose weights are trained counts the
@@ -87,7 +86,7 @@ def model_flops(model: Any) -> ModelFlops:
         if part == "merger":
             flops /= vision.spatial_merge_size**2
         if is_adapter(name):  # what it adds to the output is in the merged matrix
-            backward[part] += 2 * flops
+            backward[part] += 2 * flops * parameter.requires_grad
         else:
             forward[part] += flops
             backward[part] += flops * ((part in passes_gradient) + parameter.requires_grad)
