@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 import torch
 
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
-from services.trainer.backend.ranks.rounds import evened, rounds_of
+from services.trainer.backend.ranks.rounds import dealt_rows, evened, rounds_of
 from services.trainer.batching.packing import Row, num_row_tokens, pack
 from services.trainer.batching.product_counts import ProductCounts, different_images
 from services.trainer.batching.row_costs import RowCosts
@@ -158,8 +158,8 @@ class PlannedRows:
         of the costliest rows of all rounds, for which the others wait.
         """
         costs, num_groups = self._costs(), self.ranks.num_row_groups
-        rounds = [rounds_of(group, costs, num_groups) for group in range(num_groups)]
-        return [sum(costs[row] for row, counts in of_group if counts) for of_group in rounds]
+        dealt = dealt_rows(costs)
+        return [sum(costs[row] for row in dealt[group::num_groups]) for group in range(num_groups)]
 
     @property
     def product_counts(self) -> ProductCounts:

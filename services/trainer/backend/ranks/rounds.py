@@ -33,12 +33,17 @@ def rounds_of(rank: int, costs: Sequence[float], num_ranks: int) -> list[Round]:
     """
     if num_ranks == 1:
         return [Round(row, counts=True) for row in range(len(costs))]
-    dealt = sorted(range(len(costs)), key=lambda row: (-costs[row], row))
+    dealt = dealt_rows(costs)
     rounds = []
     for first in range(0, len(dealt), num_ranks):
         rows = dealt[first : first + num_ranks]
         rounds.append(Round(rows[min(rank, len(rows) - 1)], counts=rank < len(rows)))
     return rounds
+
+
+def dealt_rows(costs: Sequence[float]) -> list[int]:
+    """Return the numbers of rows in the order in which several ranks are dealt them, one after the other."""
+    return sorted(range(len(costs)), key=lambda row: (-costs[row], row))
 
 
 def evened(num_ranks: int, plan: Callable[[int], PlanT], widest: PlanT, *, num_tokens: int, max_tokens: int) -> PlanT:
