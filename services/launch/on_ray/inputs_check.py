@@ -63,7 +63,9 @@ def _require_packages(service: str) -> None:
 
 def _check_engine(recipe: Recipe, say: Callable[[str], object]) -> None:
     from services.launch.settings import hub_models, service_settings
+    from services.rollout.engine.sglang import recipe_settings
 
+    recipe_settings.require_known(recipe.rollout.sglang)
     recipe, unfetched = hub_models.with_cached_models(recipe)
     if not unfetched:
         service_settings.for_engine(recipe)
