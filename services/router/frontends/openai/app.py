@@ -46,7 +46,7 @@ def make_openai_app(api: ChatApi, sessions: SessionApi) -> FastAPI:
 
     async def answer_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if error.status_code == 400:  # the body is no JSON
+        if error.status_code == 400:  # the body cannot be read
             await sessions.note_refusal(session_of(request.scope), str(error.detail))
         response = error_response(error.status_code, error_body(error.status_code, str(error.detail)))
         response.headers.update(error.headers or {})
