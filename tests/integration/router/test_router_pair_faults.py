@@ -128,10 +128,10 @@ async def test_the_peer_that_fails_first_ends_the_other_at_once(steady_bus: Bus)
         p.delay_s, d.delay_s, d.error = 30.0, 0.1, OverloadedError("full")
         pending = asyncio.ensure_future(caller.generate("s"))
         await until(lambda: p.num_cancelled == 1)
-        await until(lambda: other_d.num_running == 1)
+        await until(lambda: p.num_running == other_d.num_running == 1)  # both peers are called at once
         assert (d.num_calls, p.num_calls, other_p.num_calls) == (1, 2, 0)
         pending.cancel()
-        await until(lambda: p.num_running == 0)
+        await until(lambda: p.num_running == other_d.num_running == 0)
         p.delay_s, p.error = (
             0.1,
             OverloadedError("full"),
@@ -139,7 +139,7 @@ async def test_the_peer_that_fails_first_ends_the_other_at_once(steady_bus: Bus)
         d.delay_s, d.error = 0.0, None
         await caller.generate("s")
         await until(lambda: other_p.num_answered == 1)
-        assert other_d.num_running == d.num_running == 0
+        await until(lambda: other_d.num_running == d.num_running == 0)
         assert set((await breakers(caller)).values()) == {CLOSED}
         await until_idle(caller)
 
