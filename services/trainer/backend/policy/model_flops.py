@@ -25,7 +25,7 @@ _EXPERTS = ".experts."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassFlops:
-    """Operations of one pass over rows, for each of what its products are over."""
+    """Operations of one forward or backward pass, per token, pair and patch (see `ProductCounts`)."""
 
     token: float
     pair: float
@@ -37,7 +37,7 @@ class PassFlops:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
-    """Operations of a model."""
+    """Operations of a model's passes; `of` adds them up for given rows."""
 
     forward: PassFlops
     backward: PassFlops
