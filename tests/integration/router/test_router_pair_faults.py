@@ -241,7 +241,7 @@ async def test_a_push_makes_an_answer_of_a_form_start_over(steady_bus: Bus) -> N
                 tokens.extend(chunk.output_ids)
 
         streaming = asyncio.create_task(stream())
-        await until(lambda: len(tokens) == 20)
+        await until(lambda: len(tokens) == 20 and p.num_answered == 3)
         for engine in (p, d):
             await engine.begin_push()
         d.hang_after = None
