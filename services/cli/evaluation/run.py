@@ -329,7 +329,7 @@ class _Evaluating:
             return
         async with collecting_spans(bus, self._folder.path, max_bytes=int(max_gib * 2**30)):
             yield
-            await asyncio.sleep(SEND_EVERY_S)  # the last ones are on their way
+            await asyncio.sleep(4 * SEND_EVERY_S)  # the last ones are on their way, from busy machines too
 
     def _progress(self) -> EvaluationProgress:
         return open_progress({name: len(each) for name, each in self._sets.items()})
