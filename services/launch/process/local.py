@@ -35,7 +35,7 @@ class LocalProcess:
         return self._process.pid
 
     async def wait(self) -> Ending:
-        """Wait for its end; nothing of its process group remains."""
+        """Wait for its end, and kill what is left of its process group."""
         with self._held:
             code = await self._process.wait()
             self.kill()
