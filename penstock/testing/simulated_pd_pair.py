@@ -225,6 +225,8 @@ class SimulatedDecode(SimulatedPeer):
             raise UnavailableError(f"the transfer of room {bootstrap.room} failed: {error}") from None
         if not line:
             raise UnavailableError(f"the transfer of room {bootstrap.room} was broken off")
+        if self._handing_over or bootstrap.policy_version != self.replica.policy_version:
+            raise NotReadyError("a push came while this call waited for its pass")
         if json.loads(line) != self._pass_for(request):
             self.num_mismatched += 1
             raise InvalidRequestError(f"{line!r} is not for {self._pass_for(request)}")
