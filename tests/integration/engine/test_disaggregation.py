@@ -165,19 +165,24 @@ async def test_leases_tell_what_a_pair_needs_to_know(engine: EngineProcess, pair
     assert prefill.disaggregation.bootstrap_port > 0 == decode.disaggregation.bootstrap_port
     async with connect(BusConfig(url=nats_url), run=run_of(engine)) as bus:
         bucket = await bus.bucket("replicas", ttl_s=BusConfig().lease_ttl_s)
-        for replica in (prefill, decode):
-            leased = read_replica(replica.replica_id, (await bucket.get(replica.replica_id)).value or b"")
-            assert leased is not None
-            assert (leased.role, leased.disaggregation) == (replica.role, replica.disaggregation)
-    running = [asyncio.ensure_future(pair.generate(turn("text", max_new_tokens=900, seed=seed))) for seed in range(24)]
+        async with watched(bucket, ttl_s=BusConfig().lease_ttl_s) as watch:
+            await until(lambda: {prefill.replica_id, decode.replica_id} <= watch.values.keys())
+            for replica in (prefill, decode):
+                leased = read_replica(replica.replica_id, watch.values[replica.replica_id])
+                assert leased is not None
+                assert (leased.role, leased.disaggregation) == (replica.role, replica.disaggregation)
+    made = [turn("text", max_new_tokens=900, seed=seed) for seed in range(24)]
+    for each in made:
+        each.sampling.ignore_end = True
+    running = [asyncio.ensure_future(pair.generate(each)) for each in made]
     busy = await until_replica(pair.decode, lambda replica: replica.num_running >= 6 and replica.kv_use > 0)
     assert busy.num_running + busy.num_queued <= 24
     for call in running:
         call.cancel()
     await asyncio.gather(*running, return_exceptions=True)
     # Nothing of what was given up is left in either: SGLang's queues are empty, or else no push would be taken.
-    for each in pair.engines:
-        await until_replica(each, lambda replica: replica.num_running == replica.num_queued == replica.kv_use == 0)
+    for peer in pair.engines:
+        await until_replica(peer, lambda replica: replica.num_running == replica.num_queued == replica.kv_use == 0)
     await pair.push(pair.policy)
 
 
@@ -224,6 +229,8 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
     """What was delivered stays; each token has its version's logprobs; pictures seen before are seen anew."""
     version, older = await pair.version(), pair.policy
     made = [turn(kind, max_new_tokens=400, seed=seed) for kind in PICTURES for seed in range(3)]
+    for each in made:
+        each.sampling.ignore_end = True  # none ends while the first engine pauses
     for each in made[::3]:  # what caches there are hold these prompts and pictures
         each.sampling.max_new_tokens = 1
         await pair.generate(each)
@@ -289,6 +296,8 @@ async def test_a_pair_takes_weights_from_files_and_as_what_changed(
     async with connect(bus_config, run=run_of(engine)) as bus:
         bucket = await bus.bucket("replicas", ttl_s=bus_config.lease_ttl_s)
         async with watched(bucket, ttl_s=bus_config.lease_ttl_s) as watch:
+            replica_ids = {(await each.replica()).replica_id for each in (engine, *pair.engines)}
+            await until(lambda: replica_ids <= watch.values.keys())
             files = WeightFileStore.of_run(sync, tmp_path)
             publisher = WeightPublisher(
                 config=sync,

@@ -99,20 +99,26 @@ async def test_a_stream_holds_the_tokens_of_the_unary_answer(
     """Greedy, token by token and in chunks: ids, logprobs, spans, usage and the reason of the end."""
     version = (await engine.replica()).policy_version
     made, unary = await unbroken_turn(client, current, kind)
-    num_chunks = []
-    for chunk_tokens in (0, 7):
-        made.chunk_tokens = chunk_tokens
-        continuation = ResumableTurn(made)
-        num_chunks.append(len(await play(client, continuation)))
-        require_same(continuation.response(), unary)
-        require_logprobs({version: current}, made, continuation.response())
-    assert num_chunks[0] > num_chunks[1] > 1, "tokens came before the end"
+    for _ in range(10):  # on a busy machine SGLang may have made all tokens before the engine sends the first
+        num_chunks = []
+        for chunk_tokens in (0, 7):
+            made.chunk_tokens = chunk_tokens
+            continuation = ResumableTurn(made)
+            num_chunks.append(len(await play(client, continuation)))
+            require_same(continuation.response(), unary)
+            require_logprobs({version: current}, made, continuation.response())
+        if num_chunks[0] > num_chunks[1] > 1:
+            return
+    raise AssertionError(f"no tokens came before the end: {num_chunks} chunks")
 
 
 async def test_usage_comes_with_the_first_chunk_and_the_last(client: GenerateClient, current: Reference) -> None:
     """Prompt tokens, images expanded, are known at once; a finish reason comes only with the last token."""
     made, unary = await unbroken_turn(client, current, "image")
-    chunks = [chunk async for chunk in client.stream(made, timeout_s=60)]
+    for _ in range(10):  # as above
+        chunks = [chunk async for chunk in client.stream(made, timeout_s=60)]
+        if len(chunks) > 1:
+            break
     assert [chunk.HasField("usage") for chunk in chunks] == [True] + [False] * (len(chunks) - 2) + [True]
     assert chunks[0].usage.num_prompt_tokens == unary.usage.num_prompt_tokens > len(made.input_ids)
     assert chunks[0].usage.num_output_tokens == len(chunks[0].output_ids)

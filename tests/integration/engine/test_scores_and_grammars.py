@@ -113,7 +113,10 @@ async def test_weights_change_while_a_grammar_is_compiled(
         properties = {f"part {number}": {"type": "boolean"} for number in range(num_properties)}
         made.sampling.constraint.json_schema = json.dumps({"type": "object", "properties": properties})
         answering = asyncio.ensure_future(client.generate(made, timeout_s=120))
-        await until_replica(engine, lambda replica: replica.num_running + replica.num_queued > 0)
+        await until_replica(
+            engine,
+            lambda replica: answering.done() or replica.num_running + replica.num_queued > 0,  # noqa: B023 - awaited
+        )
         await push.finish()
         response = await answering
         assert Renderer.load(MODEL_PATH).decode(response.output_ids).startswith("{")

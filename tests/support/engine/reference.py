@@ -203,8 +203,10 @@ def prompt(rng: random.Random, *, num_images: int, image_id: int | None, length:
 
 
 def long_request() -> generate_pb2.GenerateRequest:
-    """One that runs for a second or more, unless it happens to stop."""
-    return request([3, 4, 5], max_new_tokens=900)
+    """One that runs for a second or more."""
+    made = request([3, 4, 5], max_new_tokens=900)
+    made.sampling.ignore_end = True
+    return made
 
 
 async def assert_freed(engine: EngineProcess) -> None:
