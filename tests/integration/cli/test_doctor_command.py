@@ -26,6 +26,7 @@ from services.recipe import Recipe
 from services.trainer.data.sources import hub as data_hub
 from tests.support.doctor import assert_found
 from tests.support.trainer.data.hub_server import COMMIT, HubServer, Repo, hub_server
+from tests.support.waiting import HANG_S
 
 REPOS = {
     "owner/plain": Repo(commits={COMMIT: {"train.jsonl": b'{"problem": "1+1", "answer": "2"}\n'}}),
@@ -237,6 +238,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(hub_check, "TIMEOUT_S", HANG_S)
     with hub_server(REPOS) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server

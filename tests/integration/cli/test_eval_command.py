@@ -261,11 +261,11 @@ def test_mistakes_end_it_before_anything_starts(
 @pytest.mark.slow
 async def test_two_evaluations_of_a_name_do_not_share_a_bus(recipe: Path, nats_url: str, run_name: str) -> None:
     """Workers of either would play the prompts of both, each with its own model; the second is refused in a line."""
-    bus = BusConfig(url=nats_url, lease_ttl_s=6.0)
+    bus = BusConfig(url=nats_url, lease_ttl_s=12.0)
     async with connect(bus, run=f"{run_name}-eval") as other:
         async with (
             locked(other, EVALUATION, ttl_s=bus.lease_ttl_s),
-            evaluating(recipe, "--bus.lease_ttl_s=6") as command,
+            evaluating(recipe, "--bus.lease_ttl_s=12") as command,
         ):
             out, err = await finished(command)
         await other.delete_run()

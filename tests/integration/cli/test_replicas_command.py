@@ -92,9 +92,9 @@ async def test_lists_and_drains_replicas(steady_bus: Bus, tmp_path: Path) -> Non
         assert "yes" in row
 
 
-async def test_says_which_replicas_there_are(bus: Bus) -> None:
+async def test_says_which_replicas_there_are(steady_bus: Bus) -> None:
     """A mistyped id is one line with those that exist."""
-    async with SimulatedEngine(bus, replica_id="one").running(), routing(RouterConfig(), bus) as server:
+    async with SimulatedEngine(steady_bus, replica_id="one").running(), routing(RouterConfig(), steady_bus) as server:
         failed = await penstock("replicas", "drain", "oen", "--address", server.address)
         assert failed.returncode != 0
         [line] = failed.stderr.splitlines()

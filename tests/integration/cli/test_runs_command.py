@@ -25,7 +25,7 @@ from tests.support.view_runs import make_run
 from tests.support.waiting import HANG_S
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
-LEASE_TTL_S = 6.0
+LEASE_TTL_S = 12.0
 """Commands that meet a held lock wait about as long, and this process must renew it in time."""
 
 

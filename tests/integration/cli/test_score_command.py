@@ -173,7 +173,7 @@ def test_verdicts_do_not_wait_for_the_end_of_the_input(address: str) -> None:
             process.stdin.flush()
             assert json.loads(process.stdout.readline())["id"] == n
         process.stdin.close()
-        assert process.wait(20) == 0
+        assert process.wait(HANG_S) == 0
 
 
 def children_of(pid: int) -> set[int]:
@@ -202,7 +202,7 @@ def test_interrupted(number: signal.Signals) -> None:
         children = children_of(process.pid)
         assert children
         process.send_signal(number)
-        assert process.wait(20) == 130
+        assert process.wait(HANG_S) == 130
         assert re.fullmatch(rb"interrupted: [12] lines are done\n", process.stderr.read())
     wait_until(lambda: not any(map(is_alive, children)))
     assert not any(map(is_alive, children))
@@ -219,7 +219,7 @@ def test_a_reader_that_leaves(address: str) -> None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(data)
             process.stdin.close()
-        assert process.wait(20) == 128 + signal.SIGPIPE
+        assert process.wait(HANG_S) == 128 + signal.SIGPIPE
         assert process.stderr is not None
         assert process.stderr.read() == b""
 

@@ -18,6 +18,7 @@ from services.cli import main
 from services.cli.browser import has_person, open_page
 from services.cli.runs.view_command import find_runs, prepare
 from tests.support.view_runs import make_run
+from tests.support.waiting import HANG_S
 
 
 def test_it_prints_an_address_that_opens_and_ends_with_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,14 +32,14 @@ def test_it_prints_an_address_that_opens_and_ends_with_ctrl_c(tmp_path: Path, mo
             line = process.stdout.readline()
             found = re.fullmatch(r"2 runs at (http://127\.0\.0\.1:\d+/)\?token=([\w-]{32})\n", line)
             assert found is not None, line
-            with httpx.Client(follow_redirects=True) as browser:
+            with httpx.Client(follow_redirects=True, timeout=HANG_S) as browser:
                 assert "<title>Penstock</title>" in browser.get(found[0].split(" at ")[1].strip()).text
                 runs = browser.get(f"{found[1]}api/runs").json()
             assert [run["folder"] for run in runs] == [str(first), str(second)]
-            assert httpx.get(f"{found[1]}api/runs").status_code == 401
+            assert httpx.get(f"{found[1]}api/runs", timeout=HANG_S).status_code == 401
         finally:
             process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(HANG_S) == 0
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
@@ -95,13 +96,13 @@ async def test_a_run_that_begins_can_be_shown_beside_it(tmp_path: Path, monkeypa
     """As `penstock train --view` does: an address that opens, with a token of its own, until the run ends."""
     monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
     showing = prepare([make_run(tmp_path / "run", num_steps=1)], command="penstock train --view")
-    async with showing as shown, httpx.AsyncClient(follow_redirects=True) as browser:
+    async with showing as shown, httpx.AsyncClient(follow_redirects=True, timeout=HANG_S) as browser:
         address = shown.address
         assert (await browser.get(address.partition("?")[0])).status_code == 401
         assert (await browser.get(address)).status_code == 200
         (run,) = (await browser.get(f"{address.partition('?')[0]}api/runs")).json()
     assert run["folder"] == str(tmp_path / "run")
-    async with httpx.AsyncClient() as browser:
+    async with httpx.AsyncClient(timeout=HANG_S) as browser:
         with pytest.raises(httpx.ConnectError):
             await browser.get(address)
 
@@ -114,8 +115,8 @@ async def test_an_address_for_a_program_lets_one_browser_in(
     monkeypatch.setenv("PENSTOCK_TOKEN", token)
     async with (
         prepare([make_run(tmp_path / "run", num_steps=1)], command="penstock train --view") as shown,
-        httpx.AsyncClient(follow_redirects=True) as first,
-        httpx.AsyncClient(follow_redirects=True) as second,
+        httpx.AsyncClient(follow_redirects=True, timeout=HANG_S) as first,
+        httpx.AsyncClient(follow_redirects=True, timeout=HANG_S) as second,
     ):
         assert "token" not in shown.address_once
         for browser, status in ((first, 200), (second, 401), (first, 200)):

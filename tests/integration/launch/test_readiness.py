@@ -42,7 +42,7 @@ async def test_the_summary_counts_what_was_trained_while_stopping(
 ) -> None:
     """The trainer finishes its step after the signal, so its last row is read after it has ended."""
     program = """
-import json, signal, sys
+import json, signal, sys, time
 def write(step):
     with open("metrics.jsonl", "a") as file:
         row = {"step": step, "num_steps": 9, "reward_mean": 0.5, "num_trained_groups": 32 * step}
@@ -53,7 +53,7 @@ def finish(*_):
 signal.signal(signal.SIGTERM, finish)
 write(1)
 while True:
-    signal.pause()
+    time.sleep(0.05)
 """
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
@@ -63,7 +63,7 @@ while True:
     )
     stop = asyncio.Event()
     running = asyncio.create_task(run_processes([trainer], folder, stop, Security.from_environment(), grace_s=0.0))
-    await until(folder.metrics_file.exists)
+    await until(lambda: folder.metrics_file.exists() and folder.metrics_file.read_text())
     stop.set()
     await promptly(running)
     out = capsys.readouterr().out
@@ -80,10 +80,16 @@ async def test_a_signal_after_the_last_step_stops_nothing(
     folder = RunFolder(tmp_path)
     folder.write_config(load(Recipe, [], [f"--trainer.num_steps={num_steps}"]))
     row = json.dumps({"step": 1, "num_steps": num_steps, "reward_mean": 0.5})
-    program = "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); open(sys.argv[1], 'w').write(sys.argv[2])"
+    program = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+open(sys.argv[1], "w").write(sys.argv[2])
+while True:
+    time.sleep(0.05)
+"""
     trainer = ProcessSpec(
         name="trainer",
-        command=[sys.executable, "-c", f"{program}; signal.pause()", str(folder.metrics_file), f"{row}\n"],
+        command=[sys.executable, "-c", program, str(folder.metrics_file), f"{row}\n"],
         environment=dict(os.environ),
         phase=StopPhase.WORK,
         ends_run=True,

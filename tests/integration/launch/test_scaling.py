@@ -47,12 +47,12 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)
 note("up")
 while True:
-    signal.pause()
+    time.sleep(0.05)  # no pause(): it would sleep on after a signal that came just before
 """
 )
 
 
-async def is_never_ready() -> bool:
+async def is_never_ready(_: str) -> bool:
     """Of a process that ends before it has begun."""
     return False
 
@@ -124,7 +124,13 @@ async def test_processes_join_and_leave_while_the_run_goes_on(
         assert await asked(folder, rollout=1) == ["ending rollout-1, rollout-2"]
         await until(lambda: num_noted(folder, "stopped-rollout-1") and num_noted(folder, "stopped-rollout-2"))
         assert num_noted(folder, "stopped-rollout-0") == num_noted(folder, "stopped-worker") == 0
-        await until(lambda: "rollout-2 has left the run" in capsys.readouterr().out)
+        shown: list[str] = []
+
+        def have_left() -> bool:
+            shown.append(capsys.readouterr().out)
+            return all(f"{name} has left the run" in "".join(shown) for name in ("rollout-1", "rollout-2"))
+
+        await until(have_left)
         assert await asked(folder, rollout=2) == ["starting rollout-1"]
         await until(lambda: num_noted(folder, "up") == before + 4)
         assert not stop.is_set()

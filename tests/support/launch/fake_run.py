@@ -25,7 +25,7 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)
 note("up")
 while True:
-    signal.pause()
+    time.sleep(0.05)  # no pause(): it would sleep on after a signal that came just before
 """
 )
 STUBBORN = (
