@@ -21,6 +21,7 @@ from tests.support.weights.publishing import (
     replicas_of,
     snapshot,
     steps_of,
+    until_healed,
     until_reached,
     until_serving,
 )
@@ -72,7 +73,7 @@ async def test_a_hung_replica_costs_one_deadline(
     """Of all deadlines only that one can pass within a test. The others serve the version after it, and the one that
     hung is brought there when it is well again."""
     deadline_s = DEADLINE_S
-    if point in ("join", "ReceiveWeights", "bucket"):
+    if point in ("PrepareWeights", "join", "ReceiveWeights", "bucket"):
         # Each waits for the other there: the healthy one fails only when its group is closed, and before its deadline.
         deadline_s = 2 * DEADLINE_S
         monkeypatch.setattr(collective_push, "_OWN_SHARE", 0.4)
@@ -116,6 +117,7 @@ async def test_a_replica_that_refuses_is_left_out(bus: Bus) -> None:
                 await assert_serving(replica, version)
             async with kept_current(publisher):
                 await until_serving(replicas[1], version)
+                await until_healed(publisher)
 
 
 async def test_a_corrupt_replica_is_not_resumed_until_it_is_healed(bus: Bus) -> None:

@@ -29,6 +29,7 @@ from tests.support.weights.publishing import (
     publishing,
     replicas_of,
     snapshot,
+    until_healed,
     until_seen,
     until_serving,
 )
@@ -124,6 +125,7 @@ async def test_a_replica_that_holds_the_version_before_gets_the_delta(bus: Bus) 
             assert (await publisher.publish(snapshot(version))).num_replicas == 1
         async with kept_current(publisher):
             await until_serving(second, 4)
+            await until_healed(publisher)
         async with simulated_replica(bus, replica_id="engine-9") as third:
             await until_seen(publisher, lambda values: "engine-9" in values)
             assert (await publisher.publish(snapshot(5))).num_replicas == 3

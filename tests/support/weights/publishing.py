@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import math
 import unittest.mock
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -136,6 +137,11 @@ async def until_serving(replica: SimulatedReplica, version: int) -> None:
 
     await until(is_serving)
     await assert_serving(replica, version)
+
+
+async def until_healed(publisher: WeightPublisher) -> None:
+    """The publisher knows of no replica whose last push failed."""
+    await until(lambda: not publisher.failed_replicas.due(now=math.inf))
 
 
 async def steps_of(replica: SimulatedReplica, point: str) -> int:

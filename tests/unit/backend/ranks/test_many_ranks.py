@@ -16,6 +16,7 @@ from penstock.weights.shared_memory import writing_into
 from services.trainer.backend.ranks import processes
 from services.trainer.backend.ranks.beats import Pulse
 from services.trainer.backend.ranks.many_ranks import ManyRanksBackend
+from tests.support.waiting import HANG_S
 
 TORCHRUNS: Any = SimpleNamespace(are_own=False, blame=lambda: None, close=lambda: None)
 WEIGHTS = {name: torch.tensor([value]) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
@@ -67,9 +68,14 @@ def test_the_end_is_not_told_after_a_command_that_failed_on_rank_0_alone() -> No
 
 def test_a_command_that_fails_because_a_rank_has_ended_names_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has seen a connection close, and the rank's process is still ending."""
-    monkeypatch.setattr(processes, "_BLAME_S", 2.0)
     said: list[str] = []
-    monkeypatch.setattr(processes, "end_trainer", said.append)
+
+    def end(problem: str) -> None:
+        said.append(problem)
+        others._closed.set()  # the real one ends the process that waits here
+
+    monkeypatch.setattr(processes, "_BLAME_S", HANG_S)
+    monkeypatch.setattr(processes, "end_trainer", end)
 
     def fail() -> None:
         raise RuntimeError("Connection closed by peer")
