@@ -272,7 +272,7 @@ async def test_a_client_that_does_not_read_holds_no_replica(
     monkeypatch.setattr(event_stream, "_REPORT_S", 60.0 if reads_on else 0.0)
     port, loop = free_ports(1)[0], asyncio.get_running_loop()
     config = RouterConfig(http_port=port, openai=OpenAIConfig(model="slow"))
-    tuning = Tuning(openai=OpenAITuning(timeout_s=8.0))
+    tuning = Tuning(openai=OpenAITuning(timeout_s=20.0))
     backend = ChatBackend(model="slow", renderer=Renderer.load(MODEL_PATH), sampling=SamplingConfig())
     # The prompt's ids come back with each choice: together more than sockets hold for somebody who does not read.
     fields = {"model": "slow", "prompt": [2**31 - 1] * 100_000, "n": 8, "stream": True, "return_token_ids": True}

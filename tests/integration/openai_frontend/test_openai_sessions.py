@@ -284,13 +284,15 @@ async def test_a_session_that_is_over_takes_no_more_calls(
     async with agent_session(harness, group) as agent:
         await agent.ask()
         for engine in harness.engines:
-            engine.delay_s = 1.0
+            engine.hang_after = 0
         under_way = asyncio.create_task(agent.ask())
         await until(lambda: len(harness.requests) == 2)
         if is_superseded:
             await agent.sessions.open(other := SessionId.new(group, 0), state_of(group, other))
         else:
             await agent.sessions.close(agent.opened)
+        for engine in harness.engines:
+            engine.released.set()
         num_before = len(harness.requests)
         for call in (under_way, agent.ask(), agent.ask(router=1), agent.ask(router=1, stream=True)):
             with pytest.raises(openai.APIStatusError, match="session") as caught:

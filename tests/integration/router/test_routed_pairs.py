@@ -93,7 +93,8 @@ async def test_a_peer_that_rejects_is_passed_over(steady_bus: Bus) -> None:
     ):
         await until_routable(router, 3)
         assert (await client.generate(request(), timeout_s=HANG_S)).replica_id == "b"
-        assert (full.num_calls, free.num_calls, p.num_calls) == (1, 1, 2)
+        assert (full.num_calls, free.num_calls) == (1, 1)
+        assert p.num_calls in (1, 2)  # both peers are called at once, and the first call may end before it is there
         await until_idle(router)
 
 

@@ -253,7 +253,8 @@ async def test_a_client_does_not_retry_what_breaks_replicas(steady_bus: Bus) -> 
 
 async def test_replicas_that_cannot_be_reached_are_passed_over_however_many(steady_bus: Bus) -> None:
     """Leases of dead engines cost nobody a call, and do not count as attempts."""
-    async with pool(steady_bus, 5, max_attempts=1) as (caller, engines):
+    never = {"open_s": HANG_S, "max_open_s": HANG_S}
+    async with pool(steady_bus, 5, max_attempts=1, breaker=never) as (caller, engines):
         for engine in engines[:4]:
             await engine.stop_serving()
         for _ in range(5):
@@ -301,7 +302,7 @@ async def test_a_draining_replica_finishes_what_runs_and_gets_nothing_new(bus: B
         await caller.until(lambda pool: len(pool.replicas) == 2)
         await caller.until(lambda pool: pool.replicas[1].replica.state == UPDATING)
         pending = asyncio.ensure_future(caller.generate("s"))
-        await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
+        await until(lambda: goes.num_calls == 1)
         await goes.update(state=DRAINING)
         await caller.until(lambda pool: not pool.replicas[0].routable)
         assert (await caller.generate("s")).replica_id == "stays"
@@ -331,13 +332,16 @@ async def test_two_routers_share_one_pool(bus: Bus, bus_config: BusConfig, run_n
 
 async def test_a_router_that_stops_lets_calls_finish(steady_bus: Bus) -> None:
     """Within the grace, a call that runs is answered."""
-    async with SimulatedEngine(steady_bus, replica_id="r", delay_s=0.5).running(), contextlib.AsyncExitStack() as stack:
-        serving = routing(RouterConfig(), steady_bus, grace_s=5.0)
+    async with (
+        SimulatedEngine(steady_bus, replica_id="r", delay_s=0.5).running() as engine,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        serving = routing(RouterConfig(), steady_bus, grace_s=HANG_S)
         server = await serving.__aenter__()
         caller = Caller(await stack.enter_async_context(connect_channel(server.address)), server.address)
         await caller.until_routable(1)
         pending = asyncio.ensure_future(caller.generate())
-        await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
+        await until(lambda: engine.num_calls == 1)
         await serving.__aexit__(None, None, None)
         assert (await pending).replica_id == "r"
 

@@ -141,8 +141,9 @@ class Churn:
 @pytest.mark.slow
 async def test_replicas_that_come_and_go_lose_no_request(steady_bus: Bus) -> None:
     """Sixteen; half of those that leave crash: every answer is whole, and sessions stay where they can."""
+    # Everything fails here but the calls: one that met ten failures in a row would be no reason to give it up.
     async with (
-        router(steady_bus, wait_for_replica_s=10.0, chunk_tokens=4) as caller,
+        router(steady_bus, wait_for_replica_s=10.0, chunk_tokens=4, max_attempts=10) as caller,
         Churn(steady_bus, caller, 0).of(16) as churn,
     ):
         stop, num_answers = asyncio.Event(), 0

@@ -248,7 +248,7 @@ async def test_the_breaker_opens_and_one_probe_closes_it(steady_bus: Bus) -> Non
         assert [each.breaker for each in (await caller.replicas()).replicas] == [OPEN, CLOSED]
         assert bad.num_calls == 2
     soon = {"failures": 2, "open_s": 0.4, "max_open_s": 0.8}
-    async with pool(steady_bus, 2, breaker=soon, **settings) as (caller, [bad, good]):
+    async with pool(steady_bus, 2, breaker=soon, max_attempts=10, **settings) as (caller, [bad, good]):
         bad.error = UnavailableError("crashed")
         while bad.num_calls < 5:  # tests/unit/router/slots/test_breaker.py: when it is probed
             assert (await caller.generate()).replica_id == "r1"

@@ -7,7 +7,7 @@ import grpc
 from penstock.bus.connection import Bus
 from penstock.errors import OverloadedError
 from tests.support.router.routers import failure, pool
-from tests.support.waiting import HANG_S, promptly
+from tests.support.waiting import HANG_S, promptly, until
 
 
 async def test_calls_beyond_the_limit_wait_in_the_queue(steady_bus: Bus) -> None:
@@ -50,9 +50,9 @@ async def test_a_call_waits_for_a_busy_replica_beyond_wait_for_replica_s(steady_
     """That is for pools without a usable replica."""
     async with pool(
         steady_bus, 1, engine={"max_running": 1, "delay_s": 1.0}, limit={"factor": 1.0}, wait_for_replica_s=0.2
-    ) as (caller, _):
+    ) as (caller, [engine]):
         first = asyncio.ensure_future(caller.generate(timeout_s=60.0))
-        await caller.until(lambda pool: pool.replicas[0].num_in_flight == 1)
+        await until(lambda: engine.num_calls == 1)
         patient = asyncio.ensure_future(caller.generate(timeout_s=60.0))
         assert list((await first).output_ids) == list((await patient).output_ids)
 
@@ -100,7 +100,7 @@ async def test_limits_follow_what_replicas_report(bus: Bus) -> None:
         async def call() -> None:
             nonlocal most
             await caller.generate()
-            most = max(most, engine.num_running)
+            most = max(most, (await caller.replicas()).replicas[0].num_in_flight)
 
         async with asyncio.timeout(HANG_S):
             while (await caller.replicas()).replicas[0].limit < 8:

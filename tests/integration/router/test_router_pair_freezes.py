@@ -38,6 +38,8 @@ async def test_a_frozen_prefill_replica_is_blamed_for_what_its_partner_waited_fo
         pending = asyncio.ensure_future(caller.generate("s", timeout_s=30.0))
         await until(lambda: d.num_running == 1)
         standing_still.send_signal(signal.SIGSTOP)
+        await until(lambda: d.num_timed_out == 1)
+        d.pair_timeout_s = HANG_S  # the next partner has all the time
         async with SimulatedPrefill(bus, replica_id="b-heir").running():
             while not pending.done():
                 assert (await breakers(caller))["d"] == CLOSED

@@ -62,7 +62,7 @@ async def test_any_mix_serves(steady_bus: Bus, num_prefill: int, num_decode: int
             )
             assert all(list(answer.output_ids) == ids(12) for answer in answers)
         await until(lambda: all(engine.num_answered for engine in (*prefills, *decodes, *unified)))
-        assert sum(engine.num_answered for engine in (*decodes, *unified)) == 90
+        await until(lambda: sum(engine.num_answered for engine in (*decodes, *unified)) == 90)
         assert_well_paired([*prefills, *decodes])
         await until_idle(caller)
         for session in ("s0", "s1", "s2"):
@@ -158,8 +158,7 @@ async def test_two_routers_share_the_pairs(steady_bus: Bus, run_name: str) -> No
             one.generate(f"{index}-{n}", num_tokens=8) for index, one in enumerate((caller, other)) for n in range(12)
         ]
         await asyncio.gather(*calls)
-        await until(lambda: sum(p.num_answered for p in prefills) == 24)
-        assert sum(d.num_answered for d in decodes) == 24
+        await until(lambda: [sum(each.num_answered for each in peers) for peers in (prefills, decodes)] == [24, 24])
         assert_well_paired([*prefills, *decodes])
         await decodes[0].update(num_running=8)
         await other.until(lambda pool: pool.replicas[0].replica.num_running == 8)

@@ -104,7 +104,8 @@ class Harness:
             engine.delay_s = engine.token_s = 0.0
             engine.scores = True
             engine.image_store = None
-            engine.error = engine.fail_after = engine.fail_with = None
+            engine.error = engine.fail_after = engine.fail_with = engine.hang_after = None
+            engine.released.clear()
             engine.requests.clear()
             engine.num_calls = engine.num_cancelled = 0
             await engine.update(state=common_pb2.REPLICA_STATE_READY)
