@@ -27,7 +27,7 @@ from penstock.config import BusConfig
 async def main(url, run):
     async with (
         connect(BusConfig(url=url), run=run) as bus,
-        consuming(bus, bus.prompts, "workers", ack_wait_s=3.0, max_ack_pending=10) as consumer,
+        consuming(bus, bus.prompts, "workers", ack_wait_s=8.0, max_ack_pending=10) as consumer,
     ):
         [delivery] = await consumer.fetch(1)
         sys.stdout.write("holding\\n")
@@ -67,7 +67,7 @@ async def test_a_killed_consumers_message_is_delivered_again(
     )
     assert holder.stdout is not None
     assert await promptly(holder.stdout.readline()) == b"holding\n"
-    consumer = await workers(bus, ack_wait_s=3.0)
+    consumer = await workers(bus, ack_wait_s=8.0)
     await until_beaten(bus, 4)  # longer than the ack wait
     assert await consumer.fetch(1) == []
     holder.send_signal(signal.SIGKILL)

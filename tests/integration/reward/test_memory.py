@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.reward.config import MAX_DEADLINE_S
 from services.reward.server import MAX_OVERTIME
 from tests.support.reward import misbehaving_verifiers
 from tests.support.reward.process import RewardProcess, reward_process
@@ -22,7 +23,7 @@ _NUM_CLIENTS = 24
 _MOST_HELD = 3
 """Texts of 4 MiB, in the seven eighths of 16 MiB that are for large ones."""
 _RIGHT = {"golds": ["5"], "response": r"\boxed{5}", "profile": "math"}
-_SLEEPS = {"golds": ["5"], "response": "sleep", "profile": "asleep", "deadline_s": 30.0}
+_SLEEPS = {"golds": ["5"], "response": "sleep", "profile": "asleep", "deadline_s": MAX_DEADLINE_S}
 _TEXT = json.dumps({"label": "5", "response": "x" * 4 * 2**20 + r"\boxed{5}"}).encode()
 
 

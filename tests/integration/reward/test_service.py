@@ -75,7 +75,7 @@ async def test_calls_in_progress_finish_when_the_service_stops() -> None:
     """Draining waits for them; then no process is left."""
     config = RewardConfig(workers=2, deadline_s=MAX_DEADLINE_S)
     async with contextlib.AsyncExitStack() as stack:
-        server, pool, _ = await stack.enter_async_context(running(config))
+        server, pool, _ = await stack.enter_async_context(running(config, grace_s=HANG_S))
         pids = pool.worker_pids
         client = RewardClient(server.address)
         items = [item_of(*HANGS, deadline_s=3.0), item_of(*EASY)]

@@ -249,7 +249,7 @@ async def test_a_call_that_ends_takes_its_items_with_it(how: str) -> None:
     """Those that wait for a worker, and the one that a worker is at, which is killed."""
     async with reward_service(workers=1, max_overtime=0) as (client, pool):
         pids, num_killed = pool.worker_pids, pool.num_killed
-        timeout_s = HANG_S if how == "cancelled" else 3.0
+        timeout_s = HANG_S if how == "cancelled" else 8.0
         calling = asyncio.create_task(client.verify_batch([hanging_item()] * 3, timeout_s=timeout_s))
         await until(lambda: (pool.num_busy, pool.num_waiting) == (1, 2))
         if how == "cancelled":

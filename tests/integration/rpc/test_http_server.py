@@ -23,7 +23,7 @@ from penstock.runtime.process import end_task
 from penstock.runtime.security import Security
 from tests.support.certificates import make_certificates, security_of
 from tests.support.sockets import options_of_accepted
-from tests.support.waiting import promptly, until
+from tests.support.waiting import HANG_S, promptly, until
 
 
 @contextlib.asynccontextmanager
@@ -219,7 +219,7 @@ async def test_a_client_that_has_its_answer_is_not_gone() -> None:
     server = HttpServer(answer, host="127.0.0.1", port=0)
     await server.start()
     with structlog.testing.capture_logs() as logs:
-        async with httpx.AsyncClient(base_url=server.url) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client:
             assert (await client.get("/call")).text == "done"
             await promptly(ended.wait())
         await server.drain(0.0)

@@ -17,6 +17,7 @@ from penstock.telemetry import metrics
 from penstock.telemetry.serving import serving_metrics
 from services.launch.run_folder import RunFolder
 from tests.support.certificates import make_certificates, security_of
+from tests.support.waiting import HANG_S
 
 TOKEN = "5f0c6f7a3f0b4f6d9d0e0a1b2c3d4e5f"
 NETWORK = NetworkConfig()
@@ -48,7 +49,7 @@ async def test_the_page_needs_the_token() -> None:
     """As every port does; health does not exist here."""
     async with (
         serving(0, RunConfig(), NETWORK, Security(token=TOKEN)) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client,
     ):
         assert (await client.get("/metrics")).status_code == 401
         answer = await client.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
@@ -61,7 +62,7 @@ async def test_paths_of_callers_are_no_labels() -> None:
     """A route's pattern is; each label is a time series."""
     async with (
         serving(0, RunConfig(), NETWORK, Security()) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client,
     ):
         await client.get("/made/up")
         page = (await client.get("/metrics")).text
@@ -117,6 +118,9 @@ async def test_a_taken_port_is_an_error_that_names_the_setting() -> None:
         with pytest.raises(SetupError, match=rf"metrics\.port: cannot listen on 127\.0\.0\.1:{port}"):
             async with serving_metrics(config, RunConfig(), NETWORK, Security()):
                 pass
-    async with serving_metrics(MetricsConfig(), RunConfig(), NETWORK, Security()), httpx.AsyncClient() as client:
+    async with (
+        serving_metrics(MetricsConfig(), RunConfig(), NETWORK, Security()),
+        httpx.AsyncClient(timeout=HANG_S) as client,
+    ):
         with pytest.raises(httpx.ConnectError):
             await client.get(f"http://127.0.0.1:{port}/metrics")

@@ -288,7 +288,11 @@ async def test_calls_are_counted_by_method_and_code() -> None:
         hanging = asyncio.ensure_future(list_replicas(channel))
         await has_begun.wait()
         running = f'penstock_rpc_calls_running{{method="/{NAME}/ListReplicas"}} 1.0'
-        assert running in (await metrics.page()).decode().splitlines()
+
+        async def is_counted() -> bool:  # the call before is over for its caller sooner than for its server
+            return running in (await metrics.page()).decode().splitlines()
+
+        await until(is_counted)
         hanging.cancel()
         await asyncio.gather(hanging, return_exceptions=True)
 

@@ -16,7 +16,7 @@ from penstock.http.server import HttpServer
 from penstock.runtime.security import Security
 from tests.support.certificates import security_of
 from tests.support.strangers import TOKEN, WRONG, assert_http_is_closed
-from tests.support.waiting import promptly
+from tests.support.waiting import HANG_S, promptly
 
 KNOWN = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -41,7 +41,10 @@ async def serving(security: Security) -> AsyncIterator[HttpServer]:
 async def test_a_caller_without_the_token_is_refused_and_learns_nothing() -> None:
     """Every page answers the same, the OpenAPI page and those that are not there too; only health is everybody's."""
     with structlog.testing.capture_logs() as logs:
-        async with serving(Security(token=TOKEN)) as server, httpx.AsyncClient(base_url=server.url) as client:
+        async with (
+            serving(Security(token=TOKEN)) as server,
+            httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client,
+        ):
             await assert_http_is_closed(client, "/call")
             for shown in (f"Bearer {WRONG}", f"Basic {TOKEN}", TOKEN):
                 await assert_http_is_closed(client, "/call", Authorization=shown)
@@ -55,7 +58,10 @@ async def test_a_caller_without_the_token_is_refused_and_learns_nothing() -> Non
 
 async def test_a_stranger_hears_nothing_of_a_server_that_stops() -> None:
     """Refused as before; who has the token hears that it stops."""
-    async with serving(Security(token=TOKEN)) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with (
+        serving(Security(token=TOKEN)) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client,
+    ):
         server.set_serving(False)
         await assert_http_is_closed(client, "/call")
         assert (await client.get("/call", headers=KNOWN)).status_code == 503
@@ -70,7 +76,8 @@ async def test_a_refused_request_is_not_read(path: str) -> None:
         writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n{{".encode())
         assert await promptly(reader.readline()) == b"HTTP/1.1 401 Unauthorized\r\n"
         writer.close()
-        async with httpx.AsyncClient(base_url=server.url) as client:  # one that sends all of it hears it as well
+        # One that sends all of it hears it as well.
+        async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client:
             assert (await client.post("/call", content=bytes(20 * 2**20))).status_code == 401
 
 
@@ -84,7 +91,7 @@ async def test_tls(certificates: SecurityConfig, other_certificates: SecurityCon
         async with client_of(server, other_certificates) as stranger:
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await stranger.get("/call", headers=KNOWN)
-        async with httpx.AsyncClient(base_url=f"http://{server.address}") as plain:
+        async with httpx.AsyncClient(base_url=f"http://{server.address}", timeout=HANG_S) as plain:
             with pytest.raises(httpx.RemoteProtocolError):
                 await plain.get("/healthz")
 
@@ -105,7 +112,7 @@ async def test_mutual_tls(certificates: SecurityConfig, other_certificates: Secu
 def client_of(server: HttpServer, config: SecurityConfig) -> httpx.AsyncClient:
     tls = security_of(config).tls
     assert tls is not None
-    return httpx.AsyncClient(base_url=server.url, verify=tls.client_context())
+    return httpx.AsyncClient(base_url=server.url, verify=tls.client_context(), timeout=HANG_S)
 
 
 async def test_a_server_without_a_certificate_does_not_start(certificates: SecurityConfig) -> None:

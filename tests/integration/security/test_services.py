@@ -32,6 +32,7 @@ from services.reward.remote import RemoteVerifier
 from services.reward.server import running
 from services.router.config import RouterConfig
 from services.router.server import routing
+from services.router.tuning import Tuning
 from services.trainer.telemetry.progress import Progress, TrainerServicer
 from tests.support.certificates import security_of
 from tests.support.reward.service import EASY, item_of
@@ -66,7 +67,7 @@ async def test_reward(certificates: SecurityConfig, secured: Security) -> None:
             assert (await client.verify(item_of(*EASY), timeout_s=20.0)).score == 1.0
         tls = stranger_of(certificates).tls
         assert tls is not None
-        async with httpx.AsyncClient(base_url=service.http.url, verify=tls.client_context()) as http:
+        async with httpx.AsyncClient(base_url=service.http.url, verify=tls.client_context(), timeout=HANG_S) as http:
             await assert_http_is_closed(http, "/v1/verify")
             assert (await http.get("/healthz")).json() == {"status": "serving"}
             assert (await http.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 200
@@ -216,11 +217,11 @@ async def test_an_engine_with_another_token_is_a_sick_replica(steady_bus: Bus) -
     right, wrong = Security(token=TOKEN), Security(token=WRONG)
     async with SimulatedEngine(steady_bus, replica_id="odd", security=wrong).running() as odd:
         async with (
-            routing(RouterConfig(), steady_bus, security=right) as router,
+            routing(RouterConfig(), steady_bus, security=right, tuning=Tuning(time_to_answer_s=HANG_S)) as router,
             GenerateClient(router.address, security=right) as client,
         ):
             with pytest.raises(UnavailableError, match=r"replica odd at .*token missing or wrong"):
-                await client.generate(turn(), timeout_s=5.0)
+                await client.generate(turn(), timeout_s=HANG_S + 1.0)
             async with (
                 SimulatedEngine(steady_bus, replica_id="one", security=right).running(),
                 RouterClient(router.address, security=right) as asking,
@@ -231,7 +232,7 @@ async def test_an_engine_with_another_token_is_a_sick_replica(steady_bus: Bus) -
 
                 await until(are_known)
                 for number in range(8):
-                    answer = await client.generate(turn(session_id=str(number)), timeout_s=10.0)
+                    answer = await client.generate(turn(session_id=str(number)), timeout_s=2 * HANG_S)
                     assert answer.replica_id == "one"
         assert odd.requests == []
 

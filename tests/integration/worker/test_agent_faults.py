@@ -318,7 +318,7 @@ async def test_an_agent_plays_over_tls_with_the_key_of_its_session(
     seen = list[AgentSession]()
 
     async def call(session: AgentSession, key: str, url: str, headers: Mapping[str, str]) -> int:
-        async with httpx.AsyncClient(verify=session.tls or True) as client:
+        async with httpx.AsyncClient(verify=session.tls or True, timeout=HANG_S) as client:
             body = {"model": "any", "messages": session.messages}
             shown = {"Authorization": f"Bearer {key}", **headers}
             return (await client.post(url, headers=shown, json=body)).status_code
@@ -351,7 +351,7 @@ async def test_an_agent_plays_over_tls_with_the_key_of_its_session(
             for index, name in enumerate(agents):
                 await publish(bus, make_prompt(run_name, index, environment=name, sampling=LONG, **TEXT))
             groups = await until_done(bus, len(agents))
-        async with httpx.AsyncClient() as stranger:
+        async with httpx.AsyncClient(timeout=HANG_S) as stranger:
             with pytest.raises(httpx.ConnectError):
                 await stranger.get(f"{seen[0].base_url}/models")
     rewards = {group.id.index: [(sample.reward, sample.error) for sample in group.samples] for group in groups}

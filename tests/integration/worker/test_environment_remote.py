@@ -29,7 +29,7 @@ from services.rollout.worker.environments.hosting.server import serving_environm
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from tests.support.certificates import security_of
 from tests.support.strangers import TOKEN, assert_http_is_closed
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 from tests.support.worker.hosted_episodes import HERE, has_ended, make_task, pid_of, text_of, turn
 
 
@@ -211,7 +211,7 @@ async def test_token_and_tls(certificates: SecurityConfig, monkeypatch: pytest.M
             with pytest.raises(UnavailableError, match="certificate"):
                 await environment.reset(make_task(remaining_s=0.1))
         assert secured.tls is not None
-        async with httpx.AsyncClient(base_url=server.url, verify=secured.tls.client_context()) as http:
+        async with httpx.AsyncClient(base_url=server.url, verify=secured.tls.client_context(), timeout=HANG_S) as http:
             await assert_http_is_closed(http, "/v1/episodes/x")
 
 

@@ -20,7 +20,7 @@ from services.recipe import Recipe
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from tests.support.strangers import TOKEN
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 from tests.support.worker import scripted_episodes
 from tests.support.worker.environment_server import environment_server
 from tests.support.worker.hosted_episodes import HERE, make_task, play_on, text_of, turn
@@ -40,7 +40,7 @@ async def test_a_worker_plays_an_episode_at_the_server(tiny_model_path: Path, mo
     monkeypatch.setenv("PENSTOCK_ENVIRONMENT_TOKEN", TOKEN)
     renderer = Renderer.load(tiny_model_path)
     with environment_server(with_args('{greeting = "Good day"}')) as server:
-        async with httpx.AsyncClient(base_url=server.url) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as http:
             assert (await http.get("/healthz")).json() == {"status": "serving"}
             assert (await http.delete("/v1/episodes/x")).status_code == 401
         tables = WorkerConfig(environments={"mine": {"url": server.url, "name": "Echo"}}).environments
@@ -110,7 +110,7 @@ async def test_a_server_that_is_stopped_lets_its_episodes_end() -> None:
     """It takes no new one and says so on its health page; a step in play still gets its verdict; then it ends."""
     with environment_server(ECHO, "--run.grace_s=600") as server:
         tables = WorkerConfig(environments={"Echo": {"url": server.url}}).environments
-        async with EnvironmentRegistry(tables) as registry, httpx.AsyncClient() as http:
+        async with EnvironmentRegistry(tables) as registry, httpx.AsyncClient(timeout=HANG_S) as http:
             environment, late = registry.find("Echo")(), registry.find("Echo")()
             await environment.reset(make_task())
             server.process.terminate()
@@ -148,7 +148,7 @@ async def test_a_server_that_is_killed_costs_its_samples_and_nothing_else(
         with environment_server(*settings) as server:
             await publish(bus, make_prompt(run_name, environment="KillsItsServer"))
             [group] = await until_done(bus, 1)
-            assert server.process.wait(20) == -signal.SIGKILL
+            assert server.process.wait(HANG_S) == -signal.SIGKILL
         assert (group.error, group.num_deliveries) == ("", 1)
         assert [sample.finish_reason for sample in group.samples] == ["error", "error"]
         assert all(sample.num_own_tokens > 0 and url in sample.error for sample in group.samples)

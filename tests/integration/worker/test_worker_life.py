@@ -78,7 +78,7 @@ async def test_a_long_group_is_kept_alive_and_played_once(
 ) -> None:
     """Longer than ack_wait_s: signs of life keep the prompt from being delivered to another worker."""
     engine.hang_after = 0
-    recipe = make_recipe(engine.replica.address, ack_wait_s=6.0)
+    recipe = make_recipe(engine.replica.address, ack_wait_s=8.0)
     await publish(bus, make_prompt(run_name))
     async with working(recipe), working(recipe):
         await until_beaten(bus, 4)
@@ -94,7 +94,7 @@ async def test_a_worker_that_stops_finishes_what_it_can(
     engine.delay_s = 1.0
     await publish(bus, make_prompt(run_name))
     async with working(make_recipe(engine.replica.address, grace_s=10.0)) as stop:
-        await until(lambda: engine.num_running == 2)
+        await until(lambda: engine.num_calls == 2)
         stop.set()
     assert (await count(bus, bus.groups), await count(bus, bus.prompts)) == (1, 0)
 

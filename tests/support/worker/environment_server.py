@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tests.support.waiting import HANG_S
+
 
 @dataclass(frozen=True)
 class EnvironmentServer:
@@ -35,4 +37,4 @@ def environment_server(*settings: str) -> Iterator[EnvironmentServer]:
                 raise AssertionError("the server did not start:\n" + "".join(lines))
         finally:
             process.terminate()
-            process.communicate(timeout=20)
+            process.communicate(timeout=HANG_S)

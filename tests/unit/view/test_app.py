@@ -22,6 +22,7 @@ from services.view.app import view_app
 from services.view.run_reader import RunReader
 from services.view.sign_in import SignIn
 from tests.support.view_runs import SHA, add_group, add_spans, make_run, step_row, write_rows
+from tests.support.waiting import HANG_S
 
 _STATIC = Path(__file__).parents[3] / "services" / "view" / "static"
 _VENDORED = {
@@ -50,7 +51,7 @@ async def url(runs: list[Path]) -> AsyncIterator[str]:
 @pytest.fixture
 async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
     """A browser that has opened the address with the token."""
-    async with httpx.AsyncClient(base_url=url, follow_redirects=True) as client:
+    async with httpx.AsyncClient(base_url=url, follow_redirects=True, timeout=HANG_S) as client:
         assert (await client.get("/", params={"token": "secret"})).status_code == 200
         yield client
 
@@ -60,7 +61,7 @@ async def test_the_token_in_the_address_becomes_a_cookie(url: str) -> None:
 
     Whoever is signed in may follow a link to a page that stands elsewhere, so the browser must send it there too.
     """
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_S) as client:
         for path in ("/", "/main.js", "/api/runs", "/api/runs/0/episodes/0"):
             assert (await client.get(path)).status_code == 401
         answer = await client.get("/", params={"run": "1", "token": "secret"})
@@ -69,7 +70,7 @@ async def test_the_token_in_the_address_becomes_a_cookie(url: str) -> None:
         assert "httponly" in cookie
         assert "samesite=lax" in cookie
         assert (await client.get("/api/runs")).status_code == 200
-    async with httpx.AsyncClient(base_url=url, follow_redirects=True) as client:
+    async with httpx.AsyncClient(base_url=url, follow_redirects=True, timeout=HANG_S) as client:
         assert (await client.get("/", params={"token": "wrong"})).status_code == 401
 
 
@@ -130,13 +131,13 @@ async def test_a_plus_of_the_token_is_a_plus(name: str) -> None:
 
 async def test_a_token_that_no_header_can_carry_is_a_wrong_one(url: str) -> None:
     """As any other that is not the server's."""
-    async with httpx.AsyncClient(base_url=url, follow_redirects=True) as client:
+    async with httpx.AsyncClient(base_url=url, follow_redirects=True, timeout=HANG_S) as client:
         assert (await client.get("/", params={"token": "鍵"})).status_code == 401
 
 
 async def test_the_token_leads_to_no_other_host(url: str) -> None:
     """Two slashes, or a backslash, would begin its name."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=HANG_S) as client:
         for path in ("//evil.example/x", "/\\evil.example/x", "///evil.example"):
             answer = await client.get(f"{url.rstrip('/')}{path}", params={"token": "any"})
             assert answer.status_code == 303

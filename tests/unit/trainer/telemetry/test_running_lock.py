@@ -138,11 +138,10 @@ async def test_a_file_system_that_answers_no_longer_holds_up_no_end(
             finally:
                 super().close()
 
-    monkeypatch.setattr(running_lock, "_ANSWER_S", 0.1)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", lambda path, mode: Stuck(path, mode))
         async with shown_as_running(tmp_path):
-            pass
+            monkeypatch.setattr(running_lock, "_ANSWER_S", 1.0)  # of its end
     [thread] = closing
     assert thread is not threading.main_thread()
     assert thread.is_alive()
