@@ -16,7 +16,7 @@ async def test_control_processes_are_measured_around_engines_of_two_processes(
     """Eight engines in two processes, each with a lease and a connection of its own; two workers; pushes reach all."""
     load = Load(replicas=8, tokens=600, samples_per_s=32.0, groups_per_step=4, num_workers=2, num_engine_processes=2)
     measured = await run(load, tmp_path / "run", idle_s=1.0, num_warmup=1, num_steps=3)
-    assert 0 < measured.groups_per_s < 2 * measured.offered_groups_per_s
+    assert 0 < measured.groups_per_s < 1.1 * measured.offered_groups_per_s
     assert measured.tokens_per_s == pytest.approx(measured.groups_per_s * 8 * 600, rel=0.15)
     assert measured.fewest_replicas == 8
     assert measured.push_s > 0
