@@ -16,6 +16,7 @@ from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.prompt import CheckedRequest
 from services.rollout.engine.sglang.engine import SglangEngine
 from services.rollout.engine.sglang.recipe_settings import known_names
+from tests.support.waiting import HANG_S
 
 REQUEST = CheckedRequest(
     input_ids=[1], images=[], temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=[]
@@ -101,6 +102,21 @@ async def test_a_call_is_ended_however_young_it_is(tiny_model_path: Path, num_st
     with pytest.raises(UnavailableError, match="the engine drains"):
         await playing
     assert len(manager.aborted) == 1
+    await engine.idle()
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+async def test_a_call_hears_what_ended_it_first(tiny_model_path: Path, as_stream: bool) -> None:
+    """An engine that died drains at once; its callers may not take its death for a hand-over: deaths are counted."""
+    engine = engine_of(TokenizerManager(), tiny_model_path)
+    playing = asyncio.create_task(played(engine, as_stream=as_stream))
+    while not engine.num_in_flight and not playing.done():
+        await asyncio.sleep(0)
+    engine.fail_running("the engine died")
+    engine.hand_over("the engine drains")
+    engine.fail_running("the engine shuts down")
+    with pytest.raises(UnavailableError, match="the engine died"):
+        await asyncio.wait_for(playing, HANG_S)
     await engine.idle()
 
 

@@ -209,6 +209,8 @@ class SglangEngine:
 
     def _end_running(self, kind: type[PenstockError], reason: str) -> None:
         for call in self._running.values():
+            if call.failure is not None:
+                continue  # its caller still takes the finished tokens, and is to hear what ended it
             call.failure = kind(reason)
             if call.task is not None:
                 call.task.cancel()
