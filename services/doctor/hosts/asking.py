@@ -16,6 +16,7 @@ from penstock.errors import AccessError, ConfigError, SetupError, UnavailableErr
 from penstock.runtime.security import REFUSAL, Security
 from services.doctor.finding import Finding, fault
 from services.doctor.hosts.answering import PATIENCE_S
+from services.doctor.hosts.clocks import ahead_s
 from services.doctor.hosts.comparison import compare
 from services.doctor.hosts.facts import HostFacts, Question, marker_file, own_facts, shared_folder
 from services.recipe import Recipe
@@ -35,7 +36,7 @@ def ask(address: str, recipe: Recipe, security: Security, *, patience_s: float =
     """
     try:
         with _greeting(recipe) as question:
-            facts, ahead_s = _answer(address, question, security, patience_s=patience_s)
+            facts, clock_s = _answer(address, question, security, patience_s=patience_s)
     except SetupError as error:
         return [fault("shared path", str(error), "set run.dir to a folder that all hosts share, and can write to")]
     except AccessError as error:
@@ -43,7 +44,7 @@ def ask(address: str, recipe: Recipe, security: Security, *, patience_s: float =
     except UnavailableError as error:
         remedy = "run `penstock doctor --serve PORT` there, and let this host reach its ports"
         return [fault(f"{address}: name and port", str(error), remedy)]
-    return list(compare(own_facts(recipe), facts, run=recipe.run, ahead_s=ahead_s))
+    return list(compare(own_facts(recipe), facts, run=recipe.run, ahead_s=clock_s))
 
 
 @contextmanager
@@ -113,9 +114,10 @@ def _exchange(address: str, question: Question, security: Security) -> tuple[Hos
         headers = {"Content-Type": "application/json"}
         if security.token:
             headers["Authorization"] = f"Bearer {security.token}"
+        asked_at = time.time()
         connection.request("POST", "/v1/host", question.model_dump_json(), headers)
         response = connection.getresponse()
-        received_at, body = time.time(), response.read()
+        answered_at, body = time.time(), response.read()
     if response.status in (401, 403):
         raise AccessError(REFUSAL)
     try:
@@ -123,4 +125,4 @@ def _exchange(address: str, question: Question, security: Security) -> tuple[Hos
     except (ValueError, pydantic.ValidationError):
         said = body[:200].decode(errors="replace")
         raise UnavailableError(f"it answers {response.status}, and not as this version's doctor does: {said}") from None
-    return facts, facts.clock - received_at
+    return facts, ahead_s(asked_at=asked_at, heard_at=facts.heard_at, said_at=facts.said_at, answered_at=answered_at)

@@ -52,8 +52,10 @@ class HostFacts(pydantic.BaseModel):
     """Whether the asker's file is in the run folder."""
     reach_error: str
     """Why the asker was not reached under its name; empty if it was."""
-    clock: float
-    """The wall clock when the answer left, in seconds since 1970."""
+    heard_at: float
+    """The wall clock when the question had come, in seconds since 1970."""
+    said_at: float
+    """The wall clock before the answer left."""
 
 
 def shared_folder(run: RunConfig) -> Path:
@@ -68,18 +70,21 @@ def marker_file(run: RunConfig, marker: str) -> Path:
 
 def look(recipe: Recipe, question: Question) -> HostFacts:
     """Return this host's answer. Blocking: it reads files, and connects to the asker."""
+    heard_at = time.time()
     facts = own_facts(recipe)
     return facts.model_copy(
         update={
             "sees_marker": marker_file(recipe.run, question.marker).is_file(),
             "reach_error": reach(question.advertised, question.port, question.marker),
-            "clock": time.time(),
+            "heard_at": heard_at,
+            "said_at": time.time(),
         }
     )
 
 
 def own_facts(recipe: Recipe) -> HostFacts:
     """Return what this host knows of itself."""
+    now = time.time()
     return HostFacts(
         host=socket.gethostname(),
         advertised=recipe.network.advertised,
@@ -89,7 +94,8 @@ def own_facts(recipe: Recipe) -> HostFacts:
         model="" if recipe.model is None else model_digest(recipe.model.path),
         sees_marker=True,
         reach_error="",
-        clock=time.time(),
+        heard_at=now,
+        said_at=now,
     )
 
 

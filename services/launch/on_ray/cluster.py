@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock import config as configuration
 from penstock.errors import ConfigError, SetupError
+from services.doctor.hosts.clocks import ahead_s
 from services.launch.config import LaunchConfig
 from services.launch.on_ray import clocks, environment, facts, inputs_check, versions
 from services.launch.on_ray.placement import ANYWHERE, Host, describe_hosts
@@ -193,9 +194,9 @@ class Cluster:
         try:
             with self._mark() as mark:
                 found = await self._ask(host, facts.look, mark, timeout_s=_LOOK_TIMEOUT_S)
-            ahead_s = await self._ahead_s(host)
-            clock = clocks.describe(ahead_s)
-            unfit = versions.difference(found, self._own) or (clock if clocks.is_broken(ahead_s) else "")
+            seconds = await self._ahead_s(host)
+            clock = clocks.describe(seconds)
+            unfit = versions.difference(found, self._own) or (clock if clocks.is_broken(seconds) else "")
             if unfit:
                 return dataclasses.replace(host, unfit=unfit)
             sees_run_folder = found["sees_run_folder"] or self._run_folder is None
@@ -221,7 +222,7 @@ class Cluster:
         """
         asked_at = time.time()
         clock = await self._ask(host, facts.clock, timeout_s=_LOOK_TIMEOUT_S)
-        return clocks.ahead_s(clock, asked_at=asked_at, answered_at=time.time())
+        return ahead_s(asked_at=asked_at, heard_at=clock, said_at=clock, answered_at=time.time())
 
     async def _ask(self, host: Host, function: Any, *arguments: Any, timeout_s: float) -> Any:
         strategy = NodeAffinitySchedulingStrategy(host.node_id, soft=False)

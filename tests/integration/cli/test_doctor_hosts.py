@@ -38,7 +38,8 @@ def facts(**changes: Any) -> HostFacts:
         "model": "d1",
         "sees_marker": True,
         "reach_error": "",
-        "clock": 0.0,
+        "heard_at": 0.0,
+        "said_at": 0.0,
     }
     return HostFacts(**told | changes)
 

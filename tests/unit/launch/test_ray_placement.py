@@ -14,7 +14,7 @@ import pytest
 from penstock.config import load
 from penstock.errors import ConfigError
 from services.cli.app import main
-from services.launch.on_ray import actor, clocks, facts, versions
+from services.launch.on_ray import actor, facts, versions
 from services.launch.on_ray.actor import Order, environment_of
 from services.launch.on_ray.addresses import listening, require_launchable, with_peers
 from services.launch.on_ray.placement import (
@@ -231,14 +231,6 @@ def test_builds_that_may_not_go_together_are_named(there: str, here: str, words:
     """Those for two versions of CUDA may have two of NCCL; a host or launcher without a GPU has a build of its own."""
     said = versions.describe_builds({"versions": {"torch": there}}, {"versions": {"torch": here, "sglang": "0.5.2"}})
     assert (said[: len(words)], bool(said)) == (words, bool(words))
-
-
-@pytest.mark.parametrize(
-    ("clock", "ahead_s"), [(100.0, 0.0), (103.0, 0.0), (103.5, 0.5), (98.0, -2.0)], ids=["asked", "answered", "+", "-"]
-)
-def test_a_clock_that_was_read_during_the_question_is_right(clock: float, ahead_s: float) -> None:
-    """Nobody knows when in these three seconds it was read."""
-    assert clocks.ahead_s(clock, asked_at=100.0, answered_at=103.0) == ahead_s
 
 
 def test_a_host_says_which_code_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
