@@ -7,6 +7,7 @@ files are deleted. No fault in it ends the run.
 
 import asyncio
 import json
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -29,6 +30,9 @@ _FILE_BYTES = 16 * 2**20
 _RETRY_S = 2.0
 _LAST_S = 3.0
 """Seconds that a trainer which ends spends on the last spans."""
+_MORE_S = 1.0
+"""Of them, how long it reads on after a read that brought some: the last ones of several processes may come one by one,
+and processes that go on never end to send."""
 _OLDEST_S = 600.0
 """Seconds before the first start of a run from which its spans are kept; older ones are of another run of its name."""
 
@@ -128,16 +132,21 @@ async def _collect(bus: Bus, folder: Path, max_bytes: int, ending: asyncio.Event
     unwritten: list[StoredBatch] = []
     is_written = True
     try:
-        is_last = False
+        is_last, last_at = False, math.inf
         while not is_last:
-            is_last = ending.is_set()
+            if is_ending := ending.is_set():
+                last_at = min(last_at, time.monotonic() + _MORE_S)
             try:
+                found: Sequence[StoredBatch] = ()
                 if not unwritten:  # else the rest waits on the bus, which is bounded
-                    unwritten = [batch for batch in await reader.read() if (batch.stored_at or 0.0) >= oldest]
+                    found = await reader.read()
+                    unwritten = [batch for batch in found if (batch.stored_at or 0.0) >= oldest]
+                is_last = is_ending and (not found or time.monotonic() >= last_at)
                 if is_last:
                     unwritten += _own_batches(reader.last_sequence)
             except (PenstockError, *BUS_ERRORS) as error:
                 log.debug("spans.collect_failed", reason=describe(error))
+                is_last = is_ending
                 if not ending.is_set():
                     await asyncio.sleep(_RETRY_S)
             if unwritten:

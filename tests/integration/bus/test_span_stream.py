@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 from penstock.bus import span_stream
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
-from penstock.bus.span_stream import sending_spans
+from penstock.bus.span_stream import SpanReader, StoredBatch, sending_spans
 from penstock.config import BusConfig
 from penstock.telemetry import spans
 from services.trainer.telemetry import span_files
@@ -49,9 +49,9 @@ async def test_spans_reach_the_run_folder_each_once(
                 await until(lambda: _turns(tmp_path) == [0])
             spans.record("turn", time.monotonic(), turn=1)
             await until(lambda: len(spans.buffer() or ()) == 0)
-            async with collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES):
-                await until(lambda: _turns(tmp_path) == [0, 1])
-                spans.record("turn", time.monotonic(), turn=2)
+        async with collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES):
+            await until(lambda: _turns(tmp_path) == [0, 1])
+            spans.record("turn", time.monotonic(), turn=2)
         assert _turns(tmp_path) == [0, 1, 2]
         trace = TraceReader(tmp_path).read()
         assert (trace.num_dropped, trace.num_lost_batches) == (0, 0)
@@ -92,6 +92,30 @@ async def test_spans_wait_while_the_server_is_away(
                 spans.record("turn", time.monotonic(), turn=101)
                 await until(lambda: _turns(tmp_path)[-1] == 101)
                 assert TraceReader(tmp_path).read().num_dropped == 50
+
+
+@pytest.mark.parametrize(("num_batches", "more_s"), [(3, HANG_S), (10**9, 0.0)], ids=["they end", "some go on"])
+async def test_the_last_batches_of_several_processes_come_one_by_one(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_batches: int, more_s: float
+) -> None:
+    """The collecting ends when a read brings nothing more, and for processes that go on to send it does not wait."""
+    monkeypatch.setattr(span_files, "_LAST_S", HANG_S)
+    monkeypatch.setattr(span_files, "_MORE_S", more_s)
+    numbers = iter(range(num_batches))
+
+    async def read(_: SpanReader) -> list[StoredBatch]:
+        number = next(numbers, None)
+        if number is None:
+            return []
+        sent = spans.SpanBuffer(f"worker-{number}")
+        sent.add("turn", time.monotonic(), time.monotonic(), {"turn": number})
+        return [StoredBatch(sequence=number + 1, stored_at=time.time(), payload=sent.take_batch(1)[0])]
+
+    monkeypatch.setattr(SpanReader, "read", read)
+    async with asyncio.timeout(HANG_S / 2):
+        async with collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES):
+            pass
+    assert _turns(tmp_path)[:3] == list(range(3))[: 3 if more_s else 1]
 
 
 async def test_a_fetch_that_brings_nothing_does_not_end_the_collecting(
