@@ -7,7 +7,7 @@ others, the others compute with it.
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,7 +87,7 @@ class _ManyRanks:
             with self._pulse.command(_SAVE):
                 collected = self._own.collect()
         on_copied()
-        return _write_with_others(self._own, collected, folder, self._ranks)
+        return _write_with_others(self._own, collected, folder, self._ranks, gathering=self._blaming)
 
     def close(self) -> None:
         """End the other ranks. If a command does not come to its end, this process ends with them, at once."""
@@ -108,17 +108,22 @@ class _ManyRanks:
     @contextmanager
     def _commanding(self) -> Iterator[None]:
         """Let no other command begin, and if this one fails, say whose end it was."""
-        with self._lock:
-            try:
-                yield
-            except PenstockError:
-                raise  # of all ranks alike
-            except BaseException as error:
-                self._is_broken = True
-                if isinstance(error, Exception):
-                    log.warning("command.failed", reason=repr(error))
-                    self._processes.blame()
-                raise
+        with self._lock, self._blaming():
+            yield
+
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """If what ranks do together fails, say whose end it was."""
+        try:
+            yield
+        except PenstockError:
+            raise  # of all ranks alike
+        except BaseException as error:
+            self._is_broken = True
+            if isinstance(error, Exception):
+                log.warning("command.failed", reason=repr(error))
+                self._processes.blame()
+            raise
 
 
 class ManyRanksBackend(_ManyRanks):
@@ -205,10 +210,18 @@ def follow(own: Any, ranks: Ranks, pulse: Pulse) -> None:
             getattr(own, name)(*args)
 
 
-def _write_with_others(own: Any, collected: Any, folder: Path, ranks: Ranks) -> dict[str, str]:
+def _write_with_others(
+    own: Any,
+    collected: Any,
+    folder: Path,
+    ranks: Ranks,
+    *,
+    gathering: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> dict[str, str]:
     """Write this rank's share of a checkpoint; return digests of all ranks' files, once all are on their disks.
 
-    Every rank must call this, in a thread that may wait while its rank runs other commands.
+    Every rank must call this, in a thread that may wait while its rank runs other commands. It waits for the others
+    within `gathering`.
 
     Raises:
         OSError: a rank could not write its files.
@@ -221,7 +234,8 @@ def _write_with_others(own: Any, collected: Any, folder: Path, ranks: Ranks) -> 
         outcome = OSError(error.errno, error.strerror or str(error), error.filename)
     except Exception as error:  # noqa: BLE001 - the others wait for the outcome, and rank 0 raises it
         outcome = RuntimeError(f"rank {ranks.rank} could not write its share of {folder}: {error!r}")
-    outcomes = ranks.gather_written(outcome)
+    with gathering():
+        outcomes = ranks.gather_written(outcome)
     if ranks.rank == 0:
         for each in outcomes:
             if isinstance(each, Exception):

@@ -89,7 +89,9 @@ class RankProcesses:
         not know why; without one that has, return after a moment.
         """
         until = time.monotonic() + _BLAME_S
-        while time.monotonic() < until:
+        is_over = False
+        while not is_over:
+            is_over = time.monotonic() >= until  # before the look: the machine may have stood still after the last one
             if any(process.poll() is not None for process in self._processes):
                 self._closed.wait(_BLAME_S)
                 return

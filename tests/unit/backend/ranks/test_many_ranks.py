@@ -4,6 +4,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,3 +94,26 @@ def test_a_command_that_fails_because_a_rank_has_ended_names_that_rank(monkeypat
         assert said == ["rank 1 ended with 3"]
         watch.join()
         others.close()
+
+
+def test_a_rank_that_ends_while_all_write_is_blamed(tmp_path: Path) -> None:
+    """Torch has seen its connection close; what this rank cannot write itself is nobody else's end."""
+    blamed: list[str] = []
+
+    def gather(_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def write(_: None, folder: Path) -> dict[str, str]:
+        (folder / "file").touch()
+        return {}
+
+    own: Any = SimpleNamespace(collect=lambda: None, write=write)
+    ranks: Any = SimpleNamespace(broadcast=lambda value: value, gather_written=gather, rank=0)
+    others: Any = SimpleNamespace(are_own=True, blame=lambda: blamed.append("rank 1"), close=lambda: None)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        ManyRanksBackend(own, ranks, others, Pulse()).save(tmp_path)
+    assert blamed == ["rank 1"]
+    ranks.gather_written = lambda outcome: [outcome]
+    with pytest.raises(FileNotFoundError):
+        ManyRanksBackend(own, ranks, others, Pulse()).save(tmp_path / "nowhere")
+    assert blamed == ["rank 1"]
