@@ -196,6 +196,18 @@ async def test_abort_ends_a_hanging_stage() -> None:
         await running
 
 
+async def test_the_first_of_two_aborts_says_why() -> None:
+    """The push's deadline and the trainer's abort in one moment."""
+    sink = RecordedSink()
+    sink.hang_at = "load b"
+    one = await receiver(sink)
+    running = asyncio.create_task(push(one, "p1", 1))
+    await until(lambda: sink.calls[-1:] == ["load b"])
+    await asyncio.gather(one.abort("p1", "its deadline passed"), one.abort("p1", "the trainer says so too"))
+    with pytest.raises(UnavailableError, match="its deadline passed"):
+        await running
+
+
 async def test_a_cancelled_call_ends_the_push() -> None:
     """The trainer's connection is gone in the middle of a stage."""
     sink = RecordedSink()

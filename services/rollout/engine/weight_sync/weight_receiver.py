@@ -250,8 +250,8 @@ class WeightReceiver:
             await self._cleaned_up()
             return self.state
         push = self._require(push_id)
-        if self._holder is not None:
-            push.abort_reason = reason
+        if self._holder is not None and not self._holder.cancelling():
+            push.abort_reason = push.abort_reason or reason
             self._holder.cancel()  # a stage that may wait forever
         async with self._holding():
             if self._push is not None and self._push.push_id == push_id:
