@@ -23,7 +23,9 @@ _NEARLY = 0.9
 swallow MemoryError. The kernel keeps the peak of the process's life, so its worker is then replaced."""
 _MAX_GROWTH_BYTES = 48 * 2**20
 """Maximum growth since the fork; beyond it, a worker is replaced."""
-_THREAD_END_S = 0.02
+_THREAD_END_S = 0.2
+"""For a joined thread to leave the kernel: on a busy machine it waits for a core first."""
+_THREAD_LOOK_S = 0.002
 
 
 def work(fd: int, memory_limit_bytes: int, *, is_confined: bool) -> None:
@@ -81,7 +83,7 @@ def _has_threads_left() -> bool:
     while _ProcessStatus.read().num_threads > 1:
         if time.monotonic() > until:
             return True
-        time.sleep(_THREAD_END_S / 10)
+        time.sleep(_THREAD_LOOK_S)
     return False
 
 
