@@ -19,6 +19,7 @@ RECIPE = ROOT / "recipes" / "tiny-cpu.toml"
 
 _HANG_S = 120.0
 """A killed trainer's successor imports, waits until the lock has lapsed and starts its ranks: 25 s on slow cores."""
+_GONE_S = 30.0
 _RANK = "services.trainer.backend.ranks.follower"
 
 
@@ -109,6 +110,13 @@ class TrainProcess:
             if self.mark.encode() in environment and not is_zombie:
                 found.append(int(entry.name))
         return sorted(found)
+
+    def left_behind(self) -> list[int]:
+        """Return what still lives after the launcher's end; what it killed last takes the kernel a moment."""
+        deadline = time.monotonic() + _GONE_S
+        while (pids := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return pids
 
     def tail(self) -> str:
         """Return the end of the launcher's and the services' logs, for a failed assertion."""

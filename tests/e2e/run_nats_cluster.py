@@ -46,4 +46,4 @@ def test_each_server_is_away_once_and_no_group_is_lost(tmp_path: Path) -> None:
             cluster.servers[2].start()
             assert train.wait(400) == 0, train.tail()
             assert_nothing_was_lost(train.rows(), num_steps)
-            assert train.pids() == []
+            assert train.left_behind() == []

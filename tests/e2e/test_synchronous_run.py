@@ -305,4 +305,4 @@ def test_the_run_leaves_what_it_promises(run: TrainProcess) -> None:
     assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((run.folder / "episodes" / "images").glob("*.png"))
     assert (run.folder / "trace" / "trainer.jsonl").read_text().count("\n") == NUM_STEPS
-    assert run.pids() == []
+    assert run.left_behind() == []

@@ -94,7 +94,7 @@ def test_a_run_loses_a_host_and_gains_engines(tmp_path: Path, nodes: Nodes) -> N
         assert train.wait(400) == 0, train.tail()
         assert_nothing_was_lost(train.rows(), num_steps)
         assert train.rows()[-1]["num_replicas"] == 1
-        assert train.pids() == []
+        assert train.left_behind() == []
         for name in before:
             assert (train.folder / f"logs/{name}.log").stat().st_size, name
         spans = "".join(path.read_text() for path in (train.folder / "trace").glob("*.jsonl"))
@@ -112,7 +112,7 @@ def test_ctrl_c_and_resume(tmp_path: Path, nodes: Nodes) -> None:
         train.wait_for_step(2, timeout_s=300)
         train.process.send_signal(2)
         assert train.wait(200) == 130, train.tail()
-        assert train.pids() == []
+        assert train.left_behind() == []
         assert "did not stop" not in train.output.read_text()
         folder = train.folder
     with started(tmp_path, "--resume", str(folder)) as train:
