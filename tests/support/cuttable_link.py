@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from penstock.runtime.process import end_task
 
 _BLOCK_BYTES = 4096
+_CATCH_UP_S = 1.0
+"""Late wake-ups of a busy machine do not add up: a slow link makes up for so many seconds."""
 
 
 class CuttableLink:
@@ -83,6 +85,8 @@ class CuttableLink:
     async def _deliver(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may_carry: asyncio.Event
     ) -> None:
+        loop = asyncio.get_running_loop()
+        due_at = loop.time()
         while data := await reader.read(_BLOCK_BYTES):
             await may_carry.wait()
             if self._bytes_left is not None:
@@ -94,4 +98,5 @@ class CuttableLink:
             writer.write(data)
             await writer.drain()
             self.num_bytes += len(data)
-            await asyncio.sleep(len(data) / self.bytes_per_s)
+            due_at = max(due_at, loop.time() - _CATCH_UP_S) + len(data) / self.bytes_per_s
+            await asyncio.sleep(max(0.0, due_at - loop.time()))

@@ -44,12 +44,14 @@ async def test_queues_tell_what_waits_and_what_is_in_hand(
     assert (await values(bus))["messages", "prompts"] == 2
 
 
-async def test_a_server_that_is_away_is_a_value(tmp_path: Path, run_name: str) -> None:
+async def test_a_server_that_is_away_is_a_value(tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page is there, without the streams."""
     async with contextlib.AsyncExitStack() as server:
         url = await server.enter_async_context(local_server(tmp_path))
         async with connect(BusConfig(url=url), run=run_name) as bus:
             await bus.ensure_streams()
-            assert (await values(bus))["messages", "prompts"] == 0
+            with monkeypatch.context() as patient:
+                patient.setattr(metrics, "_TIMEOUT_S", HANG_S)
+                assert (await values(bus))["messages", "prompts"] == 0
             await server.aclose()
             assert await values(bus) == {("reachable", ""): 0}

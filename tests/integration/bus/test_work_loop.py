@@ -89,7 +89,7 @@ async def test_a_hopeless_message_is_buried_at_once(workers: OpenConsumer, bus: 
         return await num_messages(bus, bus.prompts.name) == 0
 
     await bus.publish(bus.prompts, b"payload\nof two lines", message_id="a")
-    async with working(await workers(bus), handle, give_up=give_up):
+    async with working(await workers(bus, ack_wait_s=60.0), handle, give_up=give_up):
         await until(is_buried)
     assert given_up == ["InvalidRequestError: profile 'x'\nis unknown"]
     dead = await bus.jetstream.get_last_msg(bus.dead.name, bus.dead.subject)
@@ -154,7 +154,7 @@ async def test_a_message_is_kept_when_giving_it_up_fails(workers: OpenConsumer, 
         return len(attempts) > 0
 
     await bus.publish(bus.prompts, b"x", message_id="a")
-    async with working(await workers(bus), handle, give_up=give_up):
+    async with working(await workers(bus, ack_wait_s=60.0), handle, give_up=give_up):
         await until(was_tried)
     assert await num_messages(bus, bus.prompts.name) == 1
     assert await num_messages(bus, bus.dead.name) == 0
@@ -218,7 +218,7 @@ async def test_no_more_than_concurrency_at_once_and_every_message_once(workers: 
 
     for index in range(30):
         await bus.publish(bus.prompts, str(index).encode(), message_id=str(index))
-    async with working(await workers(bus), handle, concurrency=3):
+    async with working(await workers(bus, ack_wait_s=60.0), handle, concurrency=3):
         await until(are_done)
     assert most == 3
     assert sorted(seen, key=int) == [str(index).encode() for index in range(30)]

@@ -37,9 +37,9 @@ class SftCommand:
 
     def wait_for_step(self, folder: Path, step: int) -> None:
         """Wait until it has taken this step; not every step is printed."""
-        file = folder / "metrics.jsonl"
-        wait_until(lambda: self.process.poll() is not None or (file.exists() and file.read_text().count("\n") >= step))
+        wait_until(lambda: self.process.poll() is not None or num_steps(folder) >= step, timeout_s=180.0)
         assert self.process.poll() is None, self.process.communicate()
+        assert num_steps(folder) >= step
 
     def finish(self) -> tuple[int, str, str]:
         """Wait for the end: exit code, the rest of stdout, stderr."""
@@ -58,6 +58,12 @@ def recipe(tiny_model_path: Path, tmp_path: Path) -> Path:
         "trainer.optimizer.learning_rate = 1e-3\n"
     )
     return file
+
+
+def num_steps(folder: Path) -> int:
+    """Taken so far."""
+    file = folder / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -79,10 +85,11 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
     broken.wait_for_step(tmp_path / "broken", 3)
     broken.process.kill()
     broken.finish()
+    num_taken = num_steps(tmp_path / "broken")
     assert not (tmp_path / "broken/checkpoints/step-000012").exists()
 
     resumed = SftCommand("--resume", tmp_path / "broken", "--trainer.keep_checkpoints=7")
-    resumed.wait_for_step(tmp_path / "broken", 5)
+    resumed.wait_for_step(tmp_path / "broken", max(5, num_taken + 1))
     resumed.process.send_signal(signal.SIGINT)
     code, out, err = resumed.finish()
     last = rows(tmp_path / "broken")[-1]["step"]

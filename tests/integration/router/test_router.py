@@ -23,6 +23,7 @@ from penstock.errors import (
 )
 from penstock.records.published_version import CURRENT_KEY, POLICY_BUCKET, write_published_version
 from penstock.rpc.channel import connect as connect_channel
+from penstock.runtime.ports import free_ports
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.testing.simulated_process import simulated_process
 from penstock.v1 import common_pb2, generate_pb2, router_pb2, router_pb2_grpc, trainer_pb2
@@ -387,6 +388,6 @@ async def test_serves_a_recipe_until_told_to_stop(bus_config: BusConfig, run_nam
 @contextlib.asynccontextmanager
 async def local_port() -> AsyncIterator[int]:
     """A port that is in use during the context."""
-    server = await asyncio.start_server(lambda *streams: None, "127.0.0.1", 0)
+    server = await asyncio.start_server(lambda *streams: None, "127.0.0.1", free_ports(1)[0])
     async with server:
         yield server.sockets[0].getsockname()[1]

@@ -1,6 +1,7 @@
 """The router when replicas die, fail, or cannot be reached."""
 
 import asyncio
+import contextlib
 import signal
 
 import grpc
@@ -286,9 +287,10 @@ async def test_a_router_that_can_no_longer_follow_the_pool_ends(
 ) -> None:
     """It would go on with the replicas of that moment for ever, and nobody would know: a bug there is the end of it."""
     recipe = RouterSettings(router=RouterConfig(), bus=bus_config, run=RunConfig(name=run_name))
-    serving = asyncio.create_task(serve(recipe, asyncio.Event()))
-    async with SimulatedEngine(bus, replica_id="one").running() as engine:
+    async with contextlib.AsyncExitStack() as stack:
         with capture_logs() as events:
+            serving = asyncio.create_task(serve(recipe, asyncio.Event()))
+            engine = await stack.enter_async_context(SimulatedEngine(bus, replica_id="one").running())
             await until(lambda: "replica.joined" in [event["event"] for event in events])
         assert not serving.done()
 

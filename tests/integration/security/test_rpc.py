@@ -20,6 +20,7 @@ from penstock.v1 import router_pb2, router_pb2_grpc
 from tests.support.certificates import security_of
 from tests.support.sockets import options_of_accepted
 from tests.support.strangers import SERVING, TOKEN, WRONG, ask, assert_rpc_is_closed
+from tests.support.waiting import HANG_S
 
 SERVICE = "penstock.v1.RouterService"
 METHOD = f"/{SERVICE}/ListReplicas"
@@ -146,7 +147,7 @@ async def test_the_token_is_sent_with_every_kind_of_call_beside_its_own_metadata
 
     async def call(channel: grpc.aio.Channel, kind: str) -> list[bytes]:
         request = iter([b"1"]) if kind.startswith("stream") else b"1"
-        calling = getattr(channel, kind)(f"/test.Kinds/{kind}")(request, timeout=5.0, metadata=(("x-own", kind),))
+        calling = getattr(channel, kind)(f"/test.Kinds/{kind}")(request, timeout=HANG_S, metadata=(("x-own", kind),))
         return [each async for each in calling] if kind.endswith("_stream") else [await calling]
 
     async with connect(server.address, Security(token=TOKEN)) as known, connect(server.address, Security()) as stranger:

@@ -36,7 +36,8 @@ async def test_a_killed_trainer_goes_on_with_the_demonstrations_of_its_checkpoin
     async with simulated_run(
         bus, run_name, tmp_path / "run", POOL, num_evaluated=0, demonstrations=learned, checkpoint_every=3
     ) as run:
-        await run.until(lambda: max(run.steps(), default=0) >= 5)
+        checkpoints = run.folder / "run/checkpoints"
+        await run.until(lambda: max(run.steps(), default=0) >= 5 and any(checkpoints.glob("step-*")))
         await run.kill_trainer()
         await run.start_trainer()
         await run.until(lambda: max(run.steps(), default=0) >= 9)

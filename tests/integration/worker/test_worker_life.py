@@ -50,11 +50,13 @@ async def test_workers_share_the_queue_and_play_each_prompt_once(
     bus: Bus, engine: SimulatedEngine, make_recipe: Callable[..., Recipe], run_name: str
 ) -> None:
     """Two workers, twelve prompts, twelve groups."""
-    engine.delay_s = 0.1
+    engine.hang_after = 0
     recipe = make_recipe(engine.replica.address, concurrency=2, ack_wait_s=60.0)
     for index in range(12):
         await publish(bus, make_prompt(run_name, index))
     async with working(recipe), working(recipe):
+        await until(lambda: engine.num_running == 8)  # both have as many groups as they take, of two samples
+        engine.released.set()
         groups = await until_done(bus, 12)
     assert sorted(group.id.index for group in groups) == list(range(12))
     assert len({group.worker_id for group in groups}) == 2

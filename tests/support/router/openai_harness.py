@@ -99,7 +99,8 @@ class Harness:
             return list(answer.json()["data"])
 
     async def reset(self) -> None:
-        """Engines as at the beginning, known to all routers as fit."""
+        """Engines as at the beginning, known to all routers as fit, once the last test's cancelled calls have ended."""
+        await until(lambda: not any(engine.num_running for engine in self.engines))
         for engine in self.engines:
             engine.delay_s = engine.token_s = 0.0
             engine.scores = True

@@ -327,13 +327,13 @@ class KillsItsServer(AsyncEcho):
 
     async def reset(self, task: Task) -> Observation:
         """The task as it is."""
-        self.have_begun.append(self)
-        if len(self.have_begun) == 2:
-            self.both.set()
         return Observation(messages=task.messages, images=task.images)
 
     async def step(self, turn: AssistantTurn) -> StepResult:
-        """kill -9, once both have begun."""
+        """kill -9, once both have had a turn: an answer to a reset is on its way until then."""
+        self.have_begun.append(self)
+        if len(self.have_begun) == 2:
+            self.both.set()
         await self.both.wait()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError

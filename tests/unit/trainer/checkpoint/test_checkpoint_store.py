@@ -267,7 +267,7 @@ def test_later_steps_of_a_history_that_was_given_up_do_not_come_back(tmp_path: P
 def _number_from(script: str, folder: Path, argument: str) -> int:
     """Run a script of this module to its end, and return the last number that it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", script, str(folder), argument], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, str(folder), argument], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split()[-1])
