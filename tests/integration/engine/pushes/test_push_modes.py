@@ -12,7 +12,7 @@ import torch
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 from services.rollout.testing.engine_process import EngineProcess
 from tests.support.engine.push import Push
-from tests.support.engine.reference import TOLERANCE, Reference, long_request, picture, prompt, request, until_replica
+from tests.support.engine.reference import TOLERANCE, Reference, picture, prompt, request, until_replica
 from tests.support.engine.rest import until_at_rest
 from tests.support.engine.traffic import Traffic
 
@@ -182,7 +182,7 @@ async def test_a_drain_that_is_given_up_lets_waiting_requests_go_on(engine: Engi
     version = (await engine.replica()).policy_version
     push = Push(engine, current.perturbed(7).weights, version + 1, mode=DRAIN, drain_s=60.0)
     await push.prepare()
-    traffic = await started(engine, long_request(), 32)  # none ends by itself before the cancel
+    traffic = await started(engine, request([3, 4, 5], max_new_tokens=400), 32)
     pausing = asyncio.ensure_future(push.pause())
     await until_replica(engine, lambda replica: replica.state == common_pb2.REPLICA_STATE_UPDATING)
     late = asyncio.ensure_future(engine.generation.Generate(request([3, 4, 5]), timeout=60))
