@@ -82,8 +82,10 @@ class Pool:
     async def follow_replicas(self) -> None:
         """Call `refresh` forever, once for all changes since the last time."""
         duty = DutyCycle(share=_REFRESH_SHARE, max_rest_s=_REFRESH_S)
+        known = self._replicas.num_changes
         while True:
-            await self._replicas.changed(_REFRESH_S)
+            await self._replicas.changed(_REFRESH_S, since=known)
+            known = self._replicas.num_changes
             with duty.work():
                 self.refresh()
             await duty.rest()

@@ -54,6 +54,8 @@ class Watch:
         self._ttl_s = ttl_s
         self._values: dict[str, _Seen] = {}
         self._changed = asyncio.Event()
+        self.num_changes = 0
+        """Changes so far. A caller who works or rests between two waits has the second begin where the first ended."""
         self._following: asyncio.Task[None] | None = None
         # A silent watch is reopened, because it may have died with the server. It is reopened well within the time to
         # live: otherwise a restart of the server would make all leases look expired.
@@ -76,14 +78,20 @@ class Watch:
         oldest = -math.inf if self._ttl_s is None else self._now() - self._ttl_s
         return {key: seen.value for key, seen in self._values.items() if seen.at > oldest}
 
-    async def changed(self, timeout_s: float) -> bool:
+    async def changed(self, timeout_s: float, *, since: int | None = None) -> bool:
         """Wait up to `timeout_s` for the next change; return whether there was one. Several callers may wait at once.
+
+        Args:
+            timeout_s: Seconds.
+            since: The `num_changes` of which the caller knows, if others count at once; None: only a later one counts.
 
         Raises the error that ended the watch, if one did: its values would never change again.
         """
         event, following = self._changed, self._following
         if following is not None and following.done() and not following.cancelled():
             following.result()
+        if since is not None and since < self.num_changes:
+            return True
         try:
             async with asyncio.timeout(timeout_s):
                 await event.wait()
@@ -205,6 +213,7 @@ class Watch:
         self._values = {key: seen for key, seen in self._values.items() if seen.at > oldest}
 
     def _announce(self) -> None:
+        self.num_changes += 1
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -149,8 +149,10 @@ class WeightPublisher:
         Raises:
             SetupError: network.advertise_host is not an address of this machine.
         """
+        known = self.replicas.num_changes
         while True:
-            await self.replicas.changed(_CATCH_UP_EVERY_S)
+            await self.replicas.changed(_CATCH_UP_EVERY_S, since=known)
+            known = self.replicas.num_changes
             async with self._lock:
                 await self._pool.forget_the_dead()
                 self._selector.forget_the_dead(self._pool.live)

@@ -188,6 +188,17 @@ async def test_all_who_wait_hear_of_a_change(bus: Bus) -> None:
         assert not await watch.changed(0.05)
 
 
+async def test_a_change_while_nobody_waits_is_heard_of(bus: Bus) -> None:
+    """By those who say how many changes they know; each change once."""
+    bucket = await bus.bucket("policy")
+    async with watched(bucket) as watch:
+        known = watch.num_changes
+        await bucket.put("current", b"1")
+        await until(watch, lambda values: values == {"current": b"1"})
+        assert await watch.changed(HANG_S, since=known)
+        assert not await watch.changed(0.05, since=watch.num_changes)
+
+
 async def test_a_held_lease_outlives_its_ttl(bus: Bus) -> None:
     """It is renewed three times in its ttl while held, each time with the value of now."""
     bucket, numbers = await bus.bucket("replicas", ttl_s=3.0), itertools.count()

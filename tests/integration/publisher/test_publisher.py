@@ -5,11 +5,13 @@ import contextlib
 
 import pytest
 
-from penstock.bus.connection import Bus
+from penstock.bus.connection import Bus, connect
+from penstock.config import BusConfig
 from penstock.errors import SetupError
 from penstock.v1 import common_pb2
 from services.rollout.testing.memory_sink import Fault
 from services.rollout.testing.simulated_replica import simulated_replica, weights_of
+from services.trainer.weight_sync import publisher as publisher_module
 from tests.support.waiting import HANG_S, promptly
 from tests.support.weights.publishing import (
     FixedWatch,
@@ -79,6 +81,21 @@ async def test_a_late_joiner_is_brought_to_the_published_version(bus: Bus) -> No
                     await until_serving(third, 7)
                 assert (await second.report()).num_paused == 1
             assert (await first.report()).num_paused == 1
+
+
+async def test_one_that_joins_while_the_catch_up_pauses_is_seen(
+    bus_config: BusConfig, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of the pause, not at the next look without news, and no renewed lease is needed for it."""
+    monkeypatch.setattr(publisher_module, "_LOOK_EVERY_S", 2.0)
+    monkeypatch.setattr(publisher_module, "_CATCH_UP_EVERY_S", 10 * HANG_S)
+    patient = bus_config.model_copy(update={"lease_ttl_s": 10 * HANG_S})
+    async with connect(patient, run=run_name) as bus, publishing(bus) as publisher, kept_current(publisher):
+        await publisher.publish(snapshot(3))
+        async with replicas_of(bus, 1) as (first,):
+            await until_serving(first, 3)
+            async with simulated_replica(bus, replica_id="engine-9") as second:
+                await until_serving(second, 3)
 
 
 async def test_one_that_is_loading_or_draining_is_left_alone(bus: Bus) -> None:

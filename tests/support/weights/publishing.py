@@ -171,7 +171,8 @@ class FixedWatch:
 
     def __init__(self, values: dict[str, bytes]) -> None:
         self.values = values
+        self.num_changes = 0
 
-    async def changed(self, timeout_s: float) -> bool:
+    async def changed(self, timeout_s: float, *, since: int | None = None) -> bool:
         await asyncio.sleep(timeout_s)  # all that a caller gives it
         return False
