@@ -148,6 +148,7 @@ def report(pool: Scenario, results: Sequence[Result]) -> None:
             *(f"{name}, ms/group" for name in names),
             "control plane, cores",
             "push s (pause s)",
+            "group delivered, step pushed, group begun, ms",
             "prefill_ratio",
         ),
         [
@@ -157,6 +158,7 @@ def report(pool: Scenario, results: Sequence[Result]) -> None:
                 *(f"{1e3 * each.run.cpu_s[name] / each.num_groups:.1f}" for name in names),
                 f"{each.cores:.2f}",
                 f"{each.run.push_s:.2f} ({each.run.pause_s:.2f})",
+                ", ".join(f"{1e3 * seconds:.0f}" for seconds in asdict(each.run.path).values()),
                 f"{each.run.prefill_ratio:.2f}",
             )
             for each in results

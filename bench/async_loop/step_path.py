@@ -1,0 +1,88 @@
+"""Where a step waits for messages, calls and pushes, from the trace of a run.
+
+Between one step's samples and the next ones' lie, one after the other: the last group of the batch travels to the
+trainer, is computed, the weights are pushed, and the groups that they admit reach engines. All but the computing takes
+no time in `perfect_loop`, so these parts say where the loop is slower.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from penstock.records.prompt import GroupId
+from services.view.trace_reader import Span, TraceReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPath:
+    """Medians over steps, in seconds."""
+
+    delivered_s: float
+    """From the end of the last sample of a batch until the trainer computes its group; where it waited for that."""
+    pushed_s: float
+    """From the end of the computing to the end of the push."""
+    begun_s: float
+    """From the admission of a group until an engine has its first sample; waiting for a slot included."""
+
+
+def step_path(folder: Path, steps: range) -> StepPath:
+    """Return the parts of these steps of the run in `folder`."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    spans = TraceReader(folder).read().spans
+    played, admitted = _ends(spans, "route.attempt"), _starts(spans, "group.queued")
+    begun = _starts(spans, "route.attempt")
+    computed = {row["step"]: max(end for _, end in _of_step(spans, "train_s", row["step"])) for row in rows}
+    delivered_s, pushed_s, begun_s = [], [], []
+    for row in rows:
+        if (step := row["step"]) not in steps:
+            continue
+        computing = _of_step(spans, "train_s", step)
+        last = max(played[group] for group in row["groups"] if group in played)
+        if not any(start < last < end for start, end in computing):
+            delivered_s += [start - last for start, _ in computing if start >= last][:1]
+        pushed_s += [end - computed[step] for _, end in _of_step(spans, "push", step)]
+        until = computed.get(step + 1, math.inf)
+        following = [group for group, at in admitted.items() if computed[step] <= at < until and group in begun]
+        begun_s += [begun[group] - admitted[group] for group in following]
+    return StepPath(delivered_s=_median(delivered_s), pushed_s=_median(pushed_s), begun_s=_median(begun_s))
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else float("nan")
+
+
+def _of_step(spans: Sequence[Span], name: str, step: int) -> list[tuple[float, float]]:
+    return [
+        (span.start, span.start + span.seconds)
+        for span in spans
+        if span.name == name and span.attributes.get("step") == step
+    ]
+
+
+def _starts(spans: Sequence[Span], name: str) -> dict[int, float]:
+    """Return when the first span of this name began, by the group's index."""
+    found: dict[int, float] = {}
+    for span in spans:
+        if span.name == name:
+            index = _index(span)
+            found[index] = min(found.get(index, span.start), span.start)
+    return found
+
+
+def _ends(spans: Sequence[Span], name: str) -> dict[int, float]:
+    """Return when the last span of this name ended, by the group's index."""
+    found: dict[int, float] = {}
+    for span in spans:
+        if span.name == name:
+            index = _index(span)
+            found[index] = max(found.get(index, 0.0), span.start + span.seconds)
+    return found
+
+
+def _index(span: Span) -> int:
+    group = GroupId.parse(span.attributes["group"])
+    assert group is not None
+    return group.index
