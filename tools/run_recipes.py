@@ -63,7 +63,7 @@ class Ran:
 
 def overrides(*, model: Path, rows: Path | None) -> list[str]:
     """The settings that say where model and rows are."""
-    paths = _ON_THE_HUB
+    paths: Sequence[str] = _ON_THE_HUB
     if rows is not None:
         paths = (f"--data.path={rows / 'train.parquet'}", f"--evaluation.sets.test.path={rows / 'test.parquet'}")
     return [f"--model.path={model}", *paths]
@@ -145,7 +145,8 @@ def _changed(before: Path, after: Path) -> float:
     old, new = _weights(before), _weights(after)
     if old.keys() != new.keys():
         raise ValueError(f"{before} and {after} have parameters of other names")
-    return sum(int((old[name] != new[name]).sum()) for name in old) / sum(each.size for each in old.values())
+    num_different = sum(int((old[name] != new[name]).sum()) for name in old)
+    return num_different / sum(int(each.size) for each in old.values())
 
 
 def _weights(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from bench.async_loop.step_path import step_path
-from services.trainer.telemetry.span_files import SpanFiles, StoredBatch
+from penstock.bus.span_stream import StoredBatch
+from services.trainer.telemetry.span_files import SpanFiles
 
 
 def span(name: str, start: float, end: float, group: int) -> list[Any]:
