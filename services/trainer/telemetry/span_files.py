@@ -28,11 +28,11 @@ log = structlog.get_logger()
 PATTERN = "spans-*.jsonl"
 _FILE_BYTES = 16 * 2**20
 _RETRY_S = 2.0
-_LAST_S = 3.0
-"""Seconds that a trainer which ends spends on the last spans."""
+_LAST_S = 5.0
+"""Seconds that a trainer which ends spends on the last spans; at most three reads of a second need less."""
 _MORE_S = 1.0
-"""Of them, how long it reads on after a read that brought some: the last ones of several processes may come one by one,
-and processes that go on never end to send."""
+"""After so many seconds of them it begins no further read, even if batches still come: the last ones of several
+processes may come one by one, but processes that go on never stop sending."""
 _OLDEST_S = 600.0
 """Seconds before the first start of a run from which its spans are kept; older ones are of another run of its name."""
 
@@ -142,13 +142,13 @@ async def _collect(bus: Bus, folder: Path, max_bytes: int, ending: asyncio.Event
                     found = await reader.read()
                     unwritten = [batch for batch in found if (batch.stored_at or 0.0) >= oldest]
                 is_last = is_ending and (not found or time.monotonic() >= last_at)
-                if is_last:
-                    unwritten += _own_batches(reader.last_sequence)
             except (PenstockError, *BUS_ERRORS) as error:
                 log.debug("spans.collect_failed", reason=describe(error))
                 is_last = is_ending
                 if not ending.is_set():
                     await asyncio.sleep(_RETRY_S)
+            if is_last:
+                unwritten += _own_batches(reader.last_sequence)
             if unwritten:
                 try:
                     await asyncio.to_thread(files.append, unwritten)
