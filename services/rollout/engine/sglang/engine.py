@@ -209,9 +209,8 @@ class SglangEngine:
 
     def _end_running(self, kind: type[PenstockError], reason: str) -> None:
         for call in self._running.values():
-            if call.failure is not None:
-                continue  # its caller still takes the finished tokens, and is to hear what ended it
-            call.failure = kind(reason)
+            # A caller that still takes the finished tokens is to hear what ended its call, not what came after.
+            call.failure = call.failure or kind(reason)
             if call.task is not None:
                 call.task.cancel()
             self._abort(call)  # now, because callers may be slow to take the finished tokens

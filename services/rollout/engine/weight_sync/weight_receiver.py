@@ -250,7 +250,7 @@ class WeightReceiver:
             await self._cleaned_up()
             return self.state
         push = self._require(push_id)
-        if self._holder is not None and not self._holder.cancelling():
+        if self._holder is not None and not (push.abort_reason and self._holder.cancelling()):
             push.abort_reason = push.abort_reason or reason
             self._holder.cancel()  # a stage that may wait forever
         async with self._holding():
