@@ -82,7 +82,7 @@ class Pool:
     async def follow_replicas(self) -> None:
         """Call `refresh` forever, once for all changes since the last time."""
         duty = DutyCycle(share=_REFRESH_SHARE, max_rest_s=_REFRESH_S)
-        known = self._replicas.num_changes
+        known = -1
         while True:
             await self._replicas.changed(_REFRESH_S, since=known)
             known = self._replicas.num_changes
@@ -92,14 +92,18 @@ class Pool:
 
     async def follow_policy(self) -> None:
         """Call `read_versions` forever."""
+        known = -1
         while True:
-            if await self._policy.changed(_REFRESH_S):
+            if await self._policy.changed(_REFRESH_S, since=known):
+                known = self._policy.num_changes
                 self.read_versions()
 
     async def follow_held_out(self) -> None:
         """Call `read_held_out` forever."""
+        known = -1
         while True:
-            if await self._held_out.changed(_REFRESH_S):
+            if await self._held_out.changed(_REFRESH_S, since=known):
+                known = self._held_out.num_changes
                 self.read_held_out()
 
     async def follow_interval(self, interval_s: float) -> None:

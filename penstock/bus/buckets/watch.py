@@ -55,7 +55,7 @@ class Watch:
         self._values: dict[str, _Seen] = {}
         self._changed = asyncio.Event()
         self.num_changes = 0
-        """Changes so far. A caller who works or rests between two waits has the second begin where the first ended."""
+        """Number of changes so far. Pass it to `changed`, so that a change between two waits is not missed."""
         self._following: asyncio.Task[None] | None = None
         # A silent watch is reopened, because it may have died with the server. It is reopened well within the time to
         # live: otherwise a restart of the server would make all leases look expired.
@@ -83,7 +83,7 @@ class Watch:
 
         Args:
             timeout_s: Seconds.
-            since: The `num_changes` of which the caller knows, if others count at once; None: only a later one counts.
+            since: Return at once if `num_changes` is more than this; -1: in any case. None: wait for a later change.
 
         Raises the error that ended the watch, if one did: its values would never change again.
         """

@@ -149,7 +149,7 @@ class WeightPublisher:
         Raises:
             SetupError: network.advertise_host is not an address of this machine.
         """
-        known = self.replicas.num_changes
+        known = -1
         while True:
             await self.replicas.changed(_CATCH_UP_EVERY_S, since=known)
             known = self.replicas.num_changes

@@ -178,7 +178,7 @@ async def test_a_watch_whose_connection_is_gone_leaves_no_task(bus_config: BusCo
 
 
 async def test_all_who_wait_hear_of_a_change(bus: Bus) -> None:
-    """Several may wait at once, and a change between two waits is not lost to either."""
+    """Several may wait at once."""
     bucket = await bus.bucket("policy")
     async with watched(bucket) as watch:
         waiting = [asyncio.create_task(watch.changed(HANG_S)) for _ in range(5)]

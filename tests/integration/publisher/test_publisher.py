@@ -5,9 +5,10 @@ import contextlib
 
 import pytest
 
-from penstock.bus.connection import Bus, connect
+from penstock.bus.connection import Bus
 from penstock.config import BusConfig
 from penstock.errors import SetupError
+from penstock.testing.local_bus import temporary_run
 from penstock.v1 import common_pb2
 from services.rollout.testing.memory_sink import Fault
 from services.rollout.testing.simulated_replica import simulated_replica, weights_of
@@ -90,7 +91,7 @@ async def test_one_that_joins_while_the_catch_up_pauses_is_seen(
     monkeypatch.setattr(publisher_module, "_LOOK_EVERY_S", 2.0)
     monkeypatch.setattr(publisher_module, "_CATCH_UP_EVERY_S", 10 * HANG_S)
     patient = bus_config.model_copy(update={"lease_ttl_s": 10 * HANG_S})
-    async with connect(patient, run=run_name) as bus, publishing(bus) as publisher, kept_current(publisher):
+    async with temporary_run(patient, run_name) as bus, publishing(bus) as publisher, kept_current(publisher):
         await publisher.publish(snapshot(3))
         async with replicas_of(bus, 1) as (first,):
             await until_serving(first, 3)
