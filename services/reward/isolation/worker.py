@@ -23,7 +23,7 @@ _NEARLY = 0.9
 swallow MemoryError. The kernel keeps the peak of the process's life, so its worker is then replaced."""
 _MAX_GROWTH_BYTES = 48 * 2**20
 """Maximum growth since the fork; beyond it, a worker is replaced."""
-_THREAD_END_S = 0.2
+_THREAD_END_S = 0.1
 """For a joined thread to leave the kernel: on a busy machine it waits for a core first."""
 _THREAD_LOOK_S = 0.002
 
