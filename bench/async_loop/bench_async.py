@@ -31,6 +31,7 @@ from bench.async_loop.measured_loop import ENGINES, LoopError, Measured, run_loo
 from bench.async_loop.peer_loops import one_step_off, synchronous
 from bench.async_loop.perfect_loop import step_ends
 from bench.async_loop.routed_loop import run_routed
+from bench.async_loop.step_path import StepPath, step_path
 from bench.async_loop.workload import Scenario, scenario
 from bench.support.new_folder import new_folder
 from penstock.config import LogConfig
@@ -58,6 +59,7 @@ class Result:
     synchronous: float
     one_step_off: float
     run: Measured
+    path: StepPath
     span_s: float
     num_groups: int
 
@@ -103,6 +105,7 @@ async def measure(pool: Scenario, *, max_staleness: int, seconds: float, folder:
         synchronous=rate(synchronous(pool, num_steps=num_steps)),
         one_step_off=rate(one_step_off(pool, num_steps=num_steps)),
         run=run,
+        path=step_path(folder / "run", range(num_warmup + 1, num_steps + 1)),
         span_s=run.ends[-1] - run.ends[num_warmup - 1],
         num_groups=len(counted),
     )
@@ -158,7 +161,7 @@ def report(pool: Scenario, results: Sequence[Result]) -> None:
                 *(f"{1e3 * each.run.cpu_s[name] / each.num_groups:.1f}" for name in names),
                 f"{each.cores:.2f}",
                 f"{each.run.push_s:.2f} ({each.run.pause_s:.2f})",
-                ", ".join(f"{1e3 * seconds:.0f}" for seconds in asdict(each.run.path).values()),
+                ", ".join("" if part is None else f"{1e3 * part:.0f}" for part in asdict(each.path).values()),
                 f"{each.run.prefill_ratio:.2f}",
             )
             for each in results

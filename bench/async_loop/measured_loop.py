@@ -20,7 +20,6 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 
-from bench.async_loop.step_path import StepPath, step_path
 from bench.async_loop.workload import Scenario
 from penstock import config as configuration
 from penstock.bus.local_server import local_server
@@ -63,8 +62,6 @@ class Measured:
     """Mean seconds in which a push kept engines from generating."""
     prefill_ratio: float
     """Number of times that a group's prompt was computed; mean of those steps."""
-    path: StepPath
-    """Where those steps waited for messages, calls and pushes."""
     stale_groups: int
     """Groups played in vain; batch selection by deadline means that there are none."""
 
@@ -128,7 +125,6 @@ async def run_loop(
         push_s=sum(row["push_s"] for row in counted) / max(1, len(counted)),
         pause_s=sum(row["push_pause_s"] for row in counted) / max(1, len(counted)),
         prefill_ratio=sum(row["prefill_ratio"] for row in counted) / max(1, len(counted)),
-        path=step_path(folder / "run", range(num_warmup + 1, num_steps + 1)),
         stale_groups=rows[-1]["num_stale_groups"],
     )
 

@@ -18,13 +18,13 @@ from services.view.trace_reader import Span, TraceReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPath:
-    """Medians over steps, in seconds."""
+    """Medians over steps, in seconds; None where the trace has none."""
 
-    delivered_s: float
+    delivered_s: float | None
     """From the end of the last sample of a batch until the trainer computes its group; where it waited for that."""
-    pushed_s: float
+    pushed_s: float | None
     """From the end of the computing to the end of the push."""
-    begun_s: float
+    begun_s: float | None
     """From the admission of a group until an engine has its first sample; waiting for a slot included."""
 
 
@@ -32,34 +32,34 @@ def step_path(folder: Path, steps: range) -> StepPath:
     """Return the parts of these steps of the run in `folder`."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     spans = TraceReader(folder).read().spans
-    played, admitted = _ends(spans, "route.attempt"), _starts(spans, "group.queued")
-    begun = _starts(spans, "route.attempt")
-    computed = {row["step"]: max(end for _, end in _of_step(spans, "train_s", row["step"])) for row in rows}
+    played, begun = _ends(spans, "route.attempt"), _starts(spans, "route.attempt")
+    admitted, busy = _starts(spans, "group.queued"), _of_steps(spans, "train_s")
+    computed = {step: max(end for _, end in laps) for step, laps in busy.items()}
     delivered_s, pushed_s, begun_s = [], [], []
     for row in rows:
-        if (step := row["step"]) not in steps:
+        if (step := row["step"]) not in steps or step not in computed:
             continue
-        computing = _of_step(spans, "train_s", step)
-        last = max(played[group] for group in row["groups"] if group in played)
-        if not any(start < last < end for start, end in computing):
-            delivered_s += [start - last for start, _ in computing if start >= last][:1]
-        pushed_s += [end - computed[step] for _, end in _of_step(spans, "push", step)]
+        last = max((played[group] for group in row["groups"] if group in played), default=math.inf)
+        if not any(start < last < end for laps in busy.values() for start, end in laps):
+            delivered_s += [start - last for start, _ in busy[step] if start >= last][:1]
+        pushed_s += [end - computed[step] for _, end in _of_steps(spans, "push").get(step, ())]
         until = computed.get(step + 1, math.inf)
         following = [group for group, at in admitted.items() if computed[step] <= at < until and group in begun]
         begun_s += [begun[group] - admitted[group] for group in following]
     return StepPath(delivered_s=_median(delivered_s), pushed_s=_median(pushed_s), begun_s=_median(begun_s))
 
 
-def _median(values: Sequence[float]) -> float:
-    return median(values) if values else float("nan")
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
 
 
-def _of_step(spans: Sequence[Span], name: str, step: int) -> list[tuple[float, float]]:
-    return [
-        (span.start, span.start + span.seconds)
-        for span in spans
-        if span.name == name and span.attributes.get("step") == step
-    ]
+def _of_steps(spans: Sequence[Span], name: str) -> dict[int, list[tuple[float, float]]]:
+    """Return beginning and end of each part of this name of the trainer's steps."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for span in spans:
+        if span.name == name:
+            found.setdefault(span.attributes["step"], []).append((span.start, span.start + span.seconds))
+    return found
 
 
 def _starts(spans: Sequence[Span], name: str) -> dict[int, float]:

@@ -16,11 +16,13 @@ def span(name: str, start: float, end: float, group: int) -> list[Any]:
 
 
 def test_the_parts_of_a_step_are_those_between_its_samples_and_the_next_ones(tmp_path: Path) -> None:
-    """Two steps of one group: the trainer waits for the first, and computes something else when the second comes."""
+    """Steps of one group each: the trainer waits for the first, computes another part of the second when its last
+    sample ends, and step two when the third one's does; of the fourth the trace has nothing."""
     sent = [
         span("route.attempt", 10.0, 12.0, 0),
         span("route.attempt", 10.0, 13.0, 0),
         span("route.attempt", 10.0, 16.5, 1),
+        span("route.attempt", 17.0, 18.5, 3),
         span("group.queued", 15.1, 15.2, 2),
         span("route.attempt", 15.8, 18.0, 2),
         span("route.attempt", 16.8, 18.0, 2),
@@ -32,11 +34,12 @@ def test_the_parts_of_a_step_are_those_between_its_samples_and_the_next_ones(tmp
     steps = [
         {"step": 1, "spans": [["train_s", 13.2, 1.8], ["push", 15.0, 0.3]]},
         {"step": 2, "spans": [["train_s", 16.0, 1.0], ["train_s", 17.0, 2.0], ["push", 19.1, 0.5]]},
+        {"step": 3, "spans": [["train_s", 19.2, 1.0], ["push", 20.2, 0.4]]},
     ]
     (tmp_path / "trace/trainer.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    rows = [{"step": 1, "groups": [0]}, {"step": 2, "groups": [1]}]
+    rows = [{"step": step, "groups": [group]} for step, group in ((1, 0), (2, 1), (3, 3), (4, 4))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     first = step_path(tmp_path, range(1, 2))
     assert (first.delivered_s, first.pushed_s, first.begun_s) == pytest.approx((0.2, 0.3, 0.7))
-    both = step_path(tmp_path, range(1, 3))
-    assert (both.delivered_s, both.pushed_s) == pytest.approx((0.2, 0.45))
+    others = step_path(tmp_path, range(2, 5))
+    assert (others.delivered_s, others.pushed_s, others.begun_s) == (None, pytest.approx(0.5), None)
