@@ -245,6 +245,7 @@ def tell(
     last: dict[str, Any] = rows[-1] if rows else {}
     num_kills, num_freezes = faults.by_service.total(), sum(map(len, faults.frozen_s.values()))
     num_faults = num_kills + num_freezes
+    left_behind = train.left_behind()
     checks = {
         "run finished": (
             exit_code == 0 and len(rows) == num_steps,
@@ -262,7 +263,7 @@ def tell(
             bool(same_version) and all(value < MAX_DLOGP for value in same_version),
             f"{max(same_version):.1e} in {len(same_version)} steps" if same_version else "measured in no step",
         ),
-        "processes left": (not train.pids(), str(len(train.pids()))),
+        "processes left": (not left_behind, str(len(left_behind))),
     }
     _say("\n| what | seen | |\n|---|---|---|")
     for what, (holds, seen) in checks.items():

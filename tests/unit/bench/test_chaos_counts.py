@@ -70,5 +70,5 @@ def test_no_bar_holds_without_what_it_measures(dlogp: list[float], num_wanted_fa
     ]
     for row, value in zip(rows, dlogp, strict=False):
         row["dlogp_max_current"] = value
-    train: Any = SimpleNamespace(rows=lambda: rows, pids=lambda: [])
+    train: Any = SimpleNamespace(rows=lambda: rows, left_behind=lambda: [])
     assert tell(train, Faults(), 0, num_steps=3, num_wanted_faults=num_wanted_faults, wall_s=1.0) == exit_code
