@@ -11,7 +11,7 @@ from penstock.runtime.process import end_task
 
 _BLOCK_BYTES = 4096
 _CATCH_UP_S = 1.0
-"""Late wake-ups of a busy machine do not add up: a slow link makes up for so many seconds."""
+"""Late wake-ups of a busy machine do not add up: a slow link makes up for so many seconds, also after a rest."""
 
 
 class CuttableLink:
