@@ -32,20 +32,20 @@ def step_path(folder: Path, steps: range) -> StepPath:
     """Return the parts of these steps of the run in `folder`."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     spans = TraceReader(folder).read().spans
-    played, begun = _ends(spans, "route.attempt"), _starts(spans, "route.attempt")
-    admitted, busy = _starts(spans, "group.queued"), _of_steps(spans, "train_s")
+    played, queued = _of_groups(spans, "route.attempt"), _of_groups(spans, "group.queued")
+    busy = _of_steps(spans, "train_s")
     computed = {step: max(end for _, end in laps) for step, laps in busy.items()}
     delivered_s, pushed_s, begun_s = [], [], []
     for row in rows:
         if (step := row["step"]) not in steps or step not in computed:
             continue
-        last = max((played[group] for group in row["groups"] if group in played), default=math.inf)
+        last = max((played[group][1] for group in row["groups"] if group in played), default=math.inf)
         if not any(start < last < end for laps in busy.values() for start, end in laps):
             delivered_s += [start - last for start, _ in busy[step] if start >= last][:1]
         pushed_s += [end - computed[step] for _, end in _of_steps(spans, "push").get(step, ())]
         until = computed.get(step + 1, math.inf)
-        following = [group for group, at in admitted.items() if computed[step] <= at < until and group in begun]
-        begun_s += [begun[group] - admitted[group] for group in following]
+        following = [group for group, (at, _) in queued.items() if computed[step] <= at < until and group in played]
+        begun_s += [played[group][0] - queued[group][0] for group in following]
     return StepPath(delivered_s=_median(delivered_s), pushed_s=_median(pushed_s), begun_s=_median(begun_s))
 
 
@@ -62,23 +62,13 @@ def _of_steps(spans: Sequence[Span], name: str) -> dict[int, list[tuple[float, f
     return found
 
 
-def _starts(spans: Sequence[Span], name: str) -> dict[int, float]:
-    """Return when the first span of this name began, by the group's index."""
-    found: dict[int, float] = {}
+def _of_groups(spans: Sequence[Span], name: str) -> dict[int, tuple[float, float]]:
+    """Return when the first span of this name began and the last one ended, by the group's index."""
+    found: dict[int, tuple[float, float]] = {}
     for span in spans:
         if span.name == name:
-            index = _index(span)
-            found[index] = min(found.get(index, span.start), span.start)
-    return found
-
-
-def _ends(spans: Sequence[Span], name: str) -> dict[int, float]:
-    """Return when the last span of this name ended, by the group's index."""
-    found: dict[int, float] = {}
-    for span in spans:
-        if span.name == name:
-            index = _index(span)
-            found[index] = max(found.get(index, 0.0), span.start + span.seconds)
+            start, end = found.get(index := _index(span), (math.inf, -math.inf))
+            found[index] = min(start, span.start), max(end, span.start + span.seconds)
     return found
 
 
