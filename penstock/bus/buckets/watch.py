@@ -81,11 +81,11 @@ class Watch:
     async def changed(self, timeout_s: float, *, since: int | None = None) -> bool:
         """Wait up to `timeout_s` for the next change; return whether there was one. Several callers may wait at once.
 
+        Raises the error that ended the watch, if one did: its values would never change again.
+
         Args:
             timeout_s: Seconds.
             since: Return at once if `num_changes` is more than this; -1: in any case. None: wait for a later change.
-
-        Raises the error that ended the watch, if one did: its values would never change again.
         """
         event, following = self._changed, self._following
         if following is not None and following.done() and not following.cancelled():
