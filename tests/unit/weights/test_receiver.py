@@ -184,13 +184,19 @@ async def test_a_version_never_stands_for_two_sets_of_weights() -> None:
     assert (one.state, one.version) == (REPLICA_STATE_READY, 6)
 
 
-async def test_abort_ends_a_hanging_stage() -> None:
-    """The trainer gives up: the stage that waits fails at once, saying why."""
+async def hanging() -> tuple[WeightReceiver, "asyncio.Task[None]"]:
+    """A receiver and its push p1, which hangs while it loads."""
     sink = RecordedSink()
     sink.hang_at = "load b"
     one = await receiver(sink)
     running = asyncio.create_task(push(one, "p1", 1))
     await until(lambda: sink.calls[-1:] == ["load b"])
+    return one, running
+
+
+async def test_abort_ends_a_hanging_stage() -> None:
+    """The trainer gives up: the stage that waits fails at once, saying why."""
+    one, running = await hanging()
     assert await one.abort("p1", "another member died") == REPLICA_STATE_BROKEN
     with pytest.raises(UnavailableError, match="another member died"):
         await running
@@ -198,11 +204,7 @@ async def test_abort_ends_a_hanging_stage() -> None:
 
 async def test_the_first_of_two_aborts_says_why() -> None:
     """The push's deadline and the trainer's abort in one moment."""
-    sink = RecordedSink()
-    sink.hang_at = "load b"
-    one = await receiver(sink)
-    running = asyncio.create_task(push(one, "p1", 1))
-    await until(lambda: sink.calls[-1:] == ["load b"])
+    one, running = await hanging()
     await asyncio.gather(one.abort("p1", "its deadline passed"), one.abort("p1", "the trainer says so too"))
     with pytest.raises(UnavailableError, match="its deadline passed"):
         await running
@@ -210,11 +212,7 @@ async def test_the_first_of_two_aborts_says_why() -> None:
 
 async def test_a_cancelled_call_ends_the_push() -> None:
     """The trainer's connection is gone in the middle of a stage."""
-    sink = RecordedSink()
-    sink.hang_at = "load b"
-    one = await receiver(sink)
-    running = asyncio.create_task(push(one, "p1", 1))
-    await until(lambda: sink.calls[-1:] == ["load b"])
+    one, running = await hanging()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
