@@ -40,6 +40,10 @@ class DutyCycle:
         finally:
             self._worked_s += self._clock() - started
 
+    def leave_out(self, seconds: float) -> None:
+        """Count so much of the work since the last rest as none: others were waiting for just this."""
+        self._worked_s -= seconds
+
     async def rest(self) -> None:
         """Wait until the work since the last rest is within its share."""
         worked_s, self._worked_s = self._worked_s, 0.0

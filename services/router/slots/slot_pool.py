@@ -106,7 +106,7 @@ class SlotPool:
 
     async def aclose(self) -> None:
         """Close the channels of all replicas without running calls."""
-        self._pool.on_change = self._pool.on_lease_interval = lambda: None
+        self._pool.on_change, self._pool.on_lease_interval = lambda: 0.0, lambda: None
         for replica_id in list(self.replicas):
             self._remove(replica_id)
         await asyncio.gather(*self._closing)
@@ -137,8 +137,8 @@ class SlotPool:
         """Return whether no present replica is large enough for the call."""
         return query.num_tokens > self.largest
 
-    def _follow(self) -> None:
-        """Synchronise the replicas with their leases, and serve the queues."""
+    def _follow(self) -> float:
+        """Synchronise the replicas with their leases, and serve the queues; return what `_serve_queues` returns."""
         leases, was_empty = self._pool.leases, not self.replicas
         for replica_id in self.replicas.keys() - leases.keys():
             self._remove(replica_id)
@@ -161,7 +161,7 @@ class SlotPool:
             if sizes != self._sizes or (need[-1] and need[-1] not in self.replicas):
                 self._queues.pop(need).dissolve()
         self._sizes = sizes
-        self._serve_queues()
+        return self._serve_queues()
 
     def _add(self, lease: common_pb2.Replica) -> None:
         connection = ReplicaConnection(lease.replica_id, lease.address, self._security)
@@ -276,8 +276,10 @@ class SlotPool:
         decode = self.replicas[partner.replica_id]
         return Slot(decode, self._on_release, self._clock, prefill=prefill, bootstrap=_bootstrap(replica.lease))
 
-    def _serve_queues(self, freed: str = "") -> None:
+    def _serve_queues(self, freed: str = "") -> float:
         """Give free slots to waiting calls; only the head of each queue is considered.
+
+        Returns the seconds of processor time that it spent on calls which got a slot.
 
         Calls whose session or group has begun come first: they wait for one replica, and a new group would only take
         their slots. Among the others the oldest is first. Remaining slots go to calls that wait for another replica.
@@ -287,12 +289,17 @@ class SlotPool:
         """
         heads = [self._rank(need) for need in self._queues if not freed or need[-1] in ("", freed)]
         heapq.heapify(heads)
+        served_s = 0.0
         while heads:
             *_, need = heapq.heappop(heads)
-            if self._serve_head(need) and need in self._queues:
-                heapq.heappush(heads, self._rank(need))
+            began = time.thread_time()
+            if self._serve_head(need):
+                served_s += time.thread_time() - began
+                if need in self._queues:
+                    heapq.heappush(heads, self._rank(need))
         if freed in self.replicas and self.replicas[freed].has_free_slot:
             self._serve_elsewhere()
+        return served_s
 
     def _serve_elsewhere(self) -> None:
         """Let the call that has waited longest for its own replica go elsewhere, and then the rest of its group.

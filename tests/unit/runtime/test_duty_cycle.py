@@ -23,4 +23,8 @@ async def test_work_is_followed_by_a_rest_in_proportion() -> None:
     with duty.work():
         now += 1.0
     await duty.rest()
-    assert rests == pytest.approx([0.027, 0.0, 0.5])
+    with duty.work():
+        now += 0.003
+    duty.leave_out(0.002)
+    await duty.rest()
+    assert rests == pytest.approx([0.027, 0.0, 0.5, 0.009])

@@ -74,6 +74,19 @@ async def test_calls_that_a_replica_rejects_are_given_up_in_time() -> None:
         assert some.num_waiting == 0
 
 
+async def test_it_says_how_long_it_served_calls() -> None:
+    """The time of a look that finds nothing does not count: there may be thousands of such looks for each call."""
+    async with slots() as (some, pool):
+        running = await some.take(ticket())
+        waiting = asyncio.ensure_future(some.take(ticket()))
+        await settled()
+        assert pool.on_change() == 0.0
+        pool.leases = {**pool.leases, "r1": replica("r1", max_running=1)}
+        assert pool.on_change() > 0.0
+        running.release()
+        (await promptly(waiting)).release()
+
+
 async def test_waiting_behind_a_busy_replica_is_not_waiting_for_one() -> None:
     """wait_for_replica_s does not pass while a replica is busy, though it rejects others; otherwise it does."""
     clock = Clock()
