@@ -2,19 +2,22 @@
 
 It is so cheap that hundreds of them fit into one process. Delivery is the real engine's (the first token at once, then
 `chunk_tokens` or the tokens of one second, more of long answers), and so is the push: it reads the trainer's shared
-memory, answers with true digests, and changes its version at commit. It counts a prompt as cached once another call of
-the same group and version has begun. Invariant: while it is paused no answer makes progress.
+memory, answers with true digests, changes its version at commit, and tells its lease of it without waiting. It counts a
+prompt as cached once another call of the same group and version has begun. Invariant: while it is paused no answer
+makes progress.
 """
 
 import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from penstock.bus.connection import Bus
 from penstock.errors import InvalidRequestError, NotReadyError, UnavailableError
+from penstock.runtime.process import end_task
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
 
@@ -62,6 +65,8 @@ class PacedEngine(SimulatedEngine):
         self._slots = asyncio.Semaphore(self.replica.max_running)
         self._clock = PausableClock()
         self._cached_groups: set[str] = set()
+        self._changed = asyncio.Event()
+        """Set on every change that the lease must announce at once."""
         self._push: rollout_pb2.PrepareWeightsRequest | None = None
         self._num_replaced = 0
         """Replacements of a newer version by an older one, each of which ends the running calls."""
@@ -122,7 +127,7 @@ class PacedEngine(SimulatedEngine):
         """Pause all answers."""
         self._require(request.push_id)
         self._clock.pause()
-        await self.update(state=common_pb2.REPLICA_STATE_UPDATING)
+        self._enter(common_pb2.REPLICA_STATE_UPDATING)
         return rollout_pb2.PauseGenerationResponse()
 
     async def ReceiveWeights(  # noqa: N802 - gRPC's name
@@ -141,27 +146,20 @@ class PacedEngine(SimulatedEngine):
     async def CommitWeights(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.CommitWeightsRequest, context: Any
     ) -> rollout_pb2.CommitWeightsResponse:
-        """Serve the push's version from now on; if it is older than the one before, running calls fail."""
+        """Resume with the push's version; if it is older than the one before, running calls fail."""
         version = self._require(request.push_id).policy_version
         self._num_replaced += version < self.replica.policy_version
         self.replica.policy_version = version
         self._cached_groups.clear()
+        self._end_push()
         return rollout_pb2.CommitWeightsResponse()
-
-    async def ResumeGeneration(  # noqa: N802 - gRPC's name
-        self, request: rollout_pb2.ResumeGenerationRequest, context: Any
-    ) -> rollout_pb2.ResumeGenerationResponse:
-        """Resume all answers."""
-        self._require(request.push_id)
-        await self._end_push()
-        return rollout_pb2.ResumeGenerationResponse()
 
     async def AbortWeights(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.AbortWeightsRequest, context: Any
     ) -> rollout_pb2.AbortWeightsResponse:
         """Return to the version before; the weights that were read change nothing in an engine without a model."""
         if self._push is not None and self._push.push_id == request.push_id:
-            await self._end_push()
+            self._end_push()
         return rollout_pb2.AbortWeightsResponse(state=self.replica.state)
 
     def _require(self, push_id: str) -> rollout_pb2.PrepareWeightsRequest:
@@ -169,10 +167,30 @@ class PacedEngine(SimulatedEngine):
             raise NotReadyError(f"push {push_id} was not prepared here")
         return self._push
 
-    async def _end_push(self) -> None:
+    def _end_push(self) -> None:
         self._push = None
         self._clock.resume()
-        await self.update(state=common_pb2.REPLICA_STATE_READY)
+        self._enter(common_pb2.REPLICA_STATE_READY)
+
+    def _enter(self, state: common_pb2.ReplicaState.ValueType) -> None:
+        self.replica.state = state
+        self._changed.set()
+
+    async def _renew_on_change(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self.update()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Serve and hold the lease during the context."""
+        async with super().running():
+            renewing = asyncio.create_task(self._renew_on_change())
+            try:
+                yield self
+            finally:
+                await end_task(renewing)
 
 
 def _chunk_ends(pace: Pace, chunk_tokens: int) -> list[int]:

@@ -662,7 +662,7 @@ Global___VerifyWeightsResponse: _TypeAlias = VerifyWeightsResponse  # noqa: Y015
 
 @_typing.final
 class CommitWeightsRequest(_message.Message):
-    """Makes the version current."""
+    """Makes the version current, and lets generation continue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -684,7 +684,7 @@ Global___CommitWeightsRequest: _TypeAlias = CommitWeightsRequest  # noqa: Y015
 
 @_typing.final
 class CommitWeightsResponse(_message.Message):
-    """The version is current."""
+    """The version is current, and generation continues."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -698,45 +698,6 @@ class CommitWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitWeightsResponse: _TypeAlias = CommitWeightsResponse  # noqa: Y015
-
-@_typing.final
-class ResumeGenerationRequest(_message.Message):
-    """Lets generation continue."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PUSH_ID_FIELD_NUMBER: _builtins.int
-    push_id: _builtins.str
-    """The push."""
-    def __init__(
-        self,
-        *,
-        push_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push_id", b"push_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeGenerationRequest: _TypeAlias = ResumeGenerationRequest  # noqa: Y015
-
-@_typing.final
-class ResumeGenerationResponse(_message.Message):
-    """Generation continues."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeGenerationResponse: _TypeAlias = ResumeGenerationResponse  # noqa: Y015
 
 @_typing.final
 class AbortWeightsRequest(_message.Message):

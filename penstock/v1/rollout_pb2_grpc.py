@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class RolloutServiceStub:
     """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
-    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     def __init__(self, channel):
@@ -72,11 +72,6 @@ class RolloutServiceStub:
                 request_serializer=penstock_dot_v1_dot_rollout__pb2.CommitWeightsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_rollout__pb2.CommitWeightsResponse.FromString,
                 _registered_method=True)
-        self.ResumeGeneration = channel.unary_unary(
-                '/penstock.v1.RolloutService/ResumeGeneration',
-                request_serializer=penstock_dot_v1_dot_rollout__pb2.ResumeGenerationRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_rollout__pb2.ResumeGenerationResponse.FromString,
-                _registered_method=True)
         self.AbortWeights = channel.unary_unary(
                 '/penstock.v1.RolloutService/AbortWeights',
                 request_serializer=penstock_dot_v1_dot_rollout__pb2.AbortWeightsRequest.SerializeToString,
@@ -91,8 +86,8 @@ class RolloutServiceStub:
 
 class RolloutServiceServicer:
     """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
-    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     def GetReplica(self, request, context):
@@ -140,14 +135,8 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitWeights(self, request, context):
-        """CommitWeights makes the push's version the one that the engine reports and stamps.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ResumeGeneration(self, request, context):
-        """ResumeGeneration lets running requests continue under the committed version.
+        """CommitWeights makes the push's version the one that the engine reports and stamps, and lets generation continue with
+        it; the push is complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,11 +197,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_rollout__pb2.CommitWeightsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_rollout__pb2.CommitWeightsResponse.SerializeToString,
             ),
-            'ResumeGeneration': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResumeGeneration,
-                    request_deserializer=penstock_dot_v1_dot_rollout__pb2.ResumeGenerationRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_rollout__pb2.ResumeGenerationResponse.SerializeToString,
-            ),
             'AbortWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortWeights,
                     request_deserializer=penstock_dot_v1_dot_rollout__pb2.AbortWeightsRequest.FromString,
@@ -233,8 +217,8 @@ def add_RolloutServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RolloutService:
     """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
-    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     @staticmethod
@@ -416,33 +400,6 @@ class RolloutService:
             '/penstock.v1.RolloutService/CommitWeights',
             penstock_dot_v1_dot_rollout__pb2.CommitWeightsRequest.SerializeToString,
             penstock_dot_v1_dot_rollout__pb2.CommitWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ResumeGeneration(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.v1.RolloutService/ResumeGeneration',
-            penstock_dot_v1_dot_rollout__pb2.ResumeGenerationRequest.SerializeToString,
-            penstock_dot_v1_dot_rollout__pb2.ResumeGenerationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,8 +28,8 @@ GRPC_VERSION: str
 
 class RolloutServiceStub:
     """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
-    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     @_typing.overload
@@ -52,9 +52,9 @@ class RolloutServiceStub:
     VerifyWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]
     """VerifyWeights computes the digest of every parameter that the engine now holds."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]
-    """CommitWeights makes the push's version the one that the engine reports and stamps."""
-    ResumeGeneration: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ResumeGenerationRequest, _rollout_pb2.ResumeGenerationResponse]
-    """ResumeGeneration lets running requests continue under the committed version."""
+    """CommitWeights makes the push's version the one that the engine reports and stamps, and lets generation continue with
+    it; the push is complete.
+    """
     AbortWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortWeightsRequest, _rollout_pb2.AbortWeightsResponse]
     """AbortWeights ends an incomplete push. If any weight was touched, the replica becomes BROKEN and its running
     requests fail with UNAVAILABLE, so that other replicas can continue them.
@@ -68,8 +68,8 @@ class RolloutServiceStub:
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
     """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
-    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -89,9 +89,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     VerifyWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]  # type: ignore[assignment]
     """VerifyWeights computes the digest of every parameter that the engine now holds."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]  # type: ignore[assignment]
-    """CommitWeights makes the push's version the one that the engine reports and stamps."""
-    ResumeGeneration: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ResumeGenerationRequest, _rollout_pb2.ResumeGenerationResponse]  # type: ignore[assignment]
-    """ResumeGeneration lets running requests continue under the committed version."""
+    """CommitWeights makes the push's version the one that the engine reports and stamps, and lets generation continue with
+    it; the push is complete.
+    """
     AbortWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortWeightsRequest, _rollout_pb2.AbortWeightsResponse]  # type: ignore[assignment]
     """AbortWeights ends an incomplete push. If any weight was touched, the replica becomes BROKEN and its running
     requests fail with UNAVAILABLE, so that other replicas can continue them.
@@ -104,8 +104,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit, Resume; Abort may follow any of them. Each
-    call names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
     """
 
     @_abc_1.abstractmethod
@@ -165,15 +165,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.CommitWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.CommitWeightsResponse, _abc.Awaitable[_rollout_pb2.CommitWeightsResponse]]:
-        """CommitWeights makes the push's version the one that the engine reports and stamps."""
-
-    @_abc_1.abstractmethod
-    def ResumeGeneration(
-        self,
-        request: _rollout_pb2.ResumeGenerationRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rollout_pb2.ResumeGenerationResponse, _abc.Awaitable[_rollout_pb2.ResumeGenerationResponse]]:
-        """ResumeGeneration lets running requests continue under the committed version."""
+        """CommitWeights makes the push's version the one that the engine reports and stamps, and lets generation continue with
+        it; the push is complete.
+        """
 
     @_abc_1.abstractmethod
     def AbortWeights(

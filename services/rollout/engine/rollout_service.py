@@ -82,16 +82,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def CommitWeights(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.CommitWeightsRequest, context: Context
     ) -> rollout_pb2.CommitWeightsResponse:
-        """Make the version current."""
+        """Make the version current and resume generation."""
         await self._receiver.commit(request.push_id)
         return rollout_pb2.CommitWeightsResponse()
-
-    async def ResumeGeneration(  # noqa: N802 - the contract's name
-        self, request: rollout_pb2.ResumeGenerationRequest, context: Context
-    ) -> rollout_pb2.ResumeGenerationResponse:
-        """Resume generation."""
-        await self._receiver.resume(request.push_id)
-        return rollout_pb2.ResumeGenerationResponse()
 
     async def AbortWeights(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.AbortWeightsRequest, context: Context

@@ -31,7 +31,7 @@ from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 from services.rollout.testing.memory_sink import Fault, Faults, MemorySink, Shapes
 
 POINTS = ("GetReplica", "PrepareWeights", "SendWeights", "PauseGeneration", "ReceiveWeights", "VerifyWeights",
-    "CommitWeights", "ResumeGeneration", "AbortWeights")  # fmt: skip
+    "CommitWeights", "AbortWeights")  # fmt: skip
 """Calls at whose beginning a fault can strike. Other points are "join", before joining the group, and "bucket", after
 loading the first bucket."""
 

@@ -1,4 +1,6 @@
-"""A push in which trainer and members meet in a process group, so that all go through each stage together.
+"""A push in which trainer and members meet in a process group, so that all receive the weights together.
+
+Up to the transfer all members go through each stage together; then each verifies and commits at its own pace.
 
 A failed member is dropped and the others go on. If one failure blocks a collective stage (forming the process group,
 the transfer), the group is closed at once, so that no member waits for it. Members that only suffered from the failure
@@ -48,12 +50,14 @@ class CollectivePush:
         self._stages = stages
         self._deadlines = stages.deadlines
         self._transport = transport
+        self._stub = stub
         self._calls = PushCalls(members, stub, stages.push_id)
         self._suffered: set[Member] = set()
         """Members that failed in a collective stage with an error that others can cause."""
         self._first: set[Member] = set()
         """Members that failed before the group was closed."""
         self._paused_at: dict[Member, float] = {}
+        self._paused_s: dict[Member, float] = {}
         self._transferred = False
         self._stages_s: dict[str, float] = {}
         self._failed_in: dict[Member, str] = {}
@@ -86,12 +90,18 @@ class CollectivePush:
         with self._timed("transfer"):
             await self._transfer()
         self._transferred = True
-        with self._timed("verify"):
-            await calls.each(stages.verify)
-        with self._timed("commit"):
-            await calls.each(stages.commit)
-        with self._timed("resume"):
-            await calls.each(stages.resume)
+        try:
+            await calls.each(self._verify_and_commit)
+        finally:
+            self._stages_s |= stages.mean_s
+            for member in calls.failures.keys() - self._failed_in.keys():
+                self._failed_in[member] = stages.reached[member]
+
+    async def _verify_and_commit(self, _: Stub, member: Member) -> None:
+        try:
+            await self._stages.take(member, ("verify", "commit"), self._stub)
+        finally:
+            self._paused_s[member] = time.monotonic() - self._paused_at[member]
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -142,7 +152,7 @@ class CollectivePush:
             failed=failed,
             failed_in=self._failed_in,
             is_reusable=is_reusable,
-            paused_s={member: now - paused_at for member, paused_at in self._paused_at.items()},
+            paused_s={member: now - paused_at for member, paused_at in self._paused_at.items()} | self._paused_s,
             stages_s=self._stages_s,
         )
 

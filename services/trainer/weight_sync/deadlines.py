@@ -19,7 +19,7 @@ class PushDeadlines:
     transfer_s: float
     verify_s: float
     control_s: float
-    """Seconds for each of commit, resume and abort, and for asking a replica for its state."""
+    """Seconds for each of commit and abort, and for asking a replica for its state."""
 
     @classmethod
     def of(cls, config: WeightSyncConfig) -> Self:
@@ -36,4 +36,4 @@ class PushDeadlines:
     @property
     def push_s(self) -> float:
         """Longest duration of a push in which every stage keeps its deadline; engines are told this value."""
-        return self.prepare_s + self.upload_s + self.pause_s + self.transfer_s + self.verify_s + 3 * self.control_s
+        return self.prepare_s + self.upload_s + self.pause_s + self.transfer_s + self.verify_s + 2 * self.control_s

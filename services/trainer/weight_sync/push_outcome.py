@@ -22,4 +22,4 @@ class PushOutcome:
     paused_s: Mapping[Member, float]
     """Seconds that each paused member was kept from generating."""
     stages_s: Mapping[str, float]
-    """Seconds of each stage that was reached; in a rolling push, the mean over members."""
+    """Seconds of each stage that was reached; of stages that each member takes alone, the mean over members."""

@@ -20,4 +20,4 @@ class PushReport:
     pause_s: float
     """Seconds that an engine was kept from generating, on average over paused engines; 0 if none was paused."""
     stages_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each stage, summed over pushes; for rolling pushes, the mean over replicas."""
+    """Seconds of each stage, summed over pushes; of stages that each replica takes alone, the mean over replicas."""

@@ -1,19 +1,21 @@
-"""The stages of a push, as calls to one member: prepare, upload, pause, transfer, verify, commit, resume.
+"""The stages of a push, as calls to one member: prepare, upload, pause, transfer, verify, commit.
 
 Every call has a deadline. `rolling_push.py` takes each member through the stages alone, `collective_push.py` all of
-them together.
+them together until they have received the weights.
 """
 
 import asyncio
+import time
 import uuid
-from collections.abc import Awaitable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.errors import PenstockError
 from penstock.telemetry import spans
 from penstock.v1 import rollout_pb2
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
-from services.trainer.weight_sync.push_calls import Member, Stub
+from services.trainer.weight_sync.push_calls import Member, Stub, called
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports.base import PullTransport, Transport
 
@@ -50,10 +52,36 @@ class PushStages:
         self.weights = weights
         self.deadlines = deadlines
         self.push_id = f"v{weights.version}-{uuid.uuid4().hex[:8]}"
+        self.reached: dict[Member, str] = {}
+        """The last stage that each member taken through stages alone has begun."""
+        self.durations_s: defaultdict[str, list[float]] = defaultdict(list)
+        """Seconds that each of these members spent in a stage, by the stage's name."""
         self._transport = transport
         self._config = config
         self._replaces_newer = replaces_newer
         self._manifest = weights.manifest.to_proto()
+
+    @property
+    def mean_s(self) -> dict[str, float]:
+        """Mean of `durations_s` by stage."""
+        return {stage: sum(each) / len(each) for stage, each in self.durations_s.items()}
+
+    async def take(self, member: Member, stages: Sequence[str], stub: Callable[[Member], Stub]) -> None:
+        """Take `member` through `stages`, named like the methods below, one after the other until one fails."""
+        for stage in stages:
+            self.reached[member] = stage
+            start: Callable[[Stub, Member], Awaitable[object]] = getattr(self, stage)
+            began = time.monotonic()
+            error: BaseException | None = None
+            try:
+                await called(start(stub(member), member), peer=member.replica_id)
+            except BaseException as failure:
+                error = failure
+                raise
+            finally:
+                ended = time.monotonic()
+                self.durations_s[stage].append(ended - began)
+                self.record(stage, member, began, ended, error)
 
     def prepare(self, stub: Stub, member: Member) -> Awaitable[rollout_pb2.PrepareWeightsResponse]:
         """Announce the push."""
@@ -120,11 +148,6 @@ class PushStages:
             raise ChecksumError(message)
 
     def commit(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.CommitWeightsResponse]:
-        """Make the member adopt the version."""
+        """Make the member adopt the version and generate with it."""
         request = rollout_pb2.CommitWeightsRequest(push_id=self.push_id)
         return stub.CommitWeights(request, timeout=self.deadlines.control_s)
-
-    def resume(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.ResumeGenerationResponse]:
-        """Make the member generate again."""
-        request = rollout_pb2.ResumeGenerationRequest(push_id=self.push_id)
-        return stub.ResumeGeneration(request, timeout=self.deadlines.control_s)

@@ -11,10 +11,10 @@ their own part (a load, a drain), more begin.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from penstock.errors import PenstockError
-from services.trainer.weight_sync.push_calls import CANCEL_NOTICE_S, CANCELLED, Member, PushCalls, Stub, called
+from services.trainer.weight_sync.push_calls import CANCEL_NOTICE_S, CANCELLED, Member, PushCalls, Stub
 from services.trainer.weight_sync.push_outcome import PushOutcome
 from services.trainer.weight_sync.push_stages import PushStages
 
@@ -42,9 +42,7 @@ class RollingPush:
         self._on_served = on_served
         self._done: list[Member] = []
         self._failed: dict[Member, PenstockError] = {}
-        self._failed_in: dict[Member, str] = {}
         self._paused_s: dict[Member, float] = {}
-        self._durations_s: dict[str, list[float]] = {}
 
     async def run(self) -> PushOutcome:
         """Take every member through all stages, or until it fails."""
@@ -65,42 +63,23 @@ class RollingPush:
         return PushOutcome(
             done=tuple(self._done),
             failed=self._failed,
-            failed_in=self._failed_in,
+            failed_in={member: self._stages.reached[member] for member in self._failed},
             is_reusable=True,
             paused_s=self._paused_s,
-            stages_s={stage: sum(each) / len(each) for stage, each in self._durations_s.items()},
+            stages_s=self._stages.mean_s,
         )
 
     async def _push_to(self, member: Member) -> None:
-        stages, stage, paused_at = self._stages, "", None
-        calls: dict[str, Callable[[Stub, Member], Awaitable[object]]] = {
-            "prepare": stages.prepare,
-            "upload": stages.upload,
-            "pause": stages.pause,
-            "transfer": stages.transfer,
-            "verify": stages.verify,
-            "commit": stages.commit,
-            "resume": stages.resume,
-        }
+        stages = self._stages
+        paused_at: float | None = None
         try:
-            for stage, start in calls.items():
-                started = time.monotonic()
-                if stage == "pause":
-                    paused_at = started
-                error: BaseException | None = None
-                try:
-                    await called(start(self._stub(member), member), peer=member.replica_id)
-                except BaseException as failure:
-                    error = failure
-                    raise
-                finally:
-                    ended = time.monotonic()
-                    self._durations_s.setdefault(stage, []).append(ended - started)
-                    stages.record(stage, member, started, ended, error)
+            await stages.take(member, ("prepare", "upload"), self._stub)
+            paused_at = time.monotonic()
+            await stages.take(member, ("pause", "transfer", "verify", "commit"), self._stub)
             self._done.append(member)
             self._on_served()
         except PenstockError as error:
-            self._failed[member], self._failed_in[member] = error, stage
+            self._failed[member] = error
             await self._abort(member, str(error), stages.deadlines.control_s)
         except asyncio.CancelledError:
             await self._abort(member, CANCELLED, CANCEL_NOTICE_S)

@@ -27,6 +27,7 @@ from services.rollout.testing.engine_process import EngineProcess, log_events
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.publisher import WeightPublisher
 from services.trainer.weight_sync.transports.disk import WeightFileStore
+from tests.support.engine.adapters import with_adapters
 from tests.support.engine.pd_pairs import Pair, PairHost, missing_for_pairs, pair_host
 from tests.support.engine.push import Push
 from tests.support.engine.reference import (
@@ -258,10 +259,10 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
             )
             for each in (version, version + 1)
         ]
-        for stage in (push.transfer, push.verify, push.commit):
+        for stage in (push.transfer, push.verify):
             await stage()
         assert not any(call.done() for call in waiting), "while weights change, requests wait"
-        await push.resume()
+        await push.commit()
         await asyncio.to_thread(push.group.close)
         with pytest.raises(grpc.aio.AioRpcError, match=f"this engine serves version {version + 1}") as caught:
             await waiting[0]
@@ -289,7 +290,8 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
 async def test_a_pair_takes_weights_from_files_and_as_what_changed(
     engine: EngineProcess, pair: Pair, nats_url: str, tmp_path: Path, transport: str
 ) -> None:
-    """With the trainer's own publisher, twice; each time the pair's tokens have the new version's logprobs."""
+    """With the trainer's own publisher, twice, and then as adapters, which both peers merge into what they hold; each
+    time the pair's tokens have the new version's logprobs."""
     bus_config, made = BusConfig(url=nats_url), turn("image", max_new_tokens=16)
     sync = WeightSyncConfig.model_validate({"transport": transport})
     version = max([(await each.replica()).policy_version for each in (engine, *pair.engines)])
@@ -308,17 +310,18 @@ async def test_a_pair_takes_weights_from_files_and_as_what_changed(
                 max_bucket_bytes=1 << 16,
             )
             try:
-                for seed in (21, 22):
-                    version, policy = version + 1, pair.policy.perturbed(seed)
-                    snapshot = publisher.take(version, NamedWeights.of(policy.weights))
-                    assert (await publisher.publish(snapshot)).num_failed == 0
+                policies = [pair.policy.perturbed(seed) for seed in (21, 22)]
+                pushed = [(NamedWeights.of(policy.weights), policy) for policy in policies]
+                for weights, policy in (*pushed, with_adapters(policies[-1], seed=23)):
+                    version += 1
+                    assert (await publisher.publish(publisher.take(version, weights))).num_failed == 0
                     assert await pair.version() == version
                     require_logprobs({version: policy}, made, await pair.generate(made))
             finally:
                 await publisher.close()
     for each in pair.engines:
         received = [event["transport"] for event in log_events(each.log) if event["event"] == "weights.received"]
-        assert received[-2:] == [transport] * 2
+        assert received[-3:] == [transport] * 3
 
 
 async def test_a_push_that_breaks_off_leaves_no_peer_waiting(engine: EngineProcess, pair: Pair) -> None:

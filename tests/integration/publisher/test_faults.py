@@ -36,7 +36,7 @@ DEADLINE_S = 5.0
     "point",
     [
         "GetReplica", "PrepareWeights", "join", "PauseGeneration", "ReceiveWeights", "bucket", "VerifyWeights",
-        "CommitWeights", "ResumeGeneration",
+        "CommitWeights",
     ],
 )  # fmt: skip
 async def test_a_killed_replica_costs_the_others_nothing(bus: Bus, point: str) -> None:
@@ -64,7 +64,6 @@ async def test_a_killed_replica_costs_the_others_nothing(bus: Bus, point: str) -
         ("bucket", "transfer_timeout_s"),
         pytest.param("VerifyWeights", "transfer_timeout_s", marks=pytest.mark.slow),
         pytest.param("CommitWeights", "stage_timeout_s", marks=pytest.mark.slow),
-        pytest.param("ResumeGeneration", "stage_timeout_s", marks=pytest.mark.slow),
     ],
 )
 async def test_a_hung_replica_costs_one_deadline(
@@ -104,6 +103,20 @@ async def test_a_hung_relay_is_tried_again_alone(bus: Bus) -> None:
             await replicas[0].set_faults()
             for replica in replicas:
                 await until_serving(replica, 2)
+
+
+async def test_no_replica_waits_for_the_digests_of_another(bus: Bus) -> None:
+    """Once it has the weights of a broadcast and has proven it, it serves them."""
+    async with replicas_of(bus, 2) as (first, second), publishing(bus) as publisher:
+        await second.set_faults(VerifyWeights=Fault("hold"))
+        push = asyncio.create_task(publisher.publish(snapshot(1)))
+        await until_serving(first, 1)
+        assert (await second.report()).state == common_pb2.REPLICA_STATE_UPDATING
+        assert not push.done()
+        await second.set_faults()
+        report = await promptly(push)
+        assert (report.num_replicas, report.num_failed) == (2, 0)
+        await assert_serving(second, 1)
 
 
 async def test_a_replica_that_refuses_is_left_out(bus: Bus) -> None:

@@ -41,7 +41,7 @@ DEADLINE_S = 3.0
 STAGES = {
     "PrepareWeights": "prepare_s",
     "PauseGeneration": "pause_s",
-    "ResumeGeneration": "control_s",
+    "CommitWeights": "control_s",
     "bucket": "transfer_s",
 }
 """Whose deadline ends a hang at that point."""
@@ -250,7 +250,7 @@ async def test_a_replica_that_is_killed_while_it_copies(bus: Bus, point: str) ->
         pytest.param("PauseGeneration", "hang", "shared_memory", marks=pytest.mark.slow),
         ("PauseGeneration", "refuse", "shared_memory"),
         ("CommitWeights", "refuse", "shared_memory"),
-        pytest.param("ResumeGeneration", "hang", "shared_memory", marks=pytest.mark.slow),
+        pytest.param("CommitWeights", "hang", "shared_memory", marks=pytest.mark.slow),
         pytest.param("PrepareWeights", "refuse", "broadcast", marks=pytest.mark.slow),
         ("ReceiveWeights", "refuse", "broadcast"),
         ("bucket", "hang", "broadcast"),
@@ -260,7 +260,7 @@ async def test_a_replica_that_is_killed_while_it_copies(bus: Bus, point: str) ->
 async def test_a_transport_is_given_up_only_for_its_own_failures(
     bus: Bus, point: str, action: Action, transport: str
 ) -> None:
-    """A replica that is slow to pause or resume copies from memory again; one that cannot copy gets a broadcast."""
+    """A replica that is slow to pause or commit copies from memory again; one that cannot copy gets a broadcast."""
     hung = {STAGES[point]: DEADLINE_S} if action == "hang" else {}
     async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="shared_memory") as publisher:
         await replica.set_faults(**{point: Fault(action)})

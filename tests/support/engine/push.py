@@ -112,14 +112,8 @@ class Push:
         assert dict(answer.digests) == {name: tensor_digest(tensor, XXH3) for name, tensor in self.weights.items()}
 
     async def commit(self) -> None:
-        """Make the version current."""
+        """Make the version current, and let generation go on."""
         await self.engine.control.CommitWeights(rollout_pb2.CommitWeightsRequest(push_id=self.push_id), timeout=60)
-
-    async def resume(self) -> None:
-        """Let generation go on."""
-        await self.engine.control.ResumeGeneration(
-            rollout_pb2.ResumeGenerationRequest(push_id=self.push_id), timeout=60
-        )
 
     async def abort(self, reason: str) -> common_pb2.ReplicaState.ValueType:
         """Give up."""
@@ -139,7 +133,7 @@ class Push:
     async def deliver(self) -> None:
         """All stages after `pause`, and leave the group."""
         try:
-            for stage in (self.transfer, self.verify, self.commit, self.resume):
+            for stage in (self.transfer, self.verify, self.commit):
                 await stage()
         finally:
             await asyncio.to_thread(self.group.close)

@@ -118,4 +118,3 @@ async def push(
     await receiver.receive(push_id)
     await receiver.verify(push_id)
     await receiver.commit(push_id)
-    await receiver.resume(push_id)

@@ -49,7 +49,7 @@ async def test_stages_come_in_order_and_belong_to_the_push() -> None:
     with pytest.raises(NotReadyError, match="prepare it first"):
         await one.pause("p1")
     await one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
-    for call in (one.receive, one.verify, one.commit, one.resume):
+    for call in (one.receive, one.verify, one.commit):
         with pytest.raises(NotReadyError, match="needs it"):
             await call("p1")
     with pytest.raises(NotReadyError, match="is not prepared"):
@@ -123,21 +123,19 @@ async def test_broken_stays_broken_until_a_push_is_complete() -> None:
 @pytest.mark.parametrize(
     ("last", "state"),
     [("prepare", REPLICA_STATE_READY), ("pause", REPLICA_STATE_READY), ("receive", REPLICA_STATE_BROKEN),
-     ("verify", REPLICA_STATE_BROKEN), ("commit", REPLICA_STATE_READY)],
+     ("verify", REPLICA_STATE_BROKEN)],
 )  # fmt: skip
 async def test_a_trainer_that_vanishes_costs_its_own_deadline(last: str, state: int) -> None:
     """The push ends at the deadline that the trainer set, and generation continues wherever weights are sound."""
     sink = RecordedSink()
     one = await receiver(sink)
     await one.prepare("p1", 1, group(), MANIFEST, deadline_s=0.2)
-    for name in ("pause", "receive", "verify", "commit")[
-        : ("prepare", "pause", "receive", "verify", "commit").index(last)
-    ]:
+    for name in ("pause", "receive", "verify")[: ("prepare", "pause", "receive", "verify").index(last)]:
         await getattr(one, name)("p1")
     await until_ended(one)
     assert one.state == state
-    assert one.version == (1 if last == "commit" else 0)
-    assert ("resume" in sink.calls) == (last in ("pause", "commit"))
+    assert one.version == 0
+    assert ("resume" in sink.calls) == (last == "pause")
 
 
 async def until_ended(one: WeightReceiver) -> None:
@@ -253,7 +251,7 @@ async def test_of_two_pushes_prepared_at_once_the_later_one_is_received() -> Non
     await asyncio.gather(first, second)
     with pytest.raises(NotReadyError, match="is not prepared"):
         await one.pause("p1")
-    for stage in (one.pause, one.receive, one.verify, one.commit, one.resume):
+    for stage in (one.pause, one.receive, one.verify, one.commit):
         await stage("p2")
     assert (one.state, one.version) == (REPLICA_STATE_READY, 1)
     await one.close()
@@ -329,7 +327,7 @@ async def test_a_snapshot_takes_no_group_and_leaves_none(tmp_path: Path) -> None
         with pytest.raises(NotReadyError, match="weight files"):
             await one.prepare("p2", version, rollout_pb2.DiskSource(folder=str(where)), MANIFEST, deadline_s=30.0)
     await one.prepare("p2", 2, rollout_pb2.DiskSource(folder=str(folder)), MANIFEST, deadline_s=30.0)
-    for stage in (one.pause, one.receive, one.verify, one.commit, one.resume):
+    for stage in (one.pause, one.receive, one.verify, one.commit):
         await stage("p2")
     assert sink.calls == ["pause", "begin", "load a", "load b", "end", "digests xxh3", "version 2", "resume"]
     await push(one, "p3", 3)

@@ -10,7 +10,7 @@ PUSH_SECONDS = metrics.histogram(
 )
 STAGE_SECONDS = metrics.histogram(
     "penstock_engine_push_stage_seconds",
-    "Seconds of each stage of a push: uploaded, paused, received, verified, committed, resumed.",
+    "Seconds of each stage of a push: uploaded, paused, received, verified, committed.",
     ("stage",),
 )
 PAUSE_SECONDS = metrics.histogram(

@@ -51,6 +51,8 @@ class SglangWeights:
         self._group_timeout_s = group_timeout_s
         self._tokenizer_manager = engine.tokenizer_manager
         self._is_proven = False
+        self._has_begun = False
+        """Whether an update was begun and may still be open."""
         self._last: asyncio.Task[Any] | None = None
 
     async def join_group(self, source: rollout_pb2.BroadcastSource) -> None:
@@ -136,7 +138,9 @@ class SglangWeights:
         """Open an update, after closing any that was left open."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-        await self.end_if_open()
+        if self._has_begun:
+            await self.end_if_open()
+        self._has_begun = True
         await self._succeed(
             "begin the update", lambda: self._tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput())
         )
@@ -175,12 +179,14 @@ class SglangWeights:
         await self._succeed(
             "end the update", lambda: self._tokenizer_manager.end_weight_update(EndWeightUpdateReqInput())
         )
+        self._has_begun = False
 
     async def end_if_open(self) -> None:
         """Close an update that a failed push left open."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         await self._call(lambda: self._tokenizer_manager.end_weight_update(EndWeightUpdateReqInput()))
+        self._has_begun = False
 
     async def parameters(self) -> dict[str, HeldParameter]:
         """Return the engine's parameters by checkpoint name."""

@@ -1,4 +1,4 @@
-"""WeightReceiver: the engine's side of a push, prepare -> (upload) -> pause -> receive -> verify -> commit -> resume.
+"""WeightReceiver: the engine's side of a push, prepare -> (upload) -> pause -> receive -> verify -> commit.
 
 Invariants: once a push has changed weights, they serve no token until it is complete. The version changes only at
 commit. No push outlives its deadline, so a vanished trainer costs one deadline. A push that ends early is cleaned up
@@ -35,8 +35,6 @@ from services.rollout.engine.weight_sync.weight_sink import WeightSink
 log = structlog.get_logger()
 
 _CLEAN_UP_MARGIN_S = 5.0
-_WITHIN = {Stage.PREPARED: "uploaded", Stage.COMMITTED: "resumed"}
-"""Names of the stages that leave a push in its state."""
 _TAKEN = "the engine is given an older version, for an evaluation; continue with another replica"
 
 
@@ -221,7 +219,7 @@ class WeightReceiver:
             return push.held
 
     async def commit(self, push_id: str) -> None:
-        """Make the push's version the engine's.
+        """Make the push's version the engine's, and let generation continue; the push is complete.
 
         Raises:
             NotReadyError: a second trainer has published other weights under this version, and they were committed.
@@ -234,10 +232,6 @@ class WeightReceiver:
             logging.bind(version=push.version)
             if is_older:
                 self._sink.fail_running(_TAKEN)  # calls that arrived after the pause and may want a newer version
-
-    async def resume(self, push_id: str) -> None:
-        """Let generation continue; the push is complete."""
-        async with self._stage(push_id, "resume", Stage.COMMITTED, Stage.COMMITTED) as push:
             await self._finish(push)
 
     async def abort(self, push_id: str, reason: str) -> ReplicaState.ValueType:
@@ -290,7 +284,7 @@ class WeightReceiver:
                     yield push
                 push.stage = after
                 spans.record("push.received", began, stage=what, version=push.version, push=push_id)
-                stage = after.name if before is not after else _WITHIN[after]
+                stage = "uploaded" if before is after else after.name  # an upload leaves the push as it is
                 push_metrics.STAGE_SECONDS.labels(stage.lower()).observe(time.monotonic() - started)
             except PenstockError as error:
                 spans.record("push.received", began, stage=what, version=push.version, push=push_id, error=str(error))
