@@ -17,6 +17,7 @@ from penstock.telemetry import spans
 from penstock.verdict_status import Status
 from services.rollout.worker import metrics
 from services.rollout.worker.answer_verifier import AnswerVerifier
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.group_images import GroupImages, Store
 from services.rollout.worker.players import Played, Player
 from services.rollout.worker.shared_rendering import SharedRendering
@@ -42,8 +43,9 @@ class GroupRollout:
         self._answer_verifier = answer_verifier
         self._worker_id = worker_id
 
-    async def play(self, prompt: Prompt, *, num_deliveries: int = 1) -> Group:
-        """Play every sample of `prompt`. If one cannot begin, the others are cancelled.
+    async def play(self, prompt: Prompt, closings: Closings, *, num_deliveries: int = 1) -> Group:
+        """Play every sample of `prompt`, and close what they hold by `closings`. If one cannot begin, the others are
+        cancelled.
 
         If an image of the prompt is no longer stored, the group is lost: no delivery of this prompt can be played.
 
@@ -53,11 +55,11 @@ class GroupRollout:
             PenstockError: it failed this time; another delivery may succeed.
         """
         with spans.recorded("group.played", group=prompt.id.message, delivery=num_deliveries) as about:
-            group = await self._play(prompt, num_deliveries)
+            group = await self._play(prompt, closings, num_deliveries)
             about.update(summarize(group.samples) if group.samples else {"error": group.error})
         return group
 
-    async def _play(self, prompt: Prompt, num_deliveries: int) -> Group:
+    async def _play(self, prompt: Prompt, closings: Closings, num_deliveries: int) -> Group:
         started = time.monotonic()
         try:
             images = await GroupImages.load(self._images, prompt)
@@ -73,7 +75,7 @@ class GroupRollout:
                 is_lost=True,
                 num_deliveries=num_deliveries,
             )
-        episodes = await self._play_all(prompt, images)
+        episodes = await self._play_all(prompt, images, closings)
         verdicts = await self._verify(prompt, episodes)
         samples = tuple(episode.to_sample(verdict) for episode, verdict in zip(episodes, verdicts, strict=True))
         metrics.count_group(samples, time.monotonic() - started)
@@ -88,12 +90,12 @@ class GroupRollout:
             temperature=prompt.sampling.temperature,
         )
 
-    async def _play_all(self, prompt: Prompt, images: GroupImages) -> list[Played]:
+    async def _play_all(self, prompt: Prompt, images: GroupImages, closings: Closings) -> list[Played]:
         shared = SharedRendering()
         try:
             async with asyncio.TaskGroup() as tasks:
                 playing = [
-                    tasks.create_task(self._episodes.play(prompt, number, images, shared))
+                    tasks.create_task(self._episodes.play(prompt, number, images, shared, closings))
                     for number in range(prompt.num_samples)
                 ]
         except BaseExceptionGroup as failures:

@@ -5,6 +5,7 @@ from typing import Protocol
 from penstock.records import Prompt, Sample, Verdict
 from penstock.telemetry import spans
 from services.rollout.worker.agents.agent_player import AgentPlayer
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.episodes.episode import EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_rendering import SharedRendering
@@ -41,8 +42,10 @@ class Played(Protocol):
 class Player(Protocol):
     """Plays samples."""
 
-    async def play(self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering) -> Played:
-        """Play sample `number` of `prompt`; `images` and `shared` are the group's."""
+    async def play(
+        self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering, closings: Closings
+    ) -> Played:
+        """Play sample `number` of `prompt`; `images`, `shared` and `closings` are the group's."""
         ...
 
 
@@ -54,13 +57,15 @@ class Players:
         self._episodes = episodes
         self._agents = agents
 
-    async def play(self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering) -> Played:
+    async def play(
+        self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering, closings: Closings
+    ) -> Played:
         """See `Player`."""
         with spans.recorded("episode", group=prompt.id.message, sample=number) as about:
             played: Played
             if self._agents.plays(prompt.environment):
                 played = await self._agents.play(prompt, number, images)
             else:
-                played = await self._episodes.play(prompt, number, images, shared)
+                played = await self._episodes.play(prompt, number, images, shared, closings)
             about.update(finish_reason=played.finish_reason, error=played.error or None)
         return played

@@ -1,7 +1,7 @@
 """Turns a prompt message into a group message.
 
-Invariant: `handle` returns only after the group is stored, so the prompt is acked last. The group's message id is the
-prompt's, so a redelivered prompt never stores a second group.
+Invariant: `handle` returns only after the group is stored and the group's environments are closed, so the prompt is
+acked last. The group's message id is the prompt's, so a redelivered prompt never stores a second group.
 """
 
 import time
@@ -15,6 +15,7 @@ from penstock.records import Group, Prompt
 from penstock.records.codec import decode, encode
 from penstock.telemetry import spans
 from services.rollout.worker import metrics
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.group_rollout import GroupRollout
 
 log = structlog.get_logger()
@@ -36,7 +37,8 @@ class PromptHandler:
         queued_s = max(0.0, time.time() - delivery.stored_at)
         spans.record("group.queued", received - queued_s, received, group=prompt.id.message)
         with structlog.contextvars.bound_contextvars(group=prompt.id.message):
-            await self._publish(await self._rollout.play(prompt, num_deliveries=delivery.num_delivered))
+            async with Closings() as closings:  # around both, because a group does not wait for its environments
+                await self._publish(await self._rollout.play(prompt, closings, num_deliveries=delivery.num_delivered))
 
     async def give_up(self, delivery: Delivery, reason: str) -> None:
         """Report to the trainer that the group has no samples, and why."""

@@ -15,6 +15,7 @@ from penstock.model.chat.chat_template import Renderer
 from penstock.records import Limits
 from penstock.runtime.security import Security
 from penstock.v1 import generate_pb2
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.hosting.server import serving_environments
 from services.rollout.worker.environments.registry import EnvironmentRegistry
@@ -149,5 +150,7 @@ async def test_a_group_is_played_with_fewer_processes_than_samples(renderer: Ren
         prompt, shelf = make_prompt("CountsOthers"), ImageShelf()
         await shelf.put(prompt.id.scope, PICTURE)
         images, shared = await GroupImages.load(shelf, prompt), SharedRendering()
-        episodes = await asyncio.gather(*(player.play(prompt, number, images, shared) for number in range(3)))
+        async with Closings() as closings:
+            playing = (player.play(prompt, number, images, shared, closings) for number in range(3))
+            episodes = await asyncio.gather(*playing)
     assert [episode.trajectory.turns[-1].metrics["num_living"] for episode in episodes] == [1.0] * 3

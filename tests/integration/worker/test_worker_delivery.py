@@ -22,6 +22,7 @@ from services.recipe import Recipe
 from services.reward import server as reward_server
 from services.reward.config import RewardConfig
 from services.rollout.worker.answer_verifier import AnswerVerifier
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.episode import EpisodePlayer
 from services.rollout.worker.group_images import GroupImages
@@ -133,7 +134,9 @@ class HeavyPlayer:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
 
-    async def play(self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering) -> "HeavySample":
+    async def play(
+        self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering, closings: Closings
+    ) -> "HeavySample":
         return HeavySample(self.size_bytes)
 
 

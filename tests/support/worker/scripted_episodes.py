@@ -15,6 +15,7 @@ from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier, Verifier
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.registry import EnvironmentRegistry
 from services.rollout.worker.episodes.episode import Episode, EpisodePlayer
@@ -222,10 +223,12 @@ class NoVerifier:
 
 
 async def play(player: EpisodePlayer, prompt: Prompt, number: int = 0) -> Episode:
-    """Play with the prompt's picture stored."""
+    """Play with the prompt's picture stored, until its environment is closed."""
     shelf = ImageShelf()
     await shelf.put(prompt.id.scope, PICTURE)
-    return await player.play(prompt, number, await GroupImages.load(shelf, prompt), SharedRendering())
+    images = await GroupImages.load(shelf, prompt)
+    async with Closings() as closings:
+        return await player.play(prompt, number, images, SharedRendering(), closings)
 
 
 def make_player(

@@ -12,6 +12,7 @@ from penstock.errors import InvalidRequestError, PenstockError, PoisonError, Una
 from penstock.records import GroupId, ImagePart, Message, Prompt, Sampling, TextPart, text_for_verifiers
 from penstock.v1 import common_pb2, generate_pb2, reward_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.episodes.episode import Ending, Episode, EpisodePlayer
 from services.rollout.worker.episodes.trajectory import STOP, Trajectory
 from services.rollout.worker.group_images import GroupImages
@@ -43,7 +44,9 @@ class ScriptedEpisodes:
     num_waiting: int = 0
     num_cancelled: int = 0
 
-    async def play(self, prompt: Prompt, sample: int, images: GroupImages, _shared: SharedRendering) -> Episode:
+    async def play(
+        self, prompt: Prompt, sample: int, images: GroupImages, _shared: SharedRendering, _closings: Closings
+    ) -> Episode:
         scripted = self.script.get(sample)
         match scripted:
             case "wait":
@@ -106,7 +109,7 @@ async def test_a_prompt_whose_image_is_gone_is_reported_as_lost() -> None:
     prompt = msgspec.structs.replace(
         PROMPT, images=("0a" * 32,), messages=(Message(role="user", parts=(ImagePart(index=0),)),)
     )
-    group = await make_player(with_status(reward_pb2.VERDICT_STATUS_OK)).play(prompt, num_deliveries=2)
+    group = await make_player(with_status(reward_pb2.VERDICT_STATUS_OK)).play(prompt, Closings(), num_deliveries=2)
     assert (group.is_lost, group.samples, group.num_deliveries) == (True, (), 2)
     assert group.error == f"image {'0a' * 32} is not stored"
 
@@ -114,7 +117,7 @@ async def test_a_prompt_whose_image_is_gone_is_reported_as_lost() -> None:
 async def test_a_group_says_at_which_temperature_it_was_sampled() -> None:
     """A trainer that resumes with another one has its prompt played again."""
     prompt = msgspec.structs.replace(PROMPT, sampling=Sampling(temperature=0.5))
-    group = await make_player(with_status(reward_pb2.VERDICT_STATUS_OK)).play(prompt)
+    group = await make_player(with_status(reward_pb2.VERDICT_STATUS_OK)).play(prompt, Closings())
     assert group.temperature == 0.5
 
 
@@ -129,7 +132,7 @@ async def test_every_sample_gets_its_own_verdict() -> None:
             method=reward_pb2.VERDICT_METHOD_SYMBOLIC,
         )
     )
-    group = await make_player(verifier).play(PROMPT)
+    group = await make_player(verifier).play(PROMPT, Closings())
     assert [sample.text for sample in group.samples] == ["said 0", "said 1", "said 2"]
     assert [sample.reward for sample in group.samples] == [0.0, 1.0, 0.0]
     assert {sample.verdict.method for sample in group.samples if sample.verdict} == {"SYMBOLIC"}
@@ -152,14 +155,16 @@ def test_a_prompt_is_the_text_of_its_messages() -> None:
 async def test_verifiers_hear_what_was_asked() -> None:
     """A judge, or a verifier of a person's own, reads the question."""
     verifier = with_status(reward_pb2.VERDICT_STATUS_OK)
-    await make_player(verifier).play(PROMPT)
+    await make_player(verifier).play(PROMPT, Closings())
     assert [item.prompt for item in verifier.items] == ["?"] * 3
 
 
 @pytest.mark.parametrize("status", ["NO_ANSWER", "UNPARSEABLE", "TOO_LARGE"])
 async def test_a_judged_response_keeps_its_status(status: str) -> None:
     """These are scores of the policy."""
-    group = await make_player(with_status(reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}"))).play(PROMPT)
+    group = await make_player(with_status(reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}"))).play(
+        PROMPT, Closings()
+    )
     assert [(sample.reward, sample.verdict and sample.verdict.status) for sample in group.samples] == [
         (0.0, status)
     ] * 3
@@ -170,7 +175,7 @@ async def test_a_judged_response_keeps_its_status(status: str) -> None:
 async def test_an_unjudged_response_scores_zero_under_its_own_status_and_is_counted(status: str) -> None:
     """Whatever score such a verdict carries, it is no right answer; and it is no silent zero either."""
     verifier = with_status(reward_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{status}"), score=1.0)
-    group = await make_player(verifier).play(PROMPT)
+    group = await make_player(verifier).play(PROMPT, Closings())
     assert [(sample.reward, sample.verdict and sample.verdict.status) for sample in group.samples] == [
         (None, status)
     ] * 3
@@ -182,7 +187,7 @@ async def test_an_unjudged_response_scores_zero_under_its_own_status_and_is_coun
 async def test_a_gold_answer_that_cannot_be_read_fails_the_group_for_good() -> None:
     """It is a fault of the data, so no other try is made; the message names row, gold and profile."""
     with pytest.raises(InvalidRequestError, match=r"gold answers \['3', '3.0'\] of group run/0 .* 'geo3k'"):
-        await make_player(with_status(reward_pb2.VERDICT_STATUS_GOLD_INVALID)).play(PROMPT)
+        await make_player(with_status(reward_pb2.VERDICT_STATUS_GOLD_INVALID)).play(PROMPT, Closings())
 
 
 @pytest.mark.parametrize(
@@ -203,22 +208,22 @@ async def test_golds_are_not_needed_where_the_environment_gives_rewards(
     player = make_player(with_status(reward_pb2.VERDICT_STATUS_GOLD_INVALID), ScriptedEpisodes(endings))
     if is_refused:
         with pytest.raises(InvalidRequestError, match="gold answers"):
-            await player.play(prompt)
+            await player.play(prompt, Closings())
         return
-    samples = (await player.play(prompt)).samples
+    samples = (await player.play(prompt, Closings())).samples
     assert [sample.reward for sample in samples] == [0.5 if endings[each] == "rewarded" else None for each in range(3)]
 
 
 async def test_a_verdict_without_status_fails_the_group() -> None:
     """An unset field is never taken for a zero."""
     with pytest.raises(PenstockError, match="status UNSPECIFIED"):
-        await make_player(with_status(reward_pb2.VERDICT_STATUS_UNSPECIFIED)).play(PROMPT)
+        await make_player(with_status(reward_pb2.VERDICT_STATUS_UNSPECIFIED)).play(PROMPT, Closings())
 
 
 async def test_a_sample_that_its_environment_failed_is_unjudged_and_the_others_count() -> None:
     """The verifier does not see it; its status is one definition's with those that ran into a verifier's limits."""
     verifier = with_status(reward_pb2.VERDICT_STATUS_OK, score=1.0)
-    group = await make_player(verifier, ScriptedEpisodes({1: "broken"})).play(PROMPT)
+    group = await make_player(verifier, ScriptedEpisodes({1: "broken"})).play(PROMPT, Closings())
     assert [sample.reward for sample in group.samples] == [1.0, None, 1.0]
     assert [sample.verdict is not None and sample.verdict.is_judged for sample in group.samples] == [True, False, True]
     assert [item.item_id for item in verifier.items] == ["run/0/0/a/0", "run/0/0/a/2"]
@@ -230,7 +235,7 @@ async def test_a_group_that_breaks_every_replica_fails_for_good() -> None:
     """Of several failures at once, that one decides: another delivery would break more replicas."""
     episodes = ScriptedEpisodes({0: UnavailableError("no replica"), 2: PoisonError("3 replicas failed")})
     with pytest.raises(PoisonError, match="3 replicas failed"):
-        await make_player(with_status(reward_pb2.VERDICT_STATUS_OK), episodes).play(PROMPT)
+        await make_player(with_status(reward_pb2.VERDICT_STATUS_OK), episodes).play(PROMPT, Closings())
 
 
 async def test_one_failed_sample_cancels_the_others() -> None:
@@ -238,7 +243,7 @@ async def test_one_failed_sample_cancels_the_others() -> None:
     episodes = ScriptedEpisodes({0: "wait", 1: UnavailableError("no replica"), 2: "wait"})
     verifier = with_status(reward_pb2.VERDICT_STATUS_OK)
     with pytest.raises(UnavailableError, match="no replica"):
-        await make_player(verifier, episodes).play(PROMPT)
+        await make_player(verifier, episodes).play(PROMPT, Closings())
     assert episodes.num_cancelled == 2
     assert verifier.items == []
 
@@ -252,13 +257,15 @@ async def test_the_error_that_no_other_try_can_mend_decides(other: BaseException
     """Of several failures at once, the hopeless one says what becomes of the prompt."""
     episodes = ScriptedEpisodes({0: other, 2: InvalidRequestError("too long")})
     with pytest.raises(InvalidRequestError, match="too long"):
-        await make_player(with_status(reward_pb2.VERDICT_STATUS_OK), episodes).play(PROMPT)
+        await make_player(with_status(reward_pb2.VERDICT_STATUS_OK), episodes).play(PROMPT, Closings())
 
 
 async def test_cancelling_a_group_cancels_its_samples() -> None:
     """A worker that stops leaves nothing running."""
     episodes = ScriptedEpisodes({0: "wait", 1: "wait", 2: "wait"})
-    task = asyncio.create_task(make_player(with_status(reward_pb2.VERDICT_STATUS_OK), episodes).play(PROMPT))
+    task = asyncio.create_task(
+        make_player(with_status(reward_pb2.VERDICT_STATUS_OK), episodes).play(PROMPT, Closings())
+    )
     await until(lambda: episodes.num_waiting == 3)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

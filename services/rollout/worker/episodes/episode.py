@@ -7,10 +7,11 @@ fails its group.
 """
 
 import dataclasses
+import functools
 import math
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal, TypeAlias
 
 import structlog
@@ -33,6 +34,7 @@ from penstock.runtime.process import others_code
 from penstock.telemetry import spans
 from penstock.v1 import generate_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.config import WorkerConfig
 from services.rollout.worker.environments.hosting.messages import ObservationTooLargeError
 from services.rollout.worker.environments.registry import EnvironmentRegistry
@@ -157,8 +159,12 @@ class EpisodePlayer:
         self._forbidden_ids = frozenset(forbidden_ids)
         self._router_replay = router_replay
 
-    async def play(self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering) -> Episode:
-        """Play sample `number` of `prompt`; `images` and `shared` are the group's.
+    async def play(
+        self, prompt: Prompt, number: int, images: GroupImages, shared: SharedRendering, closings: Closings
+    ) -> Episode:
+        """Play sample `number` of `prompt`; `images`, `shared` and `closings` are the group's.
+
+        Its environment is closed beside what comes next, in the task that reset it: `closings` waits for that.
 
         Raises:
             InvalidRequestError: the prompt can never be played or judged: its data are at fault, there is no such
@@ -167,6 +173,16 @@ class EpisodePlayer:
             DeadlineError: the environment's reset took too long, or no first token came.
             PenstockError: the engine broke its contract, or no server answers.
         """
+        return await closings.result_of(functools.partial(self._play, prompt, number, images, shared))
+
+    async def _play(
+        self,
+        prompt: Prompt,
+        number: int,
+        images: GroupImages,
+        shared: SharedRendering,
+        tell: Callable[[Episode], None],
+    ) -> None:
         trajectory = Trajectory(
             min_version=prompt.min_version, exact_version=prompt.exact_version, forbidden_ids=self._forbidden_ids
         )
@@ -183,16 +199,18 @@ class EpisodePlayer:
                 ending = await self._ask_environment(episode) or await self._play_turn(episode)
             if episode.error:
                 log.warning("sample.failed", sample=episode.session_id, error=episode.error)
-            return Episode(
-                trajectory=trajectory,
-                text="\n".join(episode.texts),
-                answer=episode.texts[-1],
-                finish_reason=ending,
-                error=episode.error,
-                ended_by=episode.ended_by,
-                is_cut_short=not episode.is_answered and prompt.environment != SINGLE_TURN,
-                started_at=clock.started_at,
-                elapsed_s=clock.elapsed_s,
+            tell(
+                Episode(
+                    trajectory=trajectory,
+                    text="\n".join(episode.texts),
+                    answer=episode.texts[-1],
+                    finish_reason=ending,
+                    error=episode.error,
+                    ended_by=episode.ended_by,
+                    is_cut_short=not episode.is_answered and prompt.environment != SINGLE_TURN,
+                    started_at=clock.started_at,
+                    elapsed_s=clock.elapsed_s,
+                )
             )
 
     async def _play_turn(self, episode: "_Episode") -> Ending | None:

@@ -18,6 +18,7 @@ from penstock.model.chat.chat_template import Renderer
 from penstock.model.families.qwen_vl import ImageGrid
 from penstock.records import Verdict, VersionSpan
 from penstock.v1 import generate_pb2
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.episodes.trajectory import LENGTH
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.shared_rendering import SharedRendering
@@ -191,7 +192,8 @@ async def test_an_image_lost_on_the_bus_is_stored_again_once(renderer: Renderer)
     await shelf.put(prompt.id.scope, PICTURE)
     images = await GroupImages.load(shelf, prompt)
     shelf.images.clear()
-    episode = await make_player(renderer, policy).play(prompt, 0, images, SharedRendering())
+    async with Closings() as closings:
+        episode = await make_player(renderer, policy).play(prompt, 0, images, SharedRendering(), closings)
     assert (episode.finish_reason, len(policy.requests)) == ("stop", 2)
     assert await shelf.get(prompt.id.scope, hash_of(PICTURE)) == PICTURE
 
@@ -215,11 +217,12 @@ async def test_a_group_stores_an_image_once_however_many_samples_show_it(rendere
     await shelf.put(prompt.id.scope, PICTURE)
     images = await GroupImages.load(shelf, prompt)
 
-    async def play_one(number: int) -> None:
+    async def play_one(number: int, closings: Closings) -> None:
         policy = ScriptedPolicy(renderer, [("one" + END, 4), ("two" + END, 4)])
-        await make_player(renderer, policy).play(prompt, number, images, SharedRendering())
+        await make_player(renderer, policy).play(prompt, number, images, SharedRendering(), closings)
 
-    await asyncio.gather(*map(play_one, range(16)))
+    async with Closings() as closings:
+        await asyncio.gather(*(play_one(number, closings) for number in range(16)))
     assert shelf.num_stored == 2
 
 

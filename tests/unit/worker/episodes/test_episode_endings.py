@@ -20,6 +20,7 @@ from penstock.model.chat.chat_template import Renderer
 from penstock.records import Limits, Verdict
 from penstock.v1 import generate_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.episodes.trajectory import DEADLINE, LENGTH, STOP
 from services.rollout.worker.group_images import GroupImages
 from services.rollout.worker.group_rollout import GroupRollout
@@ -167,7 +168,8 @@ async def test_a_picture_that_no_engine_can_read_costs_no_other_sample(
     policy = ScriptedPolicy(renderer, [("one" + END, 4), InvalidRequestError("images[1] cannot be decoded")])
     verifier, player = AnswerVerifier(NoVerifier()), make_player(renderer, policy)
     rollout = GroupRollout(episodes=player, images=shelf, answer_verifier=verifier, worker_id="worker-a")
-    group = await rollout.play(prompt)
+    async with Closings() as closings:
+        group = await rollout.play(prompt, closings)
     [sequence] = group.samples[0].sequences
     assert policy.requests[1].images[1].stored.sha256 == hash_of(damaged)
     assert sequence.token_ids.tolist() == [*policy.requests[0].input_ids, *policy.ids("one" + END)]
@@ -227,7 +229,8 @@ async def test_an_observation_whose_image_cannot_be_stored_ends_its_sample(
     shelf, prompt = FullShelf(), make_prompt("TwoTurns")
     await shelf.put(prompt.id.scope, PICTURE)
     policy = ScriptedPolicy(renderer, [("one" + END, 4)])
-    episode = await make_player(renderer, policy).play(
-        prompt, 0, await GroupImages.load(shelf, prompt), SharedRendering()
-    )
+    async with Closings() as closings:
+        episode = await make_player(renderer, policy).play(
+            prompt, 0, await GroupImages.load(shelf, prompt), SharedRendering(), closings
+        )
     assert (episode.finish_reason, episode.text) == (ending, "one")

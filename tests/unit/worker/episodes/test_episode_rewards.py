@@ -16,6 +16,7 @@ from penstock.records import Group, Limits, Verdict
 from penstock.records.codec import decode, encode
 from penstock.v1 import reward_pb2
 from services.rollout.worker.answer_verifier import AnswerVerifier
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.episodes.episode import Episode
 from services.rollout.worker.group_rollout import GroupRollout
 from tests.support.image_shelf import ImageShelf
@@ -81,7 +82,8 @@ async def play_group(
         answer_verifier=AnswerVerifier(verifier),
         worker_id="worker-a",
     )
-    return await rollout.play(prompt)
+    async with Closings() as closings:
+        return await rollout.play(prompt, closings)
 
 
 @pytest.mark.parametrize(
