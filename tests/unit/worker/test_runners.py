@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -205,6 +206,23 @@ async def test_what_a_program_leaves_running_does_not_delay_its_result(
     if own_group:
         os.kill(pid, signal.SIGKILL)
     await until(lambda: not is_alive(pid))
+
+
+async def test_the_end_of_a_program_is_heard_of_at_once(program: MakeProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for it where it has closed its pipes."""
+    monkeypatch.setattr(command_runner, "_LOOK_EVERY_S", 3600.0)
+    assert (await promptly(program("print('{\"reward\": 3}')").run(SESSION))).reward == 3
+
+
+async def test_a_program_may_leave_its_input_unread_to_others(program: MakeProgram, tmp_path: Path) -> None:
+    """Who hold that pipe open, and no other; its sample ends with the program all the same."""
+    file = tmp_path / "pid"
+    left = "subprocess.Popen(['sleep', '3600'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"
+    code = f"import subprocess\nopen({str(file)!r}, 'w').write(str({left}.pid))\nprint('{{\"reward\": 3}}')"
+    task = dataclasses.replace(SESSION.task, extra={"text": "x" * 100_000})  # more than a pipe holds
+    result = await promptly(program(code).run(dataclasses.replace(SESSION, task=task)))
+    assert result.reward == 3
+    await until(lambda: not is_alive(int(file.read_text())))
 
 
 async def test_what_a_program_pipes_its_output_through_may_end_after_it(

@@ -53,6 +53,7 @@ class CommandRunner:
         said = _Said()
         talking = asyncio.create_task(_talk(process, json.dumps(session.to_json()).encode(), said))
         ending = asyncio.create_task(_until_ended(process))
+        waiting = asyncio.create_task(process.wait())  # at once, unless somebody holds its pipes open
         try:
             await asyncio.wait({talking, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not talking.done():  # processes that it has left behind hold its output open: filters end by themselves
@@ -62,10 +63,11 @@ class CommandRunner:
                 await asyncio.wait({talking}, timeout=_END_S)  # one that left the group holds it still
             if talking.done():
                 talking.result()
-            await ending
+            await asyncio.wait({ending, waiting}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._kill_group(process)
             await end_task(ending)
+            await end_task(waiting)
             await end_task(talking)
             await self._end(process)
         status = process.returncode
