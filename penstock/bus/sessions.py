@@ -6,6 +6,7 @@ all answers. Invariants: an answer for which `keep` has returned was stored whil
 the session's state is still the message that the router saw.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import uuid
@@ -80,7 +81,6 @@ class Sessions:
         number = await self._write_state(session, state)
         if before is not None and before[1].nonce != session.nonce:
             await self.forget(SessionId(sample_key=session.sample_key, nonce=before[1].nonce))
-            await self._forget_earlier_states(session)
         return OpenedSession(id=session, state=state, number=number)
 
     async def begin_end(self, opened: OpenedSession) -> None:
@@ -115,8 +115,6 @@ class Sessions:
             else:
                 if found is not None and found.number != opened.number:  # it is ending
                     await self.close(found)
-        else:
-            await self._forget_earlier_states(opened.id)
 
     async def find(self, session: SessionId) -> OpenedSession | None:
         """Return the session if it takes answers; None if it never existed.
@@ -206,10 +204,13 @@ class Sessions:
         return None
 
     async def forget(self, session: SessionId) -> None:
-        """Remove the session's answers and failure; an error is only logged, because they expire anyway."""
-        await self._remove(session, _calls_subject(session))
-        for is_poison in (True, False):
-            await self._remove(session, _failure_subject(session, is_poison=is_poison))
+        """Remove the session's answers and failure, and its sample's states except the last, which is small when it is
+        closed; an error is only logged, because they expire anyway."""
+        await asyncio.gather(
+            self._remove(session, _state_subject(session), but_last=1),
+            self._remove(session, _calls_subject(session)),
+            *(self._remove(session, _failure_subject(session, is_poison=is_poison)) for is_poison in (True, False)),
+        )
 
     async def forget_refusal(self, session: SessionId) -> None:
         """Remove what was noted of calls that were refused, but not what broke replicas.
@@ -220,10 +221,6 @@ class Sessions:
         subject = _failure_subject(session, is_poison=False)
         if await self._stream.last(subject) is not None:
             await self._stream.remove(subject)
-
-    async def _forget_earlier_states(self, session: SessionId) -> None:
-        """Leave a sample only its last state, which is small when it is closed; a failure is only logged."""
-        await self._remove(session, _state_subject(session), but_last=1)
 
     async def _remove(self, session: SessionId, subject: str, *, but_last: int = 0) -> None:
         try:

@@ -64,7 +64,7 @@ class Players:
         with spans.recorded("episode", group=prompt.id.message, sample=number) as about:
             played: Played
             if self._agents.plays(prompt.environment):
-                played = await self._agents.play(prompt, number, images)
+                played = await self._agents.play(prompt, number, images, closings)
             else:
                 played = await self._episodes.play(prompt, number, images, shared, closings)
             about.update(finish_reason=played.finish_reason, error=played.error or None)

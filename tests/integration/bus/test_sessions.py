@@ -1,13 +1,17 @@
 """Agents' sessions on the bus: what they take, and what is left of one that has ended."""
 
+import asyncio
+
 import msgspec
 import numpy as np
 import pytest
 
 from penstock.bus.connection import Bus
+from penstock.bus.kept_stream import KeptStream
 from penstock.bus.sessions import Sessions
 from penstock.errors import SessionOverError
 from penstock.records import GroupId, Sampling, SessionCall, SessionFailure, SessionId, SessionState, VersionSpan
+from tests.support.waiting import promptly
 
 GROUP = GroupId(run_id="run", index=3, attempt=0, trainer_epoch="a")
 CALL = SessionCall(
@@ -138,3 +142,14 @@ async def test_a_failure_is_noted_while_its_session_is_ending(bus: Bus) -> None:
     await sessions.begin_end(opened)
     await sessions.note_failure(opened, failure)
     assert await sessions.read_failure(session) == failure
+
+
+async def test_what_a_session_leaves_is_removed_at_once(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers, both kinds of failures and earlier states do not wait for one another."""
+    all_begun = asyncio.Barrier(4)
+
+    async def remove(stream: KeptStream, subject: str, *, but_last: int = 0) -> None:
+        await all_begun.wait()
+
+    monkeypatch.setattr(KeptStream, "remove", remove)
+    await promptly(Sessions(bus).forget(SessionId.new(GROUP, 15)))

@@ -35,6 +35,7 @@ from penstock.verdict_status import Status
 from services.rollout.worker.agents.linearize import linearize, turns_of
 from services.rollout.worker.agents.runners import RunnerCaller, RunnerError
 from services.rollout.worker.answer_verifier import AnswerVerifier
+from services.rollout.worker.closings import Closings
 from services.rollout.worker.episodes.clock import TIME_REMEDY, EpisodeClock
 from services.rollout.worker.episodes.grading import Grading
 from services.rollout.worker.episodes.tasks import make_task
@@ -145,8 +146,8 @@ class AgentPlayer:
         """Return whether there is an agent of that name."""
         return name in self._agents
 
-    async def play(self, prompt: Prompt, number: int, images: GroupImages) -> AgentEpisode:
-        """Play sample `number` of `prompt`; `images` are the group's.
+    async def play(self, prompt: Prompt, number: int, images: GroupImages, closings: Closings) -> AgentEpisode:
+        """Play sample `number` of `prompt`; `images` and `closings` are the group's.
 
         Raises:
             DeadlineError: time ran out before a token came.
@@ -164,7 +165,7 @@ class AgentPlayer:
             with spans.recorded(
                 "session", group=prompt.id.message, sample=number, attempt=attempt, agent=prompt.environment
             ) as about:
-                episode, problem = await self._attempt(prompt, number, images)
+                episode, problem = await self._attempt(prompt, number, images, closings)
                 about.update(
                     num_calls=0 if episode is None else len(episode.calls),
                     error=(problem if episode is None else episode.error) or None,
@@ -178,7 +179,9 @@ class AgentPlayer:
             "answered"
         )
 
-    async def _attempt(self, prompt: Prompt, number: int, images: GroupImages) -> tuple[AgentEpisode | None, str]:
+    async def _attempt(
+        self, prompt: Prompt, number: int, images: GroupImages, closings: Closings
+    ) -> tuple[AgentEpisode | None, str]:
         """Have the runner play once; return the episode, or None and the reason if the policy said nothing."""
         session = SessionId.new(prompt.id, number)
         timeout_s = min(prompt.limits.episode_timeout_s or math.inf, self._episode_timeout_s)
@@ -211,7 +214,7 @@ class AgentPlayer:
             result, ending = AgentResult(error="" if prompt.golds else why), "deadline"
             ended_by = f"{why}; {TIME_REMEDY}"
         elapsed_s = clock.elapsed_s
-        calls, failure = await self._end(opened)
+        calls, failure = await self._end(opened, closings)
         grading.require_sound()
         if (unjudged := grading.take_unjudged()) and not result.error:
             result = AgentResult(error=f"an answer that its reward may rest on was not judged: {unjudged}")
@@ -256,13 +259,16 @@ class AgentPlayer:
             await asyncio.wait({runner}, timeout=_PAUSE_S)
 
     async def _abandon(self, opened: OpenedSession) -> None:
-        """Close the session of a group that is abandoned."""
+        """Close the session of a group that is abandoned, and remove its calls."""
         with contextlib.suppress(PenstockError, TimeoutError):
             async with asyncio.timeout(_ABANDON_S):
                 await self._sessions.close(opened)
+                await self._sessions.forget(opened.id)
 
-    async def _end(self, opened: OpenedSession) -> tuple[Sequence[tuple[int, SessionCall]], SessionFailure | None]:
-        """Close the session, remove its record, and return its calls; without any, also why one failed for good.
+    async def _end(
+        self, opened: OpenedSession, closings: Closings
+    ) -> tuple[Sequence[tuple[int, SessionCall]], SessionFailure | None]:
+        """Close the session, and return its calls; without any, also why one failed for good. `closings` removes them.
 
         Raises:
             SessionOverError: another session plays the sample.
@@ -279,7 +285,7 @@ class AgentPlayer:
                     raise
                 await asyncio.sleep(_PAUSE_S)
             else:
-                await self._sessions.forget(opened.id)
+                closings.begin(self._sessions.forget(opened.id))
                 return calls, failure
 
 
