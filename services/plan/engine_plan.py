@@ -1,0 +1,47 @@
+"""Calculates the memory of an engine's GPUs."""
+
+import math
+
+from services.plan.model_shape import ModelShape
+from services.plan.moment import Moment, Part
+from services.plan.process_plan import GIB, Gpus, ProcessPlan
+from services.plan.row_shapes import longest_sample
+from services.recipe import Recipe
+
+_BFLOAT16 = 2
+
+
+def plan_engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> ProcessPlan:
+    """Return the plan of each GPU of `count` engines."""
+    rollout = recipe.rollout
+    weights = _BFLOAT16 * shape.num_parameters // rollout.tensor_parallel
+    heads = shape.text.num_key_value_heads
+    per_token = _BFLOAT16 * shape.kv_values // heads * math.ceil(heads / rollout.tensor_parallel)
+    room = int(rollout.gpu_memory_fraction * gpus.total_bytes)
+    num_tokens = max(0, room - weights) // per_token
+    longest, is_bound = longest_sample(recipe)
+    if rollout.max_total_tokens:
+        num_tokens = min(num_tokens, rollout.max_total_tokens)
+        longest = min(longest, rollout.max_total_tokens)
+    notes = [f"its KV cache holds {num_tokens:,} tokens, {num_tokens / longest:,.1f} samples of {longest:,}"]
+    if rollout.tensor_parallel > 1:
+        notes.append(_of_engines_push(shape, recipe, gpus))
+    if not is_bound:
+        notes.append("samples may be longer: neither rollout.context_length nor data.limits.max_tokens is set")
+    cache = Part(name=f"KV cache of one sample of {longest:,} tokens", size_bytes=longest * per_token)
+    return ProcessPlan(
+        name="engine" if rollout.tensor_parallel == 1 else f"GPU of an engine of {rollout.tensor_parallel}",
+        count=count * rollout.tensor_parallel,
+        room_bytes=room,
+        moments=(Moment(name="at least", parts=(Part(name="weights", size_bytes=weights), cache)),),
+        notes=tuple(notes),
+    )
+
+
+def _of_engines_push(shape: ModelShape, recipe: Recipe, gpus: Gpus) -> str:
+    """Describe the memory that a push takes of the part that an engine leaves free on each of its several GPUs."""
+    rollout = recipe.rollout
+    largest = _BFLOAT16 * max(size for _, size in shape.sizes)
+    taken = (2 + 1 / rollout.tensor_parallel) * largest / GIB  # the largest whole, plus all its shards
+    free = (1 - rollout.gpu_memory_fraction) * gpus.total_bytes / GIB
+    return f"a push takes {taken:,.1f} GiB of the {free:,.1f} that rollout.gpu_memory_fraction leaves"

@@ -1,0 +1,174 @@
+"""Calculates the memory of the GPUs of the trainer's ranks."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from services.plan.model_shape import ModelShape
+from services.plan.moment import Moment, Part
+from services.plan.process_plan import ProcessPlan
+from services.plan.row_shapes import longest_row, longest_sample, row_of_demonstrations
+from services.plan.working_memory import RowShape
+from services.recipe import Recipe
+
+_FLOAT32, _BFLOAT16 = 4, 2
+
+
+def plan_trainer(
+    shape: ModelShape, recipe: Recipe, room: int, working: Callable[..., int], *, image_share: float
+) -> Iterator[ProcessPlan]:
+    """Yield the plan of rank 0, and that of the other ranks if there are any.
+
+    Args:
+        shape: Shape of the model.
+        recipe: The recipe.
+        room: Bytes of a GPU that a rank may take.
+        working: `working_bytes` of this model.
+        image_share: Share of a row's tokens that stand for images.
+    """
+    trainer = recipe.trainer
+    is_sharded = trainer.ranks > 1
+    activations, notes = _activations(shape, recipe, working, image_share=image_share)
+    resident, gradients, reference = _resident(shape, recipe)
+    if is_sharded:
+        moments = _sharded_moments(
+            shape, (*resident, gradients), reference, activations, expert_parallel=trainer.expert_parallel
+        )
+        if trainer.expert_parallel > 1:
+            notes.append(
+                "activations are those of evenly used experts; a rank whose experts are chosen more takes more"
+            )
+    else:
+        moments = (Moment(name="in a step", parts=(*resident, gradients, *reference, activations)),)
+    pushed = tuple(_pushed(shape, recipe))
+    of_first = tuple(dataclasses.replace(moment, parts=(*moment.parts, *pushed)) for moment in moments)
+    push = Moment(name="before a push", parts=(*resident, *pushed, *_pushing(shape, recipe)))
+    yield ProcessPlan(
+        name="rank 0 of the trainer" if is_sharded else "trainer",
+        count=1,
+        room_bytes=room,
+        moments=(*of_first, push),
+        notes=tuple(notes),
+    )
+    if is_sharded:
+        name = "other rank of the trainer"
+        yield ProcessPlan(name=name, count=trainer.ranks - 1, room_bytes=room, moments=moments, notes=tuple(notes))
+
+
+def _activations(
+    shape: ModelShape, recipe: Recipe, working: Callable[..., int], *, image_share: float
+) -> tuple[Part, list[str]]:
+    """Return the activations of the row that takes most of them, and notes on it: rows are computed one by one."""
+    trainer = recipe.trainer
+
+    def size_of(row: RowShape) -> int:
+        return working(
+            row,
+            learning_rates=tuple(trainer.optimizer.learning_rates.items()),
+            gradient_checkpointing=trainer.gradient_checkpointing,
+            float32_head=trainer.float32_head,
+            dispatches_tokens=trainer.expert_parallel > 1,
+            sequence_parallel=trainer.sequence_parallel,
+        )
+
+    row, what = longest_row(shape, recipe, image_share=image_share), ""
+    size_bytes = size_of(row)
+    notes = []
+    if not longest_sample(recipe)[1]:
+        notes.append(f"a sample of more than {row.num_tokens:,} tokens takes more")
+    learned = row_of_demonstrations(shape, recipe, image_share=image_share)
+    if learned is not None:
+        if (more := size_of(learned)) > size_bytes:
+            row, what, size_bytes = learned, " of demonstrations", more
+        if recipe.demonstrations is not None and not recipe.demonstrations.max_tokens:
+            notes.append(
+                f"a demonstration of more than {learned.num_tokens:,} tokens takes more; demonstrations.max_tokens "
+                "bounds them"
+            )
+    notes.insert(0, f"{size_bytes / row.num_tokens / 2**20:.2f} MiB of activations for each token of a row{what}")
+    share = "" if trainer.sequence_parallel == 1 else f"a share of 1/{trainer.sequence_parallel} of "
+    name = f"activations of {share}{row.num_tokens:,} tokens{what}, {row.num_image_tokens:,} of images"
+    return Part(name=name, size_bytes=size_bytes), notes
+
+
+def _resident(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part, tuple[Part, ...]]:
+    """Return a rank's permanent parts; its part from a step's first row on; and the reference policy, if any."""
+    trainer, total = recipe.trainer, shape.num_parameters
+    trained = shape.trained(trainer.optimizer.learning_rates)
+    has_reference = recipe.algorithm.needs_reference
+    if trainer.optimizer.offload and trainer.ranks > 1:
+        weights, gradients, reference = (
+            Part(name=f"{name}, on the host", size_bytes=0)
+            for name in ("weights and AdamW's averages", "gradients", "reference policy")
+        )
+        return (weights,), gradients, (reference,) * has_reference
+    if trainer.optimizer.offload:
+        weights = Part(name="weights in bfloat16", size_bytes=_BFLOAT16 * total)
+        reference = Part(name="reference policy", size_bytes=_BFLOAT16 * total)
+        return (weights,), Part(name="gradients, on the host", size_bytes=0), (reference,) * has_reference
+    num_shards = trainer.num_shards
+    of = "" if num_shards == 1 else f", 1/{num_shards} of them"
+    ranks = {"ranks": num_shards, "expert_parallel": trainer.expert_parallel}
+    share = shape.share_bytes({name for name, _ in shape.sizes}, _FLOAT32, **ranks)
+    of_trained = shape.share_bytes(trained, _FLOAT32, **ranks)
+    resident: tuple[Part, ...] = (
+        Part(name=f"weights in float32{of}", size_bytes=share),
+        Part(name=f"AdamW's averages{of}", size_bytes=2 * of_trained),
+    )
+    if trainer.ranks == 1:
+        resident = (*resident, Part(name="the weights in bfloat16", size_bytes=_BFLOAT16 * total))
+        share = _BFLOAT16 * total
+    reference = Part(name=f"reference policy{of}", size_bytes=share)
+    return resident, Part(name=f"gradients{of}", size_bytes=of_trained), (reference,) * has_reference
+
+
+def _sharded_moments(
+    shape: ModelShape,
+    resident: tuple[Part, ...],
+    reference: tuple[Part, ...],
+    activations: Part,
+    *,
+    expert_parallel: int,
+) -> tuple[Moment, ...]:
+    """Return moments of a step on several ranks: text layers are gathered one by one, all else for the whole pass.
+
+    Of a layer's experts a rank gathers only those that it owns.
+    """
+    others, experts = shape.num_parameters - shape.num_of_text_layers, shape.num_of_layers_experts
+    layer = shape.num_of_largest_layer - experts + experts // expert_parallel
+    gathered = Part(name="gathered embedding, tower and head", size_bytes=_BFLOAT16 * others)
+    layers = Part(name="two gathered layers", size_bytes=2 * _BFLOAT16 * layer)
+    of_layer = Part(name="a layer's gradients, made and summed", size_bytes=(_BFLOAT16 + _FLOAT32) * layer)
+    of_others = Part(name="gradients of embedding, tower and head", size_bytes=_BFLOAT16 * others)
+    summed = Part(name="the same, to be summed", size_bytes=_FLOAT32 * others)
+    moments = [
+        Moment(
+            name="back through the layers",
+            parts=(*resident, gathered, layers, of_layer, of_others, activations),
+        ),
+        Moment(name="at the end of the way back", parts=(*resident, gathered, of_others, summed)),
+    ]
+    if reference:
+        moments.append(Moment(name="while the reference computes", parts=(*resident, *reference, gathered, layers)))
+    return tuple(moments)
+
+
+def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
+    """Yield the copies of the replicas' version that stay on the trainer's GPU."""
+    size = 0 if recipe.trainer.keeps_copies_on_host else _BFLOAT16 * shape.num_parameters
+    where = ", on the host" if recipe.trainer.keeps_copies_on_host else ""
+    yield Part(name=f"copy that was pushed{where}", size_bytes=size)
+    if recipe.trainer.weight_sync.transport == "delta":
+        yield Part(name=f"copy before it, for deltas{where}", size_bytes=size)
+
+
+def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
+    """Yield a snapshot's additional parts: the whole copy, a bucket, or of several ranks the rows that each writes."""
+    trainer = recipe.trainer
+    name, largest = max(shape.sizes, key=lambda each: each[1])
+    if not trainer.keeps_copies_on_host:
+        yield Part(name="copy to be pushed", size_bytes=_BFLOAT16 * shape.num_parameters)
+    elif trainer.ranks == 1:
+        yield Part(name="largest weight, packed", size_bytes=_BFLOAT16 * largest)
+    elif not trainer.optimizer.offload:
+        share = shape.share_bytes({name}, _BFLOAT16, ranks=trainer.num_shards, expert_parallel=trainer.expert_parallel)
+        yield Part(name="share of the largest weight, rounded", size_bytes=share)
