@@ -9,6 +9,7 @@ own share comes on top.
 from collections.abc import Iterator
 
 from penstock.model.precision import resolve_dtype
+from services.plan.held_out_copy import HELD_OUT_COPY, may_need_held_out_copy
 from services.plan.moment import Moment, Part
 from services.recipe import Recipe
 
@@ -70,7 +71,7 @@ def host_moments(
         of_step.append(Part(name="AdamW's averages", size_bytes=copies * _AVERAGES * num_trained))
     pushes_weights = not is_sft and not has_adapters  # adapters are too few to count
     if pushes_weights and (recipe.trainer.keeps_copies_on_host or not trainer_on_gpu):
-        of_step.append(_copies(num_parameters, recipe, on_gpu=trainer_on_gpu))
+        of_step += _copies(num_parameters, recipe, on_gpu=trainer_on_gpu)
     if ranks > 1 and not has_adapters:
         size = (1 + has_reference) * whole + _AVERAGES * num_trained
         of_step.append(Part(name="checkpoint that is being written", size_bytes=size))
@@ -91,11 +92,13 @@ def _common(num_parameters: int, recipe: Recipe, *, num_adapted: int, num_engine
         yield Part(name="engines' matrices without adapters", size_bytes=num_engines * per_weight * num_adapted)
 
 
-def _copies(num_parameters: int, recipe: Recipe, *, on_gpu: bool) -> Part:
-    """Return the copies of weights for pushes: the replicas' version, and the one to be pushed."""
+def _copies(num_parameters: int, recipe: Recipe, *, on_gpu: bool) -> Iterator[Part]:
+    """Yield the copies of weights for pushes: the replicas' version, the one to be pushed, and an evaluation's."""
     num = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
-    size_bytes = num * _dtype_bytes(recipe, on_gpu=on_gpu) * num_parameters
-    return Part(name=f"{num} copies of the weights for pushes", size_bytes=size_bytes)
+    size_bytes = _dtype_bytes(recipe, on_gpu=on_gpu) * num_parameters
+    yield Part(name=f"{num} copies of the weights for pushes", size_bytes=num * size_bytes)
+    if may_need_held_out_copy(recipe):
+        yield Part(name=HELD_OUT_COPY, size_bytes=size_bytes)
 
 
 def _dtype_bytes(recipe: Recipe, *, on_gpu: bool) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from services.plan.held_out_copy import HELD_OUT_COPY, may_need_held_out_copy
 from services.plan.model_shape import ModelShape
 from services.plan.moment import Moment, Part
 from services.plan.process_plan import ProcessPlan
@@ -153,12 +154,14 @@ def _sharded_moments(
 
 
 def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
-    """Yield the copies of the replicas' version that stay on the trainer's GPU."""
+    """Yield the copies for pushes that may be on the trainer's GPU throughout a step."""
     size = 0 if recipe.trainer.keeps_copies_on_host else _BFLOAT16 * shape.num_parameters
     where = ", on the host" if recipe.trainer.keeps_copies_on_host else ""
     yield Part(name=f"copy that was pushed{where}", size_bytes=size)
     if recipe.trainer.weight_sync.transport == "delta":
         yield Part(name=f"copy before it, for deltas{where}", size_bytes=size)
+    if may_need_held_out_copy(recipe):
+        yield Part(name=f"{HELD_OUT_COPY}{where}", size_bytes=size)
 
 
 def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:

@@ -79,6 +79,10 @@ class EvaluationConfig(Config):
         """Whether a run evaluates at all."""
         return self.every > 0 or self.at_start or self.at_end
 
+    def holds_replicas_out(self, num_steps: int) -> bool:
+        """Return whether a run of `num_steps` holds replicas out if it can spare some: not after its last step."""
+        return self.held_out_replicas > 0 and (self.at_start or 0 < self.every < num_steps)
+
     @pydantic.model_validator(mode="after")
     def _has_sets(self) -> Self:
         if self.is_in_training and not self.sets:
