@@ -69,6 +69,7 @@ def _activations(
             float32_head=trainer.float32_head,
             dispatches_tokens=trainer.expert_parallel > 1,
             sequence_parallel=trainer.sequence_parallel,
+            is_sharded=trainer.ranks > 1,
         )
 
     row, what = longest_row(shape, recipe, image_share=image_share), ""

@@ -57,6 +57,7 @@ def working_bytes(
     float32_head: bool,
     dispatches_tokens: bool,
     sequence_parallel: int = 1,
+    is_sharded: bool = False,
 ) -> int:
     """Return the most bytes that a row takes at any moment, beside weights and gradients.
 
@@ -68,6 +69,7 @@ def working_bytes(
         float32_head: Whether the output head is multiplied in float32.
         dispatches_tokens: Whether tokens travel to the ranks that own their experts, from which as many come as go.
         sequence_parallel: Ranks that share the row, of which the last is counted: all of its tokens are the policy's.
+        is_sharded: Whether several ranks hold the weights, where frozen embeddings pass on gradients too.
 
     Raises:
         ConfigError: a pattern fits no parameter, or nothing is trained.
@@ -86,6 +88,8 @@ def working_bytes(
                 gradient_checkpointing=gradient_checkpointing,
             )
             _prepare_gradients(policy, kinds)
+            if is_sharded:
+                policy.model.enable_input_require_grads()
             if sequence_parallel > 1:
                 policy.share_rows(functools.partial(_ShareOfLast, size=sequence_parallel))
         return _peaks(policy, shapes_only, make_row(row, config), dispatches_tokens=dispatches_tokens)

@@ -292,3 +292,14 @@ def test_shared_prompts_are_kept_for_each_response(tmp_path: Path) -> None:
     gathered = 3 * 8 * 600 * 2 * 2 * 16 * 2  # layers, responses, tokens, keys and values, heads, sizes, bytes
     more = working_bytes(shape, row, **SETTINGS) - working_bytes(shape, apart, **SETTINGS)
     assert more == pytest.approx(gathered, rel=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("computed_whole")
+def test_a_frozen_tower_keeps_activations_where_ranks_have_its_input_pass_on_gradients(tmp_path: Path) -> None:
+    """Ranks ask transformers for it, which does so in this tower and not in Qwen3-VL's."""
+    shape = shape_of(FAMILIES["qwen2_5_vl"], tmp_path)
+    frozen = SETTINGS | {"learning_rates": (("tower", 0.0), ("merger", 0.0))}
+    row = RowShape(num_tokens=1500, num_prompt_tokens=1100, num_image_tokens=1024, num_responses=3)
+    alone, ranks = (working_bytes(shape, row, **frozen, is_sharded=is_sharded) for is_sharded in (False, True))
+    assert ranks > 1.2 * alone
