@@ -8,7 +8,7 @@ from services.plan.process_plan import GIB, Gpus, ProcessPlan
 from services.plan.row_shapes import longest_sample
 from services.recipe import Recipe
 
-_BFLOAT16 = 2
+_FLOAT32, _BFLOAT16 = 4, 2
 
 
 def plan_engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> ProcessPlan:
@@ -24,8 +24,8 @@ def plan_engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) ->
         num_tokens = min(num_tokens, rollout.max_total_tokens)
         longest = min(longest, rollout.max_total_tokens)
     notes = [f"its KV cache holds {num_tokens:,} tokens, {num_tokens / longest:,.1f} samples of {longest:,}"]
-    if rollout.tensor_parallel > 1:
-        notes.append(_of_engines_push(shape, recipe, gpus))
+    if rollout.tensor_parallel > 1 or shape.adapters is not None:
+        notes.append(_of_push(shape, recipe, gpus))
     if not is_bound:
         notes.append("samples may be longer: neither rollout.context_length nor data.limits.max_tokens is set")
     cache = Part(name=f"KV cache of one sample of {longest:,} tokens", size_bytes=longest * per_token)
@@ -38,10 +38,16 @@ def plan_engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) ->
     )
 
 
-def _of_engines_push(shape: ModelShape, recipe: Recipe, gpus: Gpus) -> str:
-    """Describe the memory that a push takes of the part that an engine leaves free on each of its several GPUs."""
+def _of_push(shape: ModelShape, recipe: Recipe, gpus: Gpus) -> str:
+    """Describe the memory that a push takes of the part that an engine leaves free on each of its GPUs."""
     rollout = recipe.rollout
-    largest = _BFLOAT16 * max(size for _, size in shape.sizes)
-    taken = (2 + 1 / rollout.tensor_parallel) * largest / GIB  # the largest whole, plus all its shards
+    part = 1 / rollout.tensor_parallel
+    if shape.adapters is None:
+        largest = _BFLOAT16 * max(size for _, size in shape.sizes)
+        taken = (2 + part) * largest  # the largest whole, plus all its shards
+    else:
+        # The largest change and its part; then that part, with the base's in both precisions and their sum.
+        changing = max(_FLOAT32 * (1 + part), (3 * _FLOAT32 + _BFLOAT16) * part)
+        taken = _FLOAT32 * shape.adapters.num_parameters + changing * max(shape.adapters.changed_sizes)
     free = (1 - rollout.gpu_memory_fraction) * gpus.total_bytes / GIB
-    return f"a push takes {taken:,.1f} GiB of the {free:,.1f} that rollout.gpu_memory_fraction leaves"
+    return f"a push takes {taken / GIB:,.1f} GiB of the {free:,.1f} that rollout.gpu_memory_fraction leaves"

@@ -30,6 +30,7 @@ def host_moments(
     recipe: Recipe,
     *,
     num_trained: int,
+    num_adapters: int = 0,
     num_adapted: int = 0,
     num_engines: int,
     engines_on_gpu: bool = True,
@@ -41,6 +42,7 @@ def host_moments(
     Args:
         num_parameters: Of the model.
         num_trained: Those with a learning rate, which have gradients and averages.
+        num_adapters: Parameters of the adapters (LoRA); 0: too few to count, or none.
         num_adapted: Those of the matrices that adapters (LoRA) change.
         recipe: The recipe. Its `trainer.ranks` are taken to be all the ranks, on one machine.
         num_engines: Engines of the run.
@@ -52,28 +54,34 @@ def host_moments(
         _common(num_parameters, recipe, num_adapted=num_adapted, num_engines=num_engines, on_gpu=engines_on_gpu)
     )
     ranks, has_adapters = recipe.trainer.ranks, recipe.trainer.lora.rank > 0
-    has_reference = recipe.algorithm.needs_reference and not is_sft and not has_adapters  # else it is the base
+    has_reference = recipe.algorithm.needs_reference and not is_sft
     whole = _FLOAT32 * num_parameters
+    own = _FLOAT32 * num_adapters if has_adapters else whole
     copies = recipe.trainer.hsdp_replicas if ranks > 1 else 1
-    reference = (Part(name="reference policy in float32", size_bytes=copies * whole),) * has_reference
+    of_reference = "adapters" if has_adapters else "policy"
+    reference = (Part(name=f"reference {of_reference} in float32", size_bytes=copies * own),) * has_reference
     held_here = not trainer_on_gpu or recipe.trainer.optimizer.offload
     weights = (Part(name="weights in float32", size_bytes=copies * whole),) * held_here
     if held_here and has_adapters:
         rounded = _dtype_bytes(recipe, on_gpu=trainer_on_gpu) * num_parameters
-        weights = (Part(name="base of the adapters", size_bytes=copies * rounded),)
+        base = Part(name="base of the adapters", size_bytes=copies * rounded)
+        weights = (base, Part(name="adapters in float32", size_bytes=copies * own))
     moments = []
+    first_values = (Part(name="what adapters begin with", size_bytes=ranks * own),) * has_adapters
     if ranks == 1:
-        loaded = Part(name="model in float32", size_bytes=whole)
-        moments.append(Moment(name="when the trainer starts", parts=(*common, loaded)))
+        loaded = Part(name="model in float32", size_bytes=whole + own * has_adapters)
+        moments.append(Moment(name="when the trainer starts", parts=(*common, loaded, *first_values)))
+    elif first_values:
+        moments.append(Moment(name="when the trainer starts", parts=(*common, *weights, *first_values)))
     of_step = [*common, *weights, *reference]
     if held_here:
         of_step.append(Part(name="gradients", size_bytes=copies * _FLOAT32 * num_trained))
         of_step.append(Part(name="AdamW's averages", size_bytes=copies * _AVERAGES * num_trained))
-    pushes_weights = not is_sft and not has_adapters  # adapters are too few to count
-    if pushes_weights and (recipe.trainer.keeps_copies_on_host or not trainer_on_gpu):
-        of_step += _copies(num_parameters, recipe, on_gpu=trainer_on_gpu)
-    if ranks > 1 and not has_adapters:
-        size = (1 + has_reference) * whole + _AVERAGES * num_trained
+    if not is_sft and (recipe.trainer.keeps_copies_on_host or not trainer_on_gpu):
+        pushed = own if has_adapters else _dtype_bytes(recipe, on_gpu=trainer_on_gpu) * num_parameters
+        of_step += _copies(pushed, recipe)
+    if ranks > 1:
+        size = (1 + has_reference) * own + _AVERAGES * num_trained
         of_step.append(Part(name="checkpoint that is being written", size_bytes=size))
     moments.append(Moment(name="in a step", parts=tuple(of_step)))
     return tuple(moments)
@@ -92,10 +100,9 @@ def _common(num_parameters: int, recipe: Recipe, *, num_adapted: int, num_engine
         yield Part(name="engines' matrices without adapters", size_bytes=num_engines * per_weight * num_adapted)
 
 
-def _copies(num_parameters: int, recipe: Recipe, *, on_gpu: bool) -> Iterator[Part]:
+def _copies(size_bytes: int, recipe: Recipe) -> Iterator[Part]:
     """Yield the copies of weights for pushes: the replicas' version, the one to be pushed, and an evaluation's."""
     num = 3 if recipe.trainer.weight_sync.transport == "delta" else 2
-    size_bytes = _dtype_bytes(recipe, on_gpu=on_gpu) * num_parameters
     yield Part(name=f"{num} copies of the weights for pushes", size_bytes=num * size_bytes)
     if may_need_held_out_copy(recipe):
         yield Part(name=HELD_OUT_COPY, size_bytes=size_bytes)

@@ -7,8 +7,6 @@ measured; the trainer reserves `RESERVED_BYTES` for it, and SGLang keeps the sha
 
 import dataclasses
 import functools
-import json
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -28,7 +26,6 @@ from services.recipe import Recipe
 from services.rollout.engine.expert_parallel import require_whole_experts
 from services.trainer.checks.expert_parallel import require_divisible
 from services.trainer.checks.sequence_parallel import require_shareable
-from services.trainer.config import LoraConfig
 
 RESERVED_BYTES = 2 * GIB
 """Reserved on each GPU that computes steps, for CUDA's context, NCCL's buffers and memory that the allocator cannot
@@ -49,7 +46,7 @@ def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) 
             each other, or the model cannot be read.
     """
     _assign_gpus(recipe, gpus)
-    shape = ModelShape.read(model)
+    shape = ModelShape.read(model, recipe.trainer.lora)
     working = functools.cache(functools.partial(working_bytes, shape))
     plan = _plan(shape, recipe, gpus, working, image_share=image_share)
     if plan.fits:
@@ -96,8 +93,15 @@ def _plan(
         room = _room(recipe, gpus, placed, len(engines))
         processes += plan_trainer(shape, recipe, room, working, image_share=image_share)
     trained = shape.trained(trainer.optimizer.learning_rates)
-    num_trained = sum(size for name, size in shape.sizes if name in trained)
-    host = host_moments(shape.num_parameters, recipe, num_trained=num_trained, num_engines=len(engines))
+    adapters = shape.adapters
+    host = host_moments(
+        shape.num_parameters,
+        recipe,
+        num_trained=shape.share_bytes(trained, 1, ranks=1, expert_parallel=1),
+        num_adapters=0 if adapters is None else adapters.num_parameters,
+        num_adapted=0 if adapters is None else sum(adapters.changed_sizes),
+        num_engines=len(engines),
+    )
     return MemoryPlan(shape=shape, processes=tuple(processes), host=host)
 
 
@@ -109,20 +113,8 @@ def _assign_gpus(recipe: Recipe, gpus: Gpus) -> GpuPlan:
             f"{rollout.dtype!r} are not planned, only bfloat16 on GPUs is; give --trainer.device=auto "
             "--trainer.dtype=auto --rollout.dtype=auto to plan that"
         )
-    if trainer.lora.rank:
-        raise ConfigError(
-            f"trainer.lora.rank = {trainer.lora.rank} is not planned yet; plan the run without it, which needs more "
-            f"memory in the trainer: {_without_adapters(trainer.lora)}"
-        )
     devices = [str(number) for number in range(gpus.count)]
     return assign_gpus(recipe, plan_processes(recipe, own_bus=not recipe.bus.url), devices)
-
-
-def _without_adapters(lora: LoraConfig) -> str:
-    """Return the overrides that take adapters out of a recipe."""
-    defaults, own = (each.model_dump(mode="json") for each in (LoraConfig(), lora))
-    given = {name: value for name, value in defaults.items() if own[name] != value}
-    return " ".join(shlex.quote(f"--trainer.lora.{name}={json.dumps(value)}") for name, value in given.items())
 
 
 def _room(recipe: Recipe, gpus: Gpus, placed: GpuPlan, num_engines: int) -> int:

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,15 +11,18 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
-from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES, part_of
+from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
 from penstock.model.folder import require_model
+from services.plan.adapter_shape import AdapterShape
+from services.plan.parameter_names import is_of_experts, layer_of
 from services.trainer.checks.parameter_patterns import rates_of
+from services.trainer.config import LoraConfig
 
 NUM_BLOCKS = 4
 """Fewest blocks of a tower that is made smaller: three of them hand their features to the text's layers."""
 NUM_LAYERS = 3
 """Fewest layers of a text model that is made smaller, for the same reason."""
-_EXPERTS = ".experts."
+_WITHOUT_ADAPTERS = LoraConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,14 +43,21 @@ class ModelShape:
     num_of_layers_experts: int
     """Parameters of the experts of the text's largest layer."""
     sizes: tuple[tuple[str, int], ...]
-    """Name and size of each parameter."""
+    """Name and size of each parameter, without adapters."""
+    adapters: AdapterShape | None
+    """The adapters, which alone are trained; None: all parameters are."""
 
     @classmethod
-    def read(cls, folder: Path) -> "ModelShape":
+    def read(cls, folder: Path, lora: LoraConfig = _WITHOUT_ADAPTERS) -> "ModelShape":
         """Read `config.json` of a model's folder; the weights need not be present.
 
+        Args:
+            folder: The folder.
+            lora: The adapters that the trainer gives the model.
+
         Raises:
-            ConfigError: there is no such file, it does not describe a model, or the trainer does not support the model.
+            ConfigError: there is no such file, it does not describe a model, the trainer does not support the model,
+                or a pattern of the adapters fits no layer.
         """
         from transformers import AutoConfig
 
@@ -66,7 +75,7 @@ class ModelShape:
         text = config.get_text_config()
         layers, in_experts = [0] * text.num_hidden_layers, [0] * text.num_hidden_layers
         for name, size in sizes.items():
-            if (number := _layer_of(name)) is not None:
+            if (number := layer_of(name)) is not None:
                 layers[number] += size
                 in_experts[number] += size if is_of_experts(name) else 0
         experts = sum(in_experts)
@@ -82,6 +91,7 @@ class ModelShape:
             num_experts=num_experts,
             num_of_layers_experts=max(zip(layers, in_experts, strict=True), default=(0, 0))[1],
             sizes=tuple(sizes.items()),
+            adapters=AdapterShape.add(model, lora) if lora.rank else None,
         )
 
     @property
@@ -130,19 +140,20 @@ class ModelShape:
             )
 
     def trained(self, learning_rates: Mapping[str, float]) -> frozenset[str]:
-        """Return the names of parameters with a learning rate, given rates by pattern as in a recipe.
+        """Return the names of what is trained, adapters if there are any, given rates by pattern as in a recipe.
 
         Raises:
             ConfigError: a pattern fits no parameter, or nothing is trained.
         """
-        rates = rates_of([name for name, _ in self.sizes], learning_rates, default=1.0)
+        parameters = self.sizes if self.adapters is None else self.adapters.matrices
+        rates = rates_of([name for name, _ in parameters], learning_rates, default=1.0)
         return frozenset(name for name, rate in rates.items() if rate > 0)
 
     def share_bytes(self, names: Set[str], num_bytes: int, *, ranks: int, expert_parallel: int) -> int:
         """Return the bytes that some parameters take on each of several ranks, or on one.
 
         Args:
-            names: Names of the parameters.
+            names: Names of the parameters, or of matrices of adapters.
             num_bytes: Of each number.
             ranks: All ranks. Each has an equal share, apart from experts, which are not cut.
             expert_parallel: Ranks that divide the experts of each layer.
@@ -150,7 +161,8 @@ class ModelShape:
         experts = sum(size for name, size in self.sizes if name in names and is_of_experts(name))
         others = sum(size for name, size in self.sizes if name in names and not is_of_experts(name))
         of_rank = math.ceil(self.num_experts / expert_parallel / (ranks // expert_parallel))
-        return num_bytes * others // ranks + num_bytes * experts * of_rank // max(1, self.num_experts)
+        shares = num_bytes * others // ranks + num_bytes * experts * of_rank // max(1, self.num_experts)
+        return shares if self.adapters is None else shares + num_bytes * self.adapters.num_of_rank(names, ranks=ranks)
 
     def smaller(self, *, num_layers: int, num_blocks: int) -> Any:
         """Return the config of a model that has fewer layers and blocks of the same kind."""
@@ -177,16 +189,6 @@ def make_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     return make(config, dtype=dtype)
 
 
-def is_of_experts(name: str) -> bool:
-    """Return whether a parameter belongs to the experts of a layer."""
-    return _EXPERTS in name
-
-
-def kind_of(name: str) -> str:
-    """Return a parameter's name without the number of its layer or block."""
-    return re.sub(r"\.(layers|blocks)\.\d+\.", r".\1.*.", name)
-
-
 @contextmanager
 def _blaming(folder: Path) -> Iterator[None]:
     """Raise anything that transformers raises on reading a config as the config's fault."""
@@ -197,10 +199,3 @@ def _blaming(folder: Path) -> Iterator[None]:
         raise ConfigError(
             f"model.path: {folder / 'config.json'} describes no model ({type(error).__name__}: {words}); copy it again"
         ) from None
-
-
-def _layer_of(name: str) -> int | None:
-    """Return the number of the text layer that holds the parameter."""
-    if part_of(name) != "text" or ".layers." not in name:
-        return None
-    return int(name.split(".layers.")[1].split(".")[0])

@@ -110,17 +110,23 @@ def _resident(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part
     num_shards = trainer.num_shards
     of = "" if num_shards == 1 else f", 1/{num_shards} of them"
     ranks = {"ranks": num_shards, "expert_parallel": trainer.expert_parallel}
-    share = shape.share_bytes({name for name, _ in shape.sizes}, _FLOAT32, **ranks)
+    names = {name for name, _ in shape.sizes}
     of_trained = shape.share_bytes(trained, _FLOAT32, **ranks)
-    resident: tuple[Part, ...] = (
-        Part(name=f"weights in float32{of}", size_bytes=share),
-        Part(name=f"AdamW's averages{of}", size_bytes=2 * of_trained),
-    )
+    gradients = Part(name=f"gradients{of}", size_bytes=of_trained)
+    averages = Part(name=f"AdamW's averages{of}", size_bytes=2 * of_trained)
+    if shape.adapters is not None:
+        base = Part(name=f"base in bfloat16{of}", size_bytes=shape.share_bytes(names, _BFLOAT16, **ranks))
+        share = shape.share_bytes(shape.adapters.names, _FLOAT32, **ranks)
+        reference = Part(name=f"reference adapters{of}", size_bytes=share)
+        adapters = Part(name=f"adapters in float32{of}", size_bytes=share)
+        return (base, adapters, averages), gradients, (reference,) * has_reference
+    share = shape.share_bytes(names, _FLOAT32, **ranks)
+    resident: tuple[Part, ...] = (Part(name=f"weights in float32{of}", size_bytes=share), averages)
     if trainer.ranks == 1:
         resident = (*resident, Part(name="the weights in bfloat16", size_bytes=_BFLOAT16 * total))
         share = _BFLOAT16 * total
     reference = Part(name=f"reference policy{of}", size_bytes=share)
-    return resident, Part(name=f"gradients{of}", size_bytes=of_trained), (reference,) * has_reference
+    return resident, gradients, (reference,) * has_reference
 
 
 def _sharded_moments(
@@ -133,21 +139,29 @@ def _sharded_moments(
 ) -> tuple[Moment, ...]:
     """Return moments of a step on several ranks: text layers are gathered one by one, all else for the whole pass.
 
-    Of a layer's experts a rank gathers only those that it owns.
+    Of a layer's experts a rank gathers only those that it owns. Gradients are made in the precision of the weights.
     """
     others, experts = shape.num_parameters - shape.num_of_text_layers, shape.num_of_layers_experts
     layer = shape.num_of_largest_layer - experts + experts // expert_parallel
-    gathered = Part(name="gathered embedding, tower and head", size_bytes=_BFLOAT16 * others)
-    layers = Part(name="two gathered layers", size_bytes=2 * _BFLOAT16 * layer)
-    of_layer = Part(name="a layer's gradients, made and summed", size_bytes=(_BFLOAT16 + _FLOAT32) * layer)
-    of_others = Part(name="gradients of embedding, tower and head", size_bytes=_BFLOAT16 * others)
-    summed = Part(name="the same, to be summed", size_bytes=_FLOAT32 * others)
+    of_others, of_layer = _BFLOAT16 * others, _BFLOAT16 * layer
+    trained, trained_of_layer, made = others, layer, _BFLOAT16
+    if shape.adapters is not None:
+        trained_of_layer, made = shape.adapters.num_of_largest_layer, _FLOAT32
+        trained = shape.adapters.num_parameters - shape.adapters.num_of_text_layers
+        of_others, of_layer = of_others + _FLOAT32 * trained, of_layer + _FLOAT32 * trained_of_layer
+    gathered = Part(name="gathered embedding, tower and head", size_bytes=of_others)
+    layers = Part(name="two gathered layers", size_bytes=2 * of_layer)
+    layers_gradients = Part(
+        name="a layer's gradients, made and summed", size_bytes=(made + _FLOAT32) * trained_of_layer
+    )
+    gradients = Part(name="gradients of embedding, tower and head", size_bytes=made * trained)
+    summed = Part(name="the same, to be summed", size_bytes=_FLOAT32 * trained)
     moments = [
         Moment(
             name="back through the layers",
-            parts=(*resident, gathered, layers, of_layer, of_others, activations),
+            parts=(*resident, gathered, layers, layers_gradients, gradients, activations),
         ),
-        Moment(name="at the end of the way back", parts=(*resident, gathered, of_others, summed)),
+        Moment(name="at the end of the way back", parts=(*resident, gathered, gradients, summed)),
     ]
     if reference:
         moments.append(Moment(name="while the reference computes", parts=(*resident, *reference, gathered, layers)))
@@ -156,7 +170,7 @@ def _sharded_moments(
 
 def _pushed(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
     """Yield the copies for pushes that may be on the trainer's GPU throughout a step."""
-    size = 0 if recipe.trainer.keeps_copies_on_host else _BFLOAT16 * shape.num_parameters
+    size = 0 if recipe.trainer.keeps_copies_on_host else _copy_bytes(shape)
     where = ", on the host" if recipe.trainer.keeps_copies_on_host else ""
     yield Part(name=f"copy that was pushed{where}", size_bytes=size)
     if recipe.trainer.weight_sync.transport == "delta":
@@ -169,10 +183,19 @@ def _pushing(shape: ModelShape, recipe: Recipe) -> Iterator[Part]:
     """Yield a snapshot's additional parts: the whole copy, a bucket, or of several ranks the rows that each writes."""
     trainer = recipe.trainer
     name, largest = max(shape.sizes, key=lambda each: each[1])
+    ranks = {"ranks": trainer.num_shards, "expert_parallel": trainer.expert_parallel}
     if not trainer.keeps_copies_on_host:
-        yield Part(name="copy to be pushed", size_bytes=_BFLOAT16 * shape.num_parameters)
-    elif trainer.ranks == 1:
+        yield Part(name="copy to be pushed", size_bytes=_copy_bytes(shape))
+    if shape.adapters is not None:
+        scaled = shape.share_bytes(shape.adapters.scaled, _FLOAT32, **ranks)
+        yield Part(name="every B, multiplied by the scale", size_bytes=scaled)
+    elif trainer.ranks == 1 and trainer.optimizer.offload:
         yield Part(name="largest weight, packed", size_bytes=_BFLOAT16 * largest)
-    elif not trainer.optimizer.offload:
-        share = shape.share_bytes({name}, _BFLOAT16, ranks=trainer.num_shards, expert_parallel=trainer.expert_parallel)
+    elif trainer.ranks > 1 and not trainer.optimizer.offload:
+        share = shape.share_bytes({name}, _BFLOAT16, **ranks)
         yield Part(name="share of the largest weight, rounded", size_bytes=share)
+
+
+def _copy_bytes(shape: ModelShape) -> int:
+    """Return the bytes of a copy for pushes."""
+    return _BFLOAT16 * shape.num_parameters if shape.adapters is None else _FLOAT32 * shape.adapters.num_parameters

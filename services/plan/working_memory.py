@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from services.plan.adapter_shape import AdapterShape
 from services.plan.live_bytes import LiveBytes
-from services.plan.model_shape import NUM_BLOCKS, NUM_LAYERS, ModelShape, kind_of, make_model
+from services.plan.model_shape import NUM_BLOCKS, NUM_LAYERS, ModelShape, make_model
+from services.plan.parameter_names import kind_of
 from services.plan.shapes_only import ShapesOnly
 from services.trainer.backend.policy import attention, tower
 from services.trainer.backend.policy.experts.expert_dispatch import weighed
@@ -28,6 +30,7 @@ from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.batching.rows import PackedRow, Segment
+from services.trainer.config import LoraConfig
 
 NUM_PHASES = 3
 _MAX_IMAGE_TOKENS = 1024
@@ -87,6 +90,8 @@ def working_bytes(
                 float32_head=float32_head,
                 gradient_checkpointing=gradient_checkpointing,
             )
+            if shape.adapters is not None:
+                _add_adapters(policy.model, shape.adapters)
             _prepare_gradients(policy, kinds)
             if is_sharded:
                 policy.model.enable_input_require_grads()
@@ -110,6 +115,14 @@ def working_bytes(
 
 def _difference(larger: Sequence[int], least: Sequence[int]) -> list[int]:
     return [one - other for one, other in zip(larger, least, strict=True)]
+
+
+def _add_adapters(model: Any, adapters: AdapterShape) -> None:
+    """Give a layer an adapter if any layer of its kind has one, as `_prepare_gradients` trains parameters."""
+    kinds = set(map(kind_of, adapters.layers))
+    layers = tuple(name for name, _ in model.named_modules() if kind_of(name) in kinds)
+    if layers:
+        AdapterShape.add(model, LoraConfig(rank=adapters.rank, targets=layers))
 
 
 def _prepare_gradients(policy: PolicyModel, kinds: Set[str]) -> None:

@@ -1,5 +1,7 @@
 """What a run takes of its machine's memory, against numbers worked out by hand."""
 
+import pytest
+
 from penstock.config import load
 from services.plan.host_memory import ENGINE_BYTES, OTHERS_BYTES, RANK_BYTES, host_moments
 from services.recipe import Recipe
@@ -13,13 +15,15 @@ def bytes_per_parameter(
     num_engines: int = 1,
     is_sft: bool = False,
     trained: float = 1.0,
+    adapters: float = 0.0,
     adapted: float = 0.0,
     **where: bool,
 ) -> dict[str, float]:
     """By moment, without what processes take beside weights."""
     recipe = load(Recipe, [], ['--run.name="a"', *settings])
     processes = num_engines * ENGINE_BYTES + OTHERS_BYTES + (recipe.trainer.ranks - 1) * RANK_BYTES
-    counts = {"num_trained": int(trained * TOTAL), "num_adapted": int(adapted * TOTAL), "num_engines": num_engines}
+    shares = {"num_trained": trained, "num_adapters": adapters, "num_adapted": adapted}
+    counts = {name: int(share * TOTAL) for name, share in shares.items()} | {"num_engines": num_engines}
     moments = host_moments(TOTAL, recipe, **counts, is_sft=is_sft, **where)
     return {moment.name: (moment.total_bytes - processes) / TOTAL for moment in moments}
 
@@ -66,6 +70,18 @@ def test_adapters_are_pushed_alone_and_each_engine_keeps_what_they_change() -> N
     on_cpus = {"engines_on_gpu": False, "trainer_on_gpu": False}
     assert bytes_per_parameter(*adapters, trained=0, adapted=0.5, **on_cpus)["in a step"] == 4 + 4 * 0.5 + 4
     assert bytes_per_parameter(*adapters, num_engines=0, trained=0, adapted=0.9)["in a step"] == 0
+
+
+def test_adapters_that_are_counted() -> None:
+    """In float32: on ranks before they have their shards, in copies for pushes, checkpoints, and as a reference."""
+    lora = {"adapters": 0.1, "trained": 0.05, "num_engines": 0}
+    adapters = ("--trainer.lora.rank=16", "--algorithm.kl.kind=k3")
+    alone = bytes_per_parameter(*adapters, **lora)
+    assert alone == pytest.approx({"when the trainer starts": 4 + 2 * 0.4, "in a step": 0.4})
+    found = bytes_per_parameter(*adapters, "--trainer.ranks=4", **lora)
+    assert found == pytest.approx({"when the trainer starts": 4 * 0.4, "in a step": 0.4 + 2 * 0.4 + 2 * 0.4 + 8 * 0.05})
+    on_cpu = bytes_per_parameter(*adapters, **lora, engines_on_gpu=False, trainer_on_gpu=False)
+    assert on_cpu["in a step"] == pytest.approx(4 + 0.4 + 0.4 + 12 * 0.05 + 2 * 0.4)
 
 
 def test_on_cpus_everything_is_here() -> None:

@@ -1,7 +1,6 @@
 """What is counted from a model's shape, against numbers worked out by hand; activations are a given number here."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -271,16 +270,6 @@ def test_ranks_are_proposed_in_place_of_compiling(model: Path, monkeypatch: pyte
     assert plan.remedy is not None
     assert [name.partition("=")[0] for name in plan.remedy] == ["--trainer.ranks", "--trainer.compile"]
     assert plan_of(model, *settings, *plan.remedy, gpus=gpus).fits
-
-
-def test_the_way_to_plan_a_recipe_with_adapters_is_one(model: Path) -> None:
-    """Each setting of them would be refused without the others."""
-    settings = ("--trainer.lora.rank=16", "--trainer.lora.alpha=16", '--trainer.lora.targets=["q_proj"]')
-    with pytest.raises(ConfigError, match=r"which needs more memory in the trainer: --trainer\.lora") as refused:
-        plan_of(model, *settings)
-    overrides = shlex.split(str(refused.value).rpartition("trainer: ")[2])
-    assert overrides == ["--trainer.lora.rank=0", "--trainer.lora.alpha=32.0", '--trainer.lora.targets=["text"]']
-    assert plan_of(model, *settings, *overrides).processes == plan_of(model).processes
 
 
 def test_engines_of_more_gpus_are_proposed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

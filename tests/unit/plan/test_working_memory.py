@@ -11,11 +11,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from penstock.errors import ConfigError
 from services.plan import working_memory
+from services.plan.adapter_shape import AdapterShape
 from services.plan.live_bytes import LiveBytes
 from services.plan.model_shape import ModelShape, make_model
 from services.plan.shapes_only import ShapesOnly
 from services.plan.working_memory import RowShape, make_row, working_bytes
 from services.trainer.backend.policy.model import PolicyModel
+from services.trainer.config import LoraConfig
 from tests.support.trainer.families import FAMILIES, MIXTURES, random_qwen3_vl
 
 ROW = RowShape(num_tokens=300, num_prompt_tokens=80, num_image_tokens=64, num_responses=3)
@@ -303,3 +305,57 @@ def test_a_frozen_tower_keeps_activations_where_ranks_have_its_input_pass_on_gra
     row = RowShape(num_tokens=1500, num_prompt_tokens=1100, num_image_tokens=1024, num_responses=3)
     alone, ranks = (working_bytes(shape, row, **frozen, is_sharded=is_sharded) for is_sharded in (False, True))
     assert ranks > 1.2 * alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3"])
+def test_adapters_without_memory_take_what_real_ones_take(family: str) -> None:
+    """Over a base in bfloat16, of which no gradient is made; merged matrices are there for a moment only."""
+    config = FAMILIES[family]().config
+    row = make_row(ROW, config)
+
+    def peak(mode: contextlib.AbstractContextManager[Any], building: contextlib.AbstractContextManager[Any]) -> int:
+        with building:
+            policy = PolicyModel(make_model(config, torch.bfloat16), temperature=1.0, forbidden_ids=())
+            AdapterShape.add(policy.model, LoraConfig(rank=4))
+        live = LiveBytes()
+        pixels = () if row.pixel_values_PD is None else (row.pixel_values_PD,)
+        for tensor in (*policy.parameters(), *policy.buffers(), *pixels):
+            live.leave_out(tensor)
+        with mode, live, torch.autocast("cpu", torch.bfloat16):
+            policy(row).logprobs_N.sum().backward()
+        return live.peak
+
+    shapes_only = ShapesOnly()
+    imagined = peak(shapes_only, shapes_only.without_numbers())
+    assert imagined == pytest.approx(peak(contextlib.nullcontext(), contextlib.nullcontext()), rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("computed_whole")
+def test_adapters_of_the_text_keep_nothing_of_the_tower(tmp_path: Path) -> None:
+    """Those of the tower too keep its activations, as if it were trained."""
+    config = random_qwen3_vl().config
+    config.save_pretrained(tmp_path)
+    row = RowShape(num_tokens=1500, num_prompt_tokens=1100, num_image_tokens=1024, num_responses=3)
+    whole, of_text, of_both = (
+        working_bytes(ModelShape.read(tmp_path, lora), row, **SETTINGS)
+        for lora in (LoraConfig(), LoraConfig(rank=4), LoraConfig(rank=4, targets=("text", "tower")))
+    )
+    assert of_text < 0.8 * whole
+    assert of_text < 0.8 * of_both
+
+
+@pytest.mark.slow
+def test_one_layer_with_adapters_costs_what_all_cost(tmp_path: Path) -> None:
+    """As one that is trained; the small models may lack it."""
+    config = random_qwen3_vl().config
+    config.text_config.num_hidden_layers = 6
+    config.text_config.layer_types = ["full_attention"] * 6
+    config.save_pretrained(tmp_path)
+    row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
+    one, all_text = (
+        working_bytes(ModelShape.read(tmp_path, LoraConfig(rank=4, targets=(targets,))), row, **SETTINGS)
+        for targets in ("*.layers.5.*", "text")
+    )
+    assert one == all_text > 0

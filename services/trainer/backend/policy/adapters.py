@@ -105,14 +105,16 @@ def add_adapters(model: Any, config: LoraConfig) -> list[str]:
 
 def _adapt(layer: Any, config: LoraConfig) -> None:
     layer.__class__ = AdaptedLinear  # in place, so that the matrix keeps its name and its owner
-    device = layer.weight.device
-    layer.lora_A = torch.nn.utils.skip_init(
-        torch.nn.Linear, layer.in_features, config.rank, bias=False, device=device, dtype=torch.float32
-    )
-    layer.lora_B = torch.nn.utils.skip_init(
-        torch.nn.Linear, config.rank, layer.out_features, bias=False, device=device, dtype=torch.float32
-    )
+    layer.lora_A = _thin_layer(layer.in_features, config.rank, device=layer.weight.device)
+    layer.lora_B = _thin_layer(config.rank, layer.out_features, device=layer.weight.device)
     layer.scale = config.scale
+
+
+def _thin_layer(num_inputs: int, num_outputs: int, *, device: torch.device) -> torch.nn.Linear:
+    """Return a layer without values: drawing some would move torch's random state."""
+    layer = torch.nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
+    layer.weight = torch.nn.Parameter(torch.empty(num_outputs, num_inputs, dtype=torch.float32, device=device))
+    return layer
 
 
 def adapter_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
