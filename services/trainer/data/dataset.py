@@ -21,6 +21,7 @@ from services.trainer.data.config import DataConfig
 from services.trainer.data.lengths import UNKNOWN, Lengths
 from services.trainer.data.mixture import Mixture
 from services.trainer.data.prompt_length import PromptLimit
+from services.trainer.data.recent_examples import RecentExamples
 from services.trainer.data.rows.example import Example
 from services.trainer.data.sources.opening import cache_folder, open_sources
 from services.trainer.data.sources.source import PROMPTS, RowForm, Source
@@ -68,6 +69,7 @@ class Dataset:
         self._drops_wrong = config.wrong_rows == "drop"
         self._num_wrong: dict[str, int] = {}
         self._limit = limit
+        self._recent = RecentExamples()
 
     @property
     def num_rows(self) -> int:
@@ -81,7 +83,7 @@ class Dataset:
             DataError: the row is invalid.
         """
         name, number = self.row_at(position)
-        return self.sources[name][number]
+        return self._recent.read(name, number, self.sources[name].__getitem__)
 
     def row_at(self, position: int) -> tuple[str, int]:
         """Return the source at a position, and the number of the row in it."""
@@ -103,7 +105,7 @@ class Dataset:
         if limit is not None and known.num_tokens[number] > limit.played(known.budget(number)):
             return FilterReason.OVERLONG_PROMPT
         try:
-            example = self.sources[name][number]
+            example = self._recent.read(name, number, self.sources[name].__getitem__)
             num_tokens = self._count(name, number, example)
         except DataError as error:
             return self._drop(error)
