@@ -10,8 +10,8 @@ import asyncio
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 import nats.js.errors
 import structlog
@@ -25,6 +25,8 @@ from penstock.runtime.backoff import Backoff
 
 log = structlog.get_logger()
 
+ResultT = TypeVar("ResultT")
+
 MAX_AGE_S: Final = 7 * 24 * 3600.0
 """For groups that are never settled: those of an abandoned run, or of a worker that stores after the removal."""
 CACHE_BYTES: Final = 256 * 2**20
@@ -32,6 +34,9 @@ CACHE_BYTES: Final = 256 * 2**20
 
 _FETCHES_AT_ONCE = 4
 """Enough to fill a link; all else that the server sends to this process waits behind them."""
+_PUTS_AT_ONCE = 16
+"""Images that `put_all` sends before the server has stored them: enough to hide the round trips. With more, each would
+wait longer for its answer."""
 _BACKOFF = Backoff(first_s=0.5, max_s=5.0)
 
 _SCOPE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -52,6 +57,7 @@ class ImageStore:
         self._bus = bus
         self._js = bus.client.jetstream(timeout=LONGEST_S)
         self._fetch_limit = asyncio.Semaphore(_FETCHES_AT_ONCE)
+        self._put_limit = asyncio.Semaphore(_PUTS_AT_ONCE)
         self._cache = _ByteCache(cache_bytes)
         self._fetching: dict[str, asyncio.Task[bytes]] = {}
         self._is_away = False
@@ -87,6 +93,20 @@ class ImageStore:
         await self._bus.replace(self._bus.images, self._subject(scope, sha256), data)
         self._cache.add(sha256, data)
         return sha256
+
+    async def put_all(self, scope: str, images: Sequence[bytes]) -> tuple[str, ...]:
+        """Store images for `scope` at once, and return their hashes in the same order; safe to repeat.
+
+        Raises:
+            InvalidRequestError: as by `put`; no image is on its way any more.
+            SetupError: as by `put`.
+        """
+
+        async def put(data: bytes) -> str:
+            async with self._put_limit:
+                return await self.put(scope, data)
+
+        return tuple(await _all_of(put(data) for data in images))
 
     async def get(self, scope: str, sha256: str) -> bytes:
         """Return the image, from memory or from the bus; concurrent calls for the same image share one fetch.
@@ -216,6 +236,16 @@ class _ByteCache:
         self._num_bytes += len(data)
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= len(self._images.popitem(last=False)[1])
+
+
+async def _all_of(pending: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Await all of `pending`, also after an error, and return their results in order; raise the first error, if any."""
+    results: list[ResultT] = []
+    for result in await asyncio.gather(*pending, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
+    return results
 
 
 def _checked(scope: str) -> str:

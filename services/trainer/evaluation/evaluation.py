@@ -257,7 +257,7 @@ class Evaluation:
         group_id = GroupId(run_id=self._run_id, index=index, attempt=attempt, trainer_epoch=self._epoch)
         self._in_play[index] = played.described(row, example)
         try:
-            hashes = tuple([await self._images.put(group_id.scope, image) for image in example.images])
+            hashes = await self._images.put_all(group_id.scope, example.images)
             prompt = played.prompt(row, example, group_id, version=self._version, images=hashes)
             stored = await self._bus.publish(self._bus.prompts, encode(prompt), message_id=group_id.message)
         except InvalidRequestError as error:

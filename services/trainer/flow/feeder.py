@@ -202,7 +202,7 @@ class Feeder:
                 messages=example.messages,
                 tools=example.tools,
                 chat_template_kwargs=dict(example.chat_template_kwargs),
-                images=tuple([await self.images.put(group_id.scope, image) for image in example.images]),
+                images=await self.images.put_all(group_id.scope, example.images),
                 golds=example.golds,
                 profile=example.profile,
                 environment=example.environment,

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from penstock.bus.connection import Bus
+from penstock.bus.connection import Bus, Stream
 from penstock.bus.image_store import ImageStore, hash_of
 from penstock.errors import InvalidRequestError, MissingImageError
+from tests.support.waiting import promptly, settled, until
 from tests.support.worker.prompts import count
 
 PICTURE = b"\x89PNG\r\n" + bytes(range(256)) * 4_000
@@ -57,6 +58,55 @@ async def test_few_images_are_asked_for_at_once(bus: Bus, store: ImageStore, mon
     reader = ImageStore(bus)
     await asyncio.gather(*(reader.get("run.0.0.a", name) for name in names))
     assert most == 4
+
+
+async def test_images_are_stored_beside_each_other(
+    bus: Bus, store: ImageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a round trip; but few at once, for each waits for its answer no longer than a deadline."""
+    replace, num_sent, may_go = bus.replace, 0, asyncio.Event()
+
+    async def hold(*image: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        await may_go.wait()
+        await replace(*image)
+
+    monkeypatch.setattr(bus, "replace", hold)
+    images = [bytes([number]) * 100 for number in range(24)]
+    storing = asyncio.create_task(store.put_all("run.0.0.a", images))
+    await until(lambda: num_sent == 16)
+    await settled()
+    assert num_sent == 16
+    may_go.set()
+    assert await promptly(storing) == tuple(map(hash_of, images))
+    assert await count(bus, bus.images) == 24
+
+
+async def test_an_image_that_cannot_be_stored_leaves_no_other_on_its_way(
+    bus: Bus, store: ImageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever then removes the scope removes all of them."""
+    replace, held, may_go = bus.replace, asyncio.Event(), asyncio.Event()
+
+    async def hold(stream: Stream, subject: str, image: bytes) -> None:
+        if len(image) == 10:
+            held.set()
+            await may_go.wait()
+        await replace(stream, subject, image)
+
+    monkeypatch.setattr(bus, "replace", hold)
+    monkeypatch.setattr(Bus, "max_payload_bytes", lambda *_: 50)
+    storing = asyncio.create_task(store.put_all("run.0.0.a", [bytes(100), bytes(10)]))
+    await promptly(held.wait())
+    await settled()
+    assert not storing.done()
+    may_go.set()
+    with pytest.raises(InvalidRequestError, match="100 bytes are more than"):
+        await promptly(storing)
+    assert await count(bus, bus.images) == 1
+    await store.remove("run.0.0.a")
+    assert await count(bus, bus.images) == 0
 
 
 async def test_the_cache_is_bounded_in_bytes(bus: Bus, store: ImageStore) -> None:
