@@ -147,6 +147,17 @@ class ImageStore:
                 self._is_away = False
                 return data
 
+    async def wait_for_all(self, scope: str, hashes: Sequence[str]) -> dict[str, bytes]:
+        """Return images by their hashes, fetched at once as by `wait_for`.
+
+        Raises:
+            InvalidRequestError: as by `get`.
+            MissingImageError: as by `get`.
+            SetupError: the server no longer has the stream.
+        """
+        fetched = await _all_of(self.wait_for(scope, sha256) for sha256 in hashes)
+        return dict(zip(hashes, fetched, strict=True))
+
     def presence(self) -> Presence:
         """Return a check that the server still has the stream; see `Presence`."""
         stream = self._bus.images

@@ -15,7 +15,7 @@ import structlog
 from penstock.bus.buckets.lock import Lock
 from penstock.bus.image_store import ImageStore
 from penstock.bus.work_queue.consumer import Consumer, Delivery
-from penstock.errors import CorruptMessageError, InvalidRequestError, MissingImageError, UnavailableError
+from penstock.errors import CorruptMessageError, InvalidRequestError, MissingImageError
 from penstock.names import TRAIN
 from penstock.records import Group, GroupId
 from penstock.records.codec import decode
@@ -36,7 +36,6 @@ from services.trainer.telemetry.episodes.log import EpisodeLog
 log = structlog.get_logger()
 
 _FETCH_LIMIT = 64
-_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +151,7 @@ class Collector:
             is_of_use = self._filter(group, reason, screening)
         else:
             try:
-                images = await self._fetch_images(group)
+                images = await self.images.wait_for_all(group.id.scope, sorted(group.images))
                 ready = await asyncio.to_thread(self._read, group, images, screening)
             except MissingImageError as error:
                 is_of_use = self._lose(group.id, str(error))
@@ -228,25 +227,6 @@ class Collector:
     def _end_play(self, group: Group) -> None:
         if self.pools is not None:
             self.pools.end(group.id.index, pass_rate([sample.reward for sample in group.samples]))
-
-    async def _fetch_images(self, group: Group) -> dict[str, bytes]:
-        """Fetch the images of the group's samples, retrying while the server is unreachable.
-
-        Raises:
-            MissingImageError: an image is no longer stored.
-            SetupError: the server no longer has the stream of images.
-        """
-        images: dict[str, bytes] = {}
-        presence = self.images.presence()
-        for sha256 in sorted(group.images):
-            while sha256 not in images:
-                try:
-                    images[sha256] = await self.images.get(group.id.scope, sha256)
-                except UnavailableError as error:
-                    log.warning("image.fetch_retried", group=group.id.message, reason=str(error))
-                    await presence.check()
-                    await asyncio.sleep(_RETRY_S)
-        return images
 
     async def _receive_undecodable(self, delivery: Delivery, reason: str) -> None:
         """Give up the group that the message id names; bury a message that names none."""

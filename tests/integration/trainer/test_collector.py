@@ -18,6 +18,7 @@ from penstock.errors import DataError, SupersededError
 from penstock.records import Group
 from penstock.records.codec import encode
 from services.trainer.admission.group_state import GroupStatus
+from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import open_dataset
@@ -25,7 +26,7 @@ from services.trainer.flow.crash_record import MAX_DEATHS, CrashRecord
 from services.trainer.position import Position
 from services.trainer.telemetry.episodes.config import EpisodesConfig
 from services.trainer.telemetry.episodes.log import EpisodeLog
-from tests.support.trainer.groups import make_group, num_placeholders, picture
+from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
 from tests.support.trainer.runs.flow import RUN, num_images, num_prompts, num_stored, open_flow, publish, running
 from tests.support.waiting import HANG_S, until
 
@@ -92,6 +93,23 @@ async def test_groups_of_evaluations_never_reach_the_ledger(bus: Bus, tiny_model
 async def num_stored_is(bus: Bus, number: int) -> bool:
     """Whether the queue of groups holds this many."""
     return await num_stored(bus) == number
+
+
+async def test_the_images_of_a_group_are_fetched_beside_each_other(bus: Bus, tiny_model_path: Path) -> None:
+    """Tools show many, and each takes a round trip."""
+    pictures, sizes = [picture(number) for number in range(3)], [num_placeholders((96, 96))] * 3
+    group = make_group(tiny_model_path, version=1, images=pictures, placeholders=sizes)
+    await publish(bus, group)
+    async with running(bus, tiny_model_path, patcher=ImagePatcher(tiny_model_path)) as flow:
+        get, all_asked = flow.collector.images.get, asyncio.Barrier(3)
+
+        async def get_with_others(*image: str) -> bytes:
+            await all_asked.wait()
+            return await get(*image)
+
+        flow.collector.images.get = get_with_others  # type: ignore[method-assign]
+        (finished,) = await flow.next_batch(1)
+    assert finished.images == {sha256: IMAGES[sha256] for sha256 in group.images}
 
 
 async def test_duplicates_are_trained_once(bus: Bus, tiny_model_path: Path) -> None:
