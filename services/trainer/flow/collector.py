@@ -89,6 +89,8 @@ class Collector:
     """Groups of other runs, or of another temperature, since this trainer started."""
     num_unreadable: int = 0
     """Unreadable groups since this trainer started. They count as failed too."""
+    _evaluated: list[Delivery] = field(default_factory=list)
+    """Groups of evaluations that are no longer needed, and wait for those fetched with them to be received."""
     _caught_up: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
@@ -105,6 +107,9 @@ class Collector:
                 await self._receive(delivery)
                 self.changes.notify()
                 self.on_received()
+            if self._evaluated:
+                await self._release(*self._evaluated)
+                self._evaluated.clear()
             if not deliveries and not self._caught_up.is_set() and await self.has_everything():
                 self._caught_up.set()
 
@@ -125,7 +130,7 @@ class Collector:
         if group.purpose != TRAIN:
             if self.evaluator is not None:
                 await self.evaluator.receive(group)
-            await self._release(delivery)
+            self._evaluated.append(delivery)
             return
         index, attempt = group.id.index, group.id.attempt
         if self._is_foreign(group):
@@ -169,10 +174,10 @@ class Collector:
     def _is_foreign(self, group: Group) -> bool:
         return group.id.run_id != self.run_id or group.temperature not in (None, self.temperature)
 
-    async def _release(self, delivery: Delivery) -> None:
-        """Acknowledge a message that no checkpoint accounts for; a replaced trainer would remove its successor's."""
+    async def _release(self, *deliveries: Delivery) -> None:
+        """Acknowledge messages that no checkpoint accounts for; a replaced trainer would remove its successor's."""
         await self.lock.confirm()
-        await delivery.ack()
+        await asyncio.gather(*(delivery.ack() for delivery in deliveries))
 
     def _read(self, group: Group, images: Mapping[str, bytes], screening: Screening) -> TrainGroup:
         with self.crashes.reading(group.id.index):

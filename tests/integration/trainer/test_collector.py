@@ -90,6 +90,30 @@ async def test_groups_of_evaluations_never_reach_the_ledger(bus: Bus, tiny_model
     assert (finished.ready.index, flow.collector.num_duplicate, flow.collector.num_foreign) == (0, 0, 0)
 
 
+async def test_groups_of_evaluations_that_come_together_are_acknowledged_together(
+    bus: Bus, tiny_model_path: Path
+) -> None:
+    """Once the lock is confirmed for all of them, which other groups need not wait for."""
+    received, num_received_at_confirmation = list[Group](), list[int]()
+
+    async def receive(group: Group) -> None:
+        received.append(group)
+
+    async def confirm() -> None:
+        num_received_at_confirmation.append(len(received))
+
+    for index in range(3):
+        group = msgspec.structs.replace(make_group(tiny_model_path, index=index, version=1), purpose="geo3k-test")
+        await publish(bus, group)
+    await publish(bus, make_group(tiny_model_path, index=0, version=1), copy="/train")
+    async with running(bus, tiny_model_path) as flow:
+        flow.collector.evaluator = SimpleNamespace(receive=receive)  # type: ignore[assignment]
+        flow.collector.lock = SimpleNamespace(confirm=confirm)  # type: ignore[assignment]
+        await until(lambda: num_stored_is(bus, 1))
+        assert flow.ledger.num_receipts == 1
+    assert num_received_at_confirmation == [3]
+
+
 async def num_stored_is(bus: Bus, number: int) -> bool:
     """Whether the queue of groups holds this many."""
     return await num_stored(bus) == number
