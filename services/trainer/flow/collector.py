@@ -102,16 +102,15 @@ class Collector:
             SupersededError: another trainer has taken over.
         """
         while True:
-            deliveries = await self.consumer.fetch(_FETCH_LIMIT)
-            for delivery in deliveries:
+            if not self._caught_up.is_set() and await self.has_everything():
+                self._caught_up.set()
+            for delivery in await self.consumer.fetch(_FETCH_LIMIT):
                 await self._receive(delivery)
                 self.changes.notify()
                 self.on_received()
             if self._evaluated:
                 await self._release(*self._evaluated)
                 self._evaluated.clear()
-            if not deliveries and not self._caught_up.is_set() and await self.has_everything():
-                self._caught_up.set()
 
     async def wait_until_caught_up(self) -> None:
         """Return when every message that the bus held at the start has been received."""

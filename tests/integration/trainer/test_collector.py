@@ -14,6 +14,7 @@ import pytest
 
 from penstock.bus.buckets.lock import claim
 from penstock.bus.connection import Bus
+from penstock.bus.work_queue.consumer import Delivery
 from penstock.errors import DataError, SupersededError
 from penstock.records import Group
 from penstock.records.codec import encode
@@ -28,7 +29,7 @@ from services.trainer.telemetry.episodes.config import EpisodesConfig
 from services.trainer.telemetry.episodes.log import EpisodeLog
 from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
 from tests.support.trainer.runs.flow import RUN, num_images, num_prompts, num_stored, open_flow, publish, running
-from tests.support.waiting import HANG_S, until
+from tests.support.waiting import HANG_S, promptly, until
 
 
 async def publish_failed(bus: Bus, group: Group, *, reason: str = "the image is broken") -> None:
@@ -374,6 +375,26 @@ async def test_caught_up_means_that_everything_stored_is_here(bus: Bus, tiny_mod
     async with running(bus, tiny_model_path, groups_per_step=3) as flow, asyncio.timeout(HANG_S):
         await flow.collector.wait_until_caught_up()
         assert not any(flow.ledger.wants(index, 0) for index in range(3))
+
+
+@pytest.mark.parametrize("num_groups", [0, 2])
+async def test_catching_up_waits_for_nothing_that_is_not_stored(
+    bus: Bus, tiny_model_path: Path, num_groups: int
+) -> None:
+    """A fetch that finds nothing takes a second, which a trainer that starts again need not wait."""
+    for index in range(num_groups):
+        await publish(bus, make_group(tiny_model_path, index=index, version=1))
+    async with running(bus, tiny_model_path) as flow:
+        fetch = flow.collector.consumer.fetch
+
+        async def fetch_some(limit: int) -> list[Delivery]:
+            while not (found := await fetch(limit)):
+                pass
+            return found
+
+        flow.collector.consumer.fetch = fetch_some  # type: ignore[method-assign]
+        await promptly(flow.collector.wait_until_caught_up())
+        assert flow.ledger.num_receipts == num_groups
 
 
 @pytest.fixture
