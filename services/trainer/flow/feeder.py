@@ -176,10 +176,14 @@ class Feeder:
         return version
 
     async def _publish(self, admissions: Sequence[Admission]) -> None:
-        for first in range(0, len(admissions), _PUBLISHES_AT_A_TIME):
-            await asyncio.gather(
-                *(self._publish_one(each) for each in admissions[first : first + _PUBLISHES_AT_A_TIME])
-            )
+        slots = asyncio.Semaphore(_PUBLISHES_AT_A_TIME)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for admission in admissions:
+                    await slots.acquire()
+                    tasks.create_task(self._publish_one(admission)).add_done_callback(lambda _: slots.release())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
 
     async def _publish_one(self, admission: Admission) -> None:
         began = time.monotonic()

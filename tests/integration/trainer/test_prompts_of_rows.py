@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,29 @@ async def test_rows_that_wait_for_downloads_leave_threads_for_others(
         finally:
             is_downloaded.set()
     assert await num_prompts(bus) == 32
+
+
+async def _are_published(bus: Bus, number: int) -> bool:
+    return await num_prompts(bus) == number
+
+
+async def test_a_row_that_takes_long_holds_up_no_other(
+    bus: Bus, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are admitted together."""
+    is_downloaded, read = threading.Event(), Dataset.playable
+
+    def download(rows: Dataset, position: int) -> Example | FilterReason:
+        if position == 0:
+            assert is_downloaded.wait(HANG_S)
+        return read(rows, position)
+
+    monkeypatch.setattr(Dataset, "playable", download)
+    async with open_flow(bus, tiny_model_path, groups_per_step=40) as flow, asyncio.TaskGroup() as tasks:
+        flow.announce(1)
+        tasks.create_task(flow.feeder.admit())
+        try:
+            await until(partial(_are_published, bus, 39))
+        finally:
+            is_downloaded.set()
+    assert await num_prompts(bus) == 40
