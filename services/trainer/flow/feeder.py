@@ -6,12 +6,10 @@ groups that then arrive twice.
 """
 
 import asyncio
-import contextvars
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import structlog
@@ -31,11 +29,10 @@ from services.trainer.data.dataset import Dataset
 from services.trainer.data.rows.example import Example
 from services.trainer.flow.changes import Changes
 from services.trainer.flow.filter_tally import FilterTally
+from services.trainer.flow.row_reader import RowReader
 from services.trainer.position import Position
 
 log = structlog.get_logger()
-
-ReadT = TypeVar("ReadT")
 
 _POOL_REASONS = {Pool.EASY: FilterReason.EASY_POOL, Pool.HARD: FilterReason.HARD_POOL}
 
@@ -66,12 +63,15 @@ class Feeder:
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while admitted prompts are on their way to the bus: until then a missing one is not lost."""
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="rows"))
-    """Read rows. Those may wait for a download, which no push, step or checkpoint must wait for."""
+    _reader: RowReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Create what reads rows, without a thread."""
+        self._reader = RowReader(self.dataset)
 
     def close(self) -> None:
-        """End the threads, and drop the reads that wait for one. Blocks until the others have ended."""
-        self._threads.shutdown(cancel_futures=True)
+        """Drop the reads of rows that have not begun. Blocks until the others have ended."""
+        self._reader.close()
 
     async def run(self) -> None:
         """Admit groups whenever `wake` is called, until cancelled.
@@ -83,6 +83,7 @@ class Feeder:
             await self._wanted.wait()
             self._wanted.clear()
             await self.admit()
+            self._read_ahead()
 
     def wake(self) -> None:
         """Make `run` try to admit groups: replicas serve a new version, or a group made room."""
@@ -96,22 +97,26 @@ class Feeder:
         """
         async with self.publishing:
             while self._num_admissible():
-                rows = [] if self.pools is None else await self._read(self._rows, self.ledger.next_index)
-                if not (admissions := self._admit(rows)):
+                if not (admissions := self._admit(await self._next_rows())):
                     return  # the next row is still being played
                 self.changes.notify()  # one of them may have been in hand before it was admitted
                 await self._publish(
                     [each for each in admissions if self.ledger.status(each.index) is GroupStatus.ADMITTED]
                 )
 
-    async def _read(self, read: Callable[[int], ReadT], index: int) -> ReadT:
-        """Call `read` in one of the threads, which log as this task does."""
-        context = contextvars.copy_context()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: context.run(read, index))
+    async def _next_rows(self) -> list[Row]:
+        """Return the rows of the most groups that the gate can admit, if there are pools."""
+        if self.pools is None:
+            return []
+        first = self.ledger.next_index
+        return await self._reader.rows_at(range(first, first + self.ledger.gate.capacity))
 
-    def _rows(self, first: int) -> list[Row]:
-        """Return the rows of the most groups that the gate can admit."""
-        return [self.dataset.row_at(index) for index in range(first, first + self.ledger.gate.capacity)]
+    def _read_ahead(self) -> None:
+        """Read the rows for which the next step makes room. With pools it is not known before which ones are played."""
+        if self.pools is None:
+            num_per_step, first = self.ledger.gate.groups_per_step, self.ledger.next_index
+            num_left = self.position.num_steps_left * num_per_step - self.ledger.num_untrained
+            self._reader.read_ahead(range(first, first + min(num_per_step, num_left)), on_read=self.wake)
 
     def _admit(self, rows: Sequence[Row]) -> list[Admission]:
         """Admit the groups that the gate allows, up to the first group whose row is still being played.
@@ -187,7 +192,7 @@ class Feeder:
 
     async def _publish_one(self, admission: Admission) -> None:
         began = time.monotonic()
-        example = await self._read(self.dataset.playable, admission.index)
+        example = await self._reader.read(admission.index)
         if isinstance(example, FilterReason):
             self._pass_over(admission, example)
             return

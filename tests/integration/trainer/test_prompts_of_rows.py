@@ -23,8 +23,8 @@ from services.trainer.admission.group_state import GroupStatus
 from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.rows.example import Example
-from tests.support.trainer.groups import picture
-from tests.support.trainer.runs.flow import num_prompts, open_flow
+from tests.support.trainer.groups import make_group, picture
+from tests.support.trainer.runs.flow import num_prompts, open_flow, publish, running
 from tests.support.waiting import HANG_S, promptly, until
 
 TOOL = {"type": "function", "function": {"name": "zoom"}}
@@ -199,3 +199,29 @@ async def test_a_row_that_takes_long_holds_up_no_other(
         finally:
             is_downloaded.set()
     assert await num_prompts(bus) == 40
+
+
+async def test_rows_of_the_next_step_are_read_while_the_gate_is_closed(
+    bus: Bus, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their prompts go out without another read when it opens, and no row is read that the run does not come to."""
+    reads, read = list[int](), Dataset.playable
+
+    def note(rows: Dataset, position: int) -> Example | FilterReason:
+        reads.append(position)
+        return read(rows, position)
+
+    monkeypatch.setattr(Dataset, "playable", note)
+    async with running(bus, tiny_model_path, groups_per_step=4) as flow:
+        flow.position.num_steps = 2
+        flow.announce(1)
+        await until(lambda: len(reads) == 8)
+        assert (flow.ledger.next_index, flow.ledger.num_admissible(2)) == (4, 0)
+        for index in range(4):
+            await publish(bus, make_group(tiny_model_path, index=index, version=1))
+        await flow.next_batch(1)
+        flow.ledger.finish_training()
+        flow.position.advance()
+        flow.announce(2)
+        await until(partial(_are_published, bus, 8))
+    assert sorted(reads) == list(range(8))
