@@ -7,7 +7,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Final, NamedTuple
 
 import msgspec
@@ -19,6 +19,7 @@ from penstock.errors import DataError, InvalidRequestError, UnavailableError
 from penstock.records import Group, GroupId
 from penstock.records.codec import encode
 from penstock.runtime.process import end_task
+from services.trainer.data.rows.example import Example
 from services.trainer.evaluation.outcome import PlayedPrompt, samples_of
 from services.trainer.evaluation.sets import EvaluationSet
 
@@ -29,6 +30,8 @@ MAX_IN_PLAY: Final = 256
 _WAITING_SHARE: Final = 0.5
 """With held-out replicas, the prompts in play exceed what the replicas run at once by this share: some always wait for
 a replica, and they take little of the workers' room from training."""
+_PUBLISHES_AT_A_TIME: Final = 16
+"""Prompts published concurrently: enough to hide the round trips; more would only queue up in the server."""
 MAX_FAILURES_AT_FIRST: Final = 8
 """If this many first rows of a set all fail, its settings are wrong, and the other rows would fail too."""
 
@@ -123,8 +126,8 @@ class Evaluation:
         self._free = asyncio.Semaphore(_max_in_play(sets, num_slots))
         self._failures = FailureCheck(played)
         self._num_left = len(self._rows)
-        self._publishing = asyncio.Lock()
-        """Held while a prompt is on its way to the bus: until then a missing one is not lost."""
+        self._publishing = asyncio.Semaphore(_PUBLISHES_AT_A_TIME)
+        """Acquired once for each prompt on its way to the bus: until it is there, a missing one is not lost."""
         self._is_done = asyncio.Event()
         self._has_ended = False
 
@@ -210,9 +213,16 @@ class Evaluation:
             self._is_done.set()
 
     async def _publish_all(self) -> None:
-        for index in range(len(self._rows)):
-            await self._free.acquire()
-            await self._publish(index, attempt=0)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index in range(len(self._rows)):
+                    await self._free.acquire()
+                    await self._publishing.acquire()
+                    example = await self._read(index)
+                    publishing = tasks.create_task(self._publish_one(index, example, attempt=0))
+                    publishing.add_done_callback(lambda _: self._publishing.release())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         if self._rows:
             await self._is_done.wait()
 
@@ -225,7 +235,9 @@ class Evaluation:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._heard.wait(), self._silence_s)
                 continue
-            async with self._publishing:
+            async with AsyncExitStack() as none_on_its_way:
+                for _ in range(_PUBLISHES_AT_A_TIME):
+                    await none_on_its_way.enter_async_context(self._publishing)
                 missing = await self._not_in_the_queue()
                 if not missing or not await self._has_received_all():
                     continue
@@ -246,12 +258,15 @@ class Evaluation:
 
     async def _publish(self, index: int, *, attempt: int) -> None:
         async with self._publishing:
-            await self._publish_one(index, attempt)
+            await self._publish_one(index, await self._read(index), attempt=attempt)
 
-    async def _publish_one(self, index: int, attempt: int) -> None:
+    async def _read(self, index: int) -> Example:
+        name, row = self._rows[index]
+        return await asyncio.to_thread(self._sets[name].__getitem__, row)
+
+    async def _publish_one(self, index: int, example: Example, *, attempt: int) -> None:
         name, row = self._rows[index]
         played = self._sets[name]
-        example = await asyncio.to_thread(played.__getitem__, row)
         if attempt and index not in self._in_play:
             return  # what was taken for lost has come
         group_id = GroupId(run_id=self._run_id, index=index, attempt=attempt, trainer_epoch=self._epoch)

@@ -19,7 +19,7 @@ from services.trainer.evaluation.config import EvaluationConfig, EvaluationSetCo
 from services.trainer.evaluation.evaluation import MAX_FAILURES_AT_FIRST, Evaluation
 from services.trainer.evaluation.outcome import PlayedPrompt
 from services.trainer.evaluation.sets import open_sets
-from tests.support.waiting import until
+from tests.support.waiting import settled, until
 
 NUM_ROWS = 40
 
@@ -30,6 +30,7 @@ class Server:
     def __init__(self) -> None:
         self.prompts = SimpleNamespace(name="prompts")
         self.num_prompts = 0
+        self.num_looks = 0
         self.removing = asyncio.Event()
         """Set when images are being removed."""
         self.may_remove = asyncio.Event()
@@ -40,6 +41,7 @@ class Server:
         return Stored(is_new=True, sequence=self.num_prompts)
 
     async def holds(self, *_: object) -> bool:
+        self.num_looks += 1
         return False
 
     async def put_all(self, _: str, images: Sequence[bytes]) -> tuple[str, ...]:
@@ -180,3 +182,46 @@ async def test_a_row_whose_group_comes_while_lost_prompts_are_repeated_is_not_re
     await end_task(evaluating)
     assert repeated[:3] == [again[0], again[2], again[3]]
     assert len(outcomes) == 1
+
+
+async def test_prompts_are_published_beside_each_other() -> None:
+    """Each takes a round trip; but few at once, for each waits for its answer no longer than a deadline."""
+    server, may_answer = Server(), asyncio.Event()
+
+    async def publish(*_: object, **__: object) -> Stored:
+        server.num_prompts += 1
+        await may_answer.wait()
+        return Stored(is_new=True, sequence=server.num_prompts)
+
+    server.publish = publish  # type: ignore[method-assign]
+    running = asyncio.create_task(evaluation(server, []).run())
+    await until(lambda: server.num_prompts == 16)
+    await settled()
+    assert server.num_prompts == 16
+    may_answer.set()
+    await until(lambda: server.num_prompts == NUM_ROWS)
+    await end_task(running)
+
+
+async def test_a_prompt_on_its_way_is_not_taken_for_lost() -> None:
+    """Neither queue holds it, until the server has stored it."""
+    server, is_stored, ids = Server(), asyncio.Event(), list[str]()
+
+    async def has_received_all() -> bool:
+        return True
+
+    async def publish(*_: object, message_id: str) -> Stored:
+        ids.append(message_id)
+        if len(ids) == 1:
+            await is_stored.wait()
+        return Stored(is_new=True, sequence=len(ids))
+
+    server.publish = publish  # type: ignore[method-assign]
+    evaluating = evaluation(server, [], has_received_all=has_received_all, silence_s=0.0)
+    running = asyncio.create_task(evaluating.run())
+    await until(lambda: ids)
+    await settled()
+    assert (server.num_looks, running.done()) == (0, False)
+    is_stored.set()
+    await until(lambda: server.num_looks > 0)
+    await end_task(running)
