@@ -25,7 +25,7 @@ from services.trainer.data.config import DataConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from services.trainer.data.prompt_length import PromptLimit
 from tests.support.trainer.groups import make_group
-from tests.support.trainer.runs.flow import Flow, num_prompts, num_stored, open_flow, publish, running
+from tests.support.trainer.runs.flow import Flow, num_prompts, num_stored, open_flow, publish, resumed, running
 from tests.support.waiting import HANG_S, until
 
 FILTERS = FilterConfig(zero_variance=True)
@@ -96,11 +96,9 @@ async def test_batches_are_full_of_groups_that_differ_over_a_restart(
         assert not [index for (index, answer), count in played.items() if answer == EQUAL and count > 1]
 
         state = json.loads(json.dumps(checkpoint.state))
-        async with running(bus, tiny_model_path, **settings, state=state, trainer_epoch="b") as flow:
-            flow.position.num_steps, flow.position.step = num_steps, 2
-            flow.position.version = flow.position.announced_version = 7  # what lost weights sampled is stale
-            await flow.collector.wait_until_caught_up()
-            await flow.feeder.publish_again()
+        settings |= {"state": state, "trainer_epoch": "b"}
+        at = {"num_steps": num_steps, "step": 2, "version": 7}  # what lost weights sampled is stale
+        async with resumed(bus, tiny_model_path, **at, **settings) as flow:
             batches += await train(flow, num_steps - 2)
             ledger = flow.ledger
             assert (ledger.num_untrained, ledger.counts.failed, ledger.counts.lost) == (0, 0, 0)

@@ -25,7 +25,7 @@ from services.trainer.admission.pools import Pool, Row, RowPools
 from services.trainer.data.config import DataConfig, PoolConfig
 from services.trainer.data.dataset import Dataset, open_dataset
 from tests.support.trainer.groups import make_group
-from tests.support.trainer.runs.flow import Flow, publish, running
+from tests.support.trainer.runs.flow import NUM_STEPS, Flow, publish, resumed, running
 from tests.support.waiting import promptly, until
 
 SEED = 1
@@ -124,22 +124,19 @@ async def test_a_killed_run_draws_what_the_unkilled_one_would_have_drawn(
                 await receipt.ack()
             await train(flow, 3)  # lost when the trainer dies
         ledger_state = json.loads(json.dumps(checkpoint.state))
-        resumed = new_pools(state, next_position=ledger_state["next_index"])
-        settings |= {"pools": resumed, "state": ledger_state, "trainer_epoch": "c"}
-        async with running(bus, tiny_model_path, **settings) as flow:
-            flow.position.step = 3
-            flow.position.version = flow.position.announced_version = resumed_version
-            await flow.collector.wait_until_caught_up()
-            await flow.feeder.publish_again()
+        revived = new_pools(state, next_position=ledger_state["next_index"])
+        settings |= {"pools": revived, "state": ledger_state, "trainer_epoch": "c"}
+        at = {"num_steps": NUM_STEPS, "step": 3, "version": resumed_version}
+        async with resumed(bus, tiny_model_path, **at, **settings) as flow:
             await train(flow, 9)
             by_reason = flow.ledger.counts.filtered_by_reason
-    assert min(resumed.draws) == ledger_state["next_index"]
-    for pools in (killed, resumed):
+    assert min(revived.draws) == ledger_state["next_index"]
+    for pools in (killed, revived):
         shared = pools.draws.keys() & unkilled.draws.keys()
         assert len(shared) >= 20
         assert {each: pools.draws[each] for each in shared} == {each: unkilled.draws[each] for each in shared}
-    whole = killed.draws | resumed.draws
-    passed_over = Counter(pool for position, pool in whole.items() if position <= max(resumed.draws))
+    whole = killed.draws | revived.draws
+    passed_over = Counter(pool for position, pool in whole.items() if position <= max(revived.draws))
     assert (by_reason["easy_pool"], by_reason["hard_pool"]) == (passed_over[Pool.EASY], passed_over[Pool.HARD])
     assert min(by_reason["easy_pool"], by_reason["hard_pool"]) > 2
 

@@ -170,6 +170,25 @@ async def running(bus: Bus, model_path: Path, **settings: Any) -> AsyncIterator[
             await end_task(task)
 
 
+@asynccontextmanager
+async def resumed(
+    bus: Bus, model_path: Path, *, num_steps: int, step: int, version: int, **settings: Any
+) -> AsyncIterator[Flow]:
+    """The same for a run that goes on after `step`: as in a trainer, the feeder begins once the collector has what the
+    bus held, and the rest was published again."""
+    async with open_flow(bus, model_path, **settings) as flow, asyncio.TaskGroup() as tasks:
+        position = flow.position
+        position.num_steps, position.step = num_steps, step
+        position.version = position.announced_version = version
+        working = [tasks.create_task(flow.collector.run())]
+        await flow.collector.wait_until_caught_up()
+        await flow.feeder.publish_again()
+        working.append(tasks.create_task(flow.feeder.run()))
+        yield flow
+        for task in working:
+            await end_task(task)
+
+
 async def publish(bus: Bus, group: Group, *, copy: str = "") -> None:
     """Store a group as a worker does; `copy` makes a second copy that the bus cannot recognise."""
     images = ImageStore(bus)
