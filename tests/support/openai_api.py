@@ -68,7 +68,8 @@ def serving_api() -> Iterator[Api]:
             if found.breaks_at and found.breaks_at in json.dumps(found.requests[-1]["messages"]):
                 if found.breaks_with:
                     self._send(found.breaks_with, {"error": "internal error"})
-                self.close_connection = True
+                else:
+                    self.close_connection = True
                 return
             if found.refusals:
                 status, reason = found.refusals.pop(0)
