@@ -9,7 +9,11 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import structlog
+
 from penstock.runtime.process import end_task
+
+log = structlog.get_logger()
 
 ResultT = TypeVar("ResultT")
 
@@ -60,3 +64,6 @@ class Closings:
                 await asyncio.wait(self._running)
         finally:
             await asyncio.gather(*map(end_task, self._running))
+            for task in self._running:
+                if not task.cancelled() and (left := task.exception()) is not None:
+                    log.debug("closing.failed", error=repr(left))  # also what `result_of` has raised

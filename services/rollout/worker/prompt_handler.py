@@ -4,6 +4,7 @@ Invariant: `handle` returns only after the group is stored and the group's envir
 acked last. The group's message id is the prompt's, so a redelivered prompt never stores a second group.
 """
 
+import asyncio
 import time
 
 import structlog
@@ -37,8 +38,15 @@ class PromptHandler:
         queued_s = max(0.0, time.time() - delivery.stored_at)
         spans.record("group.queued", received - queued_s, received, group=prompt.id.message)
         with structlog.contextvars.bound_contextvars(group=prompt.id.message):
-            async with Closings() as closings:  # around both, because a group does not wait for its environments
-                await self._publish(await self._rollout.play(prompt, closings, num_deliveries=delivery.num_delivered))
+            is_stored = False
+            try:
+                async with Closings() as closings:  # around both, because a group does not wait for its environments
+                    group = await self._rollout.play(prompt, closings, num_deliveries=delivery.num_delivered)
+                    await self._publish(group)
+                    is_stored = True
+            except asyncio.CancelledError:
+                if not is_stored:
+                    raise  # else the worker stops while environments close, and nobody needs to play the group again
 
     async def give_up(self, delivery: Delivery, reason: str) -> None:
         """Report to the trainer that the group has no samples, and why."""

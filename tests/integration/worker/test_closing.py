@@ -8,6 +8,7 @@ import pytest
 
 from penstock.bus.connection import Bus
 from penstock.bus.sessions import Sessions
+from penstock.bus.work_queue.consumer import Delivery
 from penstock.model.chat.chat_template import Renderer
 from penstock.records import SessionId
 from penstock.testing.simulated_engine import SimulatedEngine
@@ -46,6 +47,13 @@ async def test_a_group_is_delivered_before_its_environments_are_closed(
 ) -> None:
     """The next one begins after that, so that no more environments are open than samples are played."""
     monkeypatch.setattr(beginning, "_CLOSE_TIMEOUT_S", 10 * HANG_S)
+    num_open_at_ack, ack = list[int](), Delivery.ack
+
+    async def note(delivery: Delivery) -> None:
+        num_open_at_ack.append(Lingers.num_open)
+        await ack(delivery)
+
+    monkeypatch.setattr(Delivery, "ack", note)
     Lingers.reset_all()
     recipe = make_recipe(engine.replica.address, concurrency=1, environments={"Lingers": LINGERS})
     for index in range(2):
@@ -57,6 +65,24 @@ async def test_a_group_is_delivered_before_its_environments_are_closed(
         groups = await until_done(bus, 2)
     assert [[sample.reward for sample in group.samples] for group in groups] == [[1.0, 1.0]] * 2
     assert (Lingers.num_open, Lingers.max_open) == (0, 2)
+    assert num_open_at_ack == [0, 0]
+
+
+async def test_a_worker_that_stops_while_environments_close_leaves_nothing_to_play_again(
+    bus: Bus,
+    engine: SimulatedEngine,
+    make_recipe: Callable[..., Recipe],
+    run_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The group is stored: its prompt is settled, although its environments were cut off."""
+    monkeypatch.setattr(beginning, "_CLOSE_TIMEOUT_S", 10 * HANG_S)
+    Lingers.reset_all()
+    recipe = make_recipe(engine.replica.address, grace_s=0.0, environments={"Lingers": LINGERS})
+    await publish(bus, make_prompt(run_name, environment="Lingers", sampling=LONG))
+    async with working(recipe):
+        await until_published(bus)
+    assert (await count(bus, bus.prompts), await count(bus, bus.groups)) == (0, 1)
 
 
 async def test_a_group_is_delivered_before_the_records_of_its_sessions_are_removed(
