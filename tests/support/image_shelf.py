@@ -1,5 +1,7 @@
 """An image store in memory, for what needs images and no bus."""
 
+from collections.abc import Sequence
+
 from penstock.bus.image_store import hash_of
 from penstock.errors import MissingImageError
 
@@ -17,9 +19,9 @@ class ImageShelf:
         self.images[scope, hash_of(data)] = data
         return hash_of(data)
 
-    async def wait_for(self, scope: str, sha256: str) -> bytes:
-        """A stored image; the shelf is never away."""
-        return await self.get(scope, sha256)
+    async def wait_for_all(self, scope: str, hashes: Sequence[str]) -> dict[str, bytes]:
+        """Stored images by their hashes; the shelf is never away."""
+        return {sha256: await self.get(scope, sha256) for sha256 in hashes}
 
     async def get(self, scope: str, sha256: str) -> bytes:
         """A stored image."""

@@ -21,8 +21,8 @@ class Store(Protocol):
         """Store an image and return its hash."""
         ...
 
-    async def wait_for(self, scope: str, sha256: str) -> bytes:
-        """Return a stored image, as soon as the store can be reached."""
+    async def wait_for_all(self, scope: str, hashes: Sequence[str]) -> dict[str, bytes]:
+        """Return stored images by their hashes, as soon as the store can be reached."""
         ...
 
 
@@ -46,9 +46,9 @@ class GroupImages:
             MissingImageError: one is not stored; only the trainer, which has the data, can store it again.
             SetupError: the bus no longer stores images.
         """
-        files = await asyncio.gather(*(store.wait_for(prompt.id.scope, sha256) for sha256 in prompt.images))
-        images = cls(store, prompt.id.scope, files)
-        images._hashes.update(zip(files, prompt.images, strict=True))
+        stored = await store.wait_for_all(prompt.id.scope, prompt.images)
+        images = cls(store, prompt.id.scope, [stored[sha256] for sha256 in prompt.images])
+        images._hashes.update((data, sha256) for sha256, data in stored.items())
         return images
 
     async def add(self, files: Sequence[bytes]) -> list[str]:
