@@ -4,11 +4,15 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from services.trainer.data.rows.example import Example
 
 _MAX_BYTES: Final = 64 * 2**20
-_TEXT_BYTES: Final = 16 * 2**10
-"""What an example counts without its images."""
+_OVERHEAD_BYTES: Final = 16 * 2**10
+"""What an example counts beside its images and texts."""
+_MAX_CHARACTER_BYTES: Final = 4
+"""Of a str, for each of its characters."""
 
 _Key = tuple[str, int]
 
@@ -20,8 +24,8 @@ class RecentExamples:
         """Start empty."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._kept: dict[_Key, Example] = {}
-        """Those that were asked for last are at the end."""
+        self._kept: dict[_Key, tuple[Example, int]] = {}
+        """Examples and their sizes; those that were asked for last are at the end."""
         self._lock = threading.Lock()
 
     def read(self, source: str, row: int, read: Callable[[int], Example]) -> Example:
@@ -29,16 +33,18 @@ class RecentExamples:
         with self._lock:
             if (kept := self._kept.pop((source, row), None)) is not None:
                 self._kept[source, row] = kept
-                return kept
+                return kept[0]
         example = read(row)
+        size = _size_of(example)
         with self._lock:
-            if (source, row) not in self._kept:
-                self._num_bytes += _size_of(example)
-            self._kept[source, row] = example
+            _, replaced = self._kept.pop((source, row), (None, 0))  # another thread may have read it, too
+            self._kept[source, row] = example, size
+            self._num_bytes += size - replaced
             while self._num_bytes > self._max_bytes:
-                self._num_bytes -= _size_of(self._kept.pop(next(iter(self._kept))))
+                self._num_bytes -= self._kept.pop(next(iter(self._kept)))[1]
         return example
 
 
 def _size_of(example: Example) -> int:
-    return _TEXT_BYTES + sum(map(len, example.images))
+    texts = msgspec.msgpack.encode((example.messages, example.golds, example.tools, example.extra))
+    return _OVERHEAD_BYTES + sum(map(len, example.images)) + _MAX_CHARACTER_BYTES * len(texts)

@@ -11,14 +11,15 @@ from services.trainer.data.rows.example import Example
 class Rows:
     """Counts what is read of them."""
 
-    def __init__(self, image_bytes: int = 0) -> None:
+    def __init__(self, image_bytes: int = 0, characters: int = 1) -> None:
         self.num_read = 0
         self._image_bytes = image_bytes
+        self._text = "x" * characters
 
     def read(self, row: int) -> Example:
         self.num_read += 1
         return Example(
-            messages=(Message(role="user", parts=(TextPart(text=str(row)),)),),
+            messages=(Message(role="user", parts=(TextPart(text=self._text),)),),
             images=(bytes(self._image_bytes),),
             golds=(str(row),),
             profile="math",
@@ -33,6 +34,14 @@ def test_an_example_is_read_once() -> None:
     assert recent.read("a", 3, rows.read) is first
     assert recent.read("b", 3, rows.read) is not first
     assert rows.num_read == 2
+
+
+def test_long_texts_count() -> None:
+    """Four bytes a character, for a text with one emoji takes as many."""
+    rows, recent = Rows(characters=1 << 18), RecentExamples(max_bytes=3 << 20)
+    for row in (0, 1, 2, 2, 1, 0):
+        recent.read("a", row, rows.read)
+    assert rows.num_read == 4
 
 
 def test_those_that_were_asked_for_last_are_kept() -> None:
