@@ -45,12 +45,14 @@ class CollectivePush:
         members: tuple[Member, ...],
         stub: Callable[[Member], Stub],
         transport: CollectiveTransport,
+        on_served: Callable[[], None],
     ) -> None:
-        """Push to `members` over `transport`, which must have been opened for them."""
+        """Push to `members` over `transport`, opened for them; call `on_served` for each that serves the version."""
         self._stages = stages
         self._deadlines = stages.deadlines
         self._transport = transport
         self._stub = stub
+        self._on_served = on_served
         self._calls = PushCalls(members, stub, stages.push_id)
         self._suffered: set[Member] = set()
         """Members that failed in a collective stage with an error that others can cause."""
@@ -100,6 +102,7 @@ class CollectivePush:
     async def _verify_and_commit(self, _: Stub, member: Member) -> None:
         try:
             await self._stages.take(member, ("verify", "commit"), self._stub)
+            self._on_served()
         finally:
             self._paused_s[member] = time.monotonic() - self._paused_at[member]
 

@@ -126,10 +126,7 @@ class Push:
         )
         if not isinstance(transport, CollectiveTransport):
             return await RollingPush(stages, members, self._pool.stub, self._count_served).run()
-        outcome = await CollectivePush(stages, members, self._pool.stub, transport).run()
-        for _ in outcome.done:
-            self._count_served()
-        return outcome
+        return await CollectivePush(stages, members, self._pool.stub, transport, self._count_served).run()
 
     def _may_try_again(self, transport: Transport, member: Member, outcome: PushOutcome) -> bool:
         """Return whether to repeat the push to a failed member."""

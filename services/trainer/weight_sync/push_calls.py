@@ -1,4 +1,4 @@
-"""The gRPC calls of a push, each made to all members at once. A member whose call fails takes no further part."""
+"""The gRPC calls of a push that are made to all members at once. A member whose call fails takes no further part."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping

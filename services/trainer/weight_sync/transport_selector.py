@@ -105,7 +105,7 @@ class TransportSelector:
             return transport.base_version > 0
         refused = stage == "prepare" and isinstance(error, NotReadyError)
         if not (refused or stage == "transfer" or isinstance(error, ChecksumError)):
-            return False  # an engine that is slow to pause or resume would be slow with any transport
+            return False  # an engine that is slow to pause or commit would be slow with any transport
         log.info("push.transport_unfit", transport=transport.name, replica_id=member.replica_id, reason=str(error))
         self._unfit.setdefault(transport.name, set()).add(member)
         return True

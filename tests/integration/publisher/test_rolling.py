@@ -79,12 +79,18 @@ async def test_it_is_told_when_half_of_the_replicas_serve(bus: Bus) -> None:
         assert (report.num_replicas, served) == (1, [1])
 
 
-async def test_of_a_broadcast_all_serve_at_once(bus: Bus) -> None:
-    """It is told then."""
+async def test_it_is_told_when_half_of_the_replicas_serve_a_broadcast(bus: Bus) -> None:
+    """While the other of two still computes its digests."""
     served: list[int] = []
-    async with replicas_of(bus, 2), publishing(bus) as publisher:
-        await publisher.publish(snapshot(1), on_half_served=lambda: served.append(1))
-        assert served == [1]
+    async with replicas_of(bus, 2) as (first, second), publishing(bus) as publisher:
+        await second.set_faults(VerifyWeights=Fault("hold"))
+        push = asyncio.create_task(publisher.publish(snapshot(1), on_half_served=lambda: served.append(1)))
+        await until(lambda: served == [1])
+        await assert_serving(first, 1)
+        assert not push.done()
+        await second.set_faults()
+        assert (await promptly(push)).num_replicas == 2
+    assert served == [1]
 
 
 async def test_replicas_generate_until_their_turn_comes(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,25 @@ async def test_a_cancelled_call_ends_the_push() -> None:
     await until(lambda: one.state == REPLICA_STATE_BROKEN)
 
 
+async def test_a_commit_that_is_cut_off_lets_generation_continue() -> None:
+    """The trainer's deadline passes while the engine resumes: its weights are sound, and they are the new ones."""
+    sink = RecordedSink()
+    ready = asyncio.Event()
+    one = await receiver(sink, on_change=lambda: ready.set() if one.state == REPLICA_STATE_READY else None)
+    await one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
+    for stage in (one.pause, one.receive, one.verify):
+        await stage("p1")
+    sink.hang_at = "resume"
+    committing = asyncio.create_task(one.commit("p1"))
+    await asyncio.wait_for(sink.hanging.wait(), 20)
+    committing.cancel()
+    await asyncio.gather(committing, return_exceptions=True)
+    assert one.state == REPLICA_STATE_UPDATING
+    sink.released.set()
+    await promptly(ready.wait())
+    assert (one.version, sink.failures) == (1, [])
+
+
 @pytest.mark.parametrize("ends_by", ["a failed stage", "an abort"])
 async def test_a_clean_up_outlives_the_call_that_began_it(ends_by: str) -> None:
     """The trainer dies while the engine that it has failed resumes: generation goes on, and the next push waits."""

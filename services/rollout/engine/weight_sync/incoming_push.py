@@ -35,7 +35,6 @@ class Stage(enum.IntEnum):
     RECEIVED = 4
     VERIFIED = 5
     COMMITTED = 6
-    """Weights are sound again from here on."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
