@@ -5,7 +5,7 @@
 Rounds of both take turns. Raw: plain processes, a process group, whole buckets, into preallocated memory, and nothing
 else. Push: the trainer's WeightPublisher, with all its stages and digests, over gRPC. Its transport is "auto", which is
 shared_memory here, because all processes are on one machine; then "broadcast", over the same gloo as raw; then others.
-A whole push is from the call of `publish` to its end, "not generating" from the first pause to the last resume.
+A whole push is from the call of `publish` to its end, "not generating" from the first pause to the last commit.
 Simulated engines (services/rollout/testing) are the engine's own receiver with tensors in memory instead of a model;
 the real one is SGLang with random weights in the layer shapes of Qwen3-VL-2B. The first push of each forms the group
 and is not counted.
