@@ -1,20 +1,21 @@
 """What it costs a step to record everything: all episodes with every token, and the spans of all processes.
 
-    python bench/bench_recording.py                            # 4 rounds of two demo runs of 40 steps, about 25 minutes
+    python bench/bench_recording.py                            # 4 rounds of two demo runs of 40 steps, in 15 minutes
     python bench/bench_recording.py --rounds 1 --steps 14      # a taste
 
-Each round runs the demo recipe with `episodes.keep = "all"` and spans, and with neither, with the same seed; the order
-turns from round to round. Compared are the medians of the steps' seconds and the processor time of all processes in a
-step. The seconds need a quiet machine; processor time does not, apart from the cost of colder caches.
+Each round runs the demo recipe twice at once with the same seed, with `episodes.keep = "all"` and spans, and with
+neither: one after the other, the runs would differ by more than recording costs, because the machine does. Compared
+are, round by round, the medians of the steps' seconds, and the processor time of all processes in a step.
 """
 
 import argparse
 import collections
-import os
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,16 +46,15 @@ class Run:
     """Bytes in `episodes` and `trace` for a step."""
 
 
-def measure(folder: Path, overrides: Sequence[str], *, steps: int, warm_up: int) -> Run:
-    """Run the demo once; the first `warm_up` steps do not count."""
+def measure(process: subprocess.Popen[bytes], folder: Path, *, steps: int, warm_up: int) -> Run:
+    """Follow a run to its end; the first `warm_up` steps do not count."""
     readings: dict[int, collections.Counter[str]] = {}
-    with training(folder, [f"--trainer.num_steps={steps}", *overrides]) as process:
 
-        def read(row: StepRow) -> None:
-            if row["step"] in (warm_up, steps - 1):
-                readings[row["step"]] = core_seconds(psutil.Process(process.pid))
+    def read(row: StepRow) -> None:
+        if row["step"] in (warm_up, steps - 1):
+            readings[row["step"]] = core_seconds(psutil.Process(process.pid))
 
-        rows = follow(process, folder, read)
+    rows = follow(process, folder, read)
     used = readings[steps - 1]
     used.subtract(readings[warm_up])
     num_counted = steps - 1 - warm_up
@@ -79,19 +79,32 @@ def main() -> int:
         parser.error(f"--warm-up {arguments.warm_up} must be above 0 and leave two of the {arguments.steps} --steps")
     exit_on_sigterm()
     found: dict[str, list[Run]] = {way: [] for way in _WAYS}
-    sys.stdout.write("| round | | s/step | core-s/step | recorded, kB/step | load |\n|---|---|---|---|---|---|\n")
-    with tempfile.TemporaryDirectory(prefix="recording-", ignore_cleanup_errors=True) as scratch:
+    sys.stdout.write(
+        "| round | s/step, recorded | not recorded | core-s/step, recorded | not recorded | recorded, kB/step |\n"
+        "|---|---|---|---|---|---|\n"
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="recording-", ignore_cleanup_errors=True) as scratch,
+        ThreadPoolExecutor(len(_WAYS)) as threads,
+    ):
         for number in range(arguments.rounds):
-            for way in sorted(_WAYS, reverse=bool(number % 2)):
-                folder = Path(scratch) / f"{number}-{way.replace(' ', '-')}"
-                overrides = [f"--run.seed={number}", *_WAYS[way], *arguments.overrides]
-                run = measure(folder, overrides, steps=arguments.steps, warm_up=arguments.warm_up)
-                found[way].append(run)
-                sys.stdout.write(
-                    f"| {number} | {way} | {run.step_s:.3f} | {run.core_s:.3f} | {run.recorded_bytes / 1000:.0f} "
-                    f"| {os.getloadavg()[0]:.1f} |\n"
-                )
-                sys.stdout.flush()
+            with ExitStack() as runs:
+                measured: dict[str, Future[Run]] = {}
+                for way, settings in _WAYS.items():
+                    folder = Path(scratch) / f"{number}-{way.replace(' ', '-')}"
+                    both = [f"--run.seed={number}", f"--trainer.num_steps={arguments.steps}"]
+                    process = runs.enter_context(training(folder, [*both, *settings, *arguments.overrides]))
+                    measured[way] = threads.submit(
+                        measure, process, folder, steps=arguments.steps, warm_up=arguments.warm_up
+                    )
+                for way in _WAYS:
+                    found[way].append(measured[way].result())
+            on, off = (found[way][-1] for way in _WAYS)
+            sys.stdout.write(
+                f"| {number} | {on.step_s:.3f} | {off.step_s:.3f} | {on.core_s:.3f} | {off.core_s:.3f} "
+                f"| {on.recorded_bytes / 1000:.0f} |\n"
+            )
+            sys.stdout.flush()
     _compare(found)
     return 0
 
