@@ -123,6 +123,51 @@ def random_qwen3_moe(**text: Any) -> Any:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **rest, **EXPERTS, **text}))
 
 
+LINEAR = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"num_hidden_layers": 4, "vocab_size": VOCABULARY, "tie_word_embeddings": False, "rms_norm_eps": 1e-4},
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+        **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    },
+}
+"""As published, three layers that attend linearly are followed by one that attends in full. The epsilon is larger: what
+the rule reads can be almost zero, and the norm behind it would make rounding errors as large as values."""
+
+
+def random_qwen3_5() -> Any:
+    """Without deepstack."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    dense = json.loads((CHECKPOINT / "config.json").read_text())
+    tokens = {name: value for name, value in dense.items() if name.endswith("token_id")}
+    vision = {
+        **{"hidden_size": 32, "intermediate_size": 44, "num_heads": 2, "out_hidden_size": 64, "depth": 2},
+        "num_position_embeddings": 64,
+    }
+    config = Qwen3_5Config(text_config=LINEAR, vision_config=vision, **tokens, tie_word_embeddings=False)
+    return remembering(Qwen3_5ForConditionalGeneration(config))
+
+
+def random_qwen3_5_text() -> Any:
+    """Text only."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    return remembering(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**LINEAR)))
+
+
+def remembering(model: Any) -> Any:
+    """States of linear attention that last for some tokens, and norms that do more than nothing."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data.uniform_(-4, 0, generator=generator)
+        elif parameter.ndim == 1 and ("norm" in name or name.endswith("dt_bias")):
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
 MIXTURES: dict[str, Callable[..., Any]] = {"qwen3_vl_moe": random_qwen3_vl_moe, "qwen3_moe": random_qwen3_moe}
 FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen3_vl": random_qwen3_vl,

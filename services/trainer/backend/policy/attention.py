@@ -24,8 +24,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.errors import ConfigError
 from services.trainer.backend.policy import varlen
+from services.trainer.backend.policy.layer_kinds import LINEAR
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.batching.rows import Segment
+from services.trainer.batching.segment_batches import SegmentBatches
 
 NAME = "penstock_packed"
 """Name of `packed_attention` in transformers. It has no mask function, so transformers builds no mask."""
@@ -69,6 +71,7 @@ class RowLayout:
         """Describe a row that the segments cover in order."""
         self._segments = segments
         self._device = device
+        self._batches: dict[int, SegmentBatches] = {}
 
     @cached_property
     def varlen_index(self) -> varlen.VarlenIndex:
@@ -78,6 +81,16 @@ class RowLayout:
     def make_varlen_index(self) -> None:
         """Make the index now: layers that are compiled can only read it."""
         self.__dict__["varlen_index"] = self.varlen_index
+
+    def segment_batches(self, num_before: int) -> SegmentBatches:
+        """Return the index for layers that attend linearly.
+
+        Args:
+            num_before: Tokens before a segment that it sees.
+        """
+        if num_before not in self._batches:
+            self._batches[num_before] = SegmentBatches.of(self._segments, num_before, self._device)
+        return self._batches[num_before]
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -233,7 +246,7 @@ def _attend_buckets(
 
 
 def use_packed_attention(model: Any, *, is_compiled: bool = False) -> None:
-    """Make the text part of a transformers model attend with `packed_attention`.
+    """Make the text part of a transformers model attend with `packed_attention`, but for layers that attend linearly.
 
     Args:
         model: The model.
@@ -253,10 +266,10 @@ def use_packed_attention(model: Any, *, is_compiled: bool = False) -> None:
     parts = {name: chosen for name in model.config.sub_configs if getattr(model.config, name) is text_config}
     model.set_attn_implementation(parts or chosen)
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or text_config._attn_implementation != chosen:
+    if not layer_types <= {"full_attention", LINEAR} or text_config._attn_implementation != chosen:
         raise ConfigError(
-            f"models of type {model.config.model_type} cannot read packed rows: the trainer needs layers of full "
-            f"attention ({sorted(layer_types)} found) whose function can be chosen; choose another model"
+            f"models of type {model.config.model_type} cannot read packed rows: the trainer needs layers of full or "
+            f"linear attention ({sorted(layer_types)} found) whose function can be chosen; choose another model"
         )
 
 

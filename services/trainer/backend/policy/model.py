@@ -19,6 +19,7 @@ from services.trainer.backend.policy.compiled import compile_layers
 from services.trainer.backend.policy.experts.expert_counts import ExpertCounter
 from services.trainer.backend.policy.experts.mixture import set_mixture_precision
 from services.trainer.backend.policy.experts.router_replay import KEYWORD, replay_routers
+from services.trainer.backend.policy.linear_attention import use_packed_linear_attention
 from services.trainer.backend.policy.logprobs import TokenLogprobs, token_logprobs
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.backend.policy.tower import image_features, use_tower_attention
@@ -53,6 +54,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             )
         self._has_images = hasattr(model.config, "vision_config")
         use_packed_attention(model, is_compiled=is_compiled)
+        use_packed_linear_attention(model)
         if self._has_images:
             use_tower_attention(model.base_model.visual, is_compiled=is_compiled)
         set_mixture_precision(model)

@@ -1,0 +1,39 @@
+"""Which layers of a language model attend to all earlier tokens, and what those that have a state instead multiply."""
+
+from typing import Any
+
+LINEAR = "linear_attention"
+"""What transformers calls layers with a state."""
+
+
+def num_attending_layers(text: Any) -> int:
+    """Return how many layers attend to all earlier tokens.
+
+    Args:
+        text: transformers' config of a language model.
+    """
+    return int(text.num_hidden_layers) - num_linear_layers(text)
+
+
+def state_flops(text: Any) -> float:
+    """Return the operations of a token with the states of all layers that have one; 0 if none has.
+
+    Each head multiplies its state with the token's key, adds the product of key and what is new of the value, and
+    multiplies it with the query: two operations for each number of the state, three times.
+
+    Args:
+        text: transformers' config of a language model.
+    """
+    if not (num_layers := num_linear_layers(text)):
+        return 0.0
+    of_head = int(text.linear_key_head_dim) * int(text.linear_value_head_dim)
+    return 6.0 * num_layers * int(text.linear_num_value_heads) * of_head
+
+
+def num_linear_layers(text: Any) -> int:
+    """Return how many layers have a state.
+
+    Args:
+        text: transformers' config of a language model.
+    """
+    return (getattr(text, "layer_types", None) or []).count(LINEAR)
