@@ -26,7 +26,7 @@ from services.trainer.batching.rows import build_row
 from services.trainer.batching.sequences import GroupReader, TrainSequence, open_reader
 from services.trainer.checks.parameter_patterns import matches
 from services.trainer.config import LoraConfig
-from tests.support.trainer.families import FAMILIES, random_qwen3, random_qwen3_vl, write_model
+from tests.support.trainer.families import FAMILIES, random_qwen3, random_qwen3_5_text, random_qwen3_vl, write_model
 from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
 from tests.support.trainer.ranks.ranked_groups import groups_of
 
@@ -82,6 +82,20 @@ def test_a_model_multiplies_what_torch_counts(family: str, trained: str, tmp_pat
         [grid] = counts.grids
         of_pixels = 2 * grid[1] * grid[2] * model.base_model.visual.patch_embed.proj.weight.numel()
     assert backward.get_total_flops() + of_pixels == flops.of(as_computed, num_forward=0, with_gradient=True)
+
+
+@pytest.mark.parametrize("trained", ["text", "head"])
+def test_linear_attention_multiplies_states_and_no_pairs(trained: str) -> None:
+    """By hand: three of four layers have 4 states of 16 x 16, and the fourth attends with 4 heads of 32."""
+    model = random_qwen3_5_text()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(matches(name, trained))
+    matrices = sum(each.numel() for each in model.model.layers.parameters() if each.ndim >= 2)
+    flops, of_states, is_whole = model_flops(model), 3 * 4 * 6 * 16 * 16, trained == "text"
+    assert flops.forward.token == 2 * matrices + of_states
+    assert flops.forward.pair == 4 * 4 * 32
+    assert flops.backward.token == (2 * flops.forward.token if is_whole else 0)
+    assert flops.backward.pair == (2 * flops.forward.pair if is_whole else 0)
 
 
 def test_adapters_multiply_what_torch_counts(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Floating-point operations of a model's products, from the sizes of its parts and what its rows multiply.
 
 A multiplication and an addition are two operations. This counts products with matrices, of queries with keys, and of
-attention weights with values. It leaves out norms, biases, activations, rotations, the loss, padding, what is computed
-again for the backward pass, and the merging of adapters, which does not depend on the number of tokens.
+attention weights with values, and in linear attention those of a state with keys, values and queries, token by token,
+which is how the rule is defined; in chunks it takes more. It leaves out norms, biases, activations, rotations, the
+loss, padding, what is computed again for the backward pass, and the merging of adapters, which does not depend on the
+number of tokens.
 
 A backward pass multiplies once more for the gradient of a product's inputs, where this part of the model or one before
 it is trained, and once more for that of a matrix that is trained. The first layer whose weights are trained counts the
@@ -15,6 +17,7 @@ from typing import Any
 
 from penstock.model.families.qwen_vl import part_of
 from penstock.weights.adapter_names import is_adapter
+from services.trainer.backend.policy.layer_kinds import num_attending_layers, state_flops
 from services.trainer.batching.product_counts import ProductCounts
 
 _MULTIPLIED = {"tower": (".blocks.", ".patch_embed."), "merger": ("merger",), "text": (".layers.",)}
@@ -91,7 +94,9 @@ def model_flops(model: Any) -> ModelFlops:
             forward[part] += flops
             backward[part] += flops * ((part in passes_gradient) + parameter.requires_grad)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    pair = 4.0 * text.num_hidden_layers * text.num_attention_heads * head_dim
+    pair = 4.0 * num_attending_layers(text) * text.num_attention_heads * head_dim
+    forward["text"] += (of_states := state_flops(text))
+    backward["text"] += 2 * of_states * ("text" in passes_gradient)
     head = model.get_output_embeddings().weight
     tower = None if vision is None else model.base_model.visual
     patch_pair = 0.0 if tower is None else 4.0 * tower.patch_embed.proj.weight.shape[0]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from penstock.model.families.qwen_vl import part_of
+from services.trainer.backend.policy.layer_kinds import num_attending_layers, state_flops
 from services.trainer.batching.row_costs import RowCosts
 
 _LAYERS = ".layers."
@@ -20,8 +21,9 @@ def relative_costs(model: Any) -> RowCosts:
     layers = sum(size for name, size in sizes.items() if part_of(name) == "text" and _LAYERS in name)
     if experts := sum(size for name, size in sizes.items() if _EXPERTS in name):
         layers -= experts - experts * int(text.num_experts_per_tok) // int(text.num_experts)
+    layers += state_flops(text) / 2
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     # Queries with keys, and what comes of that with values: four operations for each pair and dimension of the heads.
-    of_pair = 2 * text.num_hidden_layers * text.num_attention_heads * head_dim
+    of_pair = 2 * num_attending_layers(text) * text.num_attention_heads * head_dim
     tower = sum(size for name, size in sizes.items() if part_of(name) == "tower")
     return RowCosts(per_pair=of_pair / layers, per_patch=tower / layers)

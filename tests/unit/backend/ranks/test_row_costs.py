@@ -14,7 +14,7 @@ from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.batching.packing import Block, Row
 from services.trainer.batching.row_costs import RowCosts, num_pairs
 from services.trainer.batching.sequences import TrainSequence, open_reader
-from tests.support.trainer.families import random_qwen3, random_qwen3_moe, random_qwen3_vl
+from tests.support.trainer.families import random_qwen3, random_qwen3_5_text, random_qwen3_moe, random_qwen3_vl
 from tests.support.trainer.groups import BOILERPLATE, IMAGES, make_group, num_placeholders, picture
 
 TEXT = BOILERPLATE + 7
@@ -48,6 +48,9 @@ def test_costs_are_those_of_the_models_products() -> None:
     of_layer = {name: parameter.numel() for name, parameter in mixture.model.layers[0].named_parameters()}
     chosen = sum(size * 2 // 6 if "experts" in name else size for name, size in of_layer.items())
     assert relative_costs(mixture).per_pair == pytest.approx(2 * 4 * 16 / chosen)
+    linear = random_qwen3_5_text()  # one layer of 4 heads of 32 attends; three have 4 states of 16 x 16
+    layers = sum(each.numel() for each in linear.model.layers.parameters())
+    assert relative_costs(linear).per_pair == pytest.approx(2 * 4 * 32 / (layers + 3 * 3 * 4 * 16 * 16))
     shown = random_qwen3_vl()
     tower = sum(each.numel() for name, each in shown.model.visual.named_parameters() if "merger" not in name)
     layers = sum(each.numel() for each in shown.model.language_model.layers.parameters())
