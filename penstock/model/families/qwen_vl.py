@@ -23,8 +23,12 @@ from penstock.model.families.experts import loaded_expert_name, own_expert_name
 from penstock.model.folder import read_json
 
 TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Model types of which packed rows are known to give transformers' own log-probabilities and gradients. Others may
-scale or cap their logits, count positions in another way, or route tokens to experts."""
+"""Model types that are trained with engines. Of these, and of all in `SFT_MODEL_TYPES`, packed rows are known to give
+transformers' own log-probabilities and gradients. Others may scale or cap their logits, count positions in another way,
+or route tokens to experts."""
+_WITH_LINEAR_ATTENTION: Final = ("qwen3_5", "qwen3_5_text")
+SFT_MODEL_TYPES: Final = (*TRAINED_MODEL_TYPES, *_WITH_LINEAR_ATTENTION)
+"""Model types that supervised training takes: also those whose weights engines do not take yet."""
 
 VISION_TOKENS: Final = (
     "<|vision_start|>",
@@ -58,6 +62,11 @@ IMAGE_PARTS: Final = ("tower", "merger")
 
 MAX_ASPECT_RATIO: Final = 200
 """The image processor rejects images with one side more than this many times the other."""
+
+
+def attends_linearly(model: str) -> bool:
+    """Return whether most layers of models of this type have a state in place of attention to all earlier tokens."""
+    return model in _WITH_LINEAR_ATTENTION
 
 
 def published_name(name: str, model: str) -> str:

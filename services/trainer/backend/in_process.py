@@ -32,6 +32,7 @@ from services.trainer.backend.row_passes import RowPasses
 from services.trainer.backend.train_step import StepParts, TrainStep
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.checks.adapters import adapter_contradiction
+from services.trainer.checks.model_type import require_trained_type
 from services.trainer.config import BackendConfig
 
 _REFERENCE = "reference"
@@ -77,9 +78,10 @@ class InProcessBackend:
             ranks: All that compute.
 
         Raises:
-            ConfigError: the device is not there, a function of the algorithm cannot be imported, or settings exclude
-                each other.
+            ConfigError: the device is not there, the model's type is not trained with engines, a function of the
+                algorithm cannot be imported, or settings exclude each other.
         """
+        require_trained_type(model_path, is_sft=False)
         require_functions(algorithm)
         if reason := adapter_contradiction(config.lora, algorithm.kl):
             raise ConfigError(reason)

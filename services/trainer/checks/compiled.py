@@ -3,12 +3,14 @@
 from penstock.errors import ConfigError
 
 
-def require_compilable(is_compiled: bool, *, is_mixture: bool) -> None:
-    """Check that a model can be compiled: the products of a mixture depend on what its routers choose.
+def require_compilable(is_compiled: bool, *, is_mixture: bool, attends_linearly: bool) -> None:
+    """Check that a model can be compiled: the products of a mixture depend on what its routers choose, and those of
+    linear attention on the lengths of a row's segments.
 
     Args:
         is_compiled: `trainer.compile`; False needs nothing.
         is_mixture: Whether the model is a mixture of experts.
+        attends_linearly: Whether it has layers of linear attention.
 
     Raises:
         ConfigError: it cannot.
@@ -17,3 +19,5 @@ def require_compilable(is_compiled: bool, *, is_mixture: bool) -> None:
         raise ConfigError(
             "trainer.compile = true does not go with mixtures of experts yet; leave it out, or train a dense model"
         )
+    if is_compiled and attends_linearly:
+        raise ConfigError("trainer.compile = true does not go with linear attention, as of Qwen3.5, yet; leave it out")

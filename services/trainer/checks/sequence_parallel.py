@@ -3,7 +3,9 @@
 from penstock.errors import ConfigError
 
 
-def require_shareable(sequence_parallel: int, *, num_ranks: int, num_heads: int, num_kv_heads: int) -> None:
+def require_shareable(
+    sequence_parallel: int, *, num_ranks: int, num_heads: int, num_kv_heads: int, attends_linearly: bool
+) -> None:
     """Check that ranks can share rows: in attention each has some of the heads.
 
     Args:
@@ -11,12 +13,18 @@ def require_shareable(sequence_parallel: int, *, num_ranks: int, num_heads: int,
         num_ranks: All ranks of the trainer.
         num_heads: Attention heads of a text layer.
         num_kv_heads: Its heads of keys and values; fewer than ranks are repeated.
+        attends_linearly: Whether other layers attend linearly, which ranks do not share.
 
     Raises:
         ConfigError: they cannot.
     """
     if sequence_parallel == 1:
         return
+    if attends_linearly:
+        raise ConfigError(
+            f"trainer.sequence_parallel = {sequence_parallel} does not go with linear attention, as of Qwen3.5, yet; "
+            "leave it out"
+        )
     if num_ranks % sequence_parallel:
         raise ConfigError(
             f"trainer.sequence_parallel = {sequence_parallel} does not divide the trainer's ranks, of which there "

@@ -17,6 +17,7 @@ from services.cli import main
 from services.launch import run_folder
 from services.recipe import Recipe
 from services.trainer.sft.loop import Observer
+from tests.support.trainer.families import heard, random_qwen3_5, write_model
 from tests.support.waiting import wait_until
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
@@ -106,6 +107,29 @@ def test_killed_and_interrupted_runs_end_as_the_one_that_was_left_alone(recipe: 
         assert (ours["step"], ours["loss"], ours["grad_norm"]) == (theirs["step"], theirs["loss"], theirs["grad_norm"])
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
     assert (tmp_path / "whole/curves.png").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_family_with_linear_attention_trains_alike_on_one_rank_and_on_two(recipe: Path, tmp_path: Path) -> None:
+    """Qwen3.5, several samples a row; and transformers loads what was written."""
+    from transformers import AutoModelForImageTextToText
+
+    path = write_model(heard(random_qwen3_5(), std_of_embedding=0.3), tmp_path / "qwen3_5")
+    for num_ranks in (1, 2):
+        folder = tmp_path / f"ranks-{num_ranks}"
+        code, _, err = SftCommand(
+            recipe, f"--run.folder={folder}", f"--model.path={path}", f"--trainer.ranks={num_ranks}"
+        ).finish()
+        assert (code, err) == (0, "")
+    alone, together = (rows(tmp_path / f"ranks-{num_ranks}") for num_ranks in (1, 2))
+    assert len(alone) == 12
+    assert alone[-1]["loss"] < alone[0]["loss"]
+    for one, other in zip(alone, together, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert alone[0]["grad_norm"] == pytest.approx(together[0]["grad_norm"], rel=1e-4)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "ranks-2/checkpoints/step-000012/model")
+    assert model.config.model_type == "qwen3_5"
 
 
 @pytest.mark.parametrize(("is_complete", "code"), [(True, 0), (False, 130)])

@@ -178,6 +178,12 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     **MIXTURES,
 }
 """By model type."""
+SUPERVISED: dict[str, Callable[..., Any]] = {
+    **FAMILIES,
+    "qwen3_5": random_qwen3_5,
+    "qwen3_5_text": random_qwen3_5_text,
+}
+"""With those that only supervised training takes."""
 
 
 def heard(model: Any, *, std_of_embedding: float = 1.0) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import varlen as torch_varlen
 
 from bench.trainer.padded import PaddedPolicy
-from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
+from penstock.model.families.qwen_vl import SFT_MODEL_TYPES, TRAINED_MODEL_TYPES
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from services.trainer.backend.policy import varlen
 from services.trainer.backend.policy.model import PolicyModel
@@ -23,7 +23,7 @@ from services.trainer.batching.packing import common_prefix_length
 from services.trainer.batching.rows import PackedRow, Segment
 from services.trainer.batching.sequences import TrainSequence
 from tests.support.trainer import varlen_on_cpu
-from tests.support.trainer.families import CHECKPOINT, FAMILIES, VOCABULARY, write_processors
+from tests.support.trainer.families import CHECKPOINT, FAMILIES, SUPERVISED, VOCABULARY, write_processors
 from tests.support.trainer.groups import picture
 from tests.support.trainer.rows import group_row, row_of
 
@@ -46,13 +46,16 @@ def sharpened(model: Any) -> Any:
 
 
 assert set(FAMILIES) == set(TRAINED_MODEL_TYPES), "a type without these tests must be refused"
+assert set(SUPERVISED) == set(SFT_MODEL_TYPES), "here too"
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Two of one size, one of another, in the patches of each family."""
     sizes = [(96, 96), (96, 96), (160, 128)]
-    patchers = {family: ImagePatcher(write_processors(family, tmp_path_factory.mktemp(family))) for family in FAMILIES}
+    patchers = {
+        family: ImagePatcher(write_processors(family, tmp_path_factory.mktemp(family))) for family in SUPERVISED
+    }
     return {
         family: [patcher(picture(seed, size=size)) for seed, size in enumerate(sizes)]
         for family, patcher in patchers.items()
@@ -90,7 +93,7 @@ def words(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, count).tolist()
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=SUPERVISED)
 def family(request: pytest.FixtureRequest) -> str:
     """Of the model."""
     return str(request.param)
@@ -99,7 +102,7 @@ def family(request: pytest.FixtureRequest) -> str:
 def policies(family: str, *, checkpointing: bool = False) -> tuple[PolicyModel, PaddedPolicy]:
     """Ours, and the reference with the same weights."""
     forbidden = forbidden_token_ids(CHECKPOINT)
-    ours, theirs = sharpened(FAMILIES[family]()), sharpened(FAMILIES[family]())
+    ours, theirs = sharpened(SUPERVISED[family]()), sharpened(SUPERVISED[family]())
     theirs.load_state_dict(ours.state_dict())
     policy = PolicyModel(ours, temperature=TEMPERATURE, forbidden_ids=forbidden, gradient_checkpointing=checkpointing)
     return policy, PaddedPolicy(theirs, temperature=TEMPERATURE, forbidden_ids=forbidden)
@@ -108,7 +111,7 @@ def policies(family: str, *, checkpointing: bool = False) -> tuple[PolicyModel, 
 def groups_for(family: str, images: dict[str, list[Any]]) -> list[list[TrainSequence]]:
     """Groups with a picture, with none, with two and an answer that begins like another, and of several turns."""
     square, other, wide = images[family]
-    if family in ("qwen2", "qwen3", "qwen3_moe"):
+    if family in ("qwen2", "qwen3", "qwen3_moe", "qwen3_5_text"):
         square = other = wide = 17
     prompt = [*words(0, 12), square, *words(1, 9)]
     two = [*words(2, 5), square, 17, wide, *words(3, 4)]
@@ -247,7 +250,7 @@ def moved_boundary(row: PackedRow) -> PackedRow:
     first, second = next(
         (one, two)
         for one, two in zip(row.segments, row.segments[1:], strict=False)
-        if one.stop - one.start > 1 and two.prefix_stop
+        if one.stop - one.start > 1 and one.prefix_stop and two.prefix_stop
     )
     changed = [replace(first, stop=first.stop - 1), replace(second, start=second.start - 1)]
     return replace(
@@ -281,7 +284,7 @@ FAULTS = [shifted, swapped, moved_boundary, forgotten_prefix, read_too_late, tex
 
 @torch.no_grad()
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5"])
 def test_a_fault_is_felt(name: str, fault: Callable[[PackedRow], PackedRow], images: dict[str, list[Any]]) -> None:
     """By more than 1e-2 in some logprob: a thousand times what the tests above allow."""
     policy, _ = policies(name)

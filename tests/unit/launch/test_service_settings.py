@@ -129,14 +129,55 @@ def test_experts_that_ranks_cannot_divide_are_refused_before_anything_starts(tin
         service_settings.require_inputs(Recipe.model_validate(settings))
 
 
+ADAPTERS = {"rank": 4, "targets": ["q_proj"]}
+
+
 def test_a_family_that_is_not_trained_is_refused_before_anything_starts(tiny_model_path: Path, tmp_path: Path) -> None:
-    """Engines may serve it: Qwen3.5 attends linearly in most layers, over whole rows."""
-    path = tmp_path / "qwen3.5"
-    shutil.copytree(tiny_model_path, path)
-    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}))
-    recipe = Recipe.model_validate({"model": {"path": path}, "data": OWN, "filters": {"overlong_prompts": "keep"}})
-    with pytest.raises(ConfigError, match=r"models of type qwen3_5 cannot be trained; choose one of type .*qwen3_vl,"):
+    """Engines may serve it."""
+    recipe = recipe_of_type("qwen3_5_moe", tiny_model_path, tmp_path)
+    refusal = r"models of type qwen3_5_moe cannot be trained; choose one of type .*qwen3_vl,"
+    for build in (service_settings.require_inputs, service_settings.for_sft):
+        with pytest.raises(ConfigError, match=refusal):
+            build(recipe)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_text"])
+def test_a_family_without_engines_is_for_supervised_training_alone(
+    tiny_model_path: Path, tmp_path: Path, model_type: str
+) -> None:
+    """The error names the command that takes it, and the types that engines take."""
+    recipe = recipe_of_type(model_type, tiny_model_path, tmp_path)
+    refusal = rf"{model_type} can be trained by `penstock sft` alone, .* choose one of type .*qwen3_vl, [^5]*$"
+    with pytest.raises(ConfigError, match=refusal):
         service_settings.require_inputs(recipe)
+    assert service_settings.for_sft(recipe).model == recipe.model
+
+
+@pytest.mark.parametrize(
+    ("trainer", "refusal"),
+    [
+        ({"ranks": 2, "sequence_parallel": 2}, r"trainer\.sequence_parallel = 2 does not go with linear attention"),
+        ({"compile": True}, r"trainer\.compile = true does not go with linear attention"),
+        ({"lora": ADAPTERS}, r"trainer\.lora\.rank = 4: supervised training has no adapters yet; leave trainer\.lora"),
+    ],
+    ids=str,
+)
+def test_what_linear_attention_does_not_go_with_is_refused_before_anything_starts(
+    tiny_model_path: Path, tmp_path: Path, trainer: dict[str, Any], refusal: str
+) -> None:
+    """Each with the setting to leave out."""
+    recipe = recipe_of_type("qwen3_5", tiny_model_path, tmp_path, trainer=trainer)
+    with pytest.raises(ConfigError, match=refusal):
+        service_settings.for_sft(recipe)
+
+
+def recipe_of_type(model_type: str, tiny_model_path: Path, tmp_path: Path, **sections: Any) -> Recipe:
+    """With a model that says it is of this type."""
+    path = tmp_path / model_type
+    shutil.copytree(tiny_model_path, path)
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    settings = {"model": {"path": path}, "data": OWN, "filters": {"overlong_prompts": "keep"}}
+    return Recipe.model_validate({**settings, **sections})
 
 
 def test_rows_that_ranks_cannot_share_are_refused_before_anything_starts(tiny_model_path: Path) -> None:
@@ -144,9 +185,6 @@ def test_rows_that_ranks_cannot_share_are_refused_before_anything_starts(tiny_mo
     settings = {"model": {"path": tiny_model_path}, "data": OWN, "trainer": {"ranks": 8, "sequence_parallel": 8}}
     with pytest.raises(ConfigError, match=r"trainer\.sequence_parallel = 8 cannot share the model's 4 attention heads"):
         service_settings.require_inputs(Recipe.model_validate(settings))
-
-
-ADAPTERS = {"rank": 4, "targets": ["q_proj"]}
 
 
 @pytest.mark.parametrize(

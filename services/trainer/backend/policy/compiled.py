@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from penstock.model.families.qwen_vl import attends_linearly
 from services.trainer.backend.policy.experts.mixture import experts_of
 from services.trainer.checks.compiled import require_compilable
 
@@ -32,8 +33,12 @@ def compile_layers(model: Any, layers: Iterable[torch.nn.Module]) -> None:
     """Make layers of a transformers model compute compiled from now on.
 
     Raises:
-        ConfigError: it is a mixture of experts.
+        ConfigError: it is a mixture of experts, or has layers of linear attention.
     """
-    require_compilable(True, is_mixture=any(True for _ in experts_of(model)))
+    require_compilable(
+        True,
+        is_mixture=any(True for _ in experts_of(model)),
+        attends_linearly=attends_linearly(model.config.model_type),
+    )
     for layer in layers:
         layer.compile(dynamic=True, backend=BACKEND)

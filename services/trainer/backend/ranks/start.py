@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError
 from penstock.model.families.experts import num_experts
-from penstock.model.folder import attention_heads
+from penstock.model.families.qwen_vl import attends_linearly
+from penstock.model.folder import attention_heads, read_json
 from services.trainer.backend.base import SupervisedBackend, TrainBackend
 from services.trainer.backend.device import resolve_device
 from services.trainer.backend.in_process import InProcessBackend
@@ -113,7 +114,13 @@ def _require_divisible(backend: Mapping[str, Any], num_ranks: int) -> None:
     expert_parallel = backend.get("expert_parallel", 1)
     require_divisible(expert_parallel, num_ranks=num_ranks, num_experts=num_experts(backend["model_path"]))
     heads, kv_heads = attention_heads(backend["model_path"])
-    require_shareable(backend.get("sequence_parallel", 1), num_ranks=num_ranks, num_heads=heads, num_kv_heads=kv_heads)
+    require_shareable(
+        backend.get("sequence_parallel", 1),
+        num_ranks=num_ranks,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        attends_linearly=attends_linearly(read_json(backend["model_path"] / "config.json").get("model_type", "")),
+    )
     num_replicas = backend.get("hsdp_replicas", 1)
     if num_ranks % num_replicas:
         raise ConfigError(
