@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.model.families.qwen_vl import loaded_name
+from penstock.model.families.qwen_vl import DRAFT_HEAD, loaded_name
 from penstock.model.folder import read_json
 
 _HEAD = "lm_head.weight"
@@ -54,6 +54,8 @@ def own_parameter_sizes(folder: Path) -> dict[str, int]:
     config = read_json(folder / "config.json")
     sizes: dict[str, int] = {}
     for published, size in parameter_sizes(folder).items():
+        if published.startswith(DRAFT_HEAD):
+            continue
         name = loaded_name(published, config.get("model_type", ""))
         sizes[name] = sizes.get(name, 0) + size
     if config.get("tie_word_embeddings", False):

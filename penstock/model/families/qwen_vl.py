@@ -53,6 +53,10 @@ _SGLANG_FUSED: Final = (
 )
 """Projections that SGLang stores as one parameter, in its order."""
 
+DRAFT_HEAD: Final = "mtp."
+"""Begins the names of the layers that guess tokens for speculative decoding, in checkpoints of Qwen3.5. They are no
+part of the model in transformers."""
+
 PARTS: Final = ("tower", "merger", "text", "head")
 """Parts of a model that may have their own learning rate: the vision tower, the merger that maps its features into the
 language model, the language model with its embedding, and the output head, which many members of the family tie to the

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
+from penstock.model.parameters import own_parameter_sizes
 from penstock.model.tokens import forbidden_token_ids
 from penstock.records import Group
 from services.trainer.backend.files.export import named_weights
@@ -17,6 +18,7 @@ from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.batching.images import ImagePatcher
 from services.trainer.batching.sequences import GroupReader, ModelTokens, TrainSequence
+from tests.support.trainer.families import random_qwen3_5_text, write_model
 from tests.support.trainer.groups import IMAGES, make_group, picture
 from tests.support.trainer.read_groups import reader_of
 from tests.support.trainer.rows import row_of
@@ -131,6 +133,17 @@ def test_refuses_models_whose_packed_rows_are_not_tested() -> None:
     model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=1))
     with pytest.raises(ConfigError, match=r"models of type llava cannot be trained .* choose one of type .*qwen3_vl"):
         PolicyModel(model, temperature=1.0, forbidden_ids=())
+
+
+def test_a_draft_head_of_the_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    """As published Qwen3.5 has one: it is neither loaded nor counted."""
+    from safetensors.torch import load_file, save_file
+
+    path = write_model(random_qwen3_5_text(), tmp_path / "m")
+    file = path / "model.safetensors"
+    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(2, 2)}, file, metadata={"format": "pt"})
+    policy = load_policy(path, temperature=1.0, forbidden_ids=())
+    assert {name: tensor.numel() for name, tensor in named_weights(policy)} == own_parameter_sizes(path)
 
 
 def test_refuses_a_folder_without_a_model(tmp_path: Path) -> None:

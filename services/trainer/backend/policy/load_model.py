@@ -9,7 +9,7 @@ import torch
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.model.families.experts import is_ambiguous, published_experts
-from penstock.model.families.qwen_vl import published_name
+from penstock.model.families.qwen_vl import DRAFT_HEAD, published_name
 from services.trainer.backend.files.export import named_weights
 from services.trainer.backend.policy.model import PolicyModel
 
@@ -118,7 +118,10 @@ def _is_whole(file: Path) -> bool:
 
 
 def _check_names(path: Path, policy: PolicyModel, in_checkpoint: Mapping[str, list[int]]) -> None:
-    """Compare the weights to push with the checkpoint, by names and shapes; either may lack a tied copy."""
+    """Compare the weights to push with the checkpoint, by names and shapes; either may lack a tied copy.
+
+    A draft head of the checkpoint is not compared: it is neither trained nor written.
+    """
     model_type = policy.model.config.model_type
     ours: dict[str, list[int]] = {}
     for name, weight in named_weights(policy):
@@ -130,7 +133,11 @@ def _check_names(path: Path, policy: PolicyModel, in_checkpoint: Mapping[str, li
         for part, tensor in published_experts(name, weight, model_type):
             ours[published_name(part, model_type)] = list(tensor.shape)
     missing = sorted(ours.keys() - in_checkpoint)
-    extra = sorted(name for name in in_checkpoint.keys() - ours if not name.endswith("lm_head.weight"))
+    extra = sorted(
+        name
+        for name in in_checkpoint.keys() - ours
+        if not name.endswith("lm_head.weight") and not name.startswith(DRAFT_HEAD)
+    )
     if in_checkpoint and (missing or extra):
         raise ConfigError(
             f"model.path {str(path)!r}: {len(missing)} parameters are not in the checkpoint (such as {missing[:1]}), "
