@@ -17,6 +17,7 @@ from services.plan.model_shape import ModelShape, make_model
 from services.plan.shapes_only import ShapesOnly
 from services.plan.working_memory import RowShape, make_row, working_bytes
 from services.trainer.backend.policy.model import PolicyModel
+from services.trainer.batching.rows import PackedRow
 from services.trainer.config import LoraConfig
 from tests.support.trainer.families import FAMILIES, MIXTURES, random_qwen3_vl
 
@@ -55,6 +56,17 @@ def computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(working_memory, "NUM_BLOCKS", 7)
 
 
+def backward_peak(policy: PolicyModel, row: PackedRow, mode: contextlib.AbstractContextManager[Any]) -> int:
+    """Most bytes that exist at a time in a pass over `row`, without the policy's own weights and the row's pixels."""
+    live = LiveBytes()
+    pixels = () if row.pixel_values_PD is None else (row.pixel_values_PD,)
+    for tensor in (*policy.parameters(), *policy.buffers(), *pixels):
+        live.leave_out(tensor)
+    with mode, live, torch.autocast("cpu", torch.bfloat16):
+        policy(row).logprobs_N.sum().backward()
+    return live.peak
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_model(family: str, tmp_path: Path) -> None:
     """All, those of a layer, and those that compute a token."""
@@ -91,13 +103,7 @@ def test_tensors_without_memory_take_what_real_ones_take(family: str) -> None:
     def peak(mode: contextlib.AbstractContextManager[Any], building: contextlib.AbstractContextManager[Any]) -> int:
         with building:
             policy = PolicyModel(make_model(config), temperature=1.0, forbidden_ids=())
-        live = LiveBytes()
-        pixels = () if row.pixel_values_PD is None else (row.pixel_values_PD,)
-        for tensor in (*policy.parameters(), *policy.buffers(), *pixels):
-            live.leave_out(tensor)
-        with mode, live, torch.autocast("cpu", torch.bfloat16):
-            policy(row).logprobs_N.sum().backward()
-        return live.peak
+        return backward_peak(policy, row, mode)
 
     shapes_only = ShapesOnly()
     imagined = peak(shapes_only, shapes_only.without_numbers())
@@ -318,13 +324,7 @@ def test_adapters_without_memory_take_what_real_ones_take(family: str) -> None:
         with building:
             policy = PolicyModel(make_model(config, torch.bfloat16), temperature=1.0, forbidden_ids=())
             AdapterShape.add(policy.model, LoraConfig(rank=4))
-        live = LiveBytes()
-        pixels = () if row.pixel_values_PD is None else (row.pixel_values_PD,)
-        for tensor in (*policy.parameters(), *policy.buffers(), *pixels):
-            live.leave_out(tensor)
-        with mode, live, torch.autocast("cpu", torch.bfloat16):
-            policy(row).logprobs_N.sum().backward()
-        return live.peak
+        return backward_peak(policy, row, mode)
 
     shapes_only = ShapesOnly()
     imagined = peak(shapes_only, shapes_only.without_numbers())
