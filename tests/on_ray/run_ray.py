@@ -233,7 +233,8 @@ def test_a_submitted_job_brings_its_code_and_recipe(tmp_path: Path) -> None:
     job.mkdir()
     (job / "my_environment.py").write_text(_ENVIRONMENT)
     (job / "mine.toml").write_text(_RECIPE)
-    with cluster(include_dashboard=True, dashboard_port=free_ports(1)[0]) as nodes:
+    dashboard, agent = free_ports(2)  # the agent's default is taken by the other cluster of this module
+    with cluster(include_dashboard=True, dashboard_port=dashboard, dashboard_agent_listen_port=agent) as nodes:
         nodes.add(num_gpus=2)
         train = [sys.executable, "-m", "services.cli", "train", "tiny-cpu", "mine.toml", "--launch.backend=ray"]
         lost = submitted(nodes, job, *train)
