@@ -231,7 +231,7 @@ def table(rows: list[Row]) -> str:
     """Return the medians as Markdown."""
     lines = [
         "| receivers | GB | snapshot s | raw s | whole push s | raw / push | raw / transfer | not generating s | "
-        "prepare / upload / pause / transfer / verify / commit ms |",
+        "prepare / upload / pause / transfer / commit ms |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -240,7 +240,7 @@ def table(rows: list[Row]) -> str:
             name: statistics.median(
                 report.stages_s.get(name, 0.0) for report in row.reports
             )  # not all transports upload
-            for name in ("prepare", "upload", "pause", "transfer", "verify", "commit")
+            for name in ("prepare", "upload", "pause", "transfer", "commit")
         }
         pause_s = statistics.median(report.pause_s for report in row.reports)
         lines.append(

@@ -13,6 +13,7 @@
     │   └── PromptTooLongError     the prompt leaves no room for a token in any replica's context
     ├── EnvironmentFailedError an environment crashed, or gave an answer that none may give
     ├── PoisonError            it broke every process that handled it; never retry it
+    ├── ChecksumError          bytes arrived changed; send them again
     ├── MissingImageError      an image that is named by its hash is not stored; store it and retry
     ├── NotReadyError          the state does not allow it (yet)
     │   └── SessionOverError       an agent's session was closed, or superseded by another one
@@ -79,6 +80,10 @@ class PoisonError(PenstockError):
     It is never retried, because the next handler would break too. Its turn, sample or group ends, is counted, and is
     buried with this reason.
     """
+
+
+class ChecksumError(PenstockError):
+    """The receiver does not hold the bytes that were sent."""
 
 
 class MissingImageError(PenstockError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from penstock.bus.connection import Bus
-from penstock.errors import InvalidRequestError, NotReadyError, UnavailableError
+from penstock.errors import ChecksumError, InvalidRequestError, NotReadyError, UnavailableError
 from penstock.runtime.process import end_task
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
@@ -121,38 +121,24 @@ class PacedEngine(SimulatedEngine):
         self._push = request
         return rollout_pb2.PrepareWeightsResponse()
 
-    async def PauseGeneration(  # noqa: N802 - gRPC's name
-        self, request: rollout_pb2.PauseGenerationRequest, context: Any
-    ) -> rollout_pb2.PauseGenerationResponse:
-        """Pause all answers."""
-        self._require(request.push_id)
+    async def UpdateWeights(  # noqa: N802 - gRPC's name
+        self, request: rollout_pb2.UpdateWeightsRequest, context: Any
+    ) -> AsyncIterator[rollout_pb2.UpdateWeightsResponse]:
+        """Pause all answers, read the weights, and resume with the push's version; if it is older than the one before,
+        running calls fail."""
+        push = self._require(request.push_id)
         self._clock.pause()
         self._enter(common_pb2.REPLICA_STATE_UPDATING)
-        return rollout_pb2.PauseGenerationResponse()
-
-    async def ReceiveWeights(  # noqa: N802 - gRPC's name
-        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
-    ) -> rollout_pb2.ReceiveWeightsResponse:
-        """Read the weights."""
-        self._weights.read(self._require(request.push_id))
-        return rollout_pb2.ReceiveWeightsResponse()
-
-    async def VerifyWeights(  # noqa: N802 - gRPC's name
-        self, request: rollout_pb2.VerifyWeightsRequest, context: Any
-    ) -> rollout_pb2.VerifyWeightsResponse:
-        """Return the digests of the weights that were read."""
-        return rollout_pb2.VerifyWeightsResponse(digests=self._weights.read(self._require(request.push_id)))
-
-    async def CommitWeights(  # noqa: N802 - gRPC's name
-        self, request: rollout_pb2.CommitWeightsRequest, context: Any
-    ) -> rollout_pb2.CommitWeightsResponse:
-        """Resume with the push's version; if it is older than the one before, running calls fail."""
-        version = self._require(request.push_id).policy_version
-        self._num_replaced += version < self.replica.policy_version
-        self.replica.policy_version = version
+        yield rollout_pb2.UpdateWeightsResponse(stage=rollout_pb2.UPDATE_STAGE_PAUSED)
+        held = self._weights.read(push)
+        yield rollout_pb2.UpdateWeightsResponse(stage=rollout_pb2.UPDATE_STAGE_RECEIVED)
+        if held != dict(request.digests):
+            raise ChecksumError("the memory does not hold the weights whose digests were sent")
+        self._require(request.push_id)
+        self._num_replaced += push.policy_version < self.replica.policy_version
+        self.replica.policy_version = push.policy_version
         self._cached_groups.clear()
         self._end_push()
-        return rollout_pb2.CommitWeightsResponse()
 
     async def AbortWeights(  # noqa: N802 - gRPC's name
         self, request: rollout_pb2.AbortWeightsRequest, context: Any

@@ -25,17 +25,21 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import common_pb2 as penstock_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/rollout.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\"\x13\n\x11GetReplicaRequest\";\n\x12GetReplicaResponse\x12%\n\x07replica\x18\x01 \x01(\x0b\x32\x14.penstock.v1.Replica\"\x9e\x01\n\x0f\x42roadcastSource\x12\x12\n\ngroup_name\x18\x01 \x01(\t\x12\x13\n\x0bmaster_host\x18\x02 \x01(\t\x12\x13\n\x0bmaster_port\x18\x03 \x01(\x05\x12\x13\n\x0brank_offset\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\x03\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"8\n\x0cWeightBucket\x12(\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.penstock.v1.TensorSpec\"<\n\x0eWeightManifest\x12*\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x19.penstock.v1.WeightBucket\"\x1c\n\nDiskSource\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"\x95\x01\n\x12SharedMemorySource\x12\x0f\n\x07machine\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\'\n\x04host\x18\x03 \x01(\x0b\x32\x17.penstock.v1.HostMemoryH\x00\x12\'\n\x04\x63uda\x18\x04 \x01(\x0b\x32\x17.penstock.v1.CudaMemoryH\x00\x42\x08\n\x06memory\"B\n\nHostMemory\x12\x12\n\nprocess_id\x18\x01 \x01(\x05\x12\x12\n\ndescriptor\x18\x02 \x01(\x05\x12\x0c\n\x04name\x18\x03 \x01(\t\"1\n\nCudaMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\t\"7\n\x0b\x44\x65ltaSource\x12\x14\n\x0c\x62\x61se_version\x18\x01 \x01(\x03\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xf6\x02\n\x15PrepareWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12-\n\x08manifest\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.WeightManifest\x12\x31\n\tbroadcast\x18\x03 \x01(\x0b\x32\x1c.penstock.v1.BroadcastSourceH\x00\x12\'\n\x04\x64isk\x18\x05 \x01(\x0b\x32\x17.penstock.v1.DiskSourceH\x00\x12\x38\n\rshared_memory\x18\x06 \x01(\x0b\x32\x1f.penstock.v1.SharedMemorySourceH\x00\x12)\n\x05\x64\x65lta\x18\x07 \x01(\x0b\x32\x18.penstock.v1.DeltaSourceH\x00\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x12\n\ndeadline_s\x18\t \x01(\x02\x12\x16\n\x0ereplaces_newer\x18\n \x01(\x08\x42\x08\n\x06source\"\x18\n\x16PrepareWeightsResponse\"B\n\x12SendWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07\")\n\x13SendWeightsResponse\x12\x12\n\nsize_bytes\x18\x01 \x01(\x03\"`\n\x16PauseGenerationRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.penstock.v1.PauseMode\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x02\"\x19\n\x17PauseGenerationResponse\"(\n\x15ReceiveWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\"\x18\n\x16ReceiveWeightsResponse\"\'\n\x14VerifyWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\"\x89\x01\n\x15VerifyWeightsResponse\x12@\n\x07\x64igests\x18\x01 \x03(\x0b\x32/.penstock.v1.VerifyWeightsResponse.DigestsEntry\x1a.\n\x0c\x44igestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"\'\n\x14\x43ommitWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\"\x17\n\x15\x43ommitWeightsResponse\"6\n\x13\x41\x62ortWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"@\n\x14\x41\x62ortWeightsResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.penstock.v1.ReplicaState\"&\n\x13\x44rainReplicaRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x02\"E\n\x14\x44rainReplicaResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\x05\x12\x17\n\x0fnum_handed_over\x18\x02 \x01(\x05*n\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x01\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x02\x12\x14\n\x10PAUSE_MODE_DRAIN\x10\x03\x32\xa1\x06\n\x0eRolloutService\x12M\n\nGetReplica\x12\x1e.penstock.v1.GetReplicaRequest\x1a\x1f.penstock.v1.GetReplicaResponse\x12Y\n\x0ePrepareWeights\x12\".penstock.v1.PrepareWeightsRequest\x1a#.penstock.v1.PrepareWeightsResponse\x12R\n\x0bSendWeights\x12\x1f.penstock.v1.SendWeightsRequest\x1a .penstock.v1.SendWeightsResponse(\x01\x12\\\n\x0fPauseGeneration\x12#.penstock.v1.PauseGenerationRequest\x1a$.penstock.v1.PauseGenerationResponse\x12Y\n\x0eReceiveWeights\x12\".penstock.v1.ReceiveWeightsRequest\x1a#.penstock.v1.ReceiveWeightsResponse\x12V\n\rVerifyWeights\x12!.penstock.v1.VerifyWeightsRequest\x1a\".penstock.v1.VerifyWeightsResponse\x12V\n\rCommitWeights\x12!.penstock.v1.CommitWeightsRequest\x1a\".penstock.v1.CommitWeightsResponse\x12S\n\x0c\x41\x62ortWeights\x12 .penstock.v1.AbortWeightsRequest\x1a!.penstock.v1.AbortWeightsResponse\x12S\n\x0c\x44rainReplica\x12 .penstock.v1.DrainReplicaRequest\x1a!.penstock.v1.DrainReplicaResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/rollout.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\"\x13\n\x11GetReplicaRequest\";\n\x12GetReplicaResponse\x12%\n\x07replica\x18\x01 \x01(\x0b\x32\x14.penstock.v1.Replica\"\x9e\x01\n\x0f\x42roadcastSource\x12\x12\n\ngroup_name\x18\x01 \x01(\t\x12\x13\n\x0bmaster_host\x18\x02 \x01(\t\x12\x13\n\x0bmaster_port\x18\x03 \x01(\x05\x12\x13\n\x0brank_offset\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\x03\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"8\n\x0cWeightBucket\x12(\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.penstock.v1.TensorSpec\"<\n\x0eWeightManifest\x12*\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x19.penstock.v1.WeightBucket\"\x1c\n\nDiskSource\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"\x95\x01\n\x12SharedMemorySource\x12\x0f\n\x07machine\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\'\n\x04host\x18\x03 \x01(\x0b\x32\x17.penstock.v1.HostMemoryH\x00\x12\'\n\x04\x63uda\x18\x04 \x01(\x0b\x32\x17.penstock.v1.CudaMemoryH\x00\x42\x08\n\x06memory\"B\n\nHostMemory\x12\x12\n\nprocess_id\x18\x01 \x01(\x05\x12\x12\n\ndescriptor\x18\x02 \x01(\x05\x12\x0c\n\x04name\x18\x03 \x01(\t\"1\n\nCudaMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\t\"7\n\x0b\x44\x65ltaSource\x12\x14\n\x0c\x62\x61se_version\x18\x01 \x01(\x03\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xf6\x02\n\x15PrepareWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12-\n\x08manifest\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.WeightManifest\x12\x31\n\tbroadcast\x18\x03 \x01(\x0b\x32\x1c.penstock.v1.BroadcastSourceH\x00\x12\'\n\x04\x64isk\x18\x05 \x01(\x0b\x32\x17.penstock.v1.DiskSourceH\x00\x12\x38\n\rshared_memory\x18\x06 \x01(\x0b\x32\x1f.penstock.v1.SharedMemorySourceH\x00\x12)\n\x05\x64\x65lta\x18\x07 \x01(\x0b\x32\x18.penstock.v1.DeltaSourceH\x00\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x12\n\ndeadline_s\x18\t \x01(\x02\x12\x16\n\x0ereplaces_newer\x18\n \x01(\x08\x42\x08\n\x06source\"\x18\n\x16PrepareWeightsResponse\"B\n\x12SendWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07\")\n\x13SendWeightsResponse\x12\x12\n\nsize_bytes\x18\x01 \x01(\x03\"`\n\x16PauseGenerationRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.penstock.v1.PauseMode\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x02\"\x19\n\x17PauseGenerationResponse\"(\n\x15ReceiveWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\"\x18\n\x16ReceiveWeightsResponse\"\x98\x01\n\x14\x43ommitWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\x12?\n\x07\x64igests\x18\x02 \x03(\x0b\x32..penstock.v1.CommitWeightsRequest.DigestsEntry\x1a.\n\x0c\x44igestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"\x17\n\x15\x43ommitWeightsResponse\"\xcf\x01\n\x14UpdateWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.penstock.v1.PauseMode\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x02\x12?\n\x07\x64igests\x18\x04 \x03(\x0b\x32..penstock.v1.UpdateWeightsRequest.DigestsEntry\x1a.\n\x0c\x44igestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"@\n\x15UpdateWeightsResponse\x12\'\n\x05stage\x18\x01 \x01(\x0e\x32\x18.penstock.v1.UpdateStage\"6\n\x13\x41\x62ortWeightsRequest\x12\x0f\n\x07push_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"@\n\x14\x41\x62ortWeightsResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.penstock.v1.ReplicaState\"&\n\x13\x44rainReplicaRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x02\"E\n\x14\x44rainReplicaResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\x05\x12\x17\n\x0fnum_handed_over\x18\x02 \x01(\x05*n\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x01\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x02\x12\x14\n\x10PAUSE_MODE_DRAIN\x10\x03*_\n\x0bUpdateStage\x12\x1c\n\x18UPDATE_STAGE_UNSPECIFIED\x10\x00\x12\x17\n\x13UPDATE_STAGE_PAUSED\x10\x01\x12\x19\n\x15UPDATE_STAGE_RECEIVED\x10\x02\x32\xa3\x06\n\x0eRolloutService\x12M\n\nGetReplica\x12\x1e.penstock.v1.GetReplicaRequest\x1a\x1f.penstock.v1.GetReplicaResponse\x12Y\n\x0ePrepareWeights\x12\".penstock.v1.PrepareWeightsRequest\x1a#.penstock.v1.PrepareWeightsResponse\x12R\n\x0bSendWeights\x12\x1f.penstock.v1.SendWeightsRequest\x1a .penstock.v1.SendWeightsResponse(\x01\x12X\n\rUpdateWeights\x12!.penstock.v1.UpdateWeightsRequest\x1a\".penstock.v1.UpdateWeightsResponse0\x01\x12\\\n\x0fPauseGeneration\x12#.penstock.v1.PauseGenerationRequest\x1a$.penstock.v1.PauseGenerationResponse\x12Y\n\x0eReceiveWeights\x12\".penstock.v1.ReceiveWeightsRequest\x1a#.penstock.v1.ReceiveWeightsResponse\x12V\n\rCommitWeights\x12!.penstock.v1.CommitWeightsRequest\x1a\".penstock.v1.CommitWeightsResponse\x12S\n\x0c\x41\x62ortWeights\x12 .penstock.v1.AbortWeightsRequest\x1a!.penstock.v1.AbortWeightsResponse\x12S\n\x0c\x44rainReplica\x12 .penstock.v1.DrainReplicaRequest\x1a!.penstock.v1.DrainReplicaResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERIFYWEIGHTSRESPONSE_DIGESTSENTRY']._loaded_options = None
-  _globals['_VERIFYWEIGHTSRESPONSE_DIGESTSENTRY']._serialized_options = b'8\001'
-  _globals['_PAUSEMODE']._serialized_start=2034
-  _globals['_PAUSEMODE']._serialized_end=2144
+  _globals['_COMMITWEIGHTSREQUEST_DIGESTSENTRY']._loaded_options = None
+  _globals['_COMMITWEIGHTSREQUEST_DIGESTSENTRY']._serialized_options = b'8\001'
+  _globals['_UPDATEWEIGHTSREQUEST_DIGESTSENTRY']._loaded_options = None
+  _globals['_UPDATEWEIGHTSREQUEST_DIGESTSENTRY']._serialized_options = b'8\001'
+  _globals['_PAUSEMODE']._serialized_start=2243
+  _globals['_PAUSEMODE']._serialized_end=2353
+  _globals['_UPDATESTAGE']._serialized_start=2355
+  _globals['_UPDATESTAGE']._serialized_end=2450
   _globals['_GETREPLICAREQUEST']._serialized_start=68
   _globals['_GETREPLICAREQUEST']._serialized_end=87
   _globals['_GETREPLICARESPONSE']._serialized_start=89
@@ -74,24 +78,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=1526
   _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=1528
   _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=1552
-  _globals['_VERIFYWEIGHTSREQUEST']._serialized_start=1554
-  _globals['_VERIFYWEIGHTSREQUEST']._serialized_end=1593
-  _globals['_VERIFYWEIGHTSRESPONSE']._serialized_start=1596
-  _globals['_VERIFYWEIGHTSRESPONSE']._serialized_end=1733
-  _globals['_VERIFYWEIGHTSRESPONSE_DIGESTSENTRY']._serialized_start=1687
-  _globals['_VERIFYWEIGHTSRESPONSE_DIGESTSENTRY']._serialized_end=1733
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1735
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1774
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=1776
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=1799
-  _globals['_ABORTWEIGHTSREQUEST']._serialized_start=1801
-  _globals['_ABORTWEIGHTSREQUEST']._serialized_end=1855
-  _globals['_ABORTWEIGHTSRESPONSE']._serialized_start=1857
-  _globals['_ABORTWEIGHTSRESPONSE']._serialized_end=1921
-  _globals['_DRAINREPLICAREQUEST']._serialized_start=1923
-  _globals['_DRAINREPLICAREQUEST']._serialized_end=1961
-  _globals['_DRAINREPLICARESPONSE']._serialized_start=1963
-  _globals['_DRAINREPLICARESPONSE']._serialized_end=2032
-  _globals['_ROLLOUTSERVICE']._serialized_start=2147
-  _globals['_ROLLOUTSERVICE']._serialized_end=2948
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1555
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1707
+  _globals['_COMMITWEIGHTSREQUEST_DIGESTSENTRY']._serialized_start=1661
+  _globals['_COMMITWEIGHTSREQUEST_DIGESTSENTRY']._serialized_end=1707
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=1709
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=1732
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1735
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1942
+  _globals['_UPDATEWEIGHTSREQUEST_DIGESTSENTRY']._serialized_start=1661
+  _globals['_UPDATEWEIGHTSREQUEST_DIGESTSENTRY']._serialized_end=1707
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1944
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=2008
+  _globals['_ABORTWEIGHTSREQUEST']._serialized_start=2010
+  _globals['_ABORTWEIGHTSREQUEST']._serialized_end=2064
+  _globals['_ABORTWEIGHTSRESPONSE']._serialized_start=2066
+  _globals['_ABORTWEIGHTSRESPONSE']._serialized_end=2130
+  _globals['_DRAINREPLICAREQUEST']._serialized_start=2132
+  _globals['_DRAINREPLICAREQUEST']._serialized_end=2170
+  _globals['_DRAINREPLICARESPONSE']._serialized_start=2172
+  _globals['_DRAINREPLICARESPONSE']._serialized_end=2241
+  _globals['_ROLLOUTSERVICE']._serialized_start=2453
+  _globals['_ROLLOUTSERVICE']._serialized_end=3256
 # @@protoc_insertion_point(module_scope)

@@ -50,6 +50,30 @@ PAUSE_MODE_DRAIN: PauseMode.ValueType  # 3
 """They finish first, while new ones wait. Requests that have not finished after drain_s are retracted."""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
+class _UpdateStage:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UpdateStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdateStage.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    UPDATE_STAGE_UNSPECIFIED: _UpdateStage.ValueType  # 0
+    """Not used."""
+    UPDATE_STAGE_PAUSED: _UpdateStage.ValueType  # 1
+    """Generation has stopped."""
+    UPDATE_STAGE_RECEIVED: _UpdateStage.ValueType  # 2
+    """All buckets are loaded."""
+
+class UpdateStage(_UpdateStage, metaclass=_UpdateStageEnumTypeWrapper):
+    """What an update has done."""
+
+UPDATE_STAGE_UNSPECIFIED: UpdateStage.ValueType  # 0
+"""Not used."""
+UPDATE_STAGE_PAUSED: UpdateStage.ValueType  # 1
+"""Generation has stopped."""
+UPDATE_STAGE_RECEIVED: UpdateStage.ValueType  # 2
+"""All buckets are loaded."""
+Global___UpdateStage: _TypeAlias = UpdateStage  # noqa: Y015
+
 @_typing.final
 class GetReplicaRequest(_message.Message):
     """Asks for the replica's state."""
@@ -386,7 +410,7 @@ class PrepareWeightsRequest(_message.Message):
     policy_version: _builtins.int
     """The policy version that it publishes."""
     digest: _builtins.str
-    """The digest that VerifyWeights must compute (penstock.weights.digest): "xxh3" or "multilinear"."""
+    """The kind of digest to compute of the received weights (penstock.weights.digest): "xxh3" or "multilinear"."""
     deadline_s: _builtins.float
     """Seconds after the answer within which the push must be complete, without the time for draining: the sum of the
     trainer's deadlines for its stages. The engine ends the push then; it refuses a deadline above its own bound.
@@ -595,30 +619,8 @@ class ReceiveWeightsResponse(_message.Message):
 Global___ReceiveWeightsResponse: _TypeAlias = ReceiveWeightsResponse  # noqa: Y015
 
 @_typing.final
-class VerifyWeightsRequest(_message.Message):
-    """Computes digests."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PUSH_ID_FIELD_NUMBER: _builtins.int
-    push_id: _builtins.str
-    """The push."""
-    def __init__(
-        self,
-        *,
-        push_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push_id", b"push_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___VerifyWeightsRequest: _TypeAlias = VerifyWeightsRequest  # noqa: Y015
-
-@_typing.final
-class VerifyWeightsResponse(_message.Message):
-    """The engine's weights, parameter by parameter."""
+class CommitWeightsRequest(_message.Message):
+    """Proves the weights, makes the version current, and lets generation continue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -642,41 +644,25 @@ class VerifyWeightsResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Digest (penstock.weights.digest) by checkpoint name, with fused parameters taken apart."""
-
-    def __init__(
-        self,
-        *,
-        digests: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___VerifyWeightsResponse: _TypeAlias = VerifyWeightsResponse  # noqa: Y015
-
-@_typing.final
-class CommitWeightsRequest(_message.Message):
-    """Makes the version current, and lets generation continue."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
     PUSH_ID_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """The push."""
+    @_builtins.property
+    def digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The trainer's digest (penstock.weights.digest) of every parameter by checkpoint name, with fused parameters taken
+        apart.
+        """
+
     def __init__(
         self,
         *,
         push_id: _builtins.str = ...,
+        digests: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push_id", b"push_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "push_id", b"push_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -698,6 +684,84 @@ class CommitWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitWeightsResponse: _TypeAlias = CommitWeightsResponse  # noqa: Y015
+
+@_typing.final
+class UpdateWeightsRequest(_message.Message):
+    """Stops generation, loads the weights, proves them, makes the version current, and lets generation continue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DigestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PUSH_ID_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    DRAIN_S_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    push_id: _builtins.str
+    """The push."""
+    mode: Global___PauseMode.ValueType
+    """What happens to running requests."""
+    drain_s: _builtins.float
+    """As in PauseGenerationRequest."""
+    @_builtins.property
+    def digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """As in CommitWeightsRequest."""
+
+    def __init__(
+        self,
+        *,
+        push_id: _builtins.str = ...,
+        mode: Global___PauseMode.ValueType = ...,
+        drain_s: _builtins.float = ...,
+        digests: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "drain_s", b"drain_s", "mode", b"mode", "push_id", b"push_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
+
+@_typing.final
+class UpdateWeightsResponse(_message.Message):
+    """A stage of the update is complete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    stage: Global___UpdateStage.ValueType
+    """The stage."""
+    def __init__(
+        self,
+        *,
+        stage: Global___UpdateStage.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
 @_typing.final
 class AbortWeightsRequest(_message.Message):

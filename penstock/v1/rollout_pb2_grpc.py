@@ -26,9 +26,11 @@ if _version_not_supported:
 
 
 class RolloutServiceStub:
-    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
-    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
+    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
+    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
+    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
+    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
     """
 
     def __init__(self, channel):
@@ -52,6 +54,11 @@ class RolloutServiceStub:
                 request_serializer=penstock_dot_v1_dot_rollout__pb2.SendWeightsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_rollout__pb2.SendWeightsResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_stream(
+                '/penstock.v1.RolloutService/UpdateWeights',
+                request_serializer=penstock_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
         self.PauseGeneration = channel.unary_unary(
                 '/penstock.v1.RolloutService/PauseGeneration',
                 request_serializer=penstock_dot_v1_dot_rollout__pb2.PauseGenerationRequest.SerializeToString,
@@ -61,11 +68,6 @@ class RolloutServiceStub:
                 '/penstock.v1.RolloutService/ReceiveWeights',
                 request_serializer=penstock_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_rollout__pb2.ReceiveWeightsResponse.FromString,
-                _registered_method=True)
-        self.VerifyWeights = channel.unary_unary(
-                '/penstock.v1.RolloutService/VerifyWeights',
-                request_serializer=penstock_dot_v1_dot_rollout__pb2.VerifyWeightsRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_rollout__pb2.VerifyWeightsResponse.FromString,
                 _registered_method=True)
         self.CommitWeights = channel.unary_unary(
                 '/penstock.v1.RolloutService/CommitWeights',
@@ -85,9 +87,11 @@ class RolloutServiceStub:
 
 
 class RolloutServiceServicer:
-    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
-    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
+    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
+    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
+    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
+    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
     """
 
     def GetReplica(self, request, context):
@@ -107,7 +111,15 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SendWeights(self, request_iterator, context):
-        """SendWeights uploads a delta, after Prepare and before Pause. The engine keeps it in a file; generation goes on.
+        """SendWeights uploads a delta, after Prepare and before Update. The engine keeps it in a file; generation goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """UpdateWeights does what Pause, Receive and Commit do, one after the other, and answers after each of the first two.
+        When the call ends without an error, the version is current and generation continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,16 +139,10 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def VerifyWeights(self, request, context):
-        """VerifyWeights computes the digest of every parameter that the engine now holds.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def CommitWeights(self, request, context):
-        """CommitWeights makes the push's version the one that the engine reports and stamps, and lets generation continue with
-        it; the push is complete.
+        """CommitWeights compares the digest of every parameter that the engine now holds with the trainer's. If all are equal,
+        it makes the push's version the one that the engine reports and stamps, and lets generation continue with it; the
+        push is complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,6 +183,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_rollout__pb2.SendWeightsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_rollout__pb2.SendWeightsResponse.SerializeToString,
             ),
+            'UpdateWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=penstock_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
             'PauseGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.PauseGeneration,
                     request_deserializer=penstock_dot_v1_dot_rollout__pb2.PauseGenerationRequest.FromString,
@@ -186,11 +197,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ReceiveWeights,
                     request_deserializer=penstock_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_rollout__pb2.ReceiveWeightsResponse.SerializeToString,
-            ),
-            'VerifyWeights': grpc.unary_unary_rpc_method_handler(
-                    servicer.VerifyWeights,
-                    request_deserializer=penstock_dot_v1_dot_rollout__pb2.VerifyWeightsRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_rollout__pb2.VerifyWeightsResponse.SerializeToString,
             ),
             'CommitWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitWeights,
@@ -216,9 +222,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService:
-    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
-    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
+    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
+    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
+    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
+    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
     """
 
     @staticmethod
@@ -303,6 +311,33 @@ class RolloutService:
             _registered_method=True)
 
     @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.RolloutService/UpdateWeights',
+            penstock_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
+            penstock_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def PauseGeneration(request,
             target,
             options=(),
@@ -346,33 +381,6 @@ class RolloutService:
             '/penstock.v1.RolloutService/ReceiveWeights',
             penstock_dot_v1_dot_rollout__pb2.ReceiveWeightsRequest.SerializeToString,
             penstock_dot_v1_dot_rollout__pb2.ReceiveWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def VerifyWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.v1.RolloutService/VerifyWeights',
-            penstock_dot_v1_dot_rollout__pb2.VerifyWeightsRequest.SerializeToString,
-            penstock_dot_v1_dot_rollout__pb2.VerifyWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,9 +27,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
-    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
+    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
+    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
+    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
+    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
     """
 
     @_typing.overload
@@ -44,16 +46,19 @@ class RolloutServiceStub:
     read are refused with FAILED_PRECONDITION. Generation goes on.
     """
     SendWeights: _grpc.StreamUnaryMultiCallable[_rollout_pb2.SendWeightsRequest, _rollout_pb2.SendWeightsResponse]
-    """SendWeights uploads a delta, after Prepare and before Pause. The engine keeps it in a file; generation goes on."""
+    """SendWeights uploads a delta, after Prepare and before Update. The engine keeps it in a file; generation goes on."""
+    UpdateWeights: _grpc.UnaryStreamMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]
+    """UpdateWeights does what Pause, Receive and Commit do, one after the other, and answers after each of the first two.
+    When the call ends without an error, the version is current and generation continues.
+    """
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]
     """PauseGeneration stops generation at a token boundary; the mode decides what happens to running requests."""
     ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]
     """ReceiveWeights loads every tensor of the manifest from the source that Prepare named."""
-    VerifyWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]
-    """VerifyWeights computes the digest of every parameter that the engine now holds."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]
-    """CommitWeights makes the push's version the one that the engine reports and stamps, and lets generation continue with
-    it; the push is complete.
+    """CommitWeights compares the digest of every parameter that the engine now holds with the trainer's. If all are equal,
+    it makes the push's version the one that the engine reports and stamps, and lets generation continue with it; the
+    push is complete.
     """
     AbortWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortWeightsRequest, _rollout_pb2.AbortWeightsResponse]
     """AbortWeights ends an incomplete push. If any weight was touched, the replica becomes BROKEN and its running
@@ -67,9 +72,11 @@ class RolloutServiceStub:
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
-    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
-    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
+    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
+    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
+    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
+    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -81,16 +88,19 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     read are refused with FAILED_PRECONDITION. Generation goes on.
     """
     SendWeights: _aio.StreamUnaryMultiCallable[_rollout_pb2.SendWeightsRequest, _rollout_pb2.SendWeightsResponse]  # type: ignore[assignment]
-    """SendWeights uploads a delta, after Prepare and before Pause. The engine keeps it in a file; generation goes on."""
+    """SendWeights uploads a delta, after Prepare and before Update. The engine keeps it in a file; generation goes on."""
+    UpdateWeights: _aio.UnaryStreamMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
+    """UpdateWeights does what Pause, Receive and Commit do, one after the other, and answers after each of the first two.
+    When the call ends without an error, the version is current and generation continues.
+    """
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]  # type: ignore[assignment]
     """PauseGeneration stops generation at a token boundary; the mode decides what happens to running requests."""
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]  # type: ignore[assignment]
     """ReceiveWeights loads every tensor of the manifest from the source that Prepare named."""
-    VerifyWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]  # type: ignore[assignment]
-    """VerifyWeights computes the digest of every parameter that the engine now holds."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]  # type: ignore[assignment]
-    """CommitWeights makes the push's version the one that the engine reports and stamps, and lets generation continue with
-    it; the push is complete.
+    """CommitWeights compares the digest of every parameter that the engine now holds with the trainer's. If all are equal,
+    it makes the push's version the one that the engine reports and stamps, and lets generation continue with it; the
+    push is complete.
     """
     AbortWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortWeightsRequest, _rollout_pb2.AbortWeightsResponse]  # type: ignore[assignment]
     """AbortWeights ends an incomplete push. If any weight was touched, the replica becomes BROKEN and its running
@@ -103,9 +113,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """RolloutService is served by every rollout engine beside GenerateService. The trainer's WeightPublisher makes the
-    weight calls in the order Prepare, (Send), Pause, Receive, Verify, Commit; Abort may follow any of them. Each call
-    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION.
+    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
+    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
+    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
+    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
+    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
     """
 
     @_abc_1.abstractmethod
@@ -133,7 +145,17 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_rollout_pb2.SendWeightsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.SendWeightsResponse, _abc.Awaitable[_rollout_pb2.SendWeightsResponse]]:
-        """SendWeights uploads a delta, after Prepare and before Pause. The engine keeps it in a file; generation goes on."""
+        """SendWeights uploads a delta, after Prepare and before Update. The engine keeps it in a file; generation goes on."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _rollout_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_rollout_pb2.UpdateWeightsResponse], _abc.AsyncIterator[_rollout_pb2.UpdateWeightsResponse]]:
+        """UpdateWeights does what Pause, Receive and Commit do, one after the other, and answers after each of the first two.
+        When the call ends without an error, the version is current and generation continues.
+        """
 
     @_abc_1.abstractmethod
     def PauseGeneration(
@@ -152,21 +174,14 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """ReceiveWeights loads every tensor of the manifest from the source that Prepare named."""
 
     @_abc_1.abstractmethod
-    def VerifyWeights(
-        self,
-        request: _rollout_pb2.VerifyWeightsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rollout_pb2.VerifyWeightsResponse, _abc.Awaitable[_rollout_pb2.VerifyWeightsResponse]]:
-        """VerifyWeights computes the digest of every parameter that the engine now holds."""
-
-    @_abc_1.abstractmethod
     def CommitWeights(
         self,
         request: _rollout_pb2.CommitWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.CommitWeightsResponse, _abc.Awaitable[_rollout_pb2.CommitWeightsResponse]]:
-        """CommitWeights makes the push's version the one that the engine reports and stamps, and lets generation continue with
-        it; the push is complete.
+        """CommitWeights compares the digest of every parameter that the engine now holds with the trainer's. If all are equal,
+        it makes the push's version the one that the engine reports and stamps, and lets generation continue with it; the
+        push is complete.
         """
 
     @_abc_1.abstractmethod

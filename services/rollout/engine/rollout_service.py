@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
@@ -73,18 +74,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await self._receiver.receive(request.push_id)
         return rollout_pb2.ReceiveWeightsResponse()
 
-    async def VerifyWeights(  # noqa: N802 - the contract's name
-        self, request: rollout_pb2.VerifyWeightsRequest, context: Context
-    ) -> rollout_pb2.VerifyWeightsResponse:
-        """Compute and return the digests."""
-        return rollout_pb2.VerifyWeightsResponse(digests=await self._receiver.verify(request.push_id))
-
     async def CommitWeights(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.CommitWeightsRequest, context: Context
     ) -> rollout_pb2.CommitWeightsResponse:
-        """Make the version current and resume generation."""
+        """Prove the weights, make the version current and resume generation."""
+        await self._receiver.verify(request.push_id, request.digests)
         await self._receiver.commit(request.push_id)
         return rollout_pb2.CommitWeightsResponse()
+
+    async def UpdateWeights(  # noqa: N802 - the contract's name
+        self, request: rollout_pb2.UpdateWeightsRequest, context: Context
+    ) -> AsyncIterator[rollout_pb2.UpdateWeightsResponse]:
+        """Pause, take all buckets, prove them, make the version current and resume generation."""
+        async with aclosing(
+            self._receiver.update(request.push_id, request.mode, request.drain_s, request.digests)
+        ) as stages:
+            async for stage in stages:
+                yield rollout_pb2.UpdateWeightsResponse(stage=stage)
 
     async def AbortWeights(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.AbortWeightsRequest, context: Context

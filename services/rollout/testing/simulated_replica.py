@@ -30,10 +30,9 @@ from services.rollout.engine.rollout_service import RolloutServicer
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 from services.rollout.testing.memory_sink import Fault, Faults, MemorySink, Shapes
 
-POINTS = ("GetReplica", "PrepareWeights", "SendWeights", "PauseGeneration", "ReceiveWeights", "VerifyWeights",
-    "CommitWeights", "AbortWeights")  # fmt: skip
-"""Calls at whose beginning a fault can strike. Other points are "join", before joining the group, and "bucket", after
-loading the first bucket."""
+_STAGES = ("prepare", "upload", "pause", "receive", "verify", "commit")
+"""Stages of a push at whose beginning a fault can strike. Other points are "join", before joining the group, "bucket",
+after loading the first bucket, and the calls "GetReplica" and "AbortWeights"."""
 
 SHAPES: Shapes = {
     "embed.weight": (torch.float32, (64, 32)),
@@ -52,7 +51,7 @@ class Report:
     version: int
     digests: dict[str, int]
     calls: list[str]
-    """Names of the calls so far."""
+    """The points reached so far, without "join" and "bucket"."""
     groups: list[str]
     """Groups joined so far."""
     num_paused: int
@@ -105,23 +104,49 @@ class _View:
         return write_replica(self.describe(self._options.replica_id))
 
 
-class _FaultyServicer(RolloutServicer):
-    """The engine's servicer, with a fault before each call."""
+class _Struck:
+    """Where faults strike a replica."""
 
-    calls: list[str]
+    def __init__(self, faults: Faults, sink: MemorySink) -> None:
+        self.calls: list[str] = []
+        self._faults = faults
+        self._sink = sink
+
+    async def strike(self, point: str) -> None:
+        self.calls.append(point)
+        await self._faults.strike(point, self._sink.corrupt)
+
+
+class _FaultyReceiver(WeightReceiver):
+    """The engine's receiver, with a fault before each stage."""
+
+    struck: _Struck
 
 
 def _faulty(name: str) -> Any:
-    async def method(self: Any, request: Any, context: Any) -> Any:
-        self.calls.append(name)
-        await self.faults.strike(name, self.sink.corrupt)
-        return await getattr(RolloutServicer, name)(self, request, context)
+    async def method(self: Any, *arguments: Any, **settings: Any) -> Any:
+        await self.struck.strike(name)
+        return await getattr(WeightReceiver, name)(self, *arguments, **settings)
 
     return method
 
 
-for _name in POINTS:
-    setattr(_FaultyServicer, _name, _faulty(_name))
+for _name in _STAGES:
+    setattr(_FaultyReceiver, _name, _faulty(_name))
+
+
+class _FaultyServicer(RolloutServicer):
+    """The engine's servicer, with a fault before the calls that are no stage."""
+
+    struck: _Struck
+
+    async def GetReplica(self, request: Any, context: Any) -> rollout_pb2.GetReplicaResponse:  # noqa: N802 - gRPC's
+        await self.struck.strike("GetReplica")
+        return await super().GetReplica(request, context)
+
+    async def AbortWeights(self, request: Any, context: Any) -> rollout_pb2.AbortWeightsResponse:  # noqa: N802 - gRPC's
+        await self.struck.strike("AbortWeights")
+        return await super().AbortWeights(request, context)
 
 
 async def _main(options: _Options, control: Connection) -> None:
@@ -129,13 +154,13 @@ async def _main(options: _Options, control: Connection) -> None:
     faults = Faults(dict(options.faults))
     sink = MemorySink(options.shapes, faults, group_timeout_s=options.group_timeout_s, audits=options.audits)
     changed = asyncio.Event()
-    receiver = WeightReceiver(
+    receiver = _FaultyReceiver(
         sink, prepare_deadline_s=options.group_timeout_s, max_deadline_s=600.0, on_change=changed.set
     )
     await receiver.open()
     view = _View(options, receiver)
     servicer = _FaultyServicer(receiver, view, None)  # type: ignore[arg-type]  # it has no calls to drain
-    servicer.calls, servicer.faults, servicer.sink = [], faults, sink  # type: ignore[attr-defined]
+    struck = receiver.struck = servicer.struck = _Struck(faults, sink)
     server = RpcServer(host="127.0.0.1", port=options.port)
     server.add(
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
@@ -160,7 +185,7 @@ async def _main(options: _Options, control: Connection) -> None:
                 state=receiver.state,
                 version=receiver.version,
                 digests=tensor_digests(sink.tensors.items()),
-                calls=list(servicer.calls),
+                calls=list(struck.calls),
                 groups=list(sink.groups),
                 loads=list(sink.loads),
                 num_paused=sink.num_paused,

@@ -1,6 +1,6 @@
 """A push in which trainer and members meet in a process group, so that all receive the weights together.
 
-Up to the transfer all members go through each stage together; then each verifies and commits at its own pace.
+Up to the transfer all members go through each stage together; then each commits at its own pace.
 
 A failed member is dropped and the others go on. If one failure blocks a collective stage (forming the process group,
 the transfer), the group is closed at once, so that no member waits for it. Members that only suffered from the failure
@@ -93,15 +93,15 @@ class CollectivePush:
             await self._transfer()
         self._transferred = True
         try:
-            await calls.each(self._verify_and_commit)
+            await calls.each(self._commit)
         finally:
             self._stages_s |= stages.mean_s
             for member in calls.failures.keys() - self._failed_in.keys():
                 self._failed_in[member] = stages.reached[member]
 
-    async def _verify_and_commit(self, _: Stub, member: Member) -> None:
+    async def _commit(self, stub: Stub, member: Member) -> None:
         try:
-            await self._stages.take(member, ("verify", "commit"), self._stub)
+            await self._stages.run("commit", member, self._stages.commit(stub, member))
             self._on_served()
         finally:
             self._paused_s[member] = time.monotonic() - self._paused_at[member]

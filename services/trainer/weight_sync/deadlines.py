@@ -17,9 +17,10 @@ class PushDeadlines:
     upload_s: float
     pause_s: float
     transfer_s: float
-    verify_s: float
+    commit_s: float
+    """It computes the digests, which reads every byte again."""
     control_s: float
-    """Seconds for each of commit and abort, and for asking a replica for its state."""
+    """Seconds for an abort, and for asking a replica for its state."""
 
     @classmethod
     def of(cls, config: WeightSyncConfig) -> Self:
@@ -29,11 +30,11 @@ class PushDeadlines:
             upload_s=config.transfer_timeout_s if config.transport == "delta" else 0.0,
             pause_s=config.stage_timeout_s,
             transfer_s=config.transfer_timeout_s,
-            verify_s=config.transfer_timeout_s,  # it reads every byte again
+            commit_s=config.transfer_timeout_s,
             control_s=min(CONTROL_S, config.stage_timeout_s),
         )
 
     @property
     def push_s(self) -> float:
         """Longest duration of a push in which every stage keeps its deadline; engines are told this value."""
-        return self.prepare_s + self.upload_s + self.pause_s + self.transfer_s + self.verify_s + 2 * self.control_s
+        return self.prepare_s + self.upload_s + self.pause_s + self.transfer_s + self.commit_s

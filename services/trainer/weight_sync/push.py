@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from penstock.errors import NotReadyError, PenstockError
+from penstock.errors import ChecksumError, NotReadyError, PenstockError
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.collective_push import CollectivePush
 from services.trainer.weight_sync.deadlines import PushDeadlines
 from services.trainer.weight_sync.push_calls import Member
 from services.trainer.weight_sync.push_outcome import PushOutcome
 from services.trainer.weight_sync.push_report import PushReport
-from services.trainer.weight_sync.push_stages import ChecksumError, PushStages
+from services.trainer.weight_sync.push_stages import PushStages
 from services.trainer.weight_sync.replica_pool import ReplicaPool
 from services.trainer.weight_sync.rolling_push import RollingPush
 from services.trainer.weight_sync.snapshot import WeightSnapshot

@@ -1,6 +1,6 @@
-"""The stages of a push, as calls to one member: prepare, upload, pause, transfer, verify, commit.
+"""The stages of a push to one member: prepare, upload, pause, transfer, commit, each with a deadline.
 
-Every call has a deadline. `rolling_push.py` takes each member through the stages alone, `collective_push.py` all of
+`rolling_push.py` takes each member through the stages alone, the last three in one call, `collective_push.py` all of
 them together until they have received the weights.
 """
 
@@ -8,9 +8,12 @@ import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable
+from typing import Any
 
-from penstock.errors import PenstockError
+import grpc.aio
+
+from penstock.errors import DeadlineError
 from penstock.telemetry import spans
 from penstock.v1 import rollout_pb2
 from services.trainer.config import WeightSyncConfig
@@ -27,10 +30,6 @@ _MODES = {
     "in_place": rollout_pb2.PAUSE_MODE_IN_PLACE,
     "drain": rollout_pb2.PAUSE_MODE_DRAIN,
 }
-
-
-class ChecksumError(PenstockError):
-    """A replica does not hold the bytes that were sent."""
 
 
 class PushStages:
@@ -57,31 +56,34 @@ class PushStages:
         self.durations_s: defaultdict[str, list[float]] = defaultdict(list)
         """Seconds that each of these members spent in a stage, by the stage's name."""
         self._transport = transport
-        self._config = config
+        self._mode = _MODES[config.mode]
+        self._drain_s = _DRAIN_S if config.mode == "drain" else 0.0
         self._replaces_newer = replaces_newer
         self._manifest = weights.manifest.to_proto()
+        self._proof = weights.proof
+        self._update = rollout_pb2.UpdateWeightsRequest(
+            push_id=self.push_id, mode=self._mode, drain_s=self._drain_s, digests=self._proof
+        )
 
     @property
     def mean_s(self) -> dict[str, float]:
         """Mean of `durations_s` by stage."""
         return {stage: sum(each) / len(each) for stage, each in self.durations_s.items()}
 
-    async def take(self, member: Member, stages: Sequence[str], stub: Callable[[Member], Stub]) -> None:
-        """Take `member` through `stages`, named like the methods below, one after the other until one fails."""
-        for stage in stages:
-            self.reached[member] = stage
-            start: Callable[[Stub, Member], Awaitable[object]] = getattr(self, stage)
-            began = time.monotonic()
-            error: BaseException | None = None
-            try:
-                await called(start(stub(member), member), peer=member.replica_id)
-            except BaseException as failure:
-                error = failure
-                raise
-            finally:
-                ended = time.monotonic()
-                self.durations_s[stage].append(ended - began)
-                self.record(stage, member, began, ended, error)
+    async def run(self, stage: str, member: Member, work: Awaitable[object]) -> None:
+        """Take `member` through a stage: await `work`, whose failure becomes an error of `penstock.errors`."""
+        self.reached[member] = stage
+        began = time.monotonic()
+        error: BaseException | None = None
+        try:
+            await called(work, peer=member.replica_id)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            ended = time.monotonic()
+            self.durations_s[stage].append(ended - began)
+            self.record(stage, member, began, ended, error)
 
     def prepare(self, stub: Stub, member: Member) -> Awaitable[rollout_pb2.PrepareWeightsResponse]:
         """Announce the push."""
@@ -116,38 +118,48 @@ class PushStages:
         if isinstance(self._transport, PullTransport):
             await self._transport.upload(stub, self.push_id, timeout_s=self.deadlines.upload_s)
 
+    async def update(self, stub: Stub, member: Member) -> None:
+        """Make the member pause, load the weights, prove them, and generate with them, in one call."""
+        call = stub.UpdateWeights(self._update)
+        deadlines = self.deadlines
+        await self.run("pause", member, _answered(call, member, within_s=deadlines.pause_s + self._drain_s))
+        await self.run("transfer", member, _answered(call, member, within_s=deadlines.transfer_s))
+        await self.run("commit", member, _ended(call, member, within_s=deadlines.commit_s))
+
     def pause(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.PauseGenerationResponse]:
         """Make the member stop generating."""
-        drain_s = _DRAIN_S if self._config.mode == "drain" else 0.0
-        request = rollout_pb2.PauseGenerationRequest(
-            push_id=self.push_id, mode=_MODES[self._config.mode], drain_s=drain_s
-        )
-        return stub.PauseGeneration(request, timeout=self.deadlines.pause_s + drain_s)
+        request = rollout_pb2.PauseGenerationRequest(push_id=self.push_id, mode=self._mode, drain_s=self._drain_s)
+        return stub.PauseGeneration(request, timeout=self.deadlines.pause_s + self._drain_s)
 
     def transfer(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.ReceiveWeightsResponse]:
         """Make the member load the weights."""
         request = rollout_pb2.ReceiveWeightsRequest(push_id=self.push_id)
         return stub.ReceiveWeights(request, timeout=self.deadlines.transfer_s)
 
-    async def verify(self, stub: Stub, member: Member) -> None:
-        """Compare the digest of every parameter that the member holds with the snapshot's.
+    def commit(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.CommitWeightsResponse]:
+        """Make the member prove the weights, adopt the version and generate with it.
 
         Raises:
-            ChecksumError: some digests differ.
+            ChecksumError: it holds others.
         """
-        request = rollout_pb2.VerifyWeightsRequest(push_id=self.push_id)
-        answer = await stub.VerifyWeights(request, timeout=self.deadlines.verify_s)
-        if differing := await asyncio.to_thread(self.weights.differing_names, answer.digests):
-            names = f"{len(differing)} parameters: {differing[:4]}"
-            message = f"{member.replica_id}: weights differ after the push in {names}"
-            if any(name in self.weights.base_digests for name in differing):
-                message += (
-                    "; only adapters are pushed, so the engine must have been started from the trainer's model.path, "
-                    "in its precision: set rollout.dtype and trainer.dtype alike, and start it again"
-                )
-            raise ChecksumError(message)
+        request = rollout_pb2.CommitWeightsRequest(push_id=self.push_id, digests=self._proof)
+        return stub.CommitWeights(request, timeout=self.deadlines.commit_s)
 
-    def commit(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.CommitWeightsResponse]:
-        """Make the member adopt the version and generate with it."""
-        request = rollout_pb2.CommitWeightsRequest(push_id=self.push_id)
-        return stub.CommitWeights(request, timeout=self.deadlines.control_s)
+
+async def _answered(call: "grpc.aio.UnaryStreamCall[Any, Any]", member: Member, *, within_s: float) -> bool:
+    """Wait for the next answer; return whether there is one, or the call has ended without an error.
+
+    Raises:
+        DeadlineError: it takes longer than `within_s` seconds; the call is cancelled.
+    """
+    try:
+        async with asyncio.timeout(within_s):
+            return await call.read() is not grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+    except TimeoutError:
+        raise DeadlineError(f"{member.replica_id}: no answer within {within_s:g} s") from None
+
+
+async def _ended(call: "grpc.aio.UnaryStreamCall[Any, Any]", member: Member, *, within_s: float) -> None:
+    """Wait until the call ends without an error, for at most `within_s` seconds for each answer."""
+    while await _answered(call, member, within_s=within_s):
+        pass

@@ -9,14 +9,13 @@ import structlog
 
 from penstock.bus.buckets.replica_lease import ReplicaLeases
 from penstock.bus.buckets.watch import Watch
-from penstock.errors import PenstockError, UnavailableError
+from penstock.errors import ChecksumError, PenstockError, UnavailableError
 from penstock.rpc.channel import connect
 from penstock.runtime.security import Security
 from penstock.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from services.trainer.weight_sync.failed_replicas import FailedReplicas
 from services.trainer.weight_sync.push_calls import Member, NoMembersLeftError, PushCalls, Stub
 from services.trainer.weight_sync.push_order import in_turn
-from services.trainer.weight_sync.push_stages import ChecksumError
 
 log = structlog.get_logger()
 
@@ -44,7 +43,7 @@ class ReplicaPool:
     versions: dict[Member, int] = field(default_factory=dict)
     """The version that each replica reported last; 0 if its weights are not intact."""
     _leases: ReplicaLeases = field(default_factory=ReplicaLeases)
-    _channels: dict[Member, grpc.aio.Channel] = field(default_factory=dict)
+    _connections: dict[Member, tuple[grpc.aio.Channel, Stub]] = field(default_factory=dict)
 
     @property
     def num_loaded(self) -> int:
@@ -106,20 +105,21 @@ class ReplicaPool:
     async def forget_the_dead(self) -> None:
         """Close the connections to replicas whose lease is gone, and forget their versions and failures."""
         live = self.live
-        for member in self._channels.keys() - live:
+        for member in self._connections.keys() - live:
             await self._disconnect(member)
         self.failed.keep_only(live)
         self.versions = {member: version for member, version in self.versions.items() if member in live}
 
     def stub(self, member: Member) -> Stub:
         """Return the connection to `member`."""
-        if member not in self._channels:
-            self._channels[member] = connect(member.address, self.security)
-        return rollout_pb2_grpc.RolloutServiceStub(self._channels[member])
+        if member not in self._connections:
+            channel = connect(member.address, self.security)
+            self._connections[member] = channel, rollout_pb2_grpc.RolloutServiceStub(channel)
+        return self._connections[member][1]
 
     async def close(self) -> None:
         """Close all connections."""
-        for member in tuple(self._channels):
+        for member in tuple(self._connections):
             await self._disconnect(member)
 
     def _members(self, wanted: Callable[[common_pb2.Replica], bool]) -> list[Member]:
@@ -127,8 +127,8 @@ class ReplicaPool:
         return [member_of(one) for one in in_turn(filter(wanted, replicas))]
 
     async def _disconnect(self, member: Member) -> None:
-        channel = self._channels.pop(member, None)
-        if channel is not None:
+        if member in self._connections:
+            channel, _ = self._connections.pop(member)
             await channel.close(None)
 
 

@@ -73,9 +73,11 @@ class RollingPush:
         stages = self._stages
         paused_at: float | None = None
         try:
-            await stages.take(member, ("prepare", "upload"), self._stub)
+            stub = self._stub(member)
+            await stages.run("prepare", member, stages.prepare(stub, member))
+            await stages.run("upload", member, stages.upload(stub, member))
             paused_at = time.monotonic()
-            await stages.take(member, ("pause", "transfer", "verify", "commit"), self._stub)
+            await stages.update(stub, member)
             self._done.append(member)
             self._on_served()
         except PenstockError as error:

@@ -87,6 +87,11 @@ class WeightSnapshot:
         )
 
     @property
+    def proof(self) -> Mapping[str, int]:
+        """Digest of all that a replica must hold, the base of adapters too, by name. Blocks until they are computed."""
+        return {**self.base_digests, **self.digests}
+
+    @property
     def digests(self) -> Mapping[str, int]:
         """Digests by checkpoint name. Blocks until they are computed."""
         return {name: pending.result() for name, pending in self.pending_digests.items()}
@@ -95,11 +100,6 @@ class WeightSnapshot:
         """Block until all digests are computed."""
         for pending in self.pending_digests.values():
             pending.result()
-
-    def differing_names(self, held: Mapping[str, int]) -> list[str]:
-        """Return the parameters whose digest in `held` differs, or that only one side has. Blocking."""
-        digests = {**self.base_digests, **self.digests}
-        return sorted(name for name in digests.keys() | held.keys() if digests.get(name) != held.get(name))
 
 
 class _Digests:

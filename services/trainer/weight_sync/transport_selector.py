@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
-from penstock.errors import NotReadyError, PenstockError
+from penstock.errors import ChecksumError, NotReadyError, PenstockError
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.push_calls import Member
 from services.trainer.weight_sync.push_outcome import PushOutcome
-from services.trainer.weight_sync.push_stages import ChecksumError
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports.base import Transport
 from services.trainer.weight_sync.transports.broadcast import BroadcastTransport

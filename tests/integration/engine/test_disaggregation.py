@@ -259,8 +259,7 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
             )
             for each in (version, version + 1)
         ]
-        for stage in (push.transfer, push.verify):
-            await stage()
+        await push.transfer()
         assert not any(call.done() for call in waiting), "while weights change, requests wait"
         await push.commit()
         await asyncio.to_thread(push.group.close)

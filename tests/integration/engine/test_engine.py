@@ -251,11 +251,11 @@ async def test_an_epoch_keeps_its_group(engine: EngineProcess, reference: Refere
     version = (await engine.replica()).policy_version
     first = Push(engine, reference.perturbed(4).weights, version + 1)
     await first.prepare()
-    for stage in (first.pause, first.transfer, first.verify, first.commit):
+    for stage in (first.pause, first.transfer, first.commit):
         await stage()
     second = Push(engine, reference.perturbed(5).weights, version + 2, bucket_bytes=100_000)
     await second.prepare((first.group, first.message))
-    for stage in (second.pause, second.transfer, second.verify, second.commit):
+    for stage in (second.pause, second.transfer, second.commit):
         await stage()
     await asyncio.to_thread(first.group.close)
     assert (await engine.replica()).policy_version == version + 2
@@ -304,7 +304,7 @@ async def test_a_push_aborted_before_it_touched_weights_changes_nothing(
     made = request([1, 2, 3], max_new_tokens=400)
     traffic = Traffic(lambda _: engine.generation.Generate(made, timeout=60), 16)
     await until_replica(engine, lambda replica: replica.num_running >= 8)
-    with pytest.raises(grpc.aio.AioRpcError, match="needs it VERIFIED") as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match="needs it RECEIVED") as caught:
         await push.commit()
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     await push.pause()

@@ -95,9 +95,7 @@ async def test_replicas_merge_what_is_pushed(bus: Bus, transport: str, tmp_path:
             assert said.loads == loads
 
 
-@pytest.mark.parametrize(
-    ("point", "action"), [("bucket", "corrupt"), ("bucket", "refuse"), ("VerifyWeights", "refuse")]
-)
+@pytest.mark.parametrize(("point", "action"), [("bucket", "corrupt"), ("bucket", "refuse"), ("verify", "refuse")])
 async def test_a_push_that_fails_half_way_is_healed_by_the_next(bus: Bus, point: str, action: Action) -> None:
     """No token is served by damaged adapters, or by a matrix into which an earlier push was merged."""
     async with replicas_of(bus, 1) as (replica,), publishing(bus, max_bucket_bytes=4096) as publisher:

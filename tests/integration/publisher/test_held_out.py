@@ -89,7 +89,7 @@ async def test_one_that_dies_is_replaced_by_one_with_newer_weights(
         assert await promptly(publisher.hold_out(hold_out))
         await publisher.publish(snapshot(2, shared=shared))
         if load != "disk":
-            await second.set_faults(PrepareWeights=Fault("refuse"))  # it does not see the trainer's folder
+            await second.set_faults(prepare=Fault("refuse"))  # it does not see the trainer's folder
         await lose(bus, first)
         await until_serving(second, 1)
         assert hold_out.replica_ids == {second.replica_id}

@@ -160,14 +160,14 @@ async def test_a_publication_waits_for_a_catch_up_that_runs(bus: Bus) -> None:
     async with publishing(bus) as publisher, kept_current(publisher):
         await publisher.publish(snapshot(1))
         async with replicas_of(bus, 1) as (first,):
-            await until_reached(first, "PrepareWeights", 0)
+            await until_reached(first, "prepare", 0)
             report = await publisher.publish(snapshot(2))
             assert (report.version, report.num_replicas) == (2, 1)
             said = await first.report()
             assert said.serving_digests == [digests(1), digests(2)]
 
 
-@pytest.mark.parametrize("point", ["GetReplica", "join", "PauseGeneration", "ReceiveWeights", "VerifyWeights"])
+@pytest.mark.parametrize("point", ["GetReplica", "join", "pause", "receive", "verify"])
 async def test_a_push_that_is_cancelled_ends_at_once(bus: Bus, point: str) -> None:
     """It leaves no thread behind, and the replicas are told; another publisher may push to them right away."""
     async with replicas_of(bus, 2) as (first, second):

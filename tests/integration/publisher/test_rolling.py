@@ -37,11 +37,11 @@ async def calls_of(replica: SimulatedReplica) -> list[str]:
 @pytest.mark.parametrize(
     ("transport", "point"),
     [
-        ("shared_memory", "PrepareWeights"),
-        ("shared_memory", "PauseGeneration"),
-        ("shared_memory", "VerifyWeights"),
-        ("disk", "ReceiveWeights"),
-        ("delta", "SendWeights"),
+        ("shared_memory", "prepare"),
+        ("shared_memory", "pause"),
+        ("shared_memory", "verify"),
+        ("disk", "receive"),
+        ("delta", "upload"),
     ],
 )
 async def test_a_replica_serves_while_another_is_slow(bus: Bus, tmp_path: Path, transport: str, point: str) -> None:
@@ -66,7 +66,7 @@ async def test_it_is_told_when_half_of_the_replicas_serve(bus: Bus) -> None:
     """Once, while the last of three still loads; not if two of three fail."""
     async with replicas_of(bus, 3) as replicas, publishing(bus, transport="shared_memory") as publisher:
         served: list[int] = []
-        await replicas[0].set_faults(ReceiveWeights=Fault("hold"))
+        await replicas[0].set_faults(receive=Fault("hold"))
         push = asyncio.create_task(publisher.publish(snapshot(1, shared=True), on_half_served=lambda: served.append(1)))
         await until(lambda: bool(served))
         assert [(await each.report()).version for each in replicas] == [0, 1, 1]
@@ -74,7 +74,7 @@ async def test_it_is_told_when_half_of_the_replicas_serve(bus: Bus) -> None:
         await replicas[0].set_faults()
         await promptly(push)
         for replica in replicas[1:]:
-            await replica.set_faults(CommitWeights=Fault("refuse"))
+            await replica.set_faults(commit=Fault("refuse"))
         report = await publisher.publish(snapshot(2, shared=True), on_half_served=lambda: served.append(2))
         assert (report.num_replicas, served) == (1, [1])
 
@@ -83,7 +83,7 @@ async def test_it_is_told_when_half_of_the_replicas_serve_a_broadcast(bus: Bus) 
     """While the other of two still computes its digests."""
     served: list[int] = []
     async with replicas_of(bus, 2) as (first, second), publishing(bus) as publisher:
-        await second.set_faults(VerifyWeights=Fault("hold"))
+        await second.set_faults(verify=Fault("hold"))
         push = asyncio.create_task(publisher.publish(snapshot(1), on_half_served=lambda: served.append(1)))
         await until(lambda: served == [1])
         await assert_serving(first, 1)
@@ -99,13 +99,13 @@ async def test_replicas_generate_until_their_turn_comes(bus: Bus, monkeypatch: p
     monkeypatch.setattr(rolling_push, "_PATIENCE_S", 10 * HANG_S)
     async with replicas_of(bus, 2) as (first, second), publishing(bus, transport="shared_memory") as publisher:
         for version, end in enumerate(("continue", "fail"), start=1):
-            await first.set_faults(ReceiveWeights=Fault("hold"), CommitWeights=Fault("refuse", times=version - 1))
+            await first.set_faults(receive=Fault("hold"), commit=Fault("refuse", times=version - 1))
             before = await calls_of(second)
             push = start(publisher, snapshot(version, shared=True))
-            await until_reached(first, "ReceiveWeights", version - 1)
+            await until_reached(first, "receive", version - 1)
             assert (await calls_of(second))[len(before) :] == ["GetReplica"]
             assert (await second.report()).state == common_pb2.REPLICA_STATE_READY
-            await first.set_faults(CommitWeights=Fault("refuse", times=version - 1))
+            await first.set_faults(commit=Fault("refuse", times=version - 1))
             report = await promptly(push)
             assert (report.num_replicas, report.num_failed) == ((2, 0) if end == "continue" else (1, 1))
             await assert_serving(second, version)
@@ -115,7 +115,7 @@ async def test_more_begin_while_those_that_have_begun_are_busy(bus: Bus, monkeyp
     """One that hangs in its load delays the others by the patience, not by its deadline."""
     monkeypatch.setattr(rolling_push, "_AT_ONCE", 1)
     async with replicas_of(bus, 3) as replicas, publishing(bus, transport="shared_memory") as publisher:
-        await replicas[0].set_faults(ReceiveWeights=Fault("hold"))
+        await replicas[0].set_faults(receive=Fault("hold"))
         push = start(publisher, snapshot(1, shared=True))
         for replica in replicas[1:]:
             await until_serving(replica, 1)
@@ -130,9 +130,9 @@ async def test_a_cancelled_push_ends_where_it_is(bus: Bus, monkeypatch: pytest.M
     async with replicas_of(bus, 3) as (first, second, third):
         async with publishing(bus, transport="shared_memory") as publisher:
             monkeypatch.setattr(rolling_push, "_PATIENCE_S", 10 * HANG_S)
-            await second.set_faults(ReceiveWeights=Fault("hang"))
+            await second.set_faults(receive=Fault("hang"))
             push = start(publisher, snapshot(1, shared=True))
-            await until_reached(second, "ReceiveWeights", 0)
+            await until_reached(second, "receive", 0)
             push.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await promptly(push)

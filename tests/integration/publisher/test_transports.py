@@ -39,9 +39,9 @@ pytestmark = pytest.mark.usefixtures("replica_forkserver", "rendezvous")
 DEADLINE_S = 3.0
 """Of the stage at which a test makes a replica hang."""
 STAGES = {
-    "PrepareWeights": "prepare_s",
-    "PauseGeneration": "pause_s",
-    "CommitWeights": "control_s",
+    "prepare": "prepare_s",
+    "pause": "pause_s",
+    "commit": "commit_s",
     "bucket": "transfer_s",
 }
 """Whose deadline ends a hang at that point."""
@@ -172,7 +172,7 @@ async def test_a_replica_that_fails_its_upload_costs_the_others_nothing(bus: Bus
     hung = {"upload_s": 2 * DEADLINE_S} if action == "hang" else {}  # the other one must keep it
     async with (
         replicas_of(bus, 1) as (first,),
-        simulated_replica(bus, replica_id="engine-0-odd", SendWeights=Fault(action)) as second,
+        simulated_replica(bus, replica_id="engine-0-odd", upload=Fault(action)) as second,
         publishing(bus, transport="delta") as publisher,
     ):
         with deadlines(publisher, **hung):
@@ -230,7 +230,7 @@ async def test_a_replica_on_another_machine_is_broadcast_to(bus: Bus, transport:
             assert (said.digests, said.loads) == (digests(2), loads)
 
 
-@pytest.mark.parametrize("point", ["PrepareWeights", "ReceiveWeights", "bucket", "VerifyWeights"])
+@pytest.mark.parametrize("point", ["prepare", "receive", "bucket", "verify"])
 async def test_a_replica_that_is_killed_while_it_copies(bus: Bus, point: str) -> None:
     """The others are not delayed."""
     async with (
@@ -246,15 +246,15 @@ async def test_a_replica_that_is_killed_while_it_copies(bus: Bus, point: str) ->
 @pytest.mark.parametrize(
     ("point", "action", "transport"),
     [
-        pytest.param("PrepareWeights", "hang", "shared_memory", marks=pytest.mark.slow),
-        pytest.param("PauseGeneration", "hang", "shared_memory", marks=pytest.mark.slow),
-        ("PauseGeneration", "refuse", "shared_memory"),
-        ("CommitWeights", "refuse", "shared_memory"),
-        pytest.param("CommitWeights", "hang", "shared_memory", marks=pytest.mark.slow),
-        pytest.param("PrepareWeights", "refuse", "broadcast", marks=pytest.mark.slow),
-        ("ReceiveWeights", "refuse", "broadcast"),
+        pytest.param("prepare", "hang", "shared_memory", marks=pytest.mark.slow),
+        pytest.param("pause", "hang", "shared_memory", marks=pytest.mark.slow),
+        ("pause", "refuse", "shared_memory"),
+        ("commit", "refuse", "shared_memory"),
+        pytest.param("commit", "hang", "shared_memory", marks=pytest.mark.slow),
+        pytest.param("prepare", "refuse", "broadcast", marks=pytest.mark.slow),
+        ("receive", "refuse", "broadcast"),
         ("bucket", "hang", "broadcast"),
-        ("VerifyWeights", "corrupt", "broadcast"),
+        ("verify", "corrupt", "broadcast"),
     ],
 )
 async def test_a_transport_is_given_up_only_for_its_own_failures(

@@ -1,7 +1,7 @@
 """An engine that notes what a push does to it, for tests of the receiver."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -15,13 +15,17 @@ from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 MANIFEST = Manifest.plan(specs_of({"a": torch.zeros(2), "b": torch.zeros(2)}), max_bucket_bytes=8)
 
 
+DIGESTS = {"a": 7, "b": 7}
+"""Of what a `RecordedSink` holds at first."""
+
+
 class RecordedSink:
     """An engine that notes what is asked of it, and can be made to hang at one call, until `released`, or to fail."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.transports: list[Transport] = []
-        self.digest = 7
+        self.held = dict(DIGESTS)
         self.hang_at = ""
         self.hanging = asyncio.Event()
         self.released = asyncio.Event()
@@ -68,7 +72,7 @@ class RecordedSink:
 
     async def digests(self, kind: str) -> dict[str, int]:
         await self._note(f"digests {kind}")
-        return dict.fromkeys("ab", self.digest)
+        return self.held
 
     async def set_version(self, version: int) -> None:
         await self._note(f"version {version}")
@@ -110,11 +114,15 @@ async def push(
     group_name: str = "g1",
     deadline_s: float = 30.0,
     replaces_newer: bool = False,
+    digests: Mapping[str, int] = DIGESTS,
 ) -> None:
-    """A complete push."""
+    """A complete push of weights that have these digests."""
     source = group(group_name)
     await receiver.prepare(push_id, version, source, MANIFEST, deadline_s=deadline_s, replaces_newer=replaces_newer)
-    await receiver.pause(push_id)
-    await receiver.receive(push_id)
-    await receiver.verify(push_id)
-    await receiver.commit(push_id)
+    await finish(receiver, push_id, digests)
+
+
+async def finish(receiver: WeightReceiver, push_id: str, digests: Mapping[str, int] = DIGESTS) -> None:
+    """All stages after `prepare`."""
+    async for _ in receiver.update(push_id, rollout_pb2.PAUSE_MODE_RETRACT, 0.0, digests):
+        pass

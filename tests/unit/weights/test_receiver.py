@@ -8,14 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, UnavailableError
+from penstock.errors import ChecksumError, DeadlineError, InvalidRequestError, NotReadyError, UnavailableError
 from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_BROKEN, REPLICA_STATE_READY, REPLICA_STATE_UPDATING
 from penstock.weights.manifest import Manifest, specs_of
 from penstock.weights.weight_files import write_weight_files
 from services.rollout.engine.weight_sync.weight_receiver import WeightReceiver
 from tests.support.waiting import promptly, until
-from tests.support.weights.recorded_sink import MANIFEST, RecordedSink, close_receivers, group, push, receiver
+from tests.support.weights.recorded_sink import (
+    DIGESTS,
+    MANIFEST,
+    RecordedSink,
+    close_receivers,
+    finish,
+    group,
+    push,
+    receiver,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +58,9 @@ async def test_stages_come_in_order_and_belong_to_the_push() -> None:
     with pytest.raises(NotReadyError, match="prepare it first"):
         await one.pause("p1")
     await one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
-    for call in (one.receive, one.verify, one.commit):
+    for call in (one.receive("p1"), one.verify("p1", DIGESTS), one.commit("p1")):
         with pytest.raises(NotReadyError, match="needs it"):
-            await call("p1")
+            await call
     with pytest.raises(NotReadyError, match="is not prepared"):
         await one.pause("p0")
     with pytest.raises(NotReadyError):
@@ -130,8 +139,9 @@ async def test_a_trainer_that_vanishes_costs_its_own_deadline(last: str, state: 
     sink = RecordedSink()
     one = await receiver(sink)
     await one.prepare("p1", 1, group(), MANIFEST, deadline_s=0.2)
-    for name in ("pause", "receive", "verify")[: ("prepare", "pause", "receive", "verify").index(last)]:
-        await getattr(one, name)("p1")
+    stages = {"pause": one.pause, "receive": one.receive, "verify": lambda push_id: one.verify(push_id, DIGESTS)}
+    for name in tuple(stages)[: ("prepare", *stages).index(last)]:
+        await stages[name]("p1")
     await until_ended(one)
     assert one.state == state
     assert one.version == 0
@@ -174,12 +184,55 @@ async def test_a_version_never_stands_for_two_sets_of_weights() -> None:
     one = await receiver(sink)
     await push(one, "p1", 5)
     await push(one, "p2", 5)  # a restarted trainer publishes the same weights again
-    sink.digest = 8
+    others = sink.held = {"a": 7, "b": 8}
     with pytest.raises(NotReadyError, match=r"policy_version = 5.*two trainers"):
-        await push(one, "p3", 5)
+        await push(one, "p3", 5, digests=others)
     assert (one.state, one.version) == (REPLICA_STATE_BROKEN, 5)
-    await push(one, "p4", 6, group_name="g2")
+    await push(one, "p4", 6, group_name="g2", digests=others)
     assert (one.state, one.version) == (REPLICA_STATE_READY, 6)
+
+
+@pytest.mark.parametrize("held", [{"a": 7, "b": 8}, {"a": 7}])
+async def test_other_weights_than_those_that_were_sent_are_not_served(held: dict[str, int]) -> None:
+    """One value differs, or a parameter is missing: the error names it, and the next push heals."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    sink.held = held
+    with pytest.raises(ChecksumError, match=r"differ after the push in 1 parameters: \['b'\]$"):
+        await push(one, "p1", 1)
+    assert (one.state, one.version) == (REPLICA_STATE_BROKEN, 0)
+    assert "resume" not in sink.calls
+    sink.held = DIGESTS
+    await push(one, "p2", 1, group_name="g2")
+    assert (one.state, one.version) == (REPLICA_STATE_READY, 1)
+
+
+async def test_stages_of_an_update_are_told_as_they_end() -> None:
+    """The trainer sees where one hangs."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    await one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
+    told = []
+    async for stage in one.update("p1", rollout_pb2.PAUSE_MODE_RETRACT, 0.0, DIGESTS):
+        told.append((stage, sink.calls[-1]))
+    assert told == [(rollout_pb2.UPDATE_STAGE_PAUSED, "pause"), (rollout_pb2.UPDATE_STAGE_RECEIVED, "end")]
+    assert (one.state, one.version) == (REPLICA_STATE_READY, 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "state"),
+    [(rollout_pb2.UPDATE_STAGE_PAUSED, REPLICA_STATE_READY), (rollout_pb2.UPDATE_STAGE_RECEIVED, REPLICA_STATE_BROKEN)],
+)
+async def test_an_update_whose_call_ends_between_two_stages_ends(stage: int, state: int) -> None:
+    """The trainer dies there: the engine generates on, or is BROKEN, without waiting for the push's deadline."""
+    one = await receiver(RecordedSink())
+    await one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
+    update = one.update("p1", rollout_pb2.PAUSE_MODE_RETRACT, 0.0, DIGESTS)
+    while await anext(update) != stage:
+        pass
+    await update.aclose()
+    await until(lambda: not one.is_busy)
+    assert one.state == state
 
 
 async def hanging() -> tuple[WeightReceiver, "asyncio.Task[None]"]:
@@ -223,8 +276,9 @@ async def test_a_commit_that_is_cut_off_lets_generation_continue() -> None:
     ready = asyncio.Event()
     one = await receiver(sink, on_change=lambda: ready.set() if one.state == REPLICA_STATE_READY else None)
     await one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
-    for stage in (one.pause, one.receive, one.verify):
-        await stage("p1")
+    await one.pause("p1")
+    await one.receive("p1")
+    await one.verify("p1", DIGESTS)
     sink.hang_at = "resume"
     committing = asyncio.create_task(one.commit("p1"))
     await asyncio.wait_for(sink.hanging.wait(), 20)
@@ -270,8 +324,7 @@ async def test_of_two_pushes_prepared_at_once_the_later_one_is_received() -> Non
     await asyncio.gather(first, second)
     with pytest.raises(NotReadyError, match="is not prepared"):
         await one.pause("p1")
-    for stage in (one.pause, one.receive, one.verify, one.commit):
-        await stage("p2")
+    await finish(one, "p2")
     assert (one.state, one.version) == (REPLICA_STATE_READY, 1)
     await one.close()
     assert asyncio.all_tasks() == tasks
@@ -346,8 +399,7 @@ async def test_a_snapshot_takes_no_group_and_leaves_none(tmp_path: Path) -> None
         with pytest.raises(NotReadyError, match="weight files"):
             await one.prepare("p2", version, rollout_pb2.DiskSource(folder=str(where)), MANIFEST, deadline_s=30.0)
     await one.prepare("p2", 2, rollout_pb2.DiskSource(folder=str(folder)), MANIFEST, deadline_s=30.0)
-    for stage in (one.pause, one.receive, one.verify, one.commit):
-        await stage("p2")
+    await finish(one, "p2")
     assert sink.calls == ["pause", "begin", "load a", "load b", "end", "digests xxh3", "version 2", "resume"]
     await push(one, "p3", 3)
     assert "join g1" not in sink.calls

@@ -12,7 +12,7 @@ from penstock.errors import DeadlineError, InvalidRequestError, NotReadyError, U
 from penstock.v1 import rollout_pb2
 from penstock.v1.common_pb2 import REPLICA_STATE_READY
 from services.rollout.engine.sglang_plugin.transports import DeltaTransport
-from tests.support.weights.recorded_sink import MANIFEST, RecordedSink, group, push, receiver
+from tests.support.weights.recorded_sink import DIGESTS, MANIFEST, RecordedSink, finish, group, push, receiver
 
 
 def chunks_of(data: bytes, size: int = 3, **changed: Any) -> AsyncIterator[rollout_pb2.SendWeightsRequest]:
@@ -43,8 +43,8 @@ async def test_a_stream_is_taken_before_the_pause() -> None:
     (transport,) = sink.transports[1:]
     assert isinstance(transport, DeltaTransport)
     assert (transport.base_version, Path(transport.path).read_bytes()) == (1, b"12345678")
-    for stage in (one.verify, one.commit):
-        await stage("p2")
+    await one.verify("p2", DIGESTS)
+    await one.commit("p2")
     assert not Path(transport.path).exists()
     assert one.version == 2
 
@@ -86,8 +86,7 @@ async def test_an_upload_that_hangs_ends_at_the_deadline() -> None:
     assert (one.state, sink.calls) == (REPLICA_STATE_READY, [])
     await one.prepare("p2", 1, source, MANIFEST, deadline_s=30.0)
     await one.upload("p2", chunks_of(b"abc"))
-    for stage in (one.pause, one.receive, one.verify, one.commit):
-        await stage("p2")
+    await finish(one, "p2")
 
 
 @pytest.mark.parametrize("base_version", [1, 3])

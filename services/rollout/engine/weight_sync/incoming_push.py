@@ -3,10 +3,11 @@
 import asyncio
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import ChecksumError, InvalidRequestError, NotReadyError
 from penstock.v1 import rollout_pb2
 from penstock.weights.adapters import AdapterSpecs, adapted_weights
 from penstock.weights.manifest import Manifest
@@ -90,6 +91,72 @@ async def accept(
             DeltaTransport.require_base(source, held=held, is_sound=is_sound, is_shared=num_ranks > 1)
             upload = await asyncio.to_thread(Upload, source.size_bytes)
             return DeltaTransport(path=upload.path, base_version=source.base_version), upload
+
+
+def require_version(version: int, *, held: int, replaces_newer: bool) -> None:
+    """Check that a push's version may follow the one that the engine holds.
+
+    Raises:
+        InvalidRequestError: it is older and may not replace a newer one, or below 1.
+    """
+    if version < max(1, 0 if replaces_newer else held):
+        raise InvalidRequestError(f"policy_version = {version} is older than this engine's {held}; versions only grow")
+
+
+def require_same(held: Mapping[str, int], sent: Mapping[str, int], manifest: Manifest) -> None:
+    """Check that the engine holds the weights that the trainer has sent.
+
+    Args:
+        held: Digest of every parameter that the engine holds, by checkpoint name.
+        sent: The trainer's.
+        manifest: What the push has carried: all weights, or adapters of some.
+
+    Raises:
+        ChecksumError: some digests differ.
+    """
+    differing = sorted(name for name in held.keys() | sent.keys() if held.get(name) != sent.get(name))
+    if not differing:
+        return
+    message = f"weights differ after the push in {len(differing)} parameters: {differing[:4]}"
+    if not {spec.name for spec in manifest.tensors}.issuperset(differing):
+        message += (
+            "; only adapters are pushed, so the engine must have been started from the trainer's model.path, in its "
+            "precision: set rollout.dtype and trainer.dtype alike, and start it again"
+        )
+    raise ChecksumError(message)
+
+
+def require_repeatable(push: IncomingPush, *, version: int, committed: tuple[str, Mapping[str, int]] | None) -> None:
+    """Check for equal weights if a version is pushed again, to heal this engine or by a restarted trainer.
+
+    Args:
+        push: The push, received.
+        version: The version that the engine serves.
+        committed: Kind and digests of its weights, if it has committed a push.
+
+    Raises:
+        NotReadyError: the engine serves other weights under this version.
+    """
+    if push.version != version or committed is None:
+        return
+    kind, digests = committed
+    if kind == push.digest and digests != push.held:
+        raise NotReadyError(
+            f"policy_version = {push.version}: this engine has served other weights under this version; do two "
+            "trainers publish? Stop one of them, or publish a newer version"
+        )
+
+
+def require_pausable(mode: rollout_pb2.PauseMode.ValueType, drain_s: float) -> None:
+    """Check how a pause treats running requests.
+
+    Raises:
+        InvalidRequestError: the mode is unknown, or `drain_s` out of range.
+    """
+    if mode not in rollout_pb2.PauseMode.values():
+        raise InvalidRequestError(f"mode = {mode} is unknown to this engine; trainer.weight_sync.mode lists them")
+    if not (math.isfinite(drain_s) and drain_s >= 0):
+        raise InvalidRequestError(f"drain_s = {drain_s} must be 0 or greater")
 
 
 def require_fit(manifest: Manifest, expected: Mapping[str, HeldParameter], *, is_shared: bool) -> None:

@@ -1,5 +1,7 @@
 """WeightReceiver: the engine's side of a push, prepare -> (upload) -> pause -> receive -> verify -> commit.
 
+The trainer asks for the four last ones at once (`update`), or one by one if engines receive together.
+
 Invariants: once a push has changed weights, they serve no token until it is complete. The version changes only at
 commit. No push outlives its deadline, so a vanished trainer costs one deadline. A push that ends early is cleaned up
 before anything else begins, even if the call that ended it is cancelled. If it had changed weights, it leaves the
@@ -8,9 +10,8 @@ push heals it. Versions only grow within a call: where a push replaces a newer v
 """
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 
 import structlog
@@ -29,7 +30,17 @@ from penstock.weights.digest import XXH3, require_digest_kind
 from penstock.weights.manifest import Manifest
 from services.rollout.engine.sglang_plugin.variables import HeldParameter
 from services.rollout.engine.weight_sync import push_metrics
-from services.rollout.engine.weight_sync.incoming_push import IncomingPush, Source, Stage, accept, require_fit
+from services.rollout.engine.weight_sync.incoming_push import (
+    IncomingPush,
+    Source,
+    Stage,
+    accept,
+    require_fit,
+    require_pausable,
+    require_repeatable,
+    require_same,
+    require_version,
+)
 from services.rollout.engine.weight_sync.weight_sink import WeightSink
 
 log = structlog.get_logger()
@@ -115,7 +126,7 @@ class WeightReceiver:
             source: Where the weights come from.
             manifest: The tensors.
             deadline_s: Seconds within which the push must be complete, without the time for draining.
-            digest: The kind of digest for `verify`.
+            digest: The kind of digest to compute of the received weights.
             replaces_newer: Whether the version may be older than the engine's.
 
         Raises:
@@ -132,10 +143,7 @@ class WeightReceiver:
                 f"deadline_s = {deadline_s:g} must be above 0 and at most "
                 f"{self._max_deadline_s:g}; lower trainer.weight_sync.transfer_timeout_s"
             )
-        if version < max(1, 0 if replaces_newer else self.version):
-            raise InvalidRequestError(
-                f"policy_version = {version} is older than this engine's {self.version}; versions only grow"
-            )
+        require_version(version, held=self.version, replaces_newer=replaces_newer)
         if self._push is not None:
             await self.abort(self._push.push_id, f"superseded by push {push_id}")
         async with self._holding():
@@ -188,10 +196,7 @@ class WeightReceiver:
         Raises:
             InvalidRequestError: the mode is unknown, or `drain_s` out of range.
         """
-        if mode not in rollout_pb2.PauseMode.values():
-            raise InvalidRequestError(f"mode = {mode} is unknown to this engine; trainer.weight_sync.mode lists them")
-        if not (math.isfinite(drain_s) and drain_s >= 0):
-            raise InvalidRequestError(f"drain_s = {drain_s} must be 0 or greater")
+        require_pausable(mode, drain_s)
         push = self._require(push_id)
         if push.upload is not None and not push.upload.is_complete:
             raise NotReadyError(f"push {push_id!r} is a delta that was not uploaded; send it before the pause")
@@ -212,11 +217,15 @@ class WeightReceiver:
             await self._sink.load(push.manifest, push.transport, push.digest)
             await self._sink.end()
 
-    async def verify(self, push_id: str) -> dict[str, int]:
-        """Compute and return the digest of every parameter that the engine holds."""
+    async def verify(self, push_id: str, digests: Mapping[str, int]) -> None:
+        """Compare the digest of every parameter that the engine holds with the trainer's `digests`.
+
+        Raises:
+            ChecksumError: some differ; the push has ended.
+        """
         async with self._stage(push_id, "verify", Stage.RECEIVED, Stage.VERIFIED) as push:
             push.held = dict(await self._sink.digests(push.digest))
-            return push.held
+            require_same(push.held, digests, push.manifest)
 
     async def commit(self, push_id: str) -> None:
         """Make the push's version the engine's, and let generation continue; the push is complete.
@@ -225,7 +234,7 @@ class WeightReceiver:
             NotReadyError: a second trainer has published other weights under this version, and they were committed.
         """
         async with self._stage(push_id, "commit", Stage.VERIFIED, Stage.COMMITTED) as push:
-            self._require_same_weights(push)
+            require_repeatable(push, version=self.version, committed=self._committed)
             await self._sink.set_version(push.version)
             is_older = push.version < self.version
             self.version, self._sound, self._committed = push.version, True, (push.digest, push.held)
@@ -233,6 +242,21 @@ class WeightReceiver:
             if is_older:
                 self._sink.fail_running(_TAKEN)  # calls that arrived after the pause and may want a newer version
             await self._finish(push)
+
+    async def update(
+        self, push_id: str, mode: rollout_pb2.PauseMode.ValueType, drain_s: float, digests: Mapping[str, int]
+    ) -> AsyncGenerator[rollout_pb2.UpdateStage.ValueType, None]:
+        """Pause, receive, verify and commit; iterate over the stages that are complete. Ending early ends the push."""
+        try:
+            await self.pause(push_id, mode, drain_s)
+            yield rollout_pb2.UPDATE_STAGE_PAUSED
+            await self.receive(push_id)
+            yield rollout_pb2.UPDATE_STAGE_RECEIVED
+            await self.verify(push_id, digests)
+            await self.commit(push_id)
+        except (asyncio.CancelledError, GeneratorExit):
+            self._start(self._abort_quietly(push_id, "its call was cancelled"))
+            raise
 
     async def abort(self, push_id: str, reason: str) -> ReplicaState.ValueType:
         """End the push in any stage, and return the resulting state. Repeating it changes nothing.
@@ -251,17 +275,6 @@ class WeightReceiver:
             if self._push is not None and self._push.push_id == push_id:
                 await self._end_push(self._push, reason)
         return self.state
-
-    def _require_same_weights(self, push: IncomingPush) -> None:
-        """Check for equal weights if a version is pushed again, to heal this engine or by a restarted trainer."""
-        if push.version != self.version or self._committed is None:
-            return
-        kind, digests = self._committed
-        if kind == push.digest and digests != push.held:
-            raise NotReadyError(
-                f"policy_version = {push.version}: this engine has served other weights under this version; do two "
-                "trainers publish? Stop one of them, or publish a newer version"
-            )
 
     def _require(self, push_id: str) -> IncomingPush:
         if self._push is None or self._push.push_id != push_id:
