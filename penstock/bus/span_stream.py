@@ -1,6 +1,6 @@
 """The spans of a run's processes on their way to the run folder: a bounded stream that may lose some.
 
-    process: record -> buffer -> (twice a second) -> [SPANS] -> trainer -> trace/spans-*.jsonl
+    process: record -> buffer -> (every 2 s) -> [SPANS] -> trainer -> trace/spans-*.jsonl
 
 In an evaluation without a trainer, `penstock eval` is in its place.
 
@@ -31,7 +31,8 @@ log = structlog.get_logger()
 _MAX_BYTES = 64 * 2**20
 """Spans that wait for a trainer that is being restarted: about half a million."""
 _MAX_AGE_S = 3600.0
-SEND_EVERY_S: Final = 0.5
+SEND_EVERY_S: Final = 2.0
+"""A message costs nats-server and the trainer the same whatever it holds, so few large ones are sent."""
 _BATCH = 500
 """Spans of one message: about 100 kB."""
 _RETRY_S = 5.0
@@ -141,6 +142,12 @@ class SpanReader:
         self._after = after
         self._consumer: JetStreamContext.PullSubscription | None = None
         self._num_empty = 0
+        self._num_last = 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last read brought as many batches as a read can, so that more may wait."""
+        return self._num_last == _FETCH
 
     @property
     def last_sequence(self) -> int:
@@ -162,6 +169,7 @@ class SpanReader:
         except BUS_ERRORS:
             await self.close()
             raise
+        self._num_last = len(messages)
         if not messages:  # nats-py returns none, too, if the server says so just before the time is over
             self._num_empty += 1
             if self._num_empty % _LOOK_EVERY == 0:

@@ -45,6 +45,8 @@ from services.trainer.evaluation.sets import EvaluationSet, open_sets
 from services.trainer.evaluation.summary import Summary, summarize
 from services.trainer.telemetry.span_files import collecting_spans
 
+_ON_THEIR_WAY_S = 1.5
+"""Seconds that the last spans of other processes may need on a busy machine, after they were sent."""
 _MODEL_VERSION = 0
 """The version that engines without a trainer report for the model that they loaded."""
 _EXIT_FAILED_PROMPTS = 1
@@ -329,7 +331,7 @@ class _Evaluating:
             return
         async with collecting_spans(bus, self._folder.path, max_bytes=int(max_gib * 2**30)):
             yield
-            await asyncio.sleep(4 * SEND_EVERY_S)  # the last ones are on their way, from busy machines too
+            await asyncio.sleep(SEND_EVERY_S + _ON_THEIR_WAY_S)
 
     def _progress(self) -> EvaluationProgress:
         return open_progress({name: len(each) for name, each in self._sets.items()})

@@ -27,6 +27,8 @@ log = structlog.get_logger()
 
 PATTERN = "spans-*.jsonl"
 _FILE_BYTES = 16 * 2**20
+_READ_EVERY_S = 1.0
+"""Seconds between two reads: batches that are read together cost less than one by one."""
 _RETRY_S = 2.0
 _LAST_S = 5.0
 """Seconds that a trainer which ends spends on the last spans; at most three reads of a second need less."""
@@ -160,6 +162,10 @@ async def _collect(bus: Bus, folder: Path, max_bytes: int, ending: asyncio.Event
                         )
                     is_written = False
                     await asyncio.sleep(_RETRY_S)
+            if not reader.is_behind:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_READ_EVERY_S):
+                        await ending.wait()
     finally:
         await reader.close()
 
