@@ -125,7 +125,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, nargs="+", default=[4, 8], help="2 or more")
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4], help="values of max_staleness")
     parser.add_argument("--seconds", type=float, default=30.0, help="measured in each run")
-    parser.add_argument("--samples-per-s", type=float, default=16.0, help="most that all engines finish in a second")
+    parser.add_argument("--sample-s", type=float, default=4.0, help="mean seconds of a sample")
     parser.add_argument("--train-share", type=float, default=0.5, help="optimizer step, as a share of R/n")
     parser.add_argument("--seed", type=int, default=0, help="of the durations")
     parser.add_argument("--folder", type=new_folder, help="new folder for the runs, their logs and metrics")
@@ -144,7 +144,7 @@ async def main(options: argparse.Namespace) -> int:
             pool = scenario(
                 replicas,
                 slots=_SLOTS,
-                samples_per_s=options.samples_per_s,
+                sample_s=options.sample_s,
                 train_share=options.train_share,
                 seed=options.seed,
             )

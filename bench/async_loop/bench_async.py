@@ -1,7 +1,8 @@
 """Steps per second of the asynchronous loop under each bound on staleness, beside the best that the bound allows.
 
-    python bench/async_loop/bench_async.py                                 # 8, 64 and 512 engines, in about 20 minutes
-    python bench/async_loop/bench_async.py --replicas 8 --staleness 1 --seconds 20 # a taste, in one minute
+    python bench/async_loop/bench_async.py                                 # 8, 64 and 512 engines, in about 30 minutes
+    python bench/async_loop/bench_async.py --sample-s 1.5 --seconds 25     # steps of 1.5 to 9 s, in about 20 minutes
+    python bench/async_loop/bench_async.py --replicas 8 --staleness 1 --sample-s 1.5 --seconds 20    # a taste, in one
 
 Loop, bus, router and worker are the real ones, each a process; the engines and the optimizer step are simulated, with
 durations from long-tailed laws (bench/async_loop/workload.py). R/n is the time in which all slots together finish a
@@ -188,7 +189,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--slots", type=int, help="samples that one engine generates at once; default: 8, fewer of many"
     )
-    parser.add_argument("--samples-per-s", type=float, default=64.0, help="most that all engines finish in a second")
+    parser.add_argument("--sample-s", type=float, default=8.0, help="mean seconds of a sample")
     parser.add_argument("--train-share", type=float, default=0.8, help="U / (R/n)")
     parser.add_argument("--seed", type=int, default=0, help="of the durations")
     parser.add_argument("--folder", type=new_folder, help="new folder for the runs, their logs and metrics")
@@ -206,7 +207,7 @@ async def main(options: argparse.Namespace) -> int:
             pool = scenario(
                 replicas,
                 slots=options.slots or _slots_of(replicas),
-                samples_per_s=options.samples_per_s,
+                sample_s=options.sample_s,
                 train_share=options.train_share,
                 seed=options.seed,
             )

@@ -88,17 +88,15 @@ _MAX_TOKENS = 1000
 _SAMPLES_PER_GROUP = 8
 _FIXED_SHARE = 0.1
 """The part of an optimizer step's mean duration that does not depend on the batch."""
-_MIN_SAMPLE_S = 1.5
-"""Minimum mean seconds of a sample; with shorter ones, milliseconds of the machine would count."""
 
 
-def scenario(replicas: int, *, slots: int, samples_per_s: float, train_share: float, seed: int = 0) -> Scenario:
+def scenario(replicas: int, *, slots: int, sample_s: float, train_share: float, seed: int = 0) -> Scenario:
     """Return a pool whose slots take one batch at once.
 
     Args:
         replicas: Number of engines.
         slots: Samples that one engine generates at once.
-        samples_per_s: Maximum that all engines together finish in a second: the load on the machine.
+        sample_s: Mean seconds of a sample.
         train_share: Mean duration of an optimizer step, as a share of the mean time in which all slots together finish
             a batch's number of samples.
         seed: Seed of the draws.
@@ -107,7 +105,6 @@ def scenario(replicas: int, *, slots: int, samples_per_s: float, train_share: fl
     mean_tokens = float(np.mean([_lengths(seed, index, *law) for index in range(4096)]))
     groups_per_step = max(1, replicas * slots // _SAMPLES_PER_GROUP)
     samples_per_step = groups_per_step * _SAMPLES_PER_GROUP
-    sample_s = max(_MIN_SAMPLE_S, replicas * slots / samples_per_s)
     step_s = train_share * sample_s * samples_per_step / (replicas * slots)
     return Scenario(
         replicas=replicas,

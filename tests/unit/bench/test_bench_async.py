@@ -81,7 +81,7 @@ def test_peers_wait_for_the_longest_sample_of_a_batch() -> None:
 
 def test_no_bound_lets_a_run_be_faster_than_its_slots_and_its_trainer() -> None:
     """Ideal is a bound from above for drawn durations, and more staleness never costs."""
-    pool = scenario(4, slots=4, samples_per_s=8.0, train_share=0.8)
+    pool = scenario(4, slots=4, sample_s=2.0, train_share=0.8)
     ends = {bound: step_ends(pool, max_staleness=bound, num_steps=60)[-1] for bound in (0, 1, 2, 4, 16)}
     batches = range(60 * pool.groups_per_step)
     assert list(ends.values()) == sorted(ends.values(), reverse=True)
@@ -124,7 +124,7 @@ def test_placement_and_chunks_cost_less_than_five_percent(max_staleness: int, nu
     """Eight replicas of eight slots: calls hardly wait beside free slots, and groups hardly wait for the trainer."""
     shares = []
     for seed in (0, 1):
-        pool = scenario(8, slots=8, samples_per_s=64.0, train_share=0.8, seed=seed)
+        pool = scenario(8, slots=8, sample_s=1.5, train_share=0.8, seed=seed)
         best = step_ends(pool, max_staleness=max_staleness, num_steps=num_steps)
         routed = run_routed(pool, max_staleness=max_staleness, num_steps=num_steps, pass_tokens=8192)
         shares.append((best[-1] - best[4]) / (routed.ends[-1] - routed.ends[4]))
