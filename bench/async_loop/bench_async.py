@@ -2,7 +2,7 @@
 
     python bench/async_loop/bench_async.py                                 # 8, 64 and 512 engines, in about 30 minutes
     python bench/async_loop/bench_async.py --sample-s 1.5 --seconds 25     # steps of 1.5 to 9 s, in about 20 minutes
-    python bench/async_loop/bench_async.py --replicas 8 --staleness 1 --sample-s 1.5 --seconds 20    # a taste, in one
+    python bench/async_loop/bench_async.py --replicas 8 --staleness 1 --sample-s 1.5 --seconds 20    # a taste
 
 Loop, bus, router and worker are the real ones, each a process; the engines and the optimizer step are simulated, with
 durations from long-tailed laws (bench/async_loop/workload.py). R/n is the time in which all slots together finish a
