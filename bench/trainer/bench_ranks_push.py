@@ -1,9 +1,10 @@
 """Measures a push from a trainer of one rank, two and four, and the memory that it takes of each rank.
 
-    python bench/trainer/bench_ranks_push.py [--gb 0.5] [--ranks 1 2 4] [--receivers 1 2] [--rounds 5]
+    python bench/trainer/bench_ranks_push.py [--gb 0.5] [--ranks 1 2 4] [--receivers 1 2] [--engines 1 2] [--rounds 5]
 
 Each rank writes its rows of the weights into memory of rank 0, which sends that to receivers: simulated engines, which
-are the engine's own receiver with tensors in memory instead of a model, as in `bench_push.py`. A rank has one thread.
+are the engine's own receiver with tensors in memory instead of a model, as in `bench_push.py`, or one SGLang of as many
+processes as `--engines` says. A rank has one thread.
 """
 
 import argparse
@@ -27,11 +28,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=0.5, help="size of the pushed weights, in 10^9 bytes")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--receivers", type=int, nargs="*", default=[1, 2], help="simulated engines")
+    parser.add_argument("--engines", type=int, nargs="*", default=[1, 2], help="processes of one SGLang")
     parser.add_argument("--rounds", type=int, default=5, help="measured after one that is not; the medians count")
     arguments = parser.parse_args()
     exit_on_sigterm()
     stolen = StolenTime()
+    receivers = [f"--receivers={number}" for number in arguments.receivers]
+    receivers += [f"--engine={number}" for number in arguments.engines]
     sys.stdout.write(
         "| ranks | receivers | GB | snapshot s | push s | memory of rank 0 before and at most, MiB | "
         "of another rank |\n|---|---|---|---|---|---|---|\n"
@@ -40,16 +44,16 @@ def main() -> None:
         model = Path(name) / "model"
         build_model(model, int(arguments.gb * 1e9))
         for ranks in arguments.ranks:
-            for receivers in arguments.receivers:
+            for receiver in receivers:
                 command = [sys.executable, "-W", "ignore", "-m", "bench.trainer.ranks_push_process", str(ranks)]
-                command += [f"--model={model}", f"--receivers={receivers}", f"--rounds={arguments.rounds}"]
+                command += [f"--model={model}", receiver, f"--rounds={arguments.rounds}"]
                 environment = {**os.environ, "OMP_NUM_THREADS": "1"}
                 done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
                 found = json.loads(done.stdout.splitlines()[-1])
                 take_s, push_s = (statistics.median(found[name]) for name in ("take_s", "push_s"))
                 memory = [f"{before:,.0f}, {most:,.0f}" for before, most in found["mb"]]
                 sys.stdout.write(
-                    f"| {ranks} | {receivers} | {found['num_bytes'] / 1e9:.2f} | {take_s:.2f} | {push_s:.2f} | "
+                    f"| {ranks} | {found['what']} | {found['num_bytes'] / 1e9:.2f} | {take_s:.2f} | {push_s:.2f} | "
                     f"{memory[0]} | {memory[1] if ranks > 1 else ''} |\n"
                 )
                 sys.stdout.flush()

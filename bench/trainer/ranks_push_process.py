@@ -1,6 +1,7 @@
 """One number of ranks and receivers of `bench_ranks_push.py`, in its own processes: prints one line of JSON.
 
 python -m bench.trainer.ranks_push_process 2 --model DIR --receivers 1 --rounds 5
+python -m bench.trainer.ranks_push_process 2 --model DIR --engine 2 --rounds 5
 """
 
 import argparse
@@ -21,6 +22,7 @@ from penstock.bus.connection import connect
 from penstock.bus.local_server import local_server
 from penstock.config import BusConfig, LogConfig
 from penstock.telemetry import log
+from services.rollout.testing.engine_process import engine_process
 from services.rollout.testing.simulated_replica import simulated_replica
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import TrainBackend
@@ -36,7 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", type=int)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--receivers", type=int, required=True)
+    receivers = parser.add_mutually_exclusive_group(required=True)
+    receivers.add_argument("--receivers", type=int, default=0, help="simulated engines")
+    receivers.add_argument("--engine", type=int, default=0, help="processes of one SGLang")
     parser.add_argument("--rounds", type=int, required=True)
     arguments = parser.parse_args()
     log.configure(LogConfig(level="warning"), service="bench")
@@ -53,27 +57,32 @@ def main() -> None:
     )
     backend.load(None)
     pids = [psutil.Process().pid, *(process.pid for process in psutil.Process().children())]
-    found = asyncio.run(measured(backend, pids, num_receivers=arguments.receivers, num_rounds=arguments.rounds))
+    found = asyncio.run(measured(backend, pids, arguments))
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     backend.close()
 
 
-async def measured(backend: TrainBackend, pids: list[int], *, num_receivers: int, num_rounds: int) -> dict[str, Any]:
-    """Return seconds of snapshots and pushes, the bytes of one, and MiB of each rank before and at most."""
+async def measured(backend: TrainBackend, pids: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return who received, seconds of snapshots and pushes, bytes of a push, MiB of each rank before and at most."""
     specs = backend.export().specs
-    shapes = {spec.name: (getattr(torch, spec.dtype), tuple(spec.shape)) for spec in specs}
+    num_receivers, num_rounds = arguments.receivers or 1, arguments.rounds
+    what = f"SGLang, tensor_parallel {arguments.engine}" if arguments.engine else f"{num_receivers} simulated"
     take_s: list[float] = []
     push_s: list[float] = []
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = await stack.enter_async_context(local_server(folder))
-        bus = await stack.enter_async_context(connect(BusConfig(url=url), run="bench-ranks-push"))
+        bus = await stack.enter_async_context(connect(BusConfig(url=url), run=folder.name))
         await bus.ensure_streams()
-        for number in range(num_receivers):
+        for number in range(arguments.receivers):
+            shapes = {spec.name: (getattr(torch, spec.dtype), tuple(spec.shape)) for spec in specs}
             await stack.enter_async_context(
                 simulated_replica(bus, replica_id=f"simulated-{number}", shapes=shapes, audits=False)
             )
+        if arguments.engine:
+            sizes = {"context_length": 256, "max_running": 4, "tensor_parallel": arguments.engine}
+            await stack.enter_async_context(engine_process(arguments.model, url, folder, dtype="bfloat16", **sizes))
         publisher = await stack.enter_async_context(publishing(bus, WeightSyncConfig(), num_receivers, None))
         publisher.keeps_on_host = len(pids) > 1
         before = [memory_before(pid) for pid in pids]
@@ -88,6 +97,7 @@ async def measured(backend: TrainBackend, pids: list[int], *, num_receivers: int
             push_s.append(time.perf_counter() - taken)
         memory = list(zip(before, (memory_of(pid, "VmHWM") for pid in pids), strict=True))
     return {
+        "what": what,
         "take_s": take_s[1:],
         "push_s": push_s[1:],
         "num_bytes": sum(spec.num_bytes for spec in specs),
