@@ -5,6 +5,7 @@ them together until they have received the weights.
 """
 
 import asyncio
+import functools
 import time
 import uuid
 from collections import defaultdict
@@ -30,6 +31,11 @@ _MODES = {
     "in_place": rollout_pb2.PAUSE_MODE_IN_PLACE,
     "drain": rollout_pb2.PAUSE_MODE_DRAIN,
 }
+
+
+_REMEDIES = dict.fromkeys(("prepare", "pause"), "see trainer.weight_sync.stage_timeout_s") | dict.fromkeys(
+    ("upload", "transfer", "commit"), "see trainer.weight_sync.transfer_timeout_s"
+)
 
 
 class PushStages:
@@ -60,10 +66,6 @@ class PushStages:
         self._drain_s = _DRAIN_S if config.mode == "drain" else 0.0
         self._replaces_newer = replaces_newer
         self._manifest = weights.manifest.to_proto()
-        self._proof = weights.proof
-        self._update = rollout_pb2.UpdateWeightsRequest(
-            push_id=self.push_id, mode=self._mode, drain_s=self._drain_s, digests=self._proof
-        )
 
     @property
     def mean_s(self) -> dict[str, float]:
@@ -77,6 +79,9 @@ class PushStages:
         error: BaseException | None = None
         try:
             await called(work, peer=member.replica_id)
+        except TimeoutError:
+            error = DeadlineError(f"{member.replica_id}: stage {stage} exceeded its deadline; {_REMEDIES[stage]}")
+            raise error from None
         except BaseException as failure:
             error = failure
             raise
@@ -120,11 +125,10 @@ class PushStages:
 
     async def update(self, stub: Stub, member: Member) -> None:
         """Make the member pause, load the weights, prove them, and generate with them, in one call."""
-        call = stub.UpdateWeights(self._update)
-        deadlines = self.deadlines
-        await self.run("pause", member, _answered(call, member, within_s=deadlines.pause_s + self._drain_s))
-        await self.run("transfer", member, _answered(call, member, within_s=deadlines.transfer_s))
-        await self.run("commit", member, _ended(call, member, within_s=deadlines.commit_s))
+        call, deadlines = stub.UpdateWeights(self._update), self.deadlines
+        await self.run("pause", member, _answered(call, within_s=deadlines.pause_s + self._drain_s))
+        await self.run("transfer", member, _answered(call, within_s=deadlines.transfer_s))
+        await self.run("commit", member, _ended(call, within_s=deadlines.commit_s))
 
     def pause(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.PauseGenerationResponse]:
         """Make the member stop generating."""
@@ -142,24 +146,31 @@ class PushStages:
         Raises:
             ChecksumError: it holds others.
         """
-        request = rollout_pb2.CommitWeightsRequest(push_id=self.push_id, digests=self._proof)
-        return stub.CommitWeights(request, timeout=self.deadlines.commit_s)
+        return stub.CommitWeights(self._commit, timeout=self.deadlines.commit_s)
+
+    # The digests of a large model are tens of thousands, so a request is made once for all members.
+    @functools.cached_property
+    def _update(self) -> rollout_pb2.UpdateWeightsRequest:
+        return rollout_pb2.UpdateWeightsRequest(
+            push_id=self.push_id, mode=self._mode, drain_s=self._drain_s, digests=self.weights.proof
+        )
+
+    @functools.cached_property
+    def _commit(self) -> rollout_pb2.CommitWeightsRequest:
+        return rollout_pb2.CommitWeightsRequest(push_id=self.push_id, digests=self.weights.proof)
 
 
-async def _answered(call: "grpc.aio.UnaryStreamCall[Any, Any]", member: Member, *, within_s: float) -> bool:
+async def _answered(call: "grpc.aio.UnaryStreamCall[Any, Any]", *, within_s: float) -> bool:
     """Wait for the next answer; return whether there is one, or the call has ended without an error.
 
     Raises:
-        DeadlineError: it takes longer than `within_s` seconds; the call is cancelled.
+        TimeoutError: it takes longer than `within_s` seconds; the call is cancelled.
     """
-    try:
-        async with asyncio.timeout(within_s):
-            return await call.read() is not grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
-    except TimeoutError:
-        raise DeadlineError(f"{member.replica_id}: no answer within {within_s:g} s") from None
+    async with asyncio.timeout(within_s):
+        return await call.read() is not grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 
-async def _ended(call: "grpc.aio.UnaryStreamCall[Any, Any]", member: Member, *, within_s: float) -> None:
+async def _ended(call: "grpc.aio.UnaryStreamCall[Any, Any]", *, within_s: float) -> None:
     """Wait until the call ends without an error, for at most `within_s` seconds for each answer."""
-    while await _answered(call, member, within_s=within_s):
+    while await _answered(call, within_s=within_s):
         pass
