@@ -1,6 +1,6 @@
 """The spans of a run's processes on their way to the run folder: a bounded stream that may lose some.
 
-    process: record -> buffer -> (every 2 s) -> [SPANS] -> trainer -> trace/spans-*.jsonl
+    process: record -> buffer -> (every second) -> [SPANS] -> trainer -> trace/spans-*.jsonl
 
 In an evaluation without a trainer, `penstock eval` is in its place.
 
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 _MAX_BYTES = 64 * 2**20
 """Spans that wait for a trainer that is being restarted: about half a million."""
 _MAX_AGE_S = 3600.0
-SEND_EVERY_S: Final = 2.0
+SEND_EVERY_S: Final = 1.0
 """A message costs nats-server and the trainer the same whatever it holds, so few large ones are sent."""
 _BATCH = 500
 """Spans of one message: about 100 kB."""

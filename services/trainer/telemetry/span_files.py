@@ -18,7 +18,7 @@ import structlog
 
 from penstock.bus.connection import Bus
 from penstock.bus.failures import BUS_ERRORS, describe
-from penstock.bus.span_stream import SpanReader, StoredBatch
+from penstock.bus.span_stream import SEND_EVERY_S, SpanReader, StoredBatch
 from penstock.errors import PenstockError
 from penstock.runtime.process import end_task
 from penstock.telemetry import spans
@@ -30,11 +30,11 @@ _FILE_BYTES = 16 * 2**20
 _READ_EVERY_S = 1.0
 """Seconds between two reads: batches that are read together cost less than one by one."""
 _RETRY_S = 2.0
-_LAST_S = 5.0
-"""Seconds that a trainer which ends spends on the last spans; at most three reads of a second need less."""
-_MORE_S = 1.0
-"""After so many seconds of them it begins no further read, even if batches still come: the last ones of several
-processes may come one by one, but processes that go on never stop sending."""
+_MORE_S = SEND_EVERY_S + 0.5
+"""Seconds in which a trainer that ends goes on reading, until every other process has sent what it had. It begins no
+read after them, even if batches still come: processes that go on never stop sending."""
+_LAST_S = _MORE_S + 3.0
+"""Seconds that it spends on the last spans at most, with a read that hangs."""
 _OLDEST_S = 600.0
 """Seconds before the first start of a run from which its spans are kept; older ones are of another run of its name."""
 
@@ -143,7 +143,7 @@ async def _collect(bus: Bus, folder: Path, max_bytes: int, ending: asyncio.Event
                 if not unwritten:  # else the rest waits on the bus, which is bounded
                     found = await reader.read()
                     unwritten = [batch for batch in found if (batch.stored_at or 0.0) >= oldest]
-                is_last = is_ending and (not found or time.monotonic() >= last_at)
+                is_last = time.monotonic() >= last_at
             except (PenstockError, *BUS_ERRORS) as error:
                 log.debug("spans.collect_failed", reason=describe(error))
                 is_last = is_ending
@@ -162,7 +162,7 @@ async def _collect(bus: Bus, folder: Path, max_bytes: int, ending: asyncio.Event
                         )
                     is_written = False
                     await asyncio.sleep(_RETRY_S)
-            if not reader.is_behind:
+            if not reader.is_behind and not is_ending:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_READ_EVERY_S):
                         await ending.wait()
