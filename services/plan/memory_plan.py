@@ -13,7 +13,7 @@ from pathlib import Path
 import pydantic
 
 from penstock.errors import ConfigError
-from penstock.model.families.qwen_vl import attends_linearly
+from penstock.model.families.linear_attention import attends_linearly
 from services.launch.gpu_plan import TRAINER, GpuPlan
 from services.launch.run_plan import assign_gpus, plan_processes
 from services.plan.engine_plan import plan_engine

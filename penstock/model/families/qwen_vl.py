@@ -14,20 +14,21 @@ experts of a mixture differently (`experts`). *SGLang's*: fused projections, and
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import ConfigError, InvalidRequestError
 from penstock.model.families.experts import loaded_expert_name, own_expert_name
+from penstock.model.families.linear_attention import LINEAR_MODEL_TYPES
 from penstock.model.folder import read_json
 
 TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types that are trained with engines. Of these, and of all in `SFT_MODEL_TYPES`, packed rows are known to give
 transformers' own log-probabilities and gradients. Others may scale or cap their logits, count positions in another way,
 or route tokens to experts."""
-_WITH_LINEAR_ATTENTION: Final = ("qwen3_5", "qwen3_5_text")
-SFT_MODEL_TYPES: Final = (*TRAINED_MODEL_TYPES, *_WITH_LINEAR_ATTENTION)
+SFT_MODEL_TYPES: Final = (*TRAINED_MODEL_TYPES, *LINEAR_MODEL_TYPES)
 """Model types that supervised training takes: also those whose weights engines do not take yet."""
 
 VISION_TOKENS: Final = (
@@ -50,8 +51,13 @@ _WITH_PUBLISHED_NAMES: Final = frozenset(
 _SGLANG_FUSED: Final = (
     (".qkv_proj.", ("q_proj", "k_proj", "v_proj")),
     (".gate_up_proj.", ("gate_proj", "up_proj")),
+    (".in_proj_qkvz.", ("in_proj_qkv", "in_proj_z")),
+    (".in_proj_ba.", ("in_proj_b", "in_proj_a")),
 )
 """Projections that SGLang stores as one parameter, in its order."""
+
+_OF_ATTENTION: Final = re.compile(r"(?P<layer>\.layers\.\d+)(?=\.(qkv_proj|o_proj|q_norm|k_norm)\.)")
+"""SGLang has the attention of Qwen3.5 in the layer itself."""
 
 DRAFT_HEAD: Final = "mtp."
 """Begins the names of the layers that guess tokens for speculative decoding, in checkpoints of Qwen3.5. They are no
@@ -66,11 +72,6 @@ IMAGE_PARTS: Final = ("tower", "merger")
 
 MAX_ASPECT_RATIO: Final = 200
 """The image processor rejects images with one side more than this many times the other."""
-
-
-def attends_linearly(model: str) -> bool:
-    """Return whether most layers of models of this type have a state in place of attention to all earlier tokens."""
-    return model in _WITH_LINEAR_ATTENTION
 
 
 def published_name(name: str, model: str) -> str:
@@ -121,7 +122,7 @@ def own_names(name: str, *, is_multimodal: bool) -> tuple[str, ...]:
         name = f"model.language_model.{name.removeprefix('model.')}"
     if is_vision and ".attn.qkv_proj." in name:  # transformers fuses it too
         return (name.replace(".attn.qkv_proj.", ".attn.qkv."),)
-    name = own_expert_name(name)
+    name = _OF_ATTENTION.sub(r"\g<layer>.self_attn", own_expert_name(name))
     for fused, parts in _SGLANG_FUSED:
         if fused in name:
             return tuple(name.replace(fused, f".{part}.") for part in parts)

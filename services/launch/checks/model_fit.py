@@ -6,7 +6,7 @@ The processes would refuse the settings themselves, but only once the model is l
 from pathlib import Path
 
 from penstock.model.families.experts import num_experts
-from penstock.model.families.qwen_vl import attends_linearly
+from penstock.model.families.linear_attention import attends_linearly
 from penstock.model.folder import attention_heads, read_json
 from penstock.model.parameters import own_parameter_sizes
 from services.recipe import Recipe

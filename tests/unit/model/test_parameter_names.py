@@ -27,10 +27,31 @@ from penstock.model.families.qwen_vl import loaded_name, own_names, published_na
             True,
             [f"model.visual.blocks.1.mlp.{part}_proj.bias" for part in ("gate", "up")],
         ),
+        (
+            "model.layers.3.qkv_proj.weight",
+            True,
+            [f"model.language_model.layers.3.self_attn.{part}_proj.weight" for part in "qkv"],
+        ),
+        *(
+            (f"model.layers.13.{part}.weight", False, [f"model.layers.13.self_attn.{part}.weight"])
+            for part in ("o_proj", "q_norm", "k_norm")
+        ),
+        (
+            "model.layers.0.linear_attn.in_proj_qkvz.weight",
+            False,
+            [f"model.layers.0.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z")],
+        ),
+        (
+            "model.layers.0.linear_attn.in_proj_ba.weight",
+            True,
+            [f"model.language_model.layers.0.linear_attn.in_proj_{part}.weight" for part in "ba"],
+        ),
+        ("model.layers.0.linear_attn.A_log", False, ["model.layers.0.linear_attn.A_log"]),
     ],
 )
 def test_sglangs_parameters_have_transformers_names(name: str, is_multimodal: bool, expected: list[str]) -> None:
-    """Fused ones are several, in SGLang's order; the vision tower's attention is fused in both."""
+    """Fused ones are several, in SGLang's order; the vision tower's attention is fused in both, and SGLang has that of
+    Qwen3.5 in the layer itself."""
     assert list(own_names(name, is_multimodal=is_multimodal)) == expected
 
 

@@ -11,6 +11,8 @@ import torch
 
 from penstock.config import NetworkConfig
 from penstock.errors import SetupError
+from penstock.model.families.linear_attention import attends_linearly
+from penstock.model.folder import read_json
 from penstock.runtime.imports import kept_for_ever
 from penstock.runtime.ports import held_ports
 from services.rollout.engine import disaggregation
@@ -39,7 +41,10 @@ def load(
         SetupError: SGLang did not start.
     """
     cuda = settings.has_cuda()
-    os.environ.update(settings.environment(config, network, group_timeout_s=group_timeout_s, cuda=cuda))
+    is_linear = attends_linearly(str(read_json(model_path / "config.json").get("model_type")))
+    os.environ.update(
+        settings.environment(config, network, group_timeout_s=group_timeout_s, cuda=cuda, is_linear=is_linear)
+    )
     disaggregation.require_transfer_backend(config, cuda=cuda)
     if not cuda:
         sys.modules["flashinfer"] = None  # type: ignore[assignment]  # kernels for GPUs: seconds to import, of no use

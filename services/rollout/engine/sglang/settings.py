@@ -5,6 +5,7 @@
 
 import ctypes
 import itertools
+import json
 import os
 import random
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from penstock.config import NetworkConfig
 from penstock.errors import ConfigError
 from penstock.model import tokens
 from penstock.model.families.experts import has_experts
+from penstock.model.families.linear_attention import attends_linearly, settings_for_sglang
 from penstock.model.families.qwen_vl import require_published_tower
 from penstock.model.folder import read_json
 from penstock.model.parameters import parameter_sizes
@@ -22,8 +24,13 @@ from penstock.model.precision import resolve_dtype
 from penstock.weights import nccl
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.linear_attention import require_servable
 from services.rollout.engine.sglang import recipe_settings
-from services.rollout.engine.sglang_plugin.variables import GROUP_TIMEOUT_VARIABLE, START_METHOD_VARIABLE
+from services.rollout.engine.sglang_plugin.variables import (
+    GROUP_TIMEOUT_VARIABLE,
+    LINEAR_ATTENTION_VARIABLE,
+    START_METHOD_VARIABLE,
+)
 
 MAX_CPU_TOKENS = 65_536
 """Default limit of the KV cache of an engine on a CPU, in tokens."""
@@ -49,6 +56,12 @@ _CPU_ARGS = {
 }
 
 
+_PLUGIN = "services.rollout.engine.sglang_plugin"
+
+_STATES_PER_REQUEST = 4
+"""Slots for states of an engine on a CPU, which would else take half of the memory: SGLang wants three, and prefixes in
+the cache keep theirs."""
+
 _LAYOUT_OF_EXPERTS_KEPT = "triton"
 """Other layouts repack experts at load (the default on Blackwell), so that no push would fit."""
 
@@ -63,8 +76,18 @@ def has_cuda() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
-def environment(config: RolloutConfig, network: NetworkConfig, *, group_timeout_s: float, cuda: bool) -> dict[str, str]:
-    """Return the environment variables to set before SGLang is imported."""
+def environment(
+    config: RolloutConfig, network: NetworkConfig, *, group_timeout_s: float, cuda: bool, is_linear: bool = False
+) -> dict[str, str]:
+    """Return the environment variables to set before SGLang is imported.
+
+    Args:
+        config: The engine's settings.
+        network: Its addresses.
+        group_timeout_s: Maximum seconds to form the process group of a broadcast.
+        cuda: Whether it may use a GPU.
+        is_linear: Whether its model attends linearly.
+    """
     shared = {
         # SGLang keeps its cache of image embeddings over a weight update, and would serve embeddings of the old
         # weights.
@@ -72,6 +95,9 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, group_timeout_
         # If this process inherited 1, SGLang would return logprobs of the distribution before the temperature.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         GROUP_TIMEOUT_VARIABLE: str(group_timeout_s),
+        LINEAR_ATTENTION_VARIABLE: "1" if is_linear else "",
+        # Else the last tokens that a convolution sees are rounded to bfloat16, whatever the precision.
+        "SGLANG_MAMBA_CONV_DTYPE": resolve_dtype(config.dtype, on_gpu=cuda),
         "TOKENIZERS_PARALLELISM": "false",
         **disaggregation.environment(config, network, cuda=cuda),
     }
@@ -80,7 +106,7 @@ def environment(config: RolloutConfig, network: NetworkConfig, *, group_timeout_
     return {
         **shared,
         START_METHOD_VARIABLE: "fork",
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "services.rollout.engine.sglang_plugin.models",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": f"{_PLUGIN}.linear_attention.models" if is_linear else f"{_PLUGIN}.models",
         "TORCHDYNAMO_DISABLE": "1",
         **_cores_of_ranks(config.tensor_parallel),
     }
@@ -113,10 +139,12 @@ def server_args(
     """Return `sglang.Engine`'s arguments: the recipe's override our defaults, Penstock's requirements override both.
 
     Raises:
-        ConfigError: the recipe sets a value that an engine on a CPU cannot have, the model is damaged, or SGLang
-            computes its tower differently from transformers.
+        ConfigError: the recipe sets a value that an engine on a CPU, or of this model, cannot have, the model is
+            damaged, or SGLang computes it differently from transformers.
     """
-    require_published_tower(read_json(model_path / "config.json"))
+    model = read_json(model_path / "config.json")
+    require_published_tower(model)
+    require_servable(config, model)
     parameter_sizes(model_path)  # names a damaged file, which SGLang's processes would not
     args: dict[str, Any] = {
         "model_path": str(model_path),
@@ -126,7 +154,7 @@ def server_args(
         "max_running_requests": config.max_running,
         "skip_tokenizer_init": True,  # token in, token out
         "weight_version": "0",
-        "enable_multimodal": "vision_config" in read_json(model_path / "config.json"),
+        "enable_multimodal": "vision_config" in model,
         "tp_size": config.tensor_parallel,
         "ep_size": config.expert_parallel,
         "enable_metrics": enable_metrics,
@@ -137,12 +165,16 @@ def server_args(
     if config.max_total_tokens:
         args["max_total_tokens"] = config.max_total_tokens
     passed = {"log_level": "error", **config.sglang}
+    is_linear = attends_linearly(str(model.get("model_type")))
+    if is_linear:
+        args["json_model_override_args"] = json.dumps(settings_for_sglang(model))
     if cuda:
-        model = read_json(model_path / "config.json")
         if has_experts(str(model.get("model_type"))):
             passed = {"moe_runner_backend": _LAYOUT_OF_EXPERTS_KEPT, **passed}
         return {**passed, **args, "mem_fraction_static": config.gpu_memory_fraction}
-    _require_heads_for(config.tensor_parallel, read_json(model_path / "config.json"))
+    _require_heads_for(config.tensor_parallel, model)
+    if is_linear:
+        passed = {"max_mamba_cache_size": _STATES_PER_REQUEST * config.max_running, **passed}
     context = context_length(config, model_path)
     args.setdefault("max_total_tokens", max(context, min(MAX_CPU_TOKENS, config.max_running * context)))
     args = {**_CPU_DEFAULTS, **passed, **args, **_CPU_ARGS}

@@ -28,9 +28,11 @@ from services.rollout.engine.sglang_plugin import (
     tensor_pickling,
     version_keys,
 )
+from services.rollout.engine.sglang_plugin.linear_attention import hooks as linear_attention
 from services.rollout.engine.sglang_plugin.variables import (
     DIGEST_ACTION,
     GROUP_TIMEOUT_VARIABLE,
+    LINEAR_ATTENTION_VARIABLE,
     PARAMETERS_ACTION,
     START_METHOD_VARIABLE,
     parse_name_to_join,
@@ -75,6 +77,8 @@ def register() -> None:
         HookRegistry.register(
             _SCHEDULER + "._record_scheduler_state_for_paused_engine", _wait_while_paused, HookType.AFTER
         )
+        if os.environ.get(LINEAR_ATTENTION_VARIABLE):
+            linear_attention.register()
     pd_hooks.register()
     if os.environ.get(GROUP_TIMEOUT_VARIABLE):
         HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", _bound_group, HookType.BEFORE)

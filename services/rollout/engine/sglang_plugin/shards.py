@@ -6,6 +6,7 @@ SGLang's scheduler processes.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,14 +150,29 @@ def shards_of(
         return [_of_experts(owner, kind, tensor)]
     rank, count = _rank_and_count(owner)
     if isinstance(owner, linear.MergedColumnParallelLinear):
-        tensors = tensor.split([size // count for size in owner.output_sizes])
-        pairs = zip(tensors, owner.output_sizes, strict=True)
+        sizes = _sizes_by_name(owner.output_sizes, num_names, count=count)
+        pairs = zip(tensor.split([size // count for size in sizes]), sizes, strict=True)
         return [_padded_shard(each, 0, size, inner_size, rank=rank, count=count) for each, size in pairs]
     if isinstance(owner, linear.ColumnParallelLinear):
         return [_shard(tensor, dim=0, size=owner.output_size, rank=rank, count=count)]
     if isinstance(owner, linear.RowParallelLinear) and kind == "weight":
         return [_padded_shard(tensor, 1, owner.input_size, inner_size, rank=rank, count=count)]
     return [Shard(tensor=tensor)]
+
+
+def _sizes_by_name(sizes: Sequence[int], num_names: int, *, count: int) -> list[int]:
+    """Return the sizes of the trainer's parameters: the first may hold several of SGLang's projections.
+
+    Raises:
+        ValueError: it does, and processes would hold a part of each.
+    """
+    num_in_first = len(sizes) - num_names + 1
+    if num_in_first > 1 and count > 1:
+        raise ValueError(
+            f"projections of {', '.join(map(str, sizes))} rows are {num_names} parameters of the trainer, which are "
+            "not divided among processes; set rollout.tensor_parallel = 1"
+        )
+    return [sum(sizes[:num_in_first]), *sizes[num_in_first:]]
 
 
 def _shard(

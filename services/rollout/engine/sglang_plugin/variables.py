@@ -6,6 +6,9 @@ START_METHOD_VARIABLE = "PENSTOCK_SGLANG_START_METHOD"
 """How SGLang's children start: "fork" shares the parent's imports, "spawn" repeats them. Unset: Penstock did not start
 this SGLang."""
 
+LINEAR_ATTENTION_VARIABLE = "PENSTOCK_LINEAR_ATTENTION"
+"""Set for models that attend linearly, which need further hooks."""
+
 GROUP_TIMEOUT_VARIABLE = "PENSTOCK_WEIGHT_GROUP_TIMEOUT_S"
 """Timeout of SGLang's part in the process group of a push, in seconds. Unset: torch's 30 minutes."""
 

@@ -73,6 +73,7 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
     forget_adapters(model)
     if order.is_direct:
         take_into(dict(trainer_parameters(model)), manifest, order.transport, groups)
+        refresh_derived(model)
         return []
     architecture = updater.model_config.hf_config.architectures[0]
     arrivals = order.transport.arrivals(manifest, Destination({}, device), groups)
@@ -81,6 +82,14 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
         for name, weight in arrivals
         for own_name, tensor in published_experts(name, weight, architecture)
     )
+
+
+def refresh_derived(model: Any) -> None:
+    """Compute again what an SGLang model has derived from its weights, as its own loader does: some norms keep one more
+    than their weight, which fused kernels on GPUs read."""
+    for module in model.modules():
+        if (refresh := getattr(module, "refresh_gemma_weight", None)) is not None:
+            refresh()
 
 
 def take_into(shards: Mapping[str, Shard], manifest: Manifest, transport: Transport, groups: Mapping[str, Any]) -> None:

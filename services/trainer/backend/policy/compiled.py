@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from penstock.model.families.qwen_vl import attends_linearly
+from penstock.model.families.linear_attention import attends_linearly
 from services.trainer.backend.policy.experts.mixture import experts_of
 from services.trainer.checks.compiled import require_compilable
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError
 from penstock.model.families.experts import num_experts
-from penstock.model.families.qwen_vl import attends_linearly
+from penstock.model.families.linear_attention import attends_linearly
 from penstock.model.folder import attention_heads, read_json
 from services.trainer.backend.base import SupervisedBackend, TrainBackend
 from services.trainer.backend.device import resolve_device

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from penstock.weights.digest import XXH3, tensor_digest
 from penstock.weights.manifest import Manifest, chunks, pack, specs_of
 from services.rollout.engine.sglang_plugin.digests import Agreement, GatherMemory, shared_digests
-from services.rollout.engine.sglang_plugin.shards import Cut, Shard
+from services.rollout.engine.sglang_plugin.shards import Cut, Shard, _sizes_by_name
 from services.rollout.engine.sglang_plugin.transports import BroadcastTransport
 from services.rollout.engine.sglang_plugin.weight_loader import take_into
 from services.trainer.backend.ranks.ranks import Ranks
@@ -164,3 +164,11 @@ def test_a_shard_of_another_size_is_refused() -> None:
     """SGLang may pad what it divides."""
     with pytest.raises(ValueError, match=r"shard of a parameter has the shape \[4, 5\]"):
         Shard(tensor=torch.zeros(4, 5), cut=Cut(dim=0, size=6, stride=3, rank=0))
+
+
+def test_the_first_of_several_parameters_may_hold_several_projections() -> None:
+    """Queries, keys and values of linear attention, which processes would have to divide each by itself."""
+    assert _sizes_by_name([4, 4, 8, 8], 2, count=1) == [16, 8]
+    assert _sizes_by_name([6, 6], 2, count=2) == [6, 6]
+    with pytest.raises(ValueError, match=r"4, 4, 8, 8 rows are 2 parameters .* set rollout\.tensor_parallel = 1"):
+        _sizes_by_name([4, 4, 8, 8], 2, count=2)

@@ -1,0 +1,63 @@
+"""Qwen3.5, most of whose layers attend linearly: they carry a state from token to token, beside which every n-th layer
+attends to all earlier tokens.
+
+Needs neither torch nor transformers.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from penstock.errors import ConfigError
+
+LINEAR_MODEL_TYPES: Final = ("qwen3_5", "qwen3_5_text")
+_FULL, _LINEAR = "full_attention", "linear_attention"
+_DEFAULT_INTERVAL: Final = 4
+"""transformers': every fourth layer attends in full."""
+_DEFAULT_ROTARY_FACTOR: Final = 0.25
+
+
+def attends_linearly(model_type: str) -> bool:
+    """Return whether most layers of models of this type have a state in place of attention to all earlier tokens."""
+    return model_type in LINEAR_MODEL_TYPES
+
+
+def is_kept_in_float32(name: str, model_type: str) -> bool:
+    """Return whether engines hold the parameter with this own name in float32, whatever their precision."""
+    return attends_linearly(model_type) and name.endswith(".A_log")
+
+
+def settings_for_sglang(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what SGLang must read beside config.json, where transformers writes it in another way or not at all.
+
+    Args:
+        model: The content of config.json, of a type that attends linearly.
+
+    Raises:
+        ConfigError: SGLang would take other layers than transformers for those that attend in full.
+    """
+    text = model.get("text_config", model)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    factor = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", _DEFAULT_ROTARY_FACTOR))
+    settings = {
+        "full_attention_interval": _interval_of(text),
+        "partial_rotary_factor": factor,
+        "mamba_ssm_dtype": "float32",  # states are as precise as the trainer's
+    }
+    if "text_config" not in model:
+        return settings
+    # The tower is Qwen3-VL's but for features of inner layers, of which SGLang would take Qwen3-VL's three.
+    return {"text_config": settings, "vision_config": {"deepstack_visual_indexes": []}}
+
+
+def _interval_of(text: Mapping[str, Any]) -> int:
+    kinds, interval = text.get("layer_types"), text.get("full_attention_interval")
+    if interval is None:
+        interval = kinds.index(_FULL) + 1 if kinds and _FULL in kinds else _DEFAULT_INTERVAL
+    expected = [_LINEAR if number % interval else _FULL for number in range(1, len(kinds or ()) + 1)]
+    if kinds and (_FULL not in kinds or list(kinds) != expected):
+        raise ConfigError(
+            f"model.path: layer_types of config.json has full attention in layers "
+            f"{[number for number, kind in enumerate(kinds) if kind == _FULL]}; SGLang takes every n-th layer for one "
+            "that attends in full, as published; use such a model"
+        )
+    return int(interval)

@@ -1,0 +1,165 @@
+"""What engines of models that attend linearly are told, and what they are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import NetworkConfig
+from penstock.errors import ConfigError
+from services.rollout.engine.config import RolloutConfig
+from services.rollout.engine.sglang import settings
+from services.rollout.engine.sglang_plugin.variables import LINEAR_ATTENTION_VARIABLE
+from tests.support.trainer.families import LINEAR_FAMILIES
+
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    """A model folder with nothing but its configuration."""
+    describe(tmp_path)
+    return tmp_path
+
+
+def describe(folder: Path, **text: Any) -> None:
+    """Write a configuration with these settings of the language model."""
+    config = {"model_type": "qwen3_5_text", "max_position_embeddings": 4096, **text}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def args_of(config: RolloutConfig, model_path: Path, *, cuda: bool = False) -> dict[str, Any]:
+    return settings.server_args(
+        config, NetworkConfig(), model_path, float32_head=False, bootstrap_port=23_456, cuda=cuda
+    )
+
+
+def told(model_path: Path, *, cuda: bool = False) -> dict[str, Any]:
+    """What SGLang reads in place of config.json's values."""
+    overrides: dict[str, Any] = json.loads(args_of(RolloutConfig(), model_path, cuda=cuda)["json_model_override_args"])
+    return overrides
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize(
+    ("text", "interval", "rotary_factor"),
+    [
+        ({}, 4, 0.25),
+        ({"layer_types": [LINEAR, FULL] * 2}, 2, 0.25),
+        ({"layer_types": [LINEAR, LINEAR, FULL, LINEAR]}, 3, 0.25),
+        ({"full_attention_interval": 3, "partial_rotary_factor": 0.5}, 3, 0.5),
+        ({"layer_types": [FULL] * 2, "full_attention_interval": 1}, 1, 0.25),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.25}, 4, 0.5),
+    ],
+    ids=str,
+)
+def test_sglang_is_told_what_transformers_writes_otherwise(
+    model_path: Path, text: dict[str, Any], interval: int, rotary_factor: float, *, cuda: bool
+) -> None:
+    """It dies without the interval, and would take its own defaults for the rest."""
+    describe(model_path, **text)
+    expected = {
+        "full_attention_interval": interval,
+        "partial_rotary_factor": rotary_factor,
+        "mamba_ssm_dtype": "float32",
+    }
+    assert told(model_path, cuda=cuda) == expected
+    (model_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "max_position_embeddings": 4096, "text_config": text, "vision_config": {}})
+    )
+    assert told(model_path, cuda=cuda) == {
+        "text_config": expected,
+        "vision_config": {"deepstack_visual_indexes": []},
+    }
+
+
+@pytest.mark.parametrize("kind", LINEAR_FAMILIES)
+def test_transformers_has_the_layers_that_sglang_is_told(model_path: Path, kind: str) -> None:
+    """And so has a model that says nothing of its layers, by the default of both."""
+    config = LINEAR_FAMILIES[kind]().config.to_dict()
+    text = config.get("text_config", config)
+    (model_path / "config.json").write_text(json.dumps(config, default=str))
+    given = told(model_path)
+    interval = given.get("text_config", given)["full_attention_interval"]
+    expected = [LINEAR if number % interval else FULL for number in range(1, len(text["layer_types"]) + 1)]
+    assert text["layer_types"] == expected
+    del text["layer_types"]
+    (model_path / "config.json").write_text(json.dumps(config, default=str))
+    assert told(model_path) == given
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"layer_types": [LINEAR, FULL, FULL, LINEAR]},
+        {"layer_types": [FULL, LINEAR, LINEAR, FULL]},
+        {"layer_types": [LINEAR] * 3},
+        {"layer_types": [LINEAR, FULL] * 2, "full_attention_interval": 4},
+    ],
+    ids=str,
+)
+def test_layers_that_sglang_would_take_for_others_are_refused(model_path: Path, text: dict[str, Any]) -> None:
+    """It reads the interval alone."""
+    describe(model_path, **text)
+    with pytest.raises(ConfigError, match=r"model\.path: layer_types of config\.json has full attention in layers \["):
+        args_of(RolloutConfig(), model_path)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"tensor_parallel": 2},
+        r"rollout\.tensor_parallel = 2 does not go with linear attention, .* leave it out, and start more engines",
+    ),
+    (
+        {"prefill": 1, "decode": 1},
+        r"rollout\.prefill = 1 does not go with linear attention, .* start unified engines with rollout\.replicas",
+    ),
+    (
+        {"sglang": {"speculative_algorithm": "NEXTN"}},
+        r"rollout\.sglang\.speculative_algorithm does not go with linear attention, .* leave it",
+    ),
+    (
+        {"sglang": {"json-model-override-args": "{}"}},
+        r"rollout\.sglang\.json-model-override-args does not go with linear attention, .* inst",
+    ),
+]
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize(
+    ("rollout", "refusal"),
+    [*REFUSED, ({"role": "decode"}, r"rollout\.role = 'decode' does not go with linear attention, .*")],
+    ids=str,
+)
+def test_engines_refuse_what_linear_attention_does_not_go_with(
+    model_path: Path, rollout: dict[str, Any], refusal: str, *, cuda: bool
+) -> None:
+    """Also one that is started alone; other models are not concerned."""
+    with pytest.raises(ConfigError, match=refusal):
+        args_of(RolloutConfig(**rollout), model_path, cuda=cuda)
+    describe(model_path, model_type="qwen3")
+    assert args_of(RolloutConfig(**rollout), model_path, cuda=True)["model_path"] == str(model_path)
+
+
+def test_an_engine_on_a_cpu_has_states_for_its_requests(model_path: Path) -> None:
+    """SGLang would take them from the memory of the machine. A recipe may want others."""
+    assert args_of(RolloutConfig(max_running=8), model_path)["max_mamba_cache_size"] == 32
+    wanted = RolloutConfig(sglang={"max_mamba_cache_size": 100})
+    assert args_of(wanted, model_path)["max_mamba_cache_size"] == 100
+    assert "max_mamba_cache_size" not in args_of(RolloutConfig(), model_path, cuda=True)
+    describe(model_path, model_type="qwen3")
+    assert "max_mamba_cache_size" not in args_of(RolloutConfig(), model_path)
+
+
+@pytest.mark.parametrize(("cuda", "by_default"), [(False, "float32"), (True, "bfloat16")])
+def test_windows_have_the_precision_of_the_engine(by_default: str, *, cuda: bool) -> None:
+    """SGLang would round what a convolution sees to bfloat16."""
+    for dtype, expected in (("auto", by_default), ("float32", "float32")):
+        config = RolloutConfig(dtype=dtype)
+        given = settings.environment(config, NetworkConfig(), group_timeout_s=30.0, cuda=cuda, is_linear=True)
+        assert given["SGLANG_MAMBA_CONV_DTYPE"] == expected
+        assert given[LINEAR_ATTENTION_VARIABLE]
+    others = settings.environment(RolloutConfig(), NetworkConfig(), group_timeout_s=30.0, cuda=cuda)
+    assert not others[LINEAR_ATTENTION_VARIABLE]
+    assert given.get("SGLANG_EXTERNAL_MODEL_PACKAGE") != others.get("SGLANG_EXTERNAL_MODEL_PACKAGE") or cuda
