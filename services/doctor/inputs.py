@@ -6,6 +6,7 @@ from pathlib import Path
 from penstock.errors import ConfigError, UnavailableError, UserError
 from penstock.model import hub
 from penstock.model.families.experts import has_experts
+from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
 from penstock.model.folder import read_json, require_model
 from penstock.model.parameters import own_parameter_sizes
 from penstock.runtime.security import Security
@@ -15,7 +16,6 @@ from services.launch.checks.known_names import require_names
 from services.launch.checks.model_fit import require_fits_model
 from services.recipe import Recipe
 from services.rollout.engine.sglang import recipe_settings
-from services.trainer.checks.model_type import trained_types
 from services.trainer.checks.parameter_patterns import linear_layers, matches, rates_of
 from services.trainer.data.sources.files import require_files
 from services.trainer.demonstrations.files import require_demonstrations
@@ -55,9 +55,8 @@ def check_model(recipe: Recipe, *, is_sft: bool = False) -> tuple[Finding, Model
     if missing := [name for name in _TEXT_FILES if not (path / name).is_file()]:
         return fault("model", f"{path} has no {missing[0]}", "download the model again, with its tokenizer"), size
     seen = f"{path}: {model_type}, {count / 1e6:,.1f} million parameters"
-    types = trained_types(is_sft=is_sft)
-    if model_type not in types:
-        return fault("model", seen, f"the trainer takes {', '.join(types)}; choose one of these"), size
+    if model_type not in TRAINED_MODEL_TYPES:
+        return fault("model", seen, f"the trainer takes {', '.join(TRAINED_MODEL_TYPES)}; choose one of these"), size
     try:
         require_fits_model(recipe, path, is_sft=is_sft)
     except UserError as error:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
+from penstock.model.families.linear_attention import attends_linearly
 from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
 from penstock.model.folder import require_model
 from services.plan.adapter_shape import AdapterShape
@@ -56,8 +57,8 @@ class ModelShape:
             lora: The adapters that the trainer gives the model.
 
         Raises:
-            ConfigError: there is no such file, it does not describe a model, the trainer does not support the model,
-                or a pattern of the adapters fits no layer.
+            ConfigError: there is no such file, it does not describe a model, the trainer does not support the model
+                or nothing was calculated for its layers, or a pattern of the adapters fits no layer.
         """
         from transformers import AutoConfig
 
@@ -68,6 +69,12 @@ class ModelShape:
             raise ConfigError(
                 f"model.path: models of type {config.model_type} cannot be trained; choose one of type "
                 f"{', '.join(TRAINED_MODEL_TYPES)}"
+            )
+        if attends_linearly(config.model_type):
+            raise ConfigError(
+                f"model.path: the memory of models of type {config.model_type} is not calculated yet: engines keep "
+                "states for its requests and cache keys and values in every n-th layer alone, and the activations of "
+                "linear attention were not measured; see docs/training/models.md#qwen35"
             )
         with _blaming(folder), torch.device("meta"):
             model = make_model(copy.deepcopy(config))

@@ -183,7 +183,8 @@ class BackendConfig(Config):
     compile: bool = False
     """Compile the layers of text and tower, and what follows the head's products, with torch.compile: on a GPU a step
     is faster and takes less memory, but the first takes a minute. Most of it comes with long rows: micro_batch_tokens
-    of 16384 or more. Results differ by rounding errors. For dense models on one rank, without adapters."""
+    of 16384 or more. Results differ by rounding errors. For dense models on one rank, without adapters or linear
+    attention."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

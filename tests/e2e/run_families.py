@@ -32,7 +32,14 @@ from tests.conftest import ROOT
 from tests.support.engine.family import FELT, MOST, difference, engine_of
 from tests.support.engine.reference import Reference
 from tests.support.trainer.checkpoints import tensors_of
-from tests.support.trainer.families import FAMILIES, MIXTURES, heard, write_model
+from tests.support.trainer.families import (
+    FAMILIES,
+    FULL_FAMILIES,
+    LINEAR_FAMILIES,
+    MIXTURES,
+    heard_in_engines,
+    write_model,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -107,14 +114,15 @@ async def test_five_steps_of_a_family(kind: str, nats_url: str, tmp_path: Path) 
     """Engine and trainer agree in every step, the numbers feel faults, and SGLang loads what the ranks have saved."""
 
     def made() -> Any:
-        return heard(FAMILIES[kind](), std_of_embedding=0.1)
+        return heard_in_engines(kind)
 
     model = write_model(made(), tmp_path / kind)
     with five_steps_of(tmp_path, model) as train:
         assert seen_by(train, model) <= MAX_DLOGP
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if num_experts(model) else []
         faults = [(name, permute_experts) for name in names]
-        faults += [(name, exchange_halves) for name in (*names, "self_attn.o_proj.weight")]
+        attention = "linear_attn.out_proj.weight" if kind in LINEAR_FAMILIES else "self_attn.o_proj.weight"
+        faults += [(name, exchange_halves) for name in (*names, attention)]
         for number, (name, fault) in enumerate(faults):
             other = write_model(faulty(made(), name, fault), tmp_path / f"faulty {number}")
             assert seen_by(train, other) > FELT, f"{fault.__name__} of {name}"
@@ -127,10 +135,10 @@ async def test_five_steps_of_a_family(kind: str, nats_url: str, tmp_path: Path) 
 
 
 @pytest.mark.leaves_behind("transformers' progress bar keeps a thread", "thread")
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", FULL_FAMILIES)
 async def test_five_steps_of_adapters(kind: str, nats_url: str, tmp_path: Path) -> None:
     """Of every linear layer. Engine and trainer agree in every step, and SGLang loads what `penstock export` merges."""
-    model = write_model(heard(FAMILIES[kind](), std_of_embedding=0.1), tmp_path / kind)
+    model = write_model(heard_in_engines(kind), tmp_path / kind)
     settings = {
         "trainer.lora.rank": 3,
         "trainer.lora.alpha": 6,
@@ -153,7 +161,7 @@ def test_a_run_replays_the_routing_of_its_engine(kind: str, tmp_path: Path) -> N
 
     The entropy bonus teaches all samples: a random model's answers are all wrong.
     """
-    model = write_model(heard(FAMILIES[kind](), std_of_embedding=0.1), tmp_path / kind)
+    model = write_model(heard_in_engines(kind), tmp_path / kind)
     write_rows(tmp_path / "rows.parquet", with_images=image_token_id(model) is not None)
     overrides = {
         "model.path": model,
@@ -177,6 +185,16 @@ def test_a_run_replays_the_routing_of_its_engine(kind: str, tmp_path: Path) -> N
             assert row["replayed_token_fraction"] == 1, row
             assert row["dlogp_max"] <= MAX_DLOGP, row
         replay = [sys.executable, "-m", "services.cli", "replay", str(train.folder), "--step", "1"]
+        shown = subprocess.run(replay, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+
+
+@pytest.mark.parametrize("kind", LINEAR_FAMILIES)
+def test_a_step_of_linear_attention_is_computed_again(kind: str, tmp_path: Path) -> None:
+    """By `penstock replay`, bit for bit, from what a run on one rank has recorded."""
+    model = write_model(heard_in_engines(kind), tmp_path / kind)
+    with five_steps_of(tmp_path, model, **{"trainer.ranks": 1}) as train:
+        replay = [sys.executable, "-m", "services.cli", "replay", str(train.folder), "--step", "3"]
         shown = subprocess.run(replay, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
         assert shown.returncode == 0, shown.stdout + shown.stderr
 

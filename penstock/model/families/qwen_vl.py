@@ -24,12 +24,12 @@ from penstock.model.families.experts import loaded_expert_name, own_expert_name
 from penstock.model.families.linear_attention import LINEAR_MODEL_TYPES
 from penstock.model.folder import read_json
 
-TRAINED_MODEL_TYPES: Final = ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Model types that are trained with engines. Of these, and of all in `SFT_MODEL_TYPES`, packed rows are known to give
-transformers' own log-probabilities and gradients. Others may scale or cap their logits, count positions in another way,
-or route tokens to experts."""
-SFT_MODEL_TYPES: Final = (*TRAINED_MODEL_TYPES, *LINEAR_MODEL_TYPES)
-"""Model types that supervised training takes: also those whose weights engines do not take yet."""
+TRAINED_MODEL_TYPES: Final = (
+    *("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *LINEAR_MODEL_TYPES,
+)
+"""Model types that are trained: packed rows are known to give transformers' own log-probabilities and gradients. Others
+may scale or cap their logits, count positions in another way, or route tokens to experts."""
 
 VISION_TOKENS: Final = (
     "<|vision_start|>",

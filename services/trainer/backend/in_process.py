@@ -7,6 +7,8 @@ from typing import Any
 
 from penstock.config.base import leaves
 from penstock.errors import ConfigError
+from penstock.model.families.linear_attention import attends_linearly
+from penstock.model.folder import read_json
 from penstock.model.tokens import forbidden_token_ids
 from penstock.v1 import rollout_pb2
 from penstock.weights.manifest import TensorSpec
@@ -22,6 +24,7 @@ from services.trainer.backend.files.adapter_state import AdapterState
 from services.trainer.backend.files.checkpoint_share import Collected
 from services.trainer.backend.files.export import named_weights
 from services.trainer.backend.files.model_state import ModelState
+from services.trainer.backend.files.pushed_precision import precisions
 from services.trainer.backend.memory import highest, memory_peaks, reset_memory_peak
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS
 from services.trainer.backend.policy.adapters import pushed_adapters
@@ -31,8 +34,7 @@ from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.row_passes import RowPasses
 from services.trainer.backend.train_step import StepParts, TrainStep
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
-from services.trainer.checks.adapters import adapter_contradiction
-from services.trainer.checks.model_type import require_trained_type
+from services.trainer.checks.adapters import adapter_contradiction, require_adaptable
 from services.trainer.config import BackendConfig
 
 _REFERENCE = "reference"
@@ -78,13 +80,14 @@ class InProcessBackend:
             ranks: All that compute.
 
         Raises:
-            ConfigError: the device is not there, the model's type is not trained with engines, a function of the
-                algorithm cannot be imported, or settings exclude each other.
+            ConfigError: the device is not there, a function of the algorithm cannot be imported, or settings exclude
+                each other.
         """
-        require_trained_type(model_path, is_sft=False)
         require_functions(algorithm)
         if reason := adapter_contradiction(config.lora, algorithm.kl):
             raise ConfigError(reason)
+        is_linear = attends_linearly(read_json(model_path / "config.json").get("model_type", ""))
+        require_adaptable(config.lora, attends_linearly=is_linear)
         self._algorithm = algorithm
         self._demonstration_coef = demonstration_coef
         learned = {} if demonstration_coef is None else {"demonstrations.coef": demonstration_coef}
@@ -227,14 +230,15 @@ class InProcessBackend:
         """Return what an engine loads; see `TrainBackend.export`."""
         if self._model.adapters is not None:
             return self._export_adapters(self._model.adapters)
-        dtype, masters = DTYPES[self.config.dtype], self._model.weights
+        masters, weights = self._model.weights, dict(named_weights(self.policy))
+        pushed = precisions(weights, self.policy.model.config.model_type, DTYPES[self.config.dtype])
         return NamedWeights(
             specs=tuple(
-                TensorSpec(name=name, dtype=str(dtype).removeprefix("torch."), shape=masters.full_shape(weight))
-                for name, weight in named_weights(self.policy)
+                TensorSpec(name=name, dtype=pushed[name].written_name, shape=masters.full_shape(weight))
+                for name, weight in weights.items()
             ),
             device=self._model.device,
-            tensors=((name, masters.full_tensor(weight.to(dtype))) for name, weight in named_weights(self.policy)),
+            tensors=((name, masters.full_tensor(pushed[name].apply(weight))) for name, weight in weights.items()),
         )
 
     def write_weights(self, memory: rollout_pb2.SharedMemorySource, offsets: Mapping[str, int]) -> None:

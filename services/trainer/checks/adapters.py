@@ -1,7 +1,25 @@
 """Checks that other settings go with adapters (`[trainer.lora]`)."""
 
+from penstock.errors import ConfigError
 from services.trainer.algorithm.axes import KlConfig
 from services.trainer.config import LoraConfig
+
+
+def require_adaptable(lora: LoraConfig, *, attends_linearly: bool) -> None:
+    """Check that a model takes adapters.
+
+    Args:
+        lora: The adapters; with rank 0 there are none.
+        attends_linearly: Whether it has layers of linear attention.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if lora.rank and attends_linearly:
+        raise ConfigError(
+            f"trainer.lora.rank = {lora.rank} does not go with linear attention, as of Qwen3.5, yet: adapters of its "
+            "projections are not tested; leave trainer.lora out"
+        )
 
 
 def adapter_contradiction(lora: LoraConfig, kl: KlConfig) -> str | None:

@@ -171,7 +171,7 @@ def remembering(model: Any) -> Any:
 MIXTURES: dict[str, Callable[..., Any]] = {"qwen3_vl_moe": random_qwen3_vl_moe, "qwen3_moe": random_qwen3_moe}
 LINEAR_FAMILIES: dict[str, Callable[..., Any]] = {"qwen3_5": random_qwen3_5, "qwen3_5_text": random_qwen3_5_text}
 """Most of whose layers attend linearly."""
-FAMILIES: dict[str, Callable[..., Any]] = {
+FULL_FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen3_vl": random_qwen3_vl,
     "qwen2_5_vl": random_qwen2_5_vl,
     "qwen2_vl": random_qwen2_vl,
@@ -179,12 +179,9 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen2": random_qwen2,
     **MIXTURES,
 }
+"""All of whose layers attend in full."""
+FAMILIES: dict[str, Callable[..., Any]] = {**FULL_FAMILIES, **LINEAR_FAMILIES}
 """By model type."""
-SUPERVISED: dict[str, Callable[..., Any]] = {
-    **FAMILIES,
-    **LINEAR_FAMILIES,
-}
-"""With those that only supervised training takes."""
 
 
 def heard(model: Any, *, std_of_embedding: float = 1.0) -> Any:
@@ -208,7 +205,7 @@ def heard_in_engines(kind: str) -> Any:
     With linear attention a small embedding does the opposite: of 4,680 tokens, computed by chunks and one by one, the
     worst differed by 1.5e-5 at 0.1, and by 4.3e-6 at 1.
     """
-    return heard(SUPERVISED[kind](), std_of_embedding=1.0 if kind in LINEAR_FAMILIES else 0.1)
+    return heard(FAMILIES[kind](), std_of_embedding=1.0 if kind in LINEAR_FAMILIES else 0.1)
 
 
 def published(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

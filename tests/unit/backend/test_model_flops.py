@@ -26,7 +26,13 @@ from services.trainer.batching.rows import build_row
 from services.trainer.batching.sequences import GroupReader, TrainSequence, open_reader
 from services.trainer.checks.parameter_patterns import matches
 from services.trainer.config import LoraConfig
-from tests.support.trainer.families import FAMILIES, random_qwen3, random_qwen3_5_text, random_qwen3_vl, write_model
+from tests.support.trainer.families import (
+    FULL_FAMILIES,
+    random_qwen3,
+    random_qwen3_5_text,
+    random_qwen3_vl,
+    write_model,
+)
 from tests.support.trainer.groups import IMAGES, make_group, num_placeholders, picture
 from tests.support.trainer.ranks.ranked_groups import groups_of
 
@@ -53,7 +59,7 @@ def computed_pairs(sequences: Sequence[TrainSequence], row: Any) -> int:
 @pytest.mark.parametrize(
     ("family", "trained"),
     [
-        *((family, ALL) for family in FAMILIES),
+        *((family, ALL) for family in FULL_FAMILIES),
         ("qwen3_vl", "tower"),
         ("qwen3_vl", "merger"),
         ("qwen3_vl", "text"),
@@ -62,7 +68,7 @@ def computed_pairs(sequences: Sequence[TrainSequence], row: Any) -> int:
 )
 def test_a_model_multiplies_what_torch_counts(family: str, trained: str, tmp_path: Path) -> None:
     """Forward and backward, to the last operation, but for the pixels' gradient, which torch leaves out."""
-    model = FAMILIES[family]()
+    model = FULL_FAMILIES[family]()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(matches(name, trained))
     path = write_model(model, tmp_path / "model")

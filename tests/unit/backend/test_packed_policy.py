@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import varlen as torch_varlen
 
 from bench.trainer.padded import PaddedPolicy
-from penstock.model.families.qwen_vl import SFT_MODEL_TYPES, TRAINED_MODEL_TYPES
+from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
 from penstock.model.tokens import forbidden_token_ids, image_token_id
 from services.trainer.backend.policy import varlen
 from services.trainer.backend.policy.model import PolicyModel
@@ -23,7 +23,7 @@ from services.trainer.batching.packing import common_prefix_length
 from services.trainer.batching.rows import PackedRow, Segment
 from services.trainer.batching.sequences import TrainSequence
 from tests.support.trainer import varlen_on_cpu
-from tests.support.trainer.families import CHECKPOINT, FAMILIES, SUPERVISED, VOCABULARY, write_processors
+from tests.support.trainer.families import CHECKPOINT, FAMILIES, VOCABULARY, write_processors
 from tests.support.trainer.groups import picture
 from tests.support.trainer.rows import group_row, row_of
 
@@ -46,16 +46,13 @@ def sharpened(model: Any) -> Any:
 
 
 assert set(FAMILIES) == set(TRAINED_MODEL_TYPES), "a type without these tests must be refused"
-assert set(SUPERVISED) == set(SFT_MODEL_TYPES), "here too"
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Two of one size, one of another, in the patches of each family."""
     sizes = [(96, 96), (96, 96), (160, 128)]
-    patchers = {
-        family: ImagePatcher(write_processors(family, tmp_path_factory.mktemp(family))) for family in SUPERVISED
-    }
+    patchers = {family: ImagePatcher(write_processors(family, tmp_path_factory.mktemp(family))) for family in FAMILIES}
     return {
         family: [patcher(picture(seed, size=size)) for seed, size in enumerate(sizes)]
         for family, patcher in patchers.items()
@@ -93,7 +90,7 @@ def words(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, count).tolist()
 
 
-@pytest.fixture(params=SUPERVISED)
+@pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     """Of the model."""
     return str(request.param)
@@ -102,7 +99,7 @@ def family(request: pytest.FixtureRequest) -> str:
 def policies(family: str, *, checkpointing: bool = False) -> tuple[PolicyModel, PaddedPolicy]:
     """Ours, and the reference with the same weights."""
     forbidden = forbidden_token_ids(CHECKPOINT)
-    ours, theirs = sharpened(SUPERVISED[family]()), sharpened(SUPERVISED[family]())
+    ours, theirs = sharpened(FAMILIES[family]()), sharpened(FAMILIES[family]())
     theirs.load_state_dict(ours.state_dict())
     policy = PolicyModel(ours, temperature=TEMPERATURE, forbidden_ids=forbidden, gradient_checkpointing=checkpointing)
     return policy, PaddedPolicy(theirs, temperature=TEMPERATURE, forbidden_ids=forbidden)

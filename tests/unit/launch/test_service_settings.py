@@ -141,34 +141,32 @@ def test_a_family_that_is_not_trained_is_refused_before_anything_starts(tiny_mod
             build(recipe)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_text"])
-def test_a_family_without_engines_is_for_supervised_training_alone(
-    tiny_model_path: Path, tmp_path: Path, model_type: str
-) -> None:
-    """The error names the command that takes it, and the types that engines take."""
-    recipe = recipe_of_type(model_type, tiny_model_path, tmp_path)
-    refusal = rf"{model_type} can be trained by `penstock sft` alone, .* choose one of type .*qwen3_vl, [^5]*$"
-    with pytest.raises(ConfigError, match=refusal):
-        service_settings.require_inputs(recipe)
-    assert service_settings.for_sft(recipe).model == recipe.model
-
-
 @pytest.mark.parametrize(
-    ("trainer", "refusal"),
+    ("trainer", "refusal", "of_sft"),
     [
-        ({"ranks": 2, "sequence_parallel": 2}, r"trainer\.sequence_parallel = 2 does not go with linear attention"),
-        ({"compile": True}, r"trainer\.compile = true does not go with linear attention"),
-        ({"lora": ADAPTERS}, r"trainer\.lora\.rank = 4: supervised training has no adapters yet; leave trainer\.lora"),
+        (
+            {"ranks": 2, "sequence_parallel": 2},
+            r"trainer\.sequence_parallel = 2 does not go with linear attention",
+            None,
+        ),
+        ({"compile": True}, r"trainer\.compile = true does not go with linear attention", None),
+        (
+            {"lora": ADAPTERS},
+            r"trainer\.lora\.rank = 4 does not go with linear attention",
+            r"trainer\.lora\.rank = 4: supervised training has no adapters yet; leave trainer\.lora",
+        ),
     ],
     ids=str,
 )
 def test_what_linear_attention_does_not_go_with_is_refused_before_anything_starts(
-    tiny_model_path: Path, tmp_path: Path, trainer: dict[str, Any], refusal: str
+    tiny_model_path: Path, tmp_path: Path, trainer: dict[str, Any], refusal: str, of_sft: str | None
 ) -> None:
     """Each with the setting to leave out."""
     recipe = recipe_of_type("qwen3_5", tiny_model_path, tmp_path, trainer=trainer)
-    with pytest.raises(ConfigError, match=refusal):
+    with pytest.raises(ConfigError, match=of_sft or refusal):
         service_settings.for_sft(recipe)
+    with pytest.raises(ConfigError, match=refusal):
+        service_settings.require_inputs(recipe)
 
 
 def recipe_of_type(model_type: str, tiny_model_path: Path, tmp_path: Path, **sections: Any) -> Recipe:

@@ -17,7 +17,7 @@ from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.config import BackendConfig, LoraConfig
-from tests.support.trainer.families import FAMILIES, random_qwen3
+from tests.support.trainer.families import FAMILIES, FULL_FAMILIES, random_qwen3
 from tests.support.trainer.ranks.ranked_groups import groups_of
 
 RANK_8 = "--trainer.lora.rank=8"
@@ -140,7 +140,7 @@ def test_what_is_proposed_goes_with_adapters(model: Path, monkeypatch: pytest.Mo
     assert [name.partition("=")[0] for name in plan.remedy] == ["--trainer.ranks"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FULL_FAMILIES)
 def test_adapters_are_those_of_the_trainer(family: str, tmp_path: Path) -> None:
     """By name and shape, and so are the matrices that they change."""
     model = FAMILIES[family]()

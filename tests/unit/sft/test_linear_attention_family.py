@@ -13,7 +13,7 @@ from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.ranks.start import open_supervised_ranks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.batching.sequences import TrainSequence
-from services.trainer.config import OptimizerConfig, TrainerConfig
+from services.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from services.trainer.sft.sequences import DemonstrationReader
 from tests.support.trainer.data.pictures import png
 from tests.support.trainer.data.sft import demonstration
@@ -109,5 +109,6 @@ def test_backends_refuse_what_linear_attention_does_not_go_with(path: Path) -> N
         open_supervised_ranks({**arguments, "sequence_parallel": 2}, num_ranks=2)
     with pytest.raises(ConfigError, match=r"trainer\.compile = true does not go with linear attention"):
         load_policy(path, temperature=1.0, forbidden_ids=(), is_compiled=True)
-    with pytest.raises(ConfigError, match=r"qwen3_5 can be trained by `penstock sft` alone"):
-        InProcessBackend(path, settings(), AlgorithmConfig(), seed=0, temperature=1.0)
+    adapted = settings(lora=LoraConfig(rank=2))
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.rank = 2 does not go with linear attention"):
+        InProcessBackend(path, adapted, AlgorithmConfig(), seed=0, temperature=1.0)

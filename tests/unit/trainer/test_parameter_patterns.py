@@ -7,7 +7,7 @@ from penstock.model.families.qwen_vl import part_of
 from services.trainer.backend.policy.adapters import add_adapters
 from services.trainer.checks.parameter_patterns import linear_layers, rates_of
 from services.trainer.config import LoraConfig
-from tests.support.trainer.families import FAMILIES
+from tests.support.trainer.families import FULL_FAMILIES
 
 NAMES = [
     "model.visual.patch_embed.proj.weight",
@@ -74,9 +74,9 @@ def test_a_tied_head_is_explained() -> None:
         rates_of(NAMES[:-1], {"head": 0.0}, default=1.0)
 
 
-@pytest.mark.parametrize("kind", list(FAMILIES))
+@pytest.mark.parametrize("kind", list(FULL_FAMILIES))
 def test_layers_that_take_adapters_are_told_by_name(kind: str) -> None:
     """They are those to which the trainer gives one, of every family."""
-    model = FAMILIES[kind]()
+    model = FULL_FAMILIES[kind]()
     told = linear_layers([name for name, _ in model.named_parameters()])
     assert sorted(told) == sorted(add_adapters(model, LoraConfig(rank=1, targets=("*",))))

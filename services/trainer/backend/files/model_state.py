@@ -25,6 +25,7 @@ from services.trainer.backend.files.adapter_state import AdapterState, BaseDiges
 from services.trainer.backend.files.checkpoint_share import MODEL, STATE_FILE, Collected, Owning, write_collected
 from services.trainer.backend.files.export import combined_digest, named_weights
 from services.trainer.backend.files.published_weights import PublishedWeights
+from services.trainer.backend.files.pushed_precision import precisions
 from services.trainer.backend.files.random_state import capture_random_state, random_state_digest, restore_random_state
 from services.trainer.backend.files.tensor_files import StoredTensors
 from services.trainer.backend.optimizer.adamw import ADAM_EPS, MAX_SKIPPED_STEPS, Optimizer
@@ -272,11 +273,12 @@ class ModelState:
         else:
             weights = {spec.name: tensor for spec, tensor in pushed_adapters(self.policy.model)}
             dtype = DTYPES[ADAPTER_DTYPE]
+        model_type = self.policy.model.config.model_type
         write_rows(
             weights,
             memory,
             offsets,
-            dtype=dtype,
+            precisions=precisions(weights, model_type, dtype),
             ranks=self.ranks,
             groups=self.ranks.expert_groups(self._expert_parallel),
         )

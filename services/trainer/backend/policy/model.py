@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
-from penstock.model.families.qwen_vl import SFT_MODEL_TYPES
+from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
 from services.trainer.backend.policy.attention import RowLayout, use_packed_attention
 from services.trainer.backend.policy.compiled import compile_layers
 from services.trainer.backend.policy.experts.expert_counts import ExpertCounter
@@ -42,15 +42,15 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         """Wrap a transformers model; `load_policy` loads one from a folder.
 
         Raises:
-            ConfigError: the model's type is not among `SFT_MODEL_TYPES`, or it attends in a way that packed rows
+            ConfigError: the model's type is not among `TRAINED_MODEL_TYPES`, or it attends in a way that packed rows
                 do not reproduce; or it cannot be compiled.
         """
         super().__init__()
         model_type = model.config.model_type
-        if model_type not in SFT_MODEL_TYPES:
+        if model_type not in TRAINED_MODEL_TYPES:
             raise ConfigError(
                 f"model.path: models of type {model_type} cannot be trained yet, because their packed rows are not "
-                f"tested against transformers; choose one of type {', '.join(SFT_MODEL_TYPES)}"
+                f"tested against transformers; choose one of type {', '.join(TRAINED_MODEL_TYPES)}"
             )
         self._has_images = hasattr(model.config, "vision_config")
         use_packed_attention(model, is_compiled=is_compiled)

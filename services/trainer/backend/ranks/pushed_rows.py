@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from penstock.errors import NotReadyError
 from penstock.v1 import rollout_pb2
 from penstock.weights.shared_memory import Writer, writing_into
+from services.trainer.backend.files.pushed_precision import PushedPrecision
 from services.trainer.backend.ranks.expert_groups import ExpertGroups
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.backend.ranks.sharding import full_shape, local_shard, own_rows
@@ -26,7 +28,7 @@ def write_rows(
     memory: rollout_pb2.SharedMemorySource,
     offsets: Mapping[str, int],
     *,
-    dtype: torch.dtype,
+    precisions: Mapping[str, PushedPrecision],
     ranks: Ranks,
     groups: ExpertGroups | None,
 ) -> None:
@@ -36,7 +38,7 @@ def write_rows(
         weights: Parameters of a sharded model by name.
         memory: Memory of rank 0's process.
         offsets: Where each weight begins, in bytes.
-        dtype: The weights are written in it.
+        precisions: Of each weight.
         ranks: All.
         groups: Those that the policy was sharded with.
 
@@ -44,26 +46,42 @@ def write_rows(
         OSError: this rank could not write.
         RuntimeError: another rank could not, or the weights do not fill their memory.
     """
-    own: dict[int, torch.Tensor] = {}
+    own: dict[int, _Rows] = {}
     num_bytes = 0
     for name, weight in weights.items():
         assert isinstance(weight, DTensor), "every parameter is sharded"
-        row_bytes = math.prod(weight.shape[1:]) * dtype.itemsize
+        row_bytes = math.prod(weight.shape[1:]) * precisions[name].written.itemsize
         num_bytes += full_shape(weight, groups)[0] * row_bytes
         shard = local_shard(weight)
         if shard.numel() and _is_first_copy(weight):
-            own[offsets[name] + own_rows(weight, groups).start * row_bytes] = shard
-    sizes = {offset: shard.numel() * dtype.itemsize for offset, shard in own.items()}
+            own[offsets[name] + own_rows(weight, groups).start * row_bytes] = _Rows(shard, precisions[name])
+    sizes = {offset: rows.num_bytes for offset, rows in own.items()}
     with ExitStack() as stack:
         writer = ranks.on_each(partial(_open, memory, stack, ranks))
         sent = ranks.gather(sizes if writer is None else {})
         if writer is None:
-            ranks.on_each(partial(_send, own, dtype, ranks))
+            ranks.on_each(partial(_send, own, ranks))
         else:
-            ranks.on_each(partial(_write, own, sent if ranks.rank == 0 else (), writer, dtype, ranks))
+            ranks.on_each(partial(_write, own, sent if ranks.rank == 0 else (), writer, ranks))
     written = sum(ranks.gather(sum(sizes.values())))
     if written != num_bytes:
         raise RuntimeError(f"ranks wrote {written} of {num_bytes} bytes of weights")
+
+
+class _Rows(NamedTuple):
+    """Rows of a weight that this rank writes."""
+
+    shard: torch.Tensor
+    precision: PushedPrecision
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what is written."""
+        return int(self.shard.numel() * self.precision.written.itemsize)
+
+    def rounded(self) -> torch.Tensor:
+        """Return the bytes as they are pushed, uint8[bytes], in the host's memory."""
+        return self.precision.apply(self.shard.detach()).cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _is_first_copy(weight: DTensor) -> bool:
@@ -85,22 +103,21 @@ def _open(memory: rollout_pb2.SharedMemorySource, stack: ExitStack, ranks: Ranks
         return None
 
 
-def _send(own: Mapping[int, torch.Tensor], dtype: torch.dtype, ranks: Ranks) -> None:
+def _send(own: Mapping[int, _Rows], ranks: Ranks) -> None:
     """Send this rank's rows to rank 0, which waits for all of them: also after one of them has failed."""
     failures: list[Exception] = []
-    for shard in own.values():
-        data = torch.empty(shard.numel() * dtype.itemsize, dtype=torch.uint8)
+    for rows in own.values():
+        data = torch.empty(rows.num_bytes, dtype=torch.uint8)
         with _kept(failures):
-            data = _rounded(shard, dtype)
+            data = rows.rounded()
         ranks.send(data)
     _raise_first(failures)
 
 
 def _write(
-    own: Mapping[int, torch.Tensor],
+    own: Mapping[int, _Rows],
     sent: Sequence[Mapping[int, int]],
     writer: Writer,
-    dtype: torch.dtype,
     ranks: Ranks,
 ) -> None:
     """Write this rank's rows, and what others send; they wait until all is received, also after a failure.
@@ -109,13 +126,12 @@ def _write(
         own: Rows by offset.
         sent: Of each rank, the sizes in bytes of what it sends, by offset.
         writer: The open memory.
-        dtype: Rows are written in it.
         ranks: All.
     """
     failures: list[Exception] = []
     with _kept(failures):
-        for offset, shard in own.items():
-            writer.write(offset, _rounded(shard, dtype))
+        for offset, rows in own.items():
+            writer.write(offset, rows.rounded())
     for rank, sizes in enumerate(sent):
         for offset, num_bytes in sizes.items():
             data = torch.empty(num_bytes, dtype=torch.uint8)
@@ -123,11 +139,6 @@ def _write(
             with _kept(failures):
                 writer.write(offset, data)
     _raise_first(failures)
-
-
-def _rounded(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the shard's bytes as they are pushed, uint8[bytes], in the host's memory."""
-    return shard.detach().to(dtype).cpu().contiguous().view(-1).view(torch.uint8)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.config import BackendConfig, OptimizerConfig
-from tests.support.trainer.families import FAMILIES, heard, write_model
+from tests.support.trainer.families import FULL_FAMILIES, heard, write_model
 from tests.support.trainer.ranks.rank_pool import RankPool
 from tests.support.trainer.ranks.ranked_groups import groups_of
 from tests.unit.backend.ranks.test_ranks import assert_same, trained
@@ -28,10 +28,10 @@ from tests.unit.backend.ranks.test_sequence_parallel import (
 SHORT_ROWS: dict[str, Any] = {"micro_batch_tokens": 90}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FULL_FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small one of each family."""
-    made = heard(FAMILIES[request.param](), std_of_embedding=0.3)
+    made = heard(FULL_FAMILIES[request.param](), std_of_embedding=0.3)
     return write_model(made, tmp_path_factory.mktemp("models") / request.param)
 
 
@@ -77,7 +77,7 @@ def test_four_ranks_take_the_steps_of_one(four: RankPool, tiny_model_path: Path,
 @pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_moe"])
 def test_beside_expert_parallelism(four: RankPool, tmp_path: Path, kind: str, size: int, router_replay: bool) -> None:
     """Each rank's tokens travel to the owners of their experts, whichever row they are from and whoever chose them."""
-    path = write_model(heard(FAMILIES[kind](), std_of_embedding=0.3), tmp_path / kind)
+    path = write_model(heard(FULL_FAMILIES[kind](), std_of_embedding=0.3), tmp_path / kind)
     rows = SHORT_ROWS | {"router_replay": router_replay}
     alone = trained(ALONE, path, dict(rows), range(3))
     settings = rows | {"expert_parallel": 2, "sequence_parallel": size}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.v1 import rollout_pb2
 from penstock.weights.digest import tensor_digest
@@ -16,7 +17,7 @@ from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.backend.ranks import pushed_rows
 from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.weight_sync.snapshot import WeightSnapshot
-from tests.support.trainer.families import heard, random_qwen3_moe, write_model
+from tests.support.trainer.families import heard, random_qwen3_5_text, random_qwen3_moe, write_model
 from tests.support.trainer.ranks.rank_pool import RankPool
 from tests.unit.backend.ranks.test_ranks import backend_of, steps_of
 
@@ -85,6 +86,28 @@ def test_two_ranks_push_every_byte(
     assert written == gathered
 
 
+def test_two_ranks_push_the_decays_of_linear_attention_in_float32(two: RankPool, tmp_path: Path) -> None:
+    """With the values that they compute with, which are rounded."""
+    path = write_model(heard(random_qwen3_5_text()), tmp_path / "model")
+    (written, gathered), _ = two.run(pushed, path, {"dtype": "bfloat16"}, 1)
+    assert written == gathered
+    dtypes, unrounded = two.run(pushed_dtypes, path)[0]
+    assert unrounded == []
+    assert {name for name, dtype in dtypes.items() if dtype == "float32"} == {
+        f"model.layers.{layer}.linear_attn.A_log" for layer in range(3)
+    }
+
+
+def pushed_dtypes(ranks: Ranks, path: Path) -> tuple[dict[str, str], list[str]]:
+    """The dtype in which each weight is pushed, and the names of those that have more digits than bfloat16."""
+    backend = backend_of(ranks, path, dtype="bfloat16")
+    weights = backend.export()
+    dtypes = {spec.name: spec.dtype for spec in weights.specs}
+    kept = list(weights)
+    assert dtypes == {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in kept}
+    return dtypes, [name for name, tensor in kept if not torch.equal(tensor.bfloat16().to(tensor.dtype), tensor)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "num_near"),
@@ -115,7 +138,7 @@ def failing(ranks: Ranks, path: Path, failing_rank: int, num_near: int) -> str:
         if ranks.rank == failing_rank:
             stack.enter_context(unittest.mock.patch.object(Writer, "write", side_effect=no_memory))
             if ranks.rank >= num_near:
-                stack.enter_context(unittest.mock.patch.object(pushed_rows, "_rounded", side_effect=no_memory))
+                stack.enter_context(unittest.mock.patch.object(pushed_rows._Rows, "rounded", side_effect=no_memory))
         with pytest.raises((OSError, RuntimeError)) as raised:
             write_together(backend, ranks)
     return str(raised.value)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from penstock.config import NetworkConfig
+from penstock.config import ModelConfig, NetworkConfig
 from penstock.errors import ConfigError
+from services.launch.checks.model_fit import require_fits_model
+from services.recipe import Recipe
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang import settings
 from services.rollout.engine.sglang_plugin.variables import LINEAR_ATTENTION_VARIABLE
@@ -140,6 +142,15 @@ def test_engines_refuse_what_linear_attention_does_not_go_with(
         args_of(RolloutConfig(**rollout), model_path, cuda=cuda)
     describe(model_path, model_type="qwen3")
     assert args_of(RolloutConfig(**rollout), model_path, cuda=True)["model_path"] == str(model_path)
+
+
+@pytest.mark.parametrize(("rollout", "refusal"), REFUSED, ids=str)
+def test_a_run_refuses_them_before_anything_starts(model_path: Path, rollout: dict[str, Any], refusal: str) -> None:
+    """With the setting, its value and the remedy."""
+    recipe = Recipe(model=ModelConfig(path=model_path), rollout=RolloutConfig(**rollout))
+    with pytest.raises(ConfigError, match=refusal):
+        require_fits_model(recipe, model_path)
+    require_fits_model(recipe, model_path, is_sft=True)
 
 
 def test_an_engine_on_a_cpu_has_states_for_its_requests(model_path: Path) -> None:
