@@ -1,16 +1,22 @@
 """Linear attention in an engine on a CPU: its functions, in SGLang's order, compute transformers' layer; and what keeps
 its weights those of the trainer. Real SGLang's answers are compared elsewhere."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch.nn.functional import linear
 
-from services.rollout.engine.sglang_plugin.linear_attention import on_cpu
+from penstock.weights.manifest import Manifest, pack, specs_of
+from penstock.weights.weight_files import write_weight_files
+from services.rollout.engine.sglang_plugin import weight_loader
+from services.rollout.engine.sglang_plugin.linear_attention import hooks, on_cpu
 from services.rollout.engine.sglang_plugin.linear_attention.hooks import round_decay
-from services.rollout.engine.sglang_plugin.weight_loader import refresh_derived
+from services.rollout.engine.sglang_plugin.shards import Shard
+from services.rollout.engine.sglang_plugin.transports import DiskTransport
 from tests.support.trainer.families import heard, random_qwen3_5_text
 
 NUM_SLOTS = 12
@@ -185,10 +191,31 @@ class Norm(torch.nn.Module):
         self.gemma_weight.copy_(self.weight.data).add_(1.0)
 
 
-def test_what_is_derived_from_weights_follows_a_push() -> None:
+def test_what_is_derived_from_weights_follows_a_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests do not see it, and on CPUs nothing reads it."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Sequential(Norm()))
     norm: Any = model[1][0]
-    norm.weight.data.fill_(2.0)
-    refresh_derived(model)
+    monkeypatch.setattr(weight_loader, "trainer_parameters", lambda _: [("norm", Shard(tensor=norm.weight.data))])
+    pushed = {"norm": torch.full((3,), 2.0)}
+    manifest = Manifest.plan(specs_of(pushed), max_bucket_bytes=1 << 20)
+    folder = write_weight_files(tmp_path, 1, manifest, [pack(bucket, pushed) for bucket in manifest.buckets])
+    order = weight_loader.LoadOrder(
+        bucket_lengths=(1,), transport=DiskTransport(folder=str(folder)), is_direct=True, digest="xxh3"
+    )
+    updater = SimpleNamespace(get_model=lambda: model, device="cpu", _model_update_group={})
+    described = {"names": ["norm"], "dtypes": ["float32"], "shapes": [[3]], "load_format": order.to_load_format()}
+    assert weight_loader.load(pytest.fail, updater, **described) == []
+    assert norm.weight.tolist() == [2.0] * 3
     assert norm.gemma_weight.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_kernels_are_replaced_on_cpus_alone(monkeypatch: pytest.MonkeyPatch, *, cuda: bool) -> None:
+    """Decays are rounded on GPUs too."""
+    registered: dict[str, HookType] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(HookRegistry, "register", lambda target, _, kind: registered.update({target: kind}))
+    hooks.register()
+    of_cpu = [target for target, kind in registered.items() if kind is HookType.REPLACE]
+    assert len(of_cpu) == (0 if cuda else 8)
+    assert len(registered) == len(of_cpu) + 1
