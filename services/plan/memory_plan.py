@@ -13,7 +13,6 @@ from pathlib import Path
 import pydantic
 
 from penstock.errors import ConfigError
-from penstock.model.families.linear_attention import attends_linearly
 from services.launch.gpu_plan import TRAINER, GpuPlan
 from services.launch.run_plan import assign_gpus, plan_processes
 from services.plan.engine_plan import plan_engine
@@ -84,7 +83,7 @@ def _plan(
         num_ranks=trainer.ranks,
         num_heads=int(shape.text.num_attention_heads),
         num_kv_heads=int(shape.text.num_key_value_heads),
-        attends_linearly=attends_linearly(shape.config.model_type),
+        attends_linearly=False,  # `ModelShape.read` refuses models that do
     )
     placed = _assign_gpus(recipe, gpus)
     processes: list[ProcessPlan] = []

@@ -5,9 +5,11 @@ Needs neither torch nor transformers.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import ConfigError
+from penstock.model.folder import read_json
 
 LINEAR_MODEL_TYPES: Final = ("qwen3_5", "qwen3_5_text")
 _FULL, _LINEAR = "full_attention", "linear_attention"
@@ -19,6 +21,38 @@ _DEFAULT_ROTARY_FACTOR: Final = 0.25
 def attends_linearly(model_type: str) -> bool:
     """Return whether most layers of models of this type have a state in place of attention to all earlier tokens."""
     return model_type in LINEAR_MODEL_TYPES
+
+
+def has_linear_attention(folder: Path) -> bool:
+    """Return whether the model in this folder attends linearly; one without a config.json does not.
+
+    Raises:
+        ConfigError: config.json is not JSON.
+    """
+    return attends_linearly(str(read_json(folder / "config.json").get("model_type")))
+
+
+def require_known_gates(model: Mapping[str, Any]) -> None:
+    """Check that a model that attends linearly has the gates that transformers computes, which reads none of these.
+
+    Args:
+        model: The content of config.json.
+
+    Raises:
+        ConfigError: it has others.
+    """
+    text = model.get("text_config", model)
+    gate = text.get("output_gate_type")
+    if gate not in (None, "swish", "silu"):
+        raise ConfigError(
+            f"model.path: output_gate_type = {gate!r} of config.json: transformers computes these gates with SiLU; use "
+            "a model that does, as published"
+        )
+    if text.get("attn_output_gate") is False:
+        raise ConfigError(
+            "model.path: attn_output_gate = false of config.json: transformers computes attention with a gate; use a "
+            "model that has one, as published"
+        )
 
 
 def is_kept_in_float32(name: str, model_type: str) -> bool:
@@ -33,15 +67,15 @@ def settings_for_sglang(model: Mapping[str, Any]) -> dict[str, Any]:
         model: The content of config.json, of a type that attends linearly.
 
     Raises:
-        ConfigError: SGLang would take other layers than transformers for those that attend in full.
+        ConfigError: SGLang would compute another model than transformers.
     """
+    require_known_gates(model)
     text = model.get("text_config", model)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     factor = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", _DEFAULT_ROTARY_FACTOR))
     settings = {
         "full_attention_interval": _interval_of(text),
         "partial_rotary_factor": factor,
-        "mamba_ssm_dtype": "float32",  # states are as precise as the trainer's
     }
     if "text_config" not in model:
         return settings

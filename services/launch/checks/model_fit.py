@@ -5,10 +5,8 @@ The processes would refuse the settings themselves, but only once the model is l
 
 from pathlib import Path
 
-from penstock.errors import ConfigError
 from penstock.model.families.experts import num_experts
-from penstock.model.families.linear_attention import attends_linearly
-from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
+from penstock.model.families.linear_attention import has_linear_attention
 from penstock.model.folder import attention_heads, read_json
 from penstock.model.parameters import own_parameter_sizes
 from services.recipe import Recipe
@@ -17,6 +15,7 @@ from services.rollout.engine.linear_attention import require_servable
 from services.trainer.checks.adapters import require_adaptable
 from services.trainer.checks.compiled import require_compilable
 from services.trainer.checks.expert_parallel import require_divisible
+from services.trainer.checks.model_type import require_trained_type
 from services.trainer.checks.parameter_patterns import require_fitting
 from services.trainer.checks.router_replay import require_mixture
 from services.trainer.checks.sequence_parallel import require_shareable
@@ -35,11 +34,10 @@ def require_fits_model(recipe: Recipe, path: Path, *, is_sft: bool = False) -> N
     """
     trainer = recipe.trainer
     count = num_experts(path)
-    _require_trained_type(path)
-    model = read_json(path / "config.json")
-    is_linear = attends_linearly(model.get("model_type", ""))
+    require_trained_type(path)
+    is_linear = has_linear_attention(path)
     if not is_sft:
-        require_servable(recipe.rollout, model)
+        require_servable(recipe.rollout, read_json(path / "config.json"))
         require_adaptable(trainer.lora, attends_linearly=is_linear)
         require_mixture(trainer.router_replay, num_experts=count)
         require_whole_experts(recipe.rollout.expert_parallel, num_experts=count)
@@ -55,12 +53,3 @@ def require_fits_model(recipe: Recipe, path: Path, *, is_sft: bool = False) -> N
     require_compilable(trainer.compile, is_mixture=count > 0, attends_linearly=is_linear)
     if names := list(own_parameter_sizes(path)):
         require_fitting(names, lora=trainer.lora, optimizer=trainer.optimizer)
-
-
-def _require_trained_type(path: Path) -> None:
-    model_type = read_json(path / "config.json").get("model_type")
-    if model_type is not None and model_type not in TRAINED_MODEL_TYPES:
-        raise ConfigError(
-            f"model.path = {str(path)!r}: models of type {model_type} cannot be trained; choose one of type "
-            f"{', '.join(TRAINED_MODEL_TYPES)}"
-        )

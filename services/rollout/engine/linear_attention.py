@@ -7,7 +7,7 @@ from penstock.errors import ConfigError
 from penstock.model.families.linear_attention import attends_linearly, settings_for_sglang
 from services.rollout.engine.config import RolloutConfig
 
-_WITH_LINEAR_ATTENTION = "does not go with linear attention, as of Qwen3.5, yet"
+_WITH_LINEAR_ATTENTION = "does not go with linear attention (Qwen3.5) yet"
 
 
 def require_servable(config: RolloutConfig, model: Mapping[str, Any]) -> None:

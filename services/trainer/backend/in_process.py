@@ -7,8 +7,7 @@ from typing import Any
 
 from penstock.config.base import leaves
 from penstock.errors import ConfigError
-from penstock.model.families.linear_attention import attends_linearly
-from penstock.model.folder import read_json
+from penstock.model.families.linear_attention import has_linear_attention
 from penstock.model.tokens import forbidden_token_ids
 from penstock.v1 import rollout_pb2
 from penstock.weights.manifest import TensorSpec
@@ -35,6 +34,7 @@ from services.trainer.backend.row_passes import RowPasses
 from services.trainer.backend.train_step import StepParts, TrainStep
 from services.trainer.batching.sequences import TrainGroup, TrainSequence
 from services.trainer.checks.adapters import adapter_contradiction, require_adaptable
+from services.trainer.checks.model_type import require_trained_type
 from services.trainer.config import BackendConfig
 
 _REFERENCE = "reference"
@@ -80,14 +80,14 @@ class InProcessBackend:
             ranks: All that compute.
 
         Raises:
-            ConfigError: the device is not there, a function of the algorithm cannot be imported, or settings exclude
-                each other.
+            ConfigError: the model's type is not trained, the device is not there, a function of the algorithm cannot
+                be imported, or settings exclude each other.
         """
+        require_trained_type(model_path)
         require_functions(algorithm)
         if reason := adapter_contradiction(config.lora, algorithm.kl):
             raise ConfigError(reason)
-        is_linear = attends_linearly(read_json(model_path / "config.json").get("model_type", ""))
-        require_adaptable(config.lora, attends_linearly=is_linear)
+        require_adaptable(config.lora, attends_linearly=has_linear_attention(model_path))
         self._algorithm = algorithm
         self._demonstration_coef = demonstration_coef
         learned = {} if demonstration_coef is None else {"demonstrations.coef": demonstration_coef}

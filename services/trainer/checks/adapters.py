@@ -17,7 +17,7 @@ def require_adaptable(lora: LoraConfig, *, attends_linearly: bool) -> None:
     """
     if lora.rank and attends_linearly:
         raise ConfigError(
-            f"trainer.lora.rank = {lora.rank} does not go with linear attention, as of Qwen3.5, yet: adapters of its "
+            f"trainer.lora.rank = {lora.rank} does not go with linear attention (Qwen3.5) yet: adapters of its "
             "projections are not tested; leave trainer.lora out"
         )
 

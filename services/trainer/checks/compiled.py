@@ -20,4 +20,4 @@ def require_compilable(is_compiled: bool, *, is_mixture: bool, attends_linearly:
             "trainer.compile = true does not go with mixtures of experts yet; leave it out, or train a dense model"
         )
     if is_compiled and attends_linearly:
-        raise ConfigError("trainer.compile = true does not go with linear attention, as of Qwen3.5, yet; leave it out")
+        raise ConfigError("trainer.compile = true does not go with linear attention (Qwen3.5) yet; leave it out")

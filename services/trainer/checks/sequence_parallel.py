@@ -22,7 +22,7 @@ def require_shareable(
         return
     if attends_linearly:
         raise ConfigError(
-            f"trainer.sequence_parallel = {sequence_parallel} does not go with linear attention, as of Qwen3.5, yet; "
+            f"trainer.sequence_parallel = {sequence_parallel} does not go with linear attention (Qwen3.5) yet; "
             "leave it out"
         )
     if num_ranks % sequence_parallel:

@@ -1,9 +1,10 @@
 """An engine with a small model of a family, and how far its log-probabilities are from transformers'."""
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -30,12 +31,14 @@ async def engine_of(
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
     router_replay: bool = False,
+    sglang: Mapping[str, object] = MappingProxyType({}),
 ) -> AsyncIterator[EngineProcess]:
-    """Run an engine with the model during the context."""
+    """Run an engine with the model during the context; `sglang` are settings of `rollout.sglang`."""
     sizes = {"max_running": 8, "context_length": 512}
     sizes |= {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
     trainer = {"router_replay": router_replay}
-    async with engine_process(model, nats_url, folder, grace_s=2.0, trainer=trainer, **sizes) as engine:
+    own = {"sglang": dict(sglang)} if sglang else {}
+    async with engine_process(model, nats_url, folder, grace_s=2.0, trainer=trainer, **sizes, **own) as engine:
         await engine.replica()  # the connection lasts as long as the engine
         yield engine
 

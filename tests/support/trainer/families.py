@@ -137,7 +137,7 @@ the rule reads can be almost zero, and the norm behind it would make rounding er
 
 
 def random_qwen3_5() -> Any:
-    """Without deepstack."""
+    """Without deepstack. On CPUs SGLang loads no tower whose inner size is not a multiple of 32."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     dense = json.loads((CHECKPOINT / "config.json").read_text())

@@ -11,8 +11,7 @@ import torch
 
 from penstock.config import NetworkConfig
 from penstock.errors import SetupError
-from penstock.model.families.linear_attention import attends_linearly
-from penstock.model.folder import read_json
+from penstock.model.families.linear_attention import has_linear_attention
 from penstock.runtime.imports import kept_for_ever
 from penstock.runtime.ports import held_ports
 from services.rollout.engine import disaggregation
@@ -41,7 +40,7 @@ def load(
         SetupError: SGLang did not start.
     """
     cuda = settings.has_cuda()
-    is_linear = attends_linearly(str(read_json(model_path / "config.json").get("model_type")))
+    is_linear = has_linear_attention(model_path)
     os.environ.update(
         settings.environment(config, network, group_timeout_s=group_timeout_s, cuda=cuda, is_linear=is_linear)
     )

@@ -98,6 +98,7 @@ def environment(
         LINEAR_ATTENTION_VARIABLE: "1" if is_linear else "",
         # Else the last tokens that a convolution sees are rounded to bfloat16, whatever the precision.
         "SGLANG_MAMBA_CONV_DTYPE": resolve_dtype(config.dtype, on_gpu=cuda),
+        "SGLANG_MAMBA_SSM_DTYPE": "float32",  # states are as precise as the trainer's
         "TOKENIZERS_PARALLELISM": "false",
         **disaggregation.environment(config, network, cuda=cuda),
     }

@@ -87,9 +87,11 @@ def load(receive: Any, updater: Any, **request: Any) -> Any:
 def refresh_derived(model: Any) -> None:
     """Compute again what an SGLang model has derived from its weights, as its own loader does: some norms keep one more
     than their weight, which fused kernels on GPUs read."""
+    from sglang.srt.layers.layernorm import GemmaRMSNorm
+
     for module in model.modules():
-        if (refresh := getattr(module, "refresh_gemma_weight", None)) is not None:
-            refresh()
+        if isinstance(module, GemmaRMSNorm):
+            module.refresh_gemma_weight()
 
 
 def take_into(shards: Mapping[str, Shard], manifest: Manifest, transport: Transport, groups: Mapping[str, Any]) -> None:

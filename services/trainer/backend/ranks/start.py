@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError
 from penstock.model.families.experts import num_experts
-from penstock.model.families.linear_attention import attends_linearly
-from penstock.model.folder import attention_heads, read_json
+from penstock.model.families.linear_attention import has_linear_attention
+from penstock.model.folder import attention_heads
 from services.trainer.backend.base import SupervisedBackend, TrainBackend
 from services.trainer.backend.device import resolve_device
 from services.trainer.backend.in_process import InProcessBackend
@@ -119,7 +119,7 @@ def _require_divisible(backend: Mapping[str, Any], num_ranks: int) -> None:
         num_ranks=num_ranks,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        attends_linearly=attends_linearly(read_json(backend["model_path"] / "config.json").get("model_type", "")),
+        attends_linearly=has_linear_attention(backend["model_path"]),
     )
     num_replicas = backend.get("hsdp_replicas", 1)
     if num_ranks % num_replicas:

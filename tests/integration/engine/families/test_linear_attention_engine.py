@@ -37,8 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def linear_engine(
     model: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EngineProcess]:
-    """Its engine."""
-    async with engine_of(model, nats_url, tmp_path_factory.mktemp("linear-engine")) as engine:
+    """Its engine, which computes prompts in chunks."""
+    folder = tmp_path_factory.mktemp("linear-engine")
+    async with engine_of(model, nats_url, folder, sglang={"chunked_prefill_size": 64}) as engine:
         yield engine
 
 

@@ -13,6 +13,7 @@ from services.recipe import Recipe
 from services.rollout.engine.config import RolloutConfig
 from services.rollout.engine.sglang import settings
 from services.rollout.engine.sglang_plugin.variables import LINEAR_ATTENTION_VARIABLE
+from services.trainer.checks.model_type import require_trained_type
 from tests.support.trainer.families import LINEAR_FAMILIES
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -64,7 +65,6 @@ def test_sglang_is_told_what_transformers_writes_otherwise(
     expected = {
         "full_attention_interval": interval,
         "partial_rotary_factor": rotary_factor,
-        "mamba_ssm_dtype": "float32",
     }
     assert told(model_path, cuda=cuda) == expected
     (model_path / "config.json").write_text(
@@ -108,22 +108,44 @@ def test_layers_that_sglang_would_take_for_others_are_refused(model_path: Path, 
         args_of(RolloutConfig(), model_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ({"output_gate_type": "sigmoid"}, r"model\.path: output_gate_type = 'sigmoid' of config\.json"),
+        ({"attn_output_gate": False}, r"model\.path: attn_output_gate = false of config\.json"),
+    ],
+    ids=str,
+)
+def test_gates_that_transformers_does_not_compute_are_refused(
+    model_path: Path, text: dict[str, Any], match: str
+) -> None:
+    """SGLang reads them from config.json, so engines would compute another model than the trainer."""
+    describe(model_path, **text)
+    with pytest.raises(ConfigError, match=match):
+        args_of(RolloutConfig(), model_path)
+    with pytest.raises(ConfigError, match=match):
+        require_trained_type(model_path)
+    describe(model_path, output_gate_type="swish", attn_output_gate=True)
+    args_of(RolloutConfig(), model_path)
+    require_trained_type(model_path)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"tensor_parallel": 2},
-        r"rollout\.tensor_parallel = 2 does not go with linear attention, .* leave it out, and start more engines",
+        r"rollout\.tensor_parallel = 2 does not go with linear attention .* leave it out, and start more engines",
     ),
     (
         {"prefill": 1, "decode": 1},
-        r"rollout\.prefill = 1 does not go with linear attention, .* start unified engines with rollout\.replicas",
+        r"rollout\.prefill = 1 does not go with linear attention .* start unified engines with rollout\.replicas",
     ),
     (
         {"sglang": {"speculative_algorithm": "NEXTN"}},
-        r"rollout\.sglang\.speculative_algorithm does not go with linear attention, .* leave it",
+        r"rollout\.sglang\.speculative_algorithm does not go with linear attention .* leave it",
     ),
     (
         {"sglang": {"json-model-override-args": "{}"}},
-        r"rollout\.sglang\.json-model-override-args does not go with linear attention, .* inst",
+        r"rollout\.sglang\.json-model-override-args does not go with linear attention .* inst",
     ),
 ]
 
@@ -131,7 +153,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize(
     ("rollout", "refusal"),
-    [*REFUSED, ({"role": "decode"}, r"rollout\.role = 'decode' does not go with linear attention, .*")],
+    [*REFUSED, ({"role": "decode"}, r"rollout\.role = 'decode' does not go with linear attention .*")],
     ids=str,
 )
 def test_engines_refuse_what_linear_attention_does_not_go_with(

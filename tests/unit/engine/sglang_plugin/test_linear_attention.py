@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.layernorm import GemmaRMSNorm
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch.nn.functional import linear
 
@@ -179,22 +180,10 @@ def test_decays_are_rounded_as_they_are_loaded() -> None:
     assert value.tolist() == [1.0, 1.0]
 
 
-class Norm(torch.nn.Module):
-    """One of SGLang's, with what fused kernels read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(3))
-        self.gemma_weight = torch.ones(3)
-
-    def refresh_gemma_weight(self) -> None:
-        self.gemma_weight.copy_(self.weight.data).add_(1.0)
-
-
 def test_what_is_derived_from_weights_follows_a_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests do not see it, and on CPUs nothing reads it."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Sequential(Norm()))
-    norm: Any = model[1][0]
+    norm = GemmaRMSNorm(3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Sequential(norm))
     monkeypatch.setattr(weight_loader, "trainer_parameters", lambda _: [("norm", Shard(tensor=norm.weight.data))])
     pushed = {"norm": torch.full((3,), 2.0)}
     manifest = Manifest.plan(specs_of(pushed), max_bucket_bytes=1 << 20)

@@ -44,7 +44,7 @@ def register() -> None:
 def convolve_prompts(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: None,
     *,
     conv_states: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -57,7 +57,7 @@ def convolve_prompts(
     Args:
         x: [C, T], the sequences one after the other.
         weight: [C, W].
-        bias: [C].
+        bias: None: the family has none.
         conv_states: Windows [S, C, W - 1].
         query_start_loc: Where each sequence begins, and the end, int[B + 1].
         cache_indices: Slot of each sequence, int[B].
@@ -69,7 +69,7 @@ def convolve_prompts(
         if not has_initial_state[number]:
             window = torch.zeros_like(window)
         seen = torch.cat([window.to(x.dtype), x[:, start:end]], dim=1)
-        mixed = conv1d(seen[None].float(), weight[:, None].float(), _as_float(bias), groups=len(weight))
+        mixed = conv1d(seen[None].float(), weight[:, None].float(), groups=len(weight))
         output[:, start:end] = silu(mixed[0]).to(x.dtype)
         conv_states[slot] = seen[:, -window.shape[1] :].to(conv_states.dtype)
     return output
@@ -79,7 +79,7 @@ def convolve_tokens(
     x: torch.Tensor,
     conv_state: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    bias: None = None,
     activation: str | None = None,
     *,
     conv_state_indices: torch.Tensor,
@@ -91,7 +91,7 @@ def convolve_tokens(
         x: [B, C].
         conv_state: Windows [S, C, W - 1].
         weight: [C, W].
-        bias: [C].
+        bias: None: the family has none.
         activation: Always SiLU.
         conv_state_indices: Slot of each sequence, int[B].
     """
@@ -99,7 +99,7 @@ def convolve_tokens(
     seen_BCW = torch.cat([conv_state[slots].to(x.dtype), x[..., None]], dim=-1)
     conv_state[slots] = seen_BCW[..., 1:].to(conv_state.dtype)
     mixed_BC = (seen_BCW.float() * weight.float()).sum(dim=-1)
-    return silu(mixed_BC if bias is None else mixed_BC + bias.float()).to(x.dtype)
+    return silu(mixed_BC).to(x.dtype)
 
 
 def gates_of(
@@ -260,7 +260,3 @@ def _spans(starts: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[int, int
 def _for_values(heads: torch.Tensor, num_v_heads: int) -> torch.Tensor:
     """Repeat queries or keys [..., K, D] for the heads of values that share them: [..., H, D]."""
     return heads.repeat_interleave(num_v_heads // heads.shape[-2], dim=-2)
-
-
-def _as_float(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.float()
