@@ -264,8 +264,11 @@ async def test_a_transport_is_given_up_only_for_its_own_failures(
     hung = {STAGES[point]: DEADLINE_S} if action == "hang" else {}
     async with replicas_of(bus, 1) as (replica,), publishing(bus, transport="shared_memory") as publisher:
         await replica.set_faults(**{point: Fault(action)})
-        with deadlines(publisher, **hung):
+        with deadlines(publisher, **hung), capture_logs() as events:
             await publisher.publish(snapshot(1, shared=True))
+        if hung and point != "prepare":  # whose call has the deadline itself
+            [failure] = [event for event in events if event["event"] == "push.replica_failed"]
+            assert f"{replica.replica_id}: stage {STAGES[point][:-2]} exceeded its deadline; see" in failure["reason"]
         async with kept_current(publisher):
             await until_serving(replica, 1)
             assert (await publisher.publish(snapshot(2, shared=True))).num_failed == 0
