@@ -32,10 +32,14 @@ _MODES = {
     "drain": rollout_pb2.PAUSE_MODE_DRAIN,
 }
 
-
-_REMEDIES = dict.fromkeys(("prepare", "pause"), "see trainer.weight_sync.stage_timeout_s") | dict.fromkeys(
-    ("upload", "transfer", "commit"), "see trainer.weight_sync.transfer_timeout_s"
-)
+_SETTINGS = {
+    "prepare": "stage_timeout_s",
+    "upload": "transfer_timeout_s",
+    "pause": "stage_timeout_s",
+    "transfer": "transfer_timeout_s",
+    "commit": "transfer_timeout_s",
+}
+"""What sets the deadline of each stage."""
 
 
 class PushStages:
@@ -80,7 +84,8 @@ class PushStages:
         try:
             await called(work, peer=member.replica_id)
         except TimeoutError:
-            error = DeadlineError(f"{member.replica_id}: stage {stage} exceeded its deadline; {_REMEDIES[stage]}")
+            setting = f"trainer.weight_sync.{_SETTINGS[stage]}"
+            error = DeadlineError(f"{member.replica_id}: stage {stage} exceeded its deadline; see {setting}")
             raise error from None
         except BaseException as failure:
             error = failure
