@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 
 from penstock.bus.connection import Bus
 from penstock.errors import ChecksumError, InvalidRequestError, NotReadyError, UnavailableError
+from penstock.rpc.addressee import require_addressee
 from penstock.runtime.process import end_task
 from penstock.testing.simulated_engine import SimulatedEngine
 from penstock.v1 import common_pb2, generate_pb2, rollout_pb2
@@ -114,11 +115,7 @@ class PacedEngine(SimulatedEngine):
         self, request: rollout_pb2.PrepareWeightsRequest, context: Any
     ) -> rollout_pb2.PrepareWeightsResponse:
         """Announce a push; accepts only shared memory, and only growing versions unless the push says otherwise."""
-        if request.policy_version < self.replica.policy_version and not request.replaces_newer:
-            raise InvalidRequestError(f"policy_version = {request.policy_version} is older than this engine's")
-        if request.WhichOneof("source") != "shared_memory":
-            raise NotReadyError("a simulated engine reads shared memory only; let it share a machine with the trainer")
-        self._push = request
+        self._prepare(request, context)
         return rollout_pb2.PrepareWeightsResponse()
 
     async def UpdateWeights(  # noqa: N802 - gRPC's name
@@ -126,6 +123,9 @@ class PacedEngine(SimulatedEngine):
     ) -> AsyncIterator[rollout_pb2.UpdateWeightsResponse]:
         """Pause all answers, read the weights, and resume with the push's version; if it is older than the one before,
         running calls fail."""
+        if request.HasField("prepare"):
+            self._prepare(request.prepare, context)
+            yield rollout_pb2.UpdateWeightsResponse(stage=rollout_pb2.UPDATE_STAGE_PREPARED)
         push = self._require(request.push_id)
         self._clock.pause()
         self._enter(common_pb2.REPLICA_STATE_UPDATING)
@@ -148,6 +148,14 @@ class PacedEngine(SimulatedEngine):
             self._end_push()
         return rollout_pb2.AbortWeightsResponse(state=self.replica.state)
 
+    def _prepare(self, request: rollout_pb2.PrepareWeightsRequest, context: Any) -> None:
+        require_addressee(context, self.replica_id)
+        if request.policy_version < self.replica.policy_version and not request.replaces_newer:
+            raise InvalidRequestError(f"policy_version = {request.policy_version} is older than this engine's")
+        if request.WhichOneof("source") != "shared_memory":
+            raise NotReadyError("a simulated engine reads shared memory only; let it share a machine with the trainer")
+        self._push = request
+
     def _require(self, push_id: str) -> rollout_pb2.PrepareWeightsRequest:
         if self._push is None or self._push.push_id != push_id:
             raise NotReadyError(f"push {push_id} was not prepared here")
@@ -162,17 +170,16 @@ class PacedEngine(SimulatedEngine):
         self.replica.state = state
         self._changed.set()
 
-    async def _renew_on_change(self) -> None:
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            await self.update()
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
         """Serve and hold the lease during the context."""
         async with super().running():
-            renewing = asyncio.create_task(self._renew_on_change())
+            assert self._lease is not None, "the base class holds it"
+            renewing = asyncio.create_task(
+                self._lease.renew_on_change(
+                    self._changed, is_passing=lambda: self.replica.state == common_pb2.REPLICA_STATE_UPDATING
+                )
+            )
             try:
                 yield self
             finally:

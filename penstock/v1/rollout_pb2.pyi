@@ -62,6 +62,8 @@ class _UpdateStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdateSta
     """Generation has stopped."""
     UPDATE_STAGE_RECEIVED: _UpdateStage.ValueType  # 2
     """All buckets are loaded."""
+    UPDATE_STAGE_PREPARED: _UpdateStage.ValueType  # 3
+    """The push is announced. Only if the request announces it; it is then the first stage."""
 
 class UpdateStage(_UpdateStage, metaclass=_UpdateStageEnumTypeWrapper):
     """What an update has done."""
@@ -72,6 +74,8 @@ UPDATE_STAGE_PAUSED: UpdateStage.ValueType  # 1
 """Generation has stopped."""
 UPDATE_STAGE_RECEIVED: UpdateStage.ValueType  # 2
 """All buckets are loaded."""
+UPDATE_STAGE_PREPARED: UpdateStage.ValueType  # 3
+"""The push is announced. Only if the request announces it; it is then the first stage."""
 Global___UpdateStage: _TypeAlias = UpdateStage  # noqa: Y015
 
 @_typing.final
@@ -715,6 +719,7 @@ class UpdateWeightsRequest(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     DRAIN_S_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    PREPARE_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """The push."""
     mode: Global___PauseMode.ValueType
@@ -725,6 +730,10 @@ class UpdateWeightsRequest(_message.Message):
     def digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """As in CommitWeightsRequest."""
 
+    @_builtins.property
+    def prepare(self) -> Global___PrepareWeightsRequest:
+        """Announces the push, which must be the same one and have nothing to upload. Not set: it was prepared before."""
+
     def __init__(
         self,
         *,
@@ -732,10 +741,11 @@ class UpdateWeightsRequest(_message.Message):
         mode: Global___PauseMode.ValueType = ...,
         drain_s: _builtins.float = ...,
         digests: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        prepare: Global___PrepareWeightsRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prepare", b"prepare"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "drain_s", b"drain_s", "mode", b"mode", "push_id", b"push_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "drain_s", b"drain_s", "mode", b"mode", "prepare", b"prepare", "push_id", b"push_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,11 +26,13 @@ if _version_not_supported:
 
 
 class RolloutServiceStub:
-    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
-    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
-    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
-    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
-    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
+    """RolloutService is served by every rollout engine beside GenerateService. A push to an engine that reads the weights by
+    itself is one call, Update. If they are uploaded, it is Prepare, Send and Update. The engines of a broadcast, which
+    must receive together, are called with Prepare, Pause, Receive and Commit. Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights
+    are not those that were sent, the call that compares them (Update, Commit) fails with DATA_LOSS and ends the push. A
+    call that announces a push may name the replica that is meant in its metadata, as `penstock-addressee`; another one
+    that answers at the address refuses it with UNAVAILABLE.
     """
 
     def __init__(self, channel):
@@ -87,11 +89,13 @@ class RolloutServiceStub:
 
 
 class RolloutServiceServicer:
-    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
-    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
-    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
-    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
-    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
+    """RolloutService is served by every rollout engine beside GenerateService. A push to an engine that reads the weights by
+    itself is one call, Update. If they are uploaded, it is Prepare, Send and Update. The engines of a broadcast, which
+    must receive together, are called with Prepare, Pause, Receive and Commit. Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights
+    are not those that were sent, the call that compares them (Update, Commit) fails with DATA_LOSS and ends the push. A
+    call that announces a push may name the replica that is meant in its metadata, as `penstock-addressee`; another one
+    that answers at the address refuses it with UNAVAILABLE.
     """
 
     def GetReplica(self, request, context):
@@ -119,6 +123,7 @@ class RolloutServiceServicer:
 
     def UpdateWeights(self, request, context):
         """UpdateWeights does what Pause, Receive and Commit do, one after the other, and answers after each of the first two.
+        If its request announces the push, it does what Prepare does before them, and answers after that as well.
         When the call ends without an error, the version is current and generation continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -222,11 +227,13 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService:
-    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
-    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
-    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
-    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
-    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
+    """RolloutService is served by every rollout engine beside GenerateService. A push to an engine that reads the weights by
+    itself is one call, Update. If they are uploaded, it is Prepare, Send and Update. The engines of a broadcast, which
+    must receive together, are called with Prepare, Pause, Receive and Commit. Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights
+    are not those that were sent, the call that compares them (Update, Commit) fails with DATA_LOSS and ends the push. A
+    call that announces a push may name the replica that is meant in its metadata, as `penstock-addressee`; another one
+    that answers at the address refuses it with UNAVAILABLE.
     """
 
     @staticmethod

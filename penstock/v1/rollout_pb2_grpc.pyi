@@ -27,11 +27,13 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
-    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
-    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
-    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
-    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
+    """RolloutService is served by every rollout engine beside GenerateService. A push to an engine that reads the weights by
+    itself is one call, Update. If they are uploaded, it is Prepare, Send and Update. The engines of a broadcast, which
+    must receive together, are called with Prepare, Pause, Receive and Commit. Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights
+    are not those that were sent, the call that compares them (Update, Commit) fails with DATA_LOSS and ends the push. A
+    call that announces a push may name the replica that is meant in its metadata, as `penstock-addressee`; another one
+    that answers at the address refuses it with UNAVAILABLE.
     """
 
     @_typing.overload
@@ -49,6 +51,7 @@ class RolloutServiceStub:
     """SendWeights uploads a delta, after Prepare and before Update. The engine keeps it in a file; generation goes on."""
     UpdateWeights: _grpc.UnaryStreamMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]
     """UpdateWeights does what Pause, Receive and Commit do, one after the other, and answers after each of the first two.
+    If its request announces the push, it does what Prepare does before them, and answers after that as well.
     When the call ends without an error, the version is current and generation continues.
     """
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]
@@ -72,11 +75,13 @@ class RolloutServiceStub:
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
-    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
-    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
-    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
-    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
-    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
+    """RolloutService is served by every rollout engine beside GenerateService. A push to an engine that reads the weights by
+    itself is one call, Update. If they are uploaded, it is Prepare, Send and Update. The engines of a broadcast, which
+    must receive together, are called with Prepare, Pause, Receive and Commit. Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights
+    are not those that were sent, the call that compares them (Update, Commit) fails with DATA_LOSS and ends the push. A
+    call that announces a push may name the replica that is meant in its metadata, as `penstock-addressee`; another one
+    that answers at the address refuses it with UNAVAILABLE.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -91,6 +96,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """SendWeights uploads a delta, after Prepare and before Update. The engine keeps it in a file; generation goes on."""
     UpdateWeights: _aio.UnaryStreamMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """UpdateWeights does what Pause, Receive and Commit do, one after the other, and answers after each of the first two.
+    If its request announces the push, it does what Prepare does before them, and answers after that as well.
     When the call ends without an error, the version is current and generation continues.
     """
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseGenerationRequest, _rollout_pb2.PauseGenerationResponse]  # type: ignore[assignment]
@@ -113,11 +119,13 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """RolloutService is served by every rollout engine beside GenerateService. A push begins with Prepare. An engine that
-    fetches the weights by itself is then called with (Send and) Update; the engines of a broadcast, which must receive
-    together, with Pause, Receive and Commit. Abort may follow any of them. Each call names its push; a call for a push
-    that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights are not those that were sent, the
-    call that compares them (Update, Commit) fails with DATA_LOSS and ends the push.
+    """RolloutService is served by every rollout engine beside GenerateService. A push to an engine that reads the weights by
+    itself is one call, Update. If they are uploaded, it is Prepare, Send and Update. The engines of a broadcast, which
+    must receive together, are called with Prepare, Pause, Receive and Commit. Abort may follow any of them. Each call
+    names its push; a call for a push that was not prepared is refused with FAILED_PRECONDITION. If the engine's weights
+    are not those that were sent, the call that compares them (Update, Commit) fails with DATA_LOSS and ends the push. A
+    call that announces a push may name the replica that is meant in its metadata, as `penstock-addressee`; another one
+    that answers at the address refuses it with UNAVAILABLE.
     """
 
     @_abc_1.abstractmethod
@@ -154,6 +162,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.UpdateWeightsResponse], _abc.AsyncIterator[_rollout_pb2.UpdateWeightsResponse]]:
         """UpdateWeights does what Pause, Receive and Commit do, one after the other, and answers after each of the first two.
+        If its request announces the push, it does what Prepare does before them, and answers after that as well.
         When the call ends without an error, the version is current and generation continues.
         """
 

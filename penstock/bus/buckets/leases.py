@@ -18,6 +18,9 @@ from penstock.runtime.process import end_task
 
 log = structlog.get_logger()
 
+_PASSING_S = 0.2
+"""Seconds that a passing state must last to be told. Every write is read by all who watch the bucket."""
+
 
 class Lease:
     """A value of this process in a bucket, which lapses unless renewed."""
@@ -36,6 +39,21 @@ class Lease:
                 await self._bucket.put(self._key, self._describe())
         except BUS_ERRORS as error:
             log.warning("lease.renew_failed", key=self._key, error=describe(error))
+
+    async def renew_on_change(self, changed: asyncio.Event, *, is_passing: Callable[[], bool] = lambda: False) -> None:
+        """Write the value whenever `changed` is set, until cancelled.
+
+        While `is_passing()`, as in the pause of a push, that waits for the next change, but not for long.
+        """
+        while True:
+            await changed.wait()
+            if is_passing():
+                changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_PASSING_S):
+                        await changed.wait()
+            changed.clear()
+            await self.renew()
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 
 from penstock.errors import InvalidRequestError
+from penstock.rpc.addressee import require_addressee
 from penstock.v1 import rollout_pb2, rollout_pb2_grpc
 from penstock.weights.manifest import Manifest
 from services.rollout.engine.drain import Drain
@@ -37,18 +38,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.PrepareWeightsRequest, context: Context
     ) -> rollout_pb2.PrepareWeightsResponse:
         """Announce a push: join its process group, or check its source."""
-        field = request.WhichOneof("source")
-        if field is None:
-            raise InvalidRequestError("source is missing: give one of broadcast, disk, shared_memory and delta")
-        await self._receiver.prepare(
-            request.push_id,
-            request.policy_version,
-            getattr(request, field),
-            Manifest.from_proto(request.manifest),
-            deadline_s=request.deadline_s,
-            digest=request.digest,
-            replaces_newer=request.replaces_newer,
-        )
+        await self._prepare(request, context)
         return rollout_pb2.PrepareWeightsResponse()
 
     async def SendWeights(  # noqa: N802 - the contract's name
@@ -85,9 +75,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def UpdateWeights(  # noqa: N802 - the contract's name
         self, request: rollout_pb2.UpdateWeightsRequest, context: Context
     ) -> AsyncIterator[rollout_pb2.UpdateWeightsResponse]:
-        """Pause, take all buckets, prove them, make the version current and resume generation."""
+        """Pause, take all buckets, prove them, make the version current and resume generation; announce the push before
+        that if the request does."""
+        announced = None
+        if request.HasField("prepare"):
+            _require_one_call(request)
+            announced = self._prepare(request.prepare, context)
         async with aclosing(
-            self._receiver.update(request.push_id, request.mode, request.drain_s, request.digests)
+            self._receiver.update(request.push_id, request.mode, request.drain_s, request.digests, announced=announced)
         ) as stages:
             async for stage in stages:
                 yield rollout_pb2.UpdateWeightsResponse(stage=stage)
@@ -108,3 +103,33 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.DrainReplicaResponse(
             num_finished=drained.num_finished, num_handed_over=drained.num_handed_over
         )
+
+    async def _prepare(self, request: rollout_pb2.PrepareWeightsRequest, context: Context) -> None:
+        require_addressee(context, self._view.replica_id)
+        field = request.WhichOneof("source")
+        if field is None:
+            raise InvalidRequestError("source is missing: give one of broadcast, disk, shared_memory and delta")
+        await self._receiver.prepare(
+            request.push_id,
+            request.policy_version,
+            getattr(request, field),
+            Manifest.from_proto(request.manifest),
+            deadline_s=request.deadline_s,
+            digest=request.digest,
+            replaces_newer=request.replaces_newer,
+        )
+
+
+def _require_one_call(request: rollout_pb2.UpdateWeightsRequest) -> None:
+    """Check that the push that is announced is the one that is taken, and can be taken in the same call.
+
+    Raises:
+        InvalidRequestError: it is another, or it needs an upload before.
+    """
+    if request.prepare.push_id != request.push_id:
+        raise InvalidRequestError(
+            f"prepare.push_id = {request.prepare.push_id!r} is not push_id = {request.push_id!r}; announce the push "
+            "that is taken"
+        )
+    if request.prepare.HasField("delta"):
+        raise InvalidRequestError("prepare.delta: a delta is uploaded first; announce it with PrepareWeights")

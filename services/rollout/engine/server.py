@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 from nats.js.kv import KeyValue
 
-from penstock.bus.buckets.leases import Lease, held
+from penstock.bus.buckets.leases import held
 from penstock.bus.buckets.replica_lease import write_replica
 from penstock.bus.connection import Bus, connect
 from penstock.bus.image_store import ImageStore
@@ -26,7 +26,7 @@ from penstock.runtime.process import unless_stopped
 from penstock.runtime.security import Security
 from penstock.telemetry.metrics import exposed
 from penstock.telemetry.serving import serving_metrics
-from penstock.v1 import generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from penstock.v1 import common_pb2, generate_pb2, generate_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from services.rollout.engine import disaggregation
 from services.rollout.engine.config import MAX_PUSH_S, EngineSettings, RolloutConfig
 from services.rollout.engine.crash_streak import CrashStreak
@@ -150,7 +150,7 @@ async def _announce(
     lease_of_server = held(bucket, server.view.replica_id, lambda: _lease(server), ttl_s=settings.bus.lease_ttl_s)
     async with lease_of_server as lease, asyncio.TaskGroup() as tasks:
         keeping = [
-            tasks.create_task(_renew_on_change(server, lease)),
+            tasks.create_task(lease.renew_on_change(server.changed, is_passing=lambda: _is_passing(server))),
             tasks.create_task(_follow_load(server)),
             tasks.create_task(server.engine.until_it_hangs(is_excused=lambda: server.receiver.is_busy)),
         ]
@@ -264,11 +264,9 @@ def _dead(engine: SglangEngine) -> UnavailableError:
     return UnavailableError(f"the engine died: {engine.death}; start the engine again")
 
 
-async def _renew_on_change(server: EngineServer, lease: Lease) -> None:
-    while True:
-        await server.changed.wait()
-        server.changed.clear()
-        await lease.renew()
+def _is_passing(server: EngineServer) -> bool:
+    """Return whether the engine is in a push that concerns no router: peers of a pair take no calls meanwhile."""
+    return server.view.state == common_pb2.REPLICA_STATE_UPDATING and not server.engine.is_disaggregated
 
 
 async def _follow_load(server: EngineServer) -> None:

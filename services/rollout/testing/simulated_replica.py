@@ -89,11 +89,15 @@ class _View:
         self._options = options
         self._receiver = receiver
 
+    @property
+    def replica_id(self) -> str:
+        return self._options.reported_id or self._options.replica_id
+
     async def refresh(self) -> None: ...
 
     def describe(self, replica_id: str = "") -> common_pb2.Replica:
         return common_pb2.Replica(
-            replica_id=replica_id or self._options.reported_id or self._options.replica_id,
+            replica_id=replica_id or self.replica_id,
             address=self.address,
             role=common_pb2.REPLICA_ROLE_UNIFIED,
             state=self.state_override or self._receiver.state,
@@ -200,10 +204,7 @@ async def _main(options: _Options, control: Connection) -> None:
         async with leases.held(bucket, options.replica_id, view.lease, ttl_s=options.lease_ttl_s) as lease:
             await lease.renew()
             control.send(server.address)
-            while True:
-                await changed.wait()
-                changed.clear()
-                await lease.renew()
+            await lease.renew_on_change(changed, is_passing=lambda: receiver.state == common_pb2.REPLICA_STATE_UPDATING)
 
 
 def _process(options: _Options, control: Connection) -> None:

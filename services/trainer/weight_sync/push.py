@@ -64,7 +64,10 @@ class Push:
         self._only_lagging = only_lagging
         self._replaces_newer = replaces_newer
         self._on_half_served = on_half_served
-        self._num_until_half = 0
+        self._num_served = 0
+        self._is_half_served = False
+        self._num_able = 0
+        """Members that can take a push, as far as is known."""
         self._done: list[Member] = []
         self._failed: dict[Member, PenstockError] = {}
         self._repeated: set[Member] = set()
@@ -76,10 +79,10 @@ class Push:
         """Push to `members`, dropping those that fail."""
         started = time.monotonic()
         version = self._weights.version
-        left, self._failed = await self._pool.ask(
-            tuple(members), lagging_behind=version if self._only_lagging else None
-        )
-        self._num_until_half = -(-len(left) // 2)
+        left = tuple(members)
+        if self._only_lagging or not self._selector.all_read(left, self._weights):
+            left, self._failed = await self._pool.ask(left, lagging_behind=version if self._only_lagging else None)
+        self._num_able = len(left)
         while left:
             left = await self._push_to_a_part(left)
         push_s = time.monotonic() - started
@@ -125,8 +128,8 @@ class Push:
             replaces_newer=self._replaces_newer,
         )
         if not isinstance(transport, CollectiveTransport):
-            return await RollingPush(stages, members, self._pool.stub, self._count_served).run()
-        return await CollectivePush(stages, members, self._pool.stub, transport, self._count_served).run()
+            return await RollingPush(stages, members, self._pool.stub, self._note_served, self._note_absent).run()
+        return await CollectivePush(stages, members, self._pool.stub, transport, self._note_served).run()
 
     def _may_try_again(self, transport: Transport, member: Member, outcome: PushOutcome) -> bool:
         """Return whether to repeat the push to a failed member."""
@@ -142,9 +145,17 @@ class Push:
             return True
         return False
 
-    def _count_served(self) -> None:
-        self._num_until_half -= 1
-        if self._num_until_half == 0:
+    def _note_served(self) -> None:
+        self._num_served += 1
+        self._tell_at_half()
+
+    def _note_absent(self) -> None:
+        self._num_able -= 1
+        self._tell_at_half()
+
+    def _tell_at_half(self) -> None:
+        if not self._is_half_served and 0 < self._num_able <= 2 * self._num_served:
+            self._is_half_served = True
             self._on_half_served()
 
     def _report(self, push_s: float) -> PushReport:

@@ -1,7 +1,7 @@
 """The stages of a push to one member: prepare, upload, pause, transfer, commit, each with a deadline.
 
-`rolling_push.py` takes each member through the stages alone, the last three in one call, `collective_push.py` all of
-them together until they have received the weights.
+`rolling_push.py` takes each member through the stages alone, in one call unless it is sent the weights first;
+`collective_push.py` takes all of them together until they have received the weights.
 """
 
 import asyncio
@@ -14,14 +14,15 @@ from typing import Any
 
 import grpc.aio
 
-from penstock.errors import DeadlineError
+from penstock.errors import DeadlineError, PenstockError
+from penstock.rpc.addressee import addressed_to
 from penstock.telemetry import spans
 from penstock.v1 import rollout_pb2
 from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.deadlines import PushDeadlines
 from services.trainer.weight_sync.push_calls import Member, Stub, called
 from services.trainer.weight_sync.snapshot import WeightSnapshot
-from services.trainer.weight_sync.transports.base import PullTransport, Transport
+from services.trainer.weight_sync.transports.base import PullTransport, Transport, UploadTransport
 
 _DRAIN_S = 30.0
 """With mode drain, seconds for running requests to finish; after that they are retracted. New ones wait meanwhile, so
@@ -65,11 +66,14 @@ class PushStages:
         """The last stage that each member taken through stages alone has begun."""
         self.durations_s: defaultdict[str, list[float]] = defaultdict(list)
         """Seconds that each of these members spent in a stage, by the stage's name."""
+        self.paused_s: dict[Member, float] = {}
+        """Seconds that each of these members was kept from generating."""
+        self.absent: set[Member] = set()
+        """Members that were called once and did not take the push up; nothing is left of it there."""
         self._transport = transport
         self._mode = _MODES[config.mode]
         self._drain_s = _DRAIN_S if config.mode == "drain" else 0.0
         self._replaces_newer = replaces_newer
-        self._manifest = weights.manifest.to_proto()
 
     @property
     def mean_s(self) -> dict[str, float]:
@@ -97,16 +101,12 @@ class PushStages:
 
     def prepare(self, stub: Stub, member: Member) -> Awaitable[rollout_pb2.PrepareWeightsResponse]:
         """Announce the push."""
-        request = rollout_pb2.PrepareWeightsRequest(
-            push_id=self.push_id,
-            policy_version=self.weights.version,
-            manifest=self._manifest,
-            digest=self.weights.digest_kind,
-            deadline_s=self.deadlines.push_s,
-            replaces_newer=self._replaces_newer,
+        announcement = rollout_pb2.PrepareWeightsRequest()
+        announcement.CopyFrom(self._announcement)
+        self._transport.announce(member, announcement)
+        return stub.PrepareWeights(
+            announcement, timeout=self.deadlines.prepare_s, metadata=addressed_to(member.replica_id)
         )
-        self._transport.announce(member, request)
-        return stub.PrepareWeights(request, timeout=self.deadlines.prepare_s)
 
     def record(
         self, stage: str, member: Member, began: float, ended: float, error: BaseException | None = None
@@ -123,17 +123,27 @@ class PushStages:
             error=None if error is None else str(error),
         )
 
-    async def upload(self, stub: Stub, _: Member) -> None:
-        """Send the bytes that the member loads later, while it still generates."""
-        if isinstance(self._transport, PullTransport):
-            await self._transport.upload(stub, self.push_id, timeout_s=self.deadlines.upload_s)
-
-    async def update(self, stub: Stub, member: Member) -> None:
-        """Make the member pause, load the weights, prove them, and generate with them, in one call."""
-        call, deadlines = stub.UpdateWeights(self._update), self.deadlines
-        await self.run("pause", member, _answered(call, within_s=deadlines.pause_s + self._drain_s))
-        await self.run("transfer", member, _answered(call, within_s=deadlines.transfer_s))
-        await self.run("commit", member, _ended(call, within_s=deadlines.commit_s))
+    async def take_alone(self, stub: Stub, member: Member) -> None:
+        """Take the member through all stages."""
+        transport, deadlines = self._transport, self.deadlines
+        if isinstance(transport, UploadTransport):
+            await self.run("prepare", member, self.prepare(stub, member))
+            await self.run("upload", member, transport.upload(stub, self.push_id, timeout_s=deadlines.upload_s))
+            call = stub.UpdateWeights(self._update)
+        else:
+            call = stub.UpdateWeights(self._announced_update, metadata=addressed_to(member.replica_id))
+            try:
+                await self.run("prepare", member, _answered(call, within_s=deadlines.prepare_s))
+            except PenstockError:
+                self.absent.add(member)
+                raise
+        paused_at = time.monotonic()
+        try:
+            await self.run("pause", member, _answered(call, within_s=deadlines.pause_s + self._drain_s))
+            await self.run("transfer", member, _answered(call, within_s=deadlines.transfer_s))
+            await self.run("commit", member, _ended(call, within_s=deadlines.commit_s))
+        finally:
+            self.paused_s[member] = time.monotonic() - paused_at
 
     def pause(self, stub: Stub, _: Member) -> Awaitable[rollout_pb2.PauseGenerationResponse]:
         """Make the member stop generating."""
@@ -153,7 +163,29 @@ class PushStages:
         """
         return stub.CommitWeights(self._commit, timeout=self.deadlines.commit_s)
 
-    # The digests of a large model are tens of thousands, so a request is made once for all members.
+    # A large model has tens of thousands of weights, so these messages are made once for all members.
+    @functools.cached_property
+    def _announcement(self) -> rollout_pb2.PrepareWeightsRequest:
+        """Without a source."""
+        return rollout_pb2.PrepareWeightsRequest(
+            push_id=self.push_id,
+            policy_version=self.weights.version,
+            manifest=self.weights.manifest.to_proto(),
+            digest=self.weights.digest_kind,
+            deadline_s=self.deadlines.push_s,
+            replaces_newer=self._replaces_newer,
+        )
+
+    @functools.cached_property
+    def _announced_update(self) -> rollout_pb2.UpdateWeightsRequest:
+        """With the source of a transport that members read, which is the same for all."""
+        assert isinstance(self._transport, PullTransport), "others announce something different to each member"
+        request = rollout_pb2.UpdateWeightsRequest()
+        request.CopyFrom(self._update)
+        request.prepare.CopyFrom(self._announcement)
+        self._transport.name_source(request.prepare)
+        return request
+
     @functools.cached_property
     def _update(self) -> rollout_pb2.UpdateWeightsRequest:
         return rollout_pb2.UpdateWeightsRequest(

@@ -9,11 +9,10 @@ their own part (a load, a drain), more begin.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 
-from penstock.errors import PenstockError
+from penstock.errors import NotReadyError, PenstockError
 from services.trainer.weight_sync.push_calls import CANCEL_NOTICE_S, CANCELLED, Member, PushCalls, Stub
 from services.trainer.weight_sync.push_outcome import PushOutcome
 from services.trainer.weight_sync.push_stages import PushStages
@@ -34,15 +33,24 @@ class RollingPush:
         members: tuple[Member, ...],
         stub: Callable[[Member], Stub],
         on_served: Callable[[], None],
+        on_absent: Callable[[], None],
     ) -> None:
-        """Push to `members` in order; call `on_served` for each that serves the version."""
+        """Push to `members` in order.
+
+        Args:
+            stages: The calls of the push.
+            members: The members.
+            stub: Returns the connection to a member.
+            on_served: Called for each that serves the version.
+            on_absent: Called for each that takes no push.
+        """
         self._stages = stages
         self._members = members
         self._stub = stub
         self._on_served = on_served
+        self._on_absent = on_absent
         self._done: list[Member] = []
         self._failed: dict[Member, PenstockError] = {}
-        self._paused_s: dict[Member, float] = {}
 
     async def run(self) -> PushOutcome:
         """Take every member through all stages, or until it fails."""
@@ -65,30 +73,25 @@ class RollingPush:
             failed=self._failed,
             failed_in={member: self._stages.reached[member] for member in self._failed},
             is_reusable=True,
-            paused_s=self._paused_s,
+            paused_s=self._stages.paused_s,
             stages_s=self._stages.mean_s,
         )
 
     async def _push_to(self, member: Member) -> None:
         stages = self._stages
-        paused_at: float | None = None
         try:
-            stub = self._stub(member)
-            await stages.run("prepare", member, stages.prepare(stub, member))
-            await stages.run("upload", member, stages.upload(stub, member))
-            paused_at = time.monotonic()
-            await stages.update(stub, member)
+            await stages.take_alone(self._stub(member), member)
             self._done.append(member)
             self._on_served()
         except PenstockError as error:
             self._failed[member] = error
-            await self._abort(member, str(error), stages.deadlines.control_s)
+            if member not in stages.absent:
+                await self._abort(member, str(error), stages.deadlines.control_s)
+            elif not isinstance(error, NotReadyError):  # which another transport may get around
+                self._on_absent()
         except asyncio.CancelledError:
             await self._abort(member, CANCELLED, CANCEL_NOTICE_S)
             raise
-        finally:
-            if paused_at is not None:
-                self._paused_s[member] = time.monotonic() - paused_at
 
     async def _abort(self, member: Member, reason: str, timeout_s: float) -> None:
         await PushCalls((member,), self._stub, self._stages.push_id).abort((member,), reason, timeout_s)

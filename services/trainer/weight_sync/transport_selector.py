@@ -15,7 +15,7 @@ from services.trainer.config import WeightSyncConfig
 from services.trainer.weight_sync.push_calls import Member
 from services.trainer.weight_sync.push_outcome import PushOutcome
 from services.trainer.weight_sync.snapshot import WeightSnapshot
-from services.trainer.weight_sync.transports.base import Transport
+from services.trainer.weight_sync.transports.base import PullTransport, Transport
 from services.trainer.weight_sync.transports.broadcast import BroadcastTransport
 from services.trainer.weight_sync.transports.delta import DeltaStore, DeltaTransport
 from services.trainer.weight_sync.transports.disk import DiskTransport, WeightFileStore
@@ -57,6 +57,14 @@ class TransportSelector:
         elif self._config.transport == "delta":
             await self._deltas.move_on(weights)
 
+    def all_read(self, members: Sequence[Member], weights: WeightSnapshot) -> bool:
+        """Return whether each of the members, which hold an earlier version, reads `weights` by itself.
+
+        None of them can then keep the others waiting.
+        """
+        names = [transport.name for transport in self._sources(weights, only_lagging=False)]
+        return all(any(member not in self._unfit.get(name, ()) for name in names) for member in members)
+
     async def next(
         self,
         members: tuple[Member, ...],
@@ -78,15 +86,11 @@ class TransportSelector:
         Raises:
             SetupError: network.advertise_host is not an address of this machine, or there is no room for a delta.
         """
-        folder = self._files.folder_of(weights.version)
-        wants_files = only_lagging or self._config.transport == "disk"
-        if folder is not None and wants_files and (readers := self._fit(members, DiskTransport.name)):
-            return readers, DiskTransport(folder)
+        for transport in self._sources(weights, only_lagging=only_lagging):
+            if readers := self._fit(members, transport.name):
+                return readers, transport
         if self._config.transport == "delta":
             return await self._delta(members, versions, failed_delta)
-        memory = weights.shared_memory
-        if memory is not None and (near := self._fit(members, SharedMemoryTransport.name)):
-            return near, SharedMemoryTransport(memory)
         return members, await self._broadcast(members)
 
     async def put_back(self, transport: Transport, outcome: PushOutcome) -> None:
@@ -124,6 +128,16 @@ class TransportSelector:
         group, self._group = self._group, None
         if group is not None:
             await asyncio.to_thread(group.close)
+
+    def _sources(self, weights: WeightSnapshot, *, only_lagging: bool) -> list[PullTransport]:
+        """Return the transports that members read, the preferred one first."""
+        sources: list[PullTransport] = []
+        folder = self._files.folder_of(weights.version)
+        if folder is not None and (only_lagging or self._config.transport == "disk"):
+            sources.append(DiskTransport(folder))
+        if weights.shared_memory is not None:
+            sources.append(SharedMemoryTransport(weights.shared_memory))
+        return sources
 
     def _fit(self, members: Sequence[Member], name: str) -> tuple[Member, ...]:
         return tuple(member for member in members if member not in self._unfit.get(name, ()))

@@ -52,15 +52,35 @@ async def test_stages_of_an_update_are_told_as_they_end() -> None:
     assert (one.state, one.version) == (REPLICA_STATE_READY, 1)
 
 
+async def test_an_update_that_announces_its_push_prepares_first() -> None:
+    """And says so before it pauses."""
+    sink = RecordedSink()
+    one = await receiver(sink)
+    announced = one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
+    told = []
+    async for stage in one.update("p1", rollout_pb2.PAUSE_MODE_RETRACT, 0.0, DIGESTS, announced=announced):
+        told.append((stage, sink.calls[-1]))
+    assert told == [
+        (rollout_pb2.UPDATE_STAGE_PREPARED, "join g1"),
+        (rollout_pb2.UPDATE_STAGE_PAUSED, "pause"),
+        (rollout_pb2.UPDATE_STAGE_RECEIVED, "end"),
+    ]
+    assert (one.state, one.version) == (REPLICA_STATE_READY, 1)
+
+
 @pytest.mark.parametrize(
     ("stage", "state"),
-    [(rollout_pb2.UPDATE_STAGE_PAUSED, REPLICA_STATE_READY), (rollout_pb2.UPDATE_STAGE_RECEIVED, REPLICA_STATE_BROKEN)],
+    [
+        (rollout_pb2.UPDATE_STAGE_PREPARED, REPLICA_STATE_READY),
+        (rollout_pb2.UPDATE_STAGE_PAUSED, REPLICA_STATE_READY),
+        (rollout_pb2.UPDATE_STAGE_RECEIVED, REPLICA_STATE_BROKEN),
+    ],
 )
 async def test_an_update_whose_call_ends_between_two_stages_ends(stage: int, state: int) -> None:
     """The trainer dies there: the engine generates on, or is BROKEN, without waiting for the push's deadline."""
     one = await receiver(RecordedSink())
-    await one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
-    update = one.update("p1", rollout_pb2.PAUSE_MODE_RETRACT, 0.0, DIGESTS)
+    announced = one.prepare("p1", 1, group(), MANIFEST, deadline_s=30.0)
+    update = one.update("p1", rollout_pb2.PAUSE_MODE_RETRACT, 0.0, DIGESTS, announced=announced)
     while await anext(update) != stage:
         pass
     await update.aclose()

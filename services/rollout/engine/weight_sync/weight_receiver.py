@@ -1,6 +1,6 @@
 """WeightReceiver: the engine's side of a push, prepare -> (upload) -> pause -> receive -> verify -> commit.
 
-The trainer asks for the four last ones at once (`update`), or one by one if engines receive together.
+The trainer asks for all at once (`update`), or one by one if there is an upload or engines receive together.
 
 Invariants: once a push has changed weights, they serve no token until it is complete. The version changes only at
 commit. No push outlives its deadline, so a vanished trainer costs one deadline. A push that ends early is cleaned up
@@ -11,7 +11,7 @@ push heals it. Versions only grow within a call: where a push replaces a newer v
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 
 import structlog
@@ -149,10 +149,10 @@ class WeightReceiver:
         async with self._holding():
             if self._push is not None:  # prepared while this call waited
                 await self._end_push(self._push, f"superseded by push {push_id}")
-            transport, upload = await accept(
-                source, version, manifest, held=self.version, is_sound=self._sound, num_ranks=self._num_ranks
-            )
-            async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, "forming the process group"):
+            async with self._within(self._prepare_deadline_s + _CLEAN_UP_MARGIN_S, f"preparing push {push_id!r}"):
+                transport, upload = await accept(
+                    source, version, manifest, held=self.version, is_sound=self._sound, num_ranks=self._num_ranks
+                )
                 if isinstance(source, rollout_pb2.BroadcastSource) and source.group_name != self._group_name:
                     await self._leave_group()
                     await self._join_group(source)
@@ -244,10 +244,22 @@ class WeightReceiver:
             await self._finish(push)
 
     async def update(
-        self, push_id: str, mode: rollout_pb2.PauseMode.ValueType, drain_s: float, digests: Mapping[str, int]
+        self,
+        push_id: str,
+        mode: rollout_pb2.PauseMode.ValueType,
+        drain_s: float,
+        digests: Mapping[str, int],
+        *,
+        announced: Awaitable[None] | None = None,
     ) -> AsyncGenerator[rollout_pb2.UpdateStage.ValueType, None]:
-        """Pause, receive, verify and commit; iterate over the stages that are complete. Ending early ends the push."""
+        """Pause, receive, verify and commit; iterate over the stages that are complete. Ending early ends the push.
+
+        With `announced`, a call of `prepare` for the same push, that is the first stage.
+        """
         try:
+            if announced is not None:
+                await announced
+                yield rollout_pb2.UPDATE_STAGE_PREPARED
             await self.pause(push_id, mode, drain_s)
             yield rollout_pb2.UPDATE_STAGE_PAUSED
             await self.receive(push_id)

@@ -25,8 +25,21 @@ class Transport(ABC):
 class PullTransport(Transport):
     """Each member fetches the weights on its own, and none waits for another."""
 
+    @abstractmethod
+    def name_source(self, request: rollout_pb2.PrepareWeightsRequest) -> None:
+        """Set the source in `request`; it is the same for all members."""
+
+    def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
+        """Set the source."""
+        self.name_source(request)
+
+
+class UploadTransport(PullTransport):
+    """Each member is sent the weights before it loads them."""
+
+    @abstractmethod
     async def upload(self, stub: Stub, push_id: str, *, timeout_s: float) -> None:
-        """Send a prepared member the bytes that it loads later, while it still generates. Most transports send none."""
+        """Send a prepared member the bytes that it loads later, while it still generates."""
 
 
 class CollectiveTransport(Transport):

@@ -17,9 +17,9 @@ import structlog
 from penstock.errors import SetupError
 from penstock.v1 import rollout_pb2
 from penstock.weights.delta import write_blocks
-from services.trainer.weight_sync.push_calls import Member, Stub
+from services.trainer.weight_sync.push_calls import Stub
 from services.trainer.weight_sync.snapshot import WeightSnapshot
-from services.trainer.weight_sync.transports.base import PullTransport
+from services.trainer.weight_sync.transports.base import UploadTransport
 
 log = structlog.get_logger()
 
@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class DeltaTransport(PullTransport):
+class DeltaTransport(UploadTransport):
     """A file of blocks, uploaded to each member before it pauses."""
 
     name = "delta"
@@ -37,8 +37,8 @@ class DeltaTransport(PullTransport):
     base_version: int
     """The version that the members must hold; 0: the blocks contain all weights."""
 
-    def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
-        """Announce the base version, and the size of the upload."""
+    def name_source(self, request: rollout_pb2.PrepareWeightsRequest) -> None:
+        """Name the base version, and the size of the upload."""
         request.delta.base_version = self.base_version
         request.delta.size_bytes = self.size_bytes
 

@@ -16,7 +16,6 @@ from penstock.v1 import rollout_pb2
 from penstock.weights.version_folders import claim
 from penstock.weights.weight_files import write_weight_files
 from services.trainer.config import WeightSyncConfig
-from services.trainer.weight_sync.push_calls import Member
 from services.trainer.weight_sync.snapshot import WeightSnapshot
 from services.trainer.weight_sync.transports.base import PullTransport
 
@@ -30,8 +29,8 @@ class DiskTransport(PullTransport):
     name = "disk"
     folder: Path
 
-    def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
-        """Announce the folder."""
+    def name_source(self, request: rollout_pb2.PrepareWeightsRequest) -> None:
+        """Name the folder."""
         request.disk.folder = str(self.folder)
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from penstock.v1 import rollout_pb2
 from penstock.weights.shared_memory import SharedMemory
-from services.trainer.weight_sync.push_calls import Member
 from services.trainer.weight_sync.transports.base import PullTransport
 
 
@@ -15,6 +14,6 @@ class SharedMemoryTransport(PullTransport):
     name = "shared_memory"
     memory: SharedMemory
 
-    def announce(self, member: Member, request: rollout_pb2.PrepareWeightsRequest) -> None:
-        """Announce how to open the memory."""
+    def name_source(self, request: rollout_pb2.PrepareWeightsRequest) -> None:
+        """Say how to open the memory."""
         request.shared_memory.CopyFrom(self.memory.message)
