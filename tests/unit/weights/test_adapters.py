@@ -12,7 +12,7 @@ from penstock.weights.manifest import Manifest, TensorSpec, pack, specs_of
 from penstock.weights.weight_files import write_weight_files
 from services.rollout.engine.sglang_plugin import merged_adapters
 from services.rollout.engine.sglang_plugin.merged_adapters import MergedAdapters
-from services.rollout.engine.sglang_plugin.shards import Cut, Shard
+from services.rollout.engine.sglang_plugin.shards import Cut, Section, Shard
 from services.rollout.engine.sglang_plugin.transports import DiskTransport
 from services.rollout.engine.sglang_plugin.variables import HeldParameter
 from services.rollout.engine.sglang_plugin.weight_loader import take_into
@@ -141,7 +141,7 @@ def test_processes_that_share_a_matrix_merge_their_parts(tmp_path: Path, layer: 
     pushed, whole = adapter(layer, 5), base()[f"{layer}.weight"]
     parts = []
     for rank in range(2):
-        cut = Cut(dim=dim, size=size, stride=size // 2, rank=rank)
+        cut = Cut(dim=dim, sections=(Section(size=size, stride=size // 2),), rank=rank)
         shard = Shard(tensor=whole.narrow(dim, rank * size // 2, size // 2).clone(), cut=cut)
         engine = Engine({f"{layer}.weight": shard})
         for seed in (4, 5):

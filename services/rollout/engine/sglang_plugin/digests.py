@@ -142,11 +142,11 @@ class GatherMemory:
         whole = self.whole[: shard.whole_bytes].view(shard.tensor.dtype).view(shard.shape)
         for number, part in enumerate(parts):
             rank, replica = divmod(number, cut.replicas)
-            held = part.narrow(cut.dim + 1, 0, cut.length_of(rank))
-            if replica == 0:
-                shard.of_rank(rank, whole).copy_(held)
-            elif not torch.equal(_bytes(held), _bytes(shard.of_rank(rank, whole))):
-                return torch.stack(parts)
+            for held, place in zip(shard.unpadded(part, rank), shard.of_rank(rank, whole), strict=True):
+                if replica == 0:
+                    place.copy_(held)
+                elif not torch.equal(_bytes(held), _bytes(place)):
+                    return torch.stack(parts)
         return whole
 
 

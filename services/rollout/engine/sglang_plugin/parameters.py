@@ -34,7 +34,14 @@ def trainer_parameters(model: Any) -> Iterator[tuple[str, Shard]]:
         layer, _, kind = name.rpartition(".")
         names = own_names(name, is_multimodal=is_multimodal)
         data: torch.Tensor = parameter.data
-        shards = shards_of(model.get_submodule(layer), kind, data, len(names), inner_size(layer, model.config))
+        shards = shards_of(
+            model.get_submodule(layer),
+            kind,
+            data,
+            len(names),
+            inner_size=inner_size(layer, model.config),
+            convolved=convolved_sizes(layer, model),
+        )
         yield from zip(names, shards, strict=True)
 
 
@@ -50,3 +57,12 @@ def inner_size(layer: str, config: Any) -> int | None:
     # On a CPU SGLang changes the config too, and keeps the model's size under the first name.
     size: int = getattr(part, "original_intermediate_size", part.intermediate_size)
     return size
+
+
+def convolved_sizes(layer: str, model: Any) -> tuple[int, ...]:
+    """The channels of queries, keys and values of a convolution of linear attention, each of which SGLang divides by
+    itself; none for other layers."""
+    if not layer.endswith(".linear_attn.conv1d"):
+        return ()
+    attention = model.get_submodule(layer.removesuffix(".conv1d"))
+    return (attention.key_dim, attention.key_dim, attention.value_dim)

@@ -11,25 +11,28 @@ import torch.distributed as dist
 from penstock.weights.digest import XXH3, tensor_digest
 from penstock.weights.manifest import Manifest, chunks, pack, specs_of
 from services.rollout.engine.sglang_plugin.digests import Agreement, GatherMemory, shared_digests
-from services.rollout.engine.sglang_plugin.shards import Cut, Shard, _sizes_by_name
+from services.rollout.engine.sglang_plugin.shards import Cut, Section, Shard
 from services.rollout.engine.sglang_plugin.transports import BroadcastTransport
 from services.rollout.engine.sglang_plugin.weight_loader import take_into
 from services.trainer.backend.ranks.ranks import Ranks
 from tests.support.trainer.ranks.rank_pool import RankPool
 
 CUTS = {
-    "rows": ((6, 5), {"dim": 0, "size": 6, "stride": 3}, 1),
-    "columns": ((5, 6), {"dim": 1, "size": 6, "stride": 3}, 1),
-    "a bias": ((6,), {"dim": 0, "size": 6, "stride": 3}, 1),
-    "queries, keys and values in one": ((12, 5), {"dim": 0, "size": 12, "stride": 2, "projections": 3}, 1),
-    "experts as wholes": ((6, 4, 5), {"dim": 0, "size": 6, "stride": 3}, 1),
-    "gate and up of experts": ((3, 8, 5), {"dim": 1, "size": 8, "stride": 2, "projections": 2}, 1),
-    "a padded vocabulary": ((7, 5), {"dim": 0, "size": 7, "stride": 4}, 1),
-    "a padded middle": ((5, 7), {"dim": 1, "size": 7, "stride": 4}, 1),
-    "one that ends in the first shard": ((3, 5), {"dim": 0, "size": 3, "stride": 4}, 1),
-    "keys that both hold": ((4, 5), {"dim": 0, "size": 4, "stride": 4, "replicas": 2}, 2),
+    "rows": ((6, 5), 0, [(6, 3)], 1),
+    "columns": ((5, 6), 1, [(6, 3)], 1),
+    "a bias": ((6,), 0, [(6, 3)], 1),
+    "queries, keys and values in one": ((12, 5), 0, [(4, 2)] * 3, 1),
+    "queries, keys and values that are convolved": ((16, 1, 4), 0, [(4, 2), (4, 2), (8, 4)], 1),
+    "experts as wholes": ((6, 4, 5), 0, [(6, 3)], 1),
+    "gate and up of experts": ((3, 8, 5), 1, [(4, 2)] * 2, 1),
+    "a padded vocabulary": ((7, 5), 0, [(7, 4)], 1),
+    "a padded middle": ((5, 7), 1, [(7, 4)], 1),
+    "padded sections": ((12, 5), 0, [(7, 4), (5, 3)], 1),
+    "one that ends in the first shard": ((3, 5), 0, [(3, 4)], 1),
+    "keys that both hold": ((4, 5), 0, [(4, 4)], 2),
+    "sections that both hold": ((10, 5), 0, [(4, 4), (6, 6)], 2),
 }
-"""Shape of a whole, how two processes share it, and how many hold the same."""
+"""Shape of a whole, its dimension that two processes share, sizes and strides there, and how many hold the same."""
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +44,16 @@ def pool() -> Iterator[RankPool]:
 
 def shard_of(name: str, rank: int) -> Shard:
     """An empty shard."""
-    shape, cut, replicas = CUTS[name]
-    made = Cut(**{**cut, "rank": rank // replicas})
+    shape, dim, sections, replicas = CUTS[name]
+    cut = Cut(
+        dim=dim,
+        sections=tuple(Section(size=size, stride=stride) for size, stride in sections),
+        rank=rank // replicas,
+        replicas=replicas,
+    )
     sizes = list(shape)
-    sizes[made.dim] = made.projections * made.length
-    return Shard(tensor=torch.zeros(sizes, dtype=torch.int64), cut=made)
+    sizes[dim] = cut.length
+    return Shard(tensor=torch.zeros(sizes, dtype=torch.int64), cut=cut)
 
 
 def whole_of(name: str) -> torch.Tensor:
@@ -60,13 +68,16 @@ def whole_of(name: str) -> torch.Tensor:
         ("rows", 1, [3, 4, 5]),
         ("queries, keys and values in one", 0, [0, 1, 4, 5, 8, 9]),
         ("queries, keys and values in one", 1, [2, 3, 6, 7, 10, 11]),
+        ("queries, keys and values that are convolved", 0, [0, 1, 4, 5, 8, 9, 10, 11]),
+        ("queries, keys and values that are convolved", 1, [2, 3, 6, 7, 12, 13, 14, 15]),
         ("a padded vocabulary", 1, [4, 5, 6]),
+        ("padded sections", 1, [4, 5, 6, 10, 11]),
         ("one that ends in the first shard", 1, []),
         ("keys that both hold", 1, [0, 1, 2, 3]),
     ],
 )
 def test_a_process_takes_its_rows(name: str, rank: int, rows: list[int]) -> None:
-    """Of each projection the same shard."""
+    """Of each section the same shard."""
     shard, whole = shard_of(name, rank), whole_of(name)
     shard.write(whole)
     assert shard.shape == whole.shape
@@ -79,7 +90,7 @@ def digests(ranks: Ranks, damaged: str | None = None) -> dict[str, int]:
     for name, shard in shards.items():
         shard.write(whole_of(name))
         if name == damaged and ranks.rank == 1:
-            shard.tensor[0] += 1
+            shard.tensor.view(-1)[-1] += 1
     return shared_digests(shards, XXH3, dist.group.WORLD, Agreement(dist.group.WORLD))
 
 
@@ -89,8 +100,9 @@ def test_shards_together_are_the_parameter(pool: RankPool) -> None:
     assert [len(each) for each in found] == [len(list(CUTS)[rank::2]) for rank in range(2)]
     right = found[0] | found[1]
     assert right == {name: tensor_digest(whole_of(name)) for name in CUTS}
-    found = pool.run(digests, "columns")
-    assert {name for name, digest in (found[0] | found[1]).items() if digest != right[name]} == {"columns"}
+    for damaged in ("columns", "sections that both hold"):
+        found = pool.run(digests, damaged)
+        assert {name for name, digest in (found[0] | found[1]).items() if digest != right[name]} == {damaged}
 
 
 @pytest.mark.parametrize("num_wrong", [1, 3])
@@ -101,7 +113,8 @@ def test_a_wrong_shard_is_seen(replicas: int, first_wrong: int, num_wrong: int) 
     whole = torch.arange(8.0).reshape(4, 2) - 2  # with a 0 in it
     shards = []
     for rank in range(4):
-        cut = Cut(dim=0, size=4, stride=replicas, rank=rank // replicas, replicas=replicas)
+        section = Section(size=4, stride=replicas)
+        cut = Cut(dim=0, sections=(section,), rank=rank // replicas, replicas=replicas)
         shards.append(Shard(tensor=torch.zeros(replicas, 2), cut=cut))
         shards[-1].write(whole)
     right = [shard.padded_into(torch.empty(0)).clone() for shard in shards]
@@ -163,12 +176,4 @@ def test_one_that_fails_still_takes_what_is_sent(pool: RankPool, chunk_bytes: in
 def test_a_shard_of_another_size_is_refused() -> None:
     """SGLang may pad what it divides."""
     with pytest.raises(ValueError, match=r"shard of a parameter has the shape \[4, 5\]"):
-        Shard(tensor=torch.zeros(4, 5), cut=Cut(dim=0, size=6, stride=3, rank=0))
-
-
-def test_the_first_of_several_parameters_may_hold_several_projections() -> None:
-    """Queries, keys and values of linear attention, which processes would have to divide each by itself."""
-    assert _sizes_by_name([4, 4, 8, 8], 2, count=1) == [16, 8]
-    assert _sizes_by_name([6, 6], 2, count=2) == [6, 6]
-    with pytest.raises(ValueError, match=r"4, 4, 8, 8 rows are 2 parameters .* set rollout\.tensor_parallel = 1"):
-        _sizes_by_name([4, 4, 8, 8], 2, count=2)
+        Shard(tensor=torch.zeros(4, 5), cut=Cut(dim=0, sections=(Section(size=6, stride=3),), rank=0))
