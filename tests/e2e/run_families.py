@@ -23,6 +23,7 @@ from penstock.testing.tolerance import MAX_DLOGP
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 from services.cli import main
 from services.recipe import Recipe
+from services.rollout.testing.engine_process import engine_process
 from services.trainer.backend.base import take_step
 from services.trainer.backend.in_process import InProcessBackend
 from services.trainer.batching.sequences import open_reader
@@ -132,6 +133,19 @@ async def test_five_steps_of_a_family(kind: str, nats_url: str, tmp_path: Path) 
         trained = Reference(saved)
         assert await difference(engine, trained) <= MOST
         assert await difference(engine, Reference(model)) > FELT / 100
+
+
+@pytest.mark.parametrize("kind", LINEAR_FAMILIES)
+async def test_five_steps_with_an_engine_of_two_processes(kind: str, nats_url: str, tmp_path: Path) -> None:
+    """It is started by hand, as `penstock train` starts none of several processes on a CPU, and has joined the run."""
+    model = write_model(heard_in_engines(kind), tmp_path / kind)
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    settings = {"tensor_parallel": 2, "max_running": 8, "context_length": 512}
+    async with engine_process(model, nats_url, folder, run=tmp_path.name, grace_s=2.0, lease_ttl_s=30.0, **settings):
+        of_bus = {"bus.url": nats_url, "bus.lease_ttl_s": 30.0, "run.name": tmp_path.name}
+        with five_steps_of(tmp_path, model, **of_bus, **{"rollout.replicas": 0, "rollout.context_length": 512}):
+            pass
 
 
 @pytest.mark.leaves_behind("transformers' progress bar keeps a thread", "thread")

@@ -16,6 +16,8 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 _DEFAULT_INTERVAL: Final = 4
 """transformers': every fourth layer attends in full."""
 _DEFAULT_ROTARY_FACTOR: Final = 0.25
+_DEFAULT_HEADS: Final = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+"""Transformers', by their keys in config.json."""
 
 
 def attends_linearly(model_type: str) -> bool:
@@ -53,6 +55,16 @@ def require_known_gates(model: Mapping[str, Any]) -> None:
             "model.path: attn_output_gate = false of config.json: transformers computes attention with a gate; use a "
             "model that has one, as published"
         )
+
+
+def linear_heads(model: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many heads of keys and of values linear attention has, by their keys in config.json.
+
+    Args:
+        model: The content of config.json, of a type that attends linearly.
+    """
+    text = model.get("text_config", model)
+    return {key: int(text.get(key, default)) for key, default in _DEFAULT_HEADS.items()}
 
 
 def is_kept_in_float32(name: str, model_type: str) -> bool:

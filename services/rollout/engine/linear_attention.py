@@ -1,10 +1,11 @@
 """What engines can do with models that attend linearly. Pure, so that it is checked before anything heavy is loaded."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.model.families.linear_attention import attends_linearly, settings_for_sglang
+from penstock.model.families.linear_attention import attends_linearly, linear_heads, settings_for_sglang
 from services.rollout.engine.config import RolloutConfig
 
 _WITH_LINEAR_ATTENTION = "does not go with linear attention (Qwen3.5) yet"
@@ -22,11 +23,7 @@ def require_servable(config: RolloutConfig, model: Mapping[str, Any]) -> None:
     """
     if not attends_linearly(str(model.get("model_type"))):
         return
-    if config.tensor_parallel > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel = {config.tensor_parallel} {_WITH_LINEAR_ATTENTION}: pushes do not divide its "
-            "projections among processes; leave it out, and start more engines with rollout.replicas"
-        )
+    _require_heads_for(config.tensor_parallel, linear_heads(model))
     pairs: dict[str, object] = {"rollout.prefill": config.prefill, "rollout.decode": config.decode}
     if config.role != "unified":
         pairs["rollout.role"] = repr(config.role)
@@ -47,3 +44,12 @@ def require_servable(config: RolloutConfig, model: Mapping[str, Any]) -> None:
                 "model's config.json instead"
             )
     settings_for_sglang(model)
+
+
+def _require_heads_for(tensor_parallel: int, heads: Mapping[str, int]) -> None:
+    for key, number in heads.items():
+        if number % tensor_parallel:
+            raise ConfigError(
+                f"rollout.tensor_parallel = {tensor_parallel} does not divide {key} = {number} of config.json; set it "
+                f"to a divisor of {math.gcd(*heads.values())}"
+            )

@@ -137,13 +137,13 @@ the rule reads can be almost zero, and the norm behind it would make rounding er
 
 
 def random_qwen3_5() -> Any:
-    """Without deepstack. On CPUs SGLang loads no tower whose inner size is not a multiple of 32."""
+    """Without deepstack. On CPUs SGLang loads no tower whose inner size is not a multiple of 32 for each process."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     dense = json.loads((CHECKPOINT / "config.json").read_text())
     tokens = {name: value for name, value in dense.items() if name.endswith("token_id")}
     vision = {
-        **{"hidden_size": 32, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 64, "depth": 2},
+        **{"hidden_size": 32, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64, "depth": 2},
         "num_position_embeddings": 64,
     }
     config = Qwen3_5Config(text_config=LINEAR, vision_config=vision, **tokens, tie_word_embeddings=False)

@@ -14,7 +14,6 @@ from tests.support.engine.push import Push
 from tests.support.engine.reference import Reference, request
 from tests.support.trainer.families import (
     FAMILIES,
-    FULL_FAMILIES,
     LINEAR_FAMILIES,
     MIXTURES,
     heard_in_engines,
@@ -29,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtu
     ("kind", "settings"),
     [
         *((kind, {"tensor_parallel": 1}) for kind in FAMILIES),
-        *((kind, {"tensor_parallel": 2}) for kind in FULL_FAMILIES),
+        *((kind, {"tensor_parallel": 2}) for kind in FAMILIES),
         *((kind, {"tensor_parallel": 2, "expert_parallel": 2}) for kind in MIXTURES),
     ],
     ids=str,

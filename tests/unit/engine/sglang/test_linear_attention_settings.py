@@ -1,6 +1,7 @@
 """What engines of models that attend linearly are told, and what they are refused."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,8 @@ def test_gates_that_transformers_does_not_compute_are_refused(
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
-        {"tensor_parallel": 2},
-        r"rollout\.tensor_parallel = 2 does not go with linear attention .* leave it out, and start more engines",
+        {"tensor_parallel": 3},
+        r"rollout\.tensor_parallel = 3 does not divide linear_num_key_heads = 16 of .* set it to a divisor of 16",
     ),
     (
         {"prefill": 1, "decode": 1},
@@ -173,6 +174,27 @@ def test_a_run_refuses_them_before_anything_starts(model_path: Path, rollout: di
     with pytest.raises(ConfigError, match=refusal):
         require_fits_model(recipe, model_path)
     require_fits_model(recipe, model_path, is_sft=True)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "refusal"),
+    [
+        ((6, 12), r"tensor_parallel = 4 does not divide linear_num_key_heads = 6 of .* to a divisor of 6"),
+        ((4, 6), r"tensor_parallel = 4 does not divide linear_num_value_heads = 6 of .* to a divisor of 2"),
+        ((4, 8), None),
+    ],
+    ids=str,
+)
+def test_processes_divide_heads_of_linear_attention(
+    model_path: Path, heads: tuple[int, int], refusal: str | None, *, cuda: bool
+) -> None:
+    """Those of keys and those of values, in models with a tower too; SGLang would cut through heads, or pad them."""
+    text = {"num_key_value_heads": 4, "linear_num_key_heads": heads[0], "linear_num_value_heads": heads[1]}
+    for config in ({"model_type": "qwen3_5_text", **text}, {"model_type": "qwen3_5", "text_config": text}):
+        (model_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, **config}))
+        with nullcontext() if refusal is None else pytest.raises(ConfigError, match=refusal):
+            assert args_of(RolloutConfig(tensor_parallel=4), model_path, cuda=cuda)["tp_size"] == 4
 
 
 def test_an_engine_on_a_cpu_has_states_for_its_requests(model_path: Path) -> None:
