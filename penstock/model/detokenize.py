@@ -6,6 +6,9 @@ are not UTF-8, so the pieces together are the text of all ids.
 
 import codecs
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
 
 _MAX_PARTS = 8
 """Ids that may spell one character, or a few, together; UTF-8 needs at most four bytes for one."""
@@ -27,8 +30,6 @@ class TokenTexts:
             number: bytes(map(byte_of.__getitem__, token)) for token, number in vocab.items() if number not in added
         }
         self._bytes |= {number: text.encode() for number, text in added.items()}
-        self._names: dict[int, str] = {}
-        self._parts: set[int] = set()  # known ids that are no whole characters
         self._special = {number: added.get(number, "") for number in special_ids}
         self._bytes |= dict.fromkeys(special_ids, b"")
 
@@ -45,29 +46,45 @@ class TokenTexts:
         """Return the id's text, or the spelling of a special token, to show to people."""
         return self._special.get(number) or self.bytes_of(number).decode(errors="replace")
 
-    def names_of(self, ids: Sequence[int]) -> list[str]:
-        """Return `name_of` each id, but a character that several ids spell as the name of the first of them."""
-        for number in set(ids).difference(self._names):
-            self._names[number] = self.name_of(number)
-            if _text(self.bytes_of(number)) is None:
-                self._parts.add(number)
-        names = [self._names[number] for number in ids]
-        if not self._parts.isdisjoint(ids):
-            self._join_parts(ids, names)
+    def names_of(self, ids: np.ndarray) -> list[str]:
+        """Return `name_of` each id, but a character that several ids spell as the name of the first of them.
+
+        Args:
+            ids: int32[T]. The first call takes a while: it names the whole vocabulary.
+        """
+        names_V, is_part_V = self._named
+        places = ids.astype(np.uint32)  # an id that is not in the vocabulary is one behind it
+        names: list[str] = names_V.take(places, mode="clip").tolist()
+        is_part = is_part_V.take(places, mode="clip")
+        if np.count_nonzero(is_part):
+            self._join_parts(ids.tolist(), np.flatnonzero(is_part).tolist(), names)
         return names
 
-    def _join_parts(self, ids: Sequence[int], names: list[str]) -> None:
-        index = 0
-        while index < len(ids):
-            index += self._join(ids, names, index) if ids[index] in self._parts else 1
+    @cached_property
+    def _named(self) -> tuple[np.ndarray, np.ndarray]:
+        """Names of all ids, and whether each is no whole characters; the last entry is of ids that there are not."""
+        size = max(self._bytes, default=-1) + 2
+        names_V, is_part_V = np.full(size, "", dtype=object), np.zeros(size, dtype=np.bool_)
+        for number in self._bytes:
+            names_V[number] = self.name_of(number)
+            is_part_V[number] = _text(self.bytes_of(number)) is None
+        return names_V, is_part_V
+
+    def _join_parts(self, ids: Sequence[int], parts: Sequence[int], names: list[str]) -> None:
+        """Name the ids that are no whole characters, whose places are `parts`."""
+        stop = 0
+        for start in parts:
+            if start >= stop:
+                stop = start + self._join(ids, names, start)
 
     def _join(self, ids: Sequence[int], names: list[str], start: int) -> int:
         """Name the ids from `start` on that spell whole characters together; return how many, 1 if they spell none."""
         spelled = b""
         for count, number in enumerate(ids[start : start + _MAX_PARTS], start=1):
-            if number not in self._parts:
+            part = self.bytes_of(number)
+            if _text(part) is not None:
                 break
-            spelled += self.bytes_of(number)
+            spelled += part
             if (text := _text(spelled)) is not None:
                 names[start : start + count] = [text, *[""] * (count - 1)]
                 return count

@@ -125,7 +125,7 @@ class TokenSequence(Record, frozen=True, kw_only=True):
             array = getattr(self, name)
             if array.dtype.str != dtype or array.shape != (length,):
                 raise ValueError(f"{name} must be {dtype}[{length}], not {array.dtype.str}{list(array.shape)}")
-        own = int(self.loss_mask.sum())
+        own = self.num_own_tokens
         spanned = sum(span.num_tokens for span in self.version_spans)
         if spanned != own:
             raise ValueError(f"version spans cover {spanned} tokens, but the policy produced {own}")
@@ -146,7 +146,7 @@ class TokenSequence(Record, frozen=True, kw_only=True):
     @property
     def num_own_tokens(self) -> int:
         """S, the policy's own tokens."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
 
 class Sample(Record, frozen=True, kw_only=True):

@@ -2,6 +2,9 @@
 
 Arrays are base64 of little-endian values, in the order of the tokens. The policy's own tokens are those that it
 sampled; a sequence's other tokens come from the environment.
+
+Legend: N = own tokens of a step, sample by sample; S = own tokens of a sample or of one of its sequences; T = tokens of
+a sequence.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +18,7 @@ from penstock.records import Group, Sample, TextPart, TokenSequence
 from services.trainer.backend.base import StepTokens
 from services.trainer.data.rows.example import Example
 
-TokenNames: TypeAlias = Callable[[Sequence[int]], list[str]]
+TokenNames: TypeAlias = Callable[[np.ndarray], list[str]]
 """Returns the text of each token id, special tokens spelled."""
 
 _PREVIEW_CHARS = 400
@@ -25,43 +28,58 @@ _PREVIEW_CHARS = 400
 class TrainedSample:
     """What a step computed of a sample's own tokens, sequence by sequence."""
 
-    logprobs_S: np.ndarray
-    ratio_S: np.ndarray
-    correction_S: np.ndarray
-    advantages_S: np.ndarray
-    trained_S: np.ndarray
-    entropy_S: np.ndarray | None
+    columns: Mapping[str, np.ndarray]
+    """What is kept of each token of the step, by name: little-endian arrays of shape [N]."""
+    start: int
+    """Place of the sample's first token in the columns."""
+    stop: int
+    advantage: float
+    """Mean over its tokens."""
 
 
 def split_samples(tokens: StepTokens) -> dict[int, TrainedSample]:
     """Return the samples of a step by their numbers in the batch; those that were not computed are absent."""
     order = np.argsort(tokens.sample_N, kind="stable")
-    numbers, starts = np.unique(tokens.sample_N[order], return_index=True)
-    found = {}
-    for number, places in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
-        found[number] = TrainedSample(
-            logprobs_S=tokens.logprobs_N[places],
-            ratio_S=tokens.ratio_N[places],
-            correction_S=tokens.correction_N[places],
-            advantages_S=tokens.advantages_N[places],
-            trained_S=tokens.trained_N[places],
-            entropy_S=None if tokens.entropy_N is None else tokens.entropy_N[places],
+    sample_N = tokens.sample_N[order]
+    columns = {
+        "logprobs": tokens.logprobs_N[order].astype("<f4", copy=False),
+        "ratio": tokens.ratio_N[order].astype("<f4", copy=False),
+        "correction": tokens.correction_N[order].astype("<f4", copy=False),
+        "advantages": tokens.advantages_N[order].astype("<f4", copy=False),
+        "trained": tokens.trained_N[order].astype("u1", copy=False),
+    }
+    if tokens.entropy_N is not None:
+        columns["entropy"] = tokens.entropy_N[order].astype("<f4", copy=False)
+    starts = np.flatnonzero(np.diff(sample_N, prepend=-1))
+    stops = np.append(starts[1:], len(order))
+    advantages = np.add.reduceat(columns["advantages"], starts, dtype=np.float64) / (stops - starts)
+    return {
+        number: TrainedSample(columns=columns, start=start, stop=stop, advantage=advantage)
+        for number, start, stop, advantage in zip(
+            sample_N[starts].tolist(), starts.tolist(), stops.tolist(), advantages.tolist(), strict=True
         )
-    return found
+    }
 
 
-def divergence(group: Group, trained: Mapping[int, TrainedSample]) -> float | None:
+def engine_logprobs(group: Group) -> list[np.ndarray]:
+    """Return what the engine said of each sample's own tokens, sequence by sequence."""
+    return [
+        np.concatenate([sequence.logprobs[sequence.loss_mask] for sequence in sample.sequences])
+        for sample in group.samples
+    ]
+
+
+def divergence(engine: Sequence[np.ndarray], trained: Mapping[int, TrainedSample]) -> float | None:
     """Return the largest difference of a log-probability between trainer and engine; None if nothing was computed.
 
     Args:
-        group: The group as it was played.
+        engine: `engine_logprobs` of a group.
         trained: What was computed of its samples, by their numbers in the group.
     """
     differences = [
-        float(np.abs(each.logprobs_S - _engine_logprobs(group.samples[number])).max())
-        for number, each in trained.items()
+        each.columns["logprobs"][each.start : each.stop] - engine[number] for number, each in trained.items()
     ]
-    return max(differences, default=None)
+    return float(np.abs(np.concatenate(differences)).max()) if differences else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +133,8 @@ def describe_group(
     sequences = [sequence for sample in group.samples for sequence in sample.sequences]
     prompt_length = _common_prompt_length(sequences)
     prompt_ids = sequences[0].token_ids[:prompt_length] if sequences else np.zeros(0, dtype=np.int32)
+    engine = engine_logprobs(group)
+    versions = {span.policy_version for sequence in sequences for span in sequence.version_spans}
     example = origin.example
     messages = [] if example is None else _messages(example)
     common = {
@@ -133,14 +153,14 @@ def describe_group(
         "worker": group.worker_id,
     }
     samples = [
-        _describe_sample(sample, trained.get(number), prompt_length, names, image_files)
+        _describe_sample(sample, engine[number], trained.get(number), prompt_length, names, image_files)
         for number, sample in enumerate(group.samples)
     ]
     whole = common | {
         "messages": messages,
         "golds": [] if example is None else list(example.golds),
         "images": list(prompt_images),
-        "prompt": {"token_ids": _bytes(prompt_ids, "<i4"), "texts": names(prompt_ids.tolist())},
+        "prompt": {"token_ids": prompt_ids.tobytes(), "texts": names(prompt_ids)},
         "samples": samples,
     }
     short = common | {
@@ -152,10 +172,10 @@ def describe_group(
         "advantages": [sample["advantage"] for sample in samples],
         "finish": [sample.finish_reason for sample in group.samples],
         "statuses": ["" if sample.verdict is None else sample.verdict.status for sample in group.samples],
-        "num_tokens": [sample.num_own_tokens for sample in group.samples],
+        "num_tokens": [len(logprobs_S) for logprobs_S in engine],
         "num_turns": [len(sample.turns) for sample in group.samples],
-        "versions": [group.oldest_version, group.newest_version] if group.samples else [],
-        "dlogp_max": divergence(group, trained),
+        "versions": [min(versions), max(versions)] if versions else [],
+        "dlogp_max": divergence(engine, trained),
         "spans": [[sample.started_at, sample.elapsed_s, _replicas(sample)] for sample in group.samples],
     }
     return whole, short
@@ -163,27 +183,34 @@ def describe_group(
 
 def _describe_sample(
     sample: Sample,
+    engine_S: np.ndarray,
     trained: TrainedSample | None,
     prompt_length: int,
     names: TokenNames,
     image_files: Mapping[str, str],
 ) -> dict[str, Any]:
     sequences, start = [], 0
+    first = 0 if trained is None else trained.start
     for sequence in sample.sequences:
         stop = start + sequence.num_own_tokens
-        sequences.append(_describe_sequence(sequence, trained, start, stop, prompt_length, names, image_files))
+        described = _describe_sequence(sequence, engine_S[start:stop], prompt_length, names, image_files)
+        if trained is not None:
+            own = slice(first + start, first + stop)
+            described |= {name: column_N[own].tobytes() for name, column_N in trained.columns.items()}
+        sequences.append(described)
         start = stop
+    assert trained is None or first + start == trained.stop, "a step computes all own tokens of a sample or none"
     return {
         "reward": sample.reward,
-        "advantage": None if trained is None else float(trained.advantages_S.mean()),
+        "advantage": None if trained is None else trained.advantage,
         "metrics": sample.metrics,
-        "verdict": None if sample.verdict is None else msgspec.to_builtins(sample.verdict),
+        "verdict": sample.verdict,
         "finish_reason": sample.finish_reason,
         "error": sample.error,
         "ended_by": sample.ended_by,
         "started_at": sample.started_at,
         "elapsed_s": sample.elapsed_s,
-        "turns": msgspec.to_builtins(sample.turns),
+        "turns": sample.turns,
         "text": sample.text,
         "sequences": sequences,
     }
@@ -191,47 +218,33 @@ def _describe_sample(
 
 def _describe_sequence(
     sequence: TokenSequence,
-    trained: TrainedSample | None,
-    start: int,
-    stop: int,
+    engine_S: np.ndarray,
     prompt_length: int,
     names: TokenNames,
     image_files: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Describe the tokens behind the group's common prompt; `start` and `stop` are of its own tokens in the sample."""
+    """Describe the tokens behind the group's common prompt; a record's arrays are little-endian."""
     ids = sequence.token_ids[prompt_length:]
-    own = sequence.loss_mask[prompt_length:]
-    described: dict[str, Any] = {
-        "token_ids": _bytes(ids, "<i4"),
-        "texts": names(ids.tolist()),
-        "own": _bytes(own, "u1"),
+    return {
+        "token_ids": ids.tobytes(),
+        "texts": names(ids),
+        "own": sequence.loss_mask[prompt_length:].tobytes(),
         "versions": [[span.num_tokens, span.policy_version] for span in sequence.version_spans],
-        "engine_logprobs": _bytes(sequence.logprobs[sequence.loss_mask], "<f4"),
+        "engine_logprobs": engine_S.tobytes(),
         "images": [image_files.get(sha256, "") for sha256 in sequence.images],
     }
-    if trained is not None:
-        described |= {
-            "logprobs": _bytes(trained.logprobs_S[start:stop], "<f4"),
-            "ratio": _bytes(trained.ratio_S[start:stop], "<f4"),
-            "correction": _bytes(trained.correction_S[start:stop], "<f4"),
-            "advantages": _bytes(trained.advantages_S[start:stop], "<f4"),
-            "trained": _bytes(trained.trained_S[start:stop], "u1"),
-        }
-        if trained.entropy_S is not None:
-            described["entropy"] = _bytes(trained.entropy_S[start:stop], "<f4")
-    return described
 
 
 def _common_prompt_length(sequences: Sequence[TokenSequence]) -> int:
     """Return the leading tokens that all sequences share and that none of them sampled."""
     if not sequences:
         return 0
-    shortest = min(int(np.argmax(sequence.loss_mask)) for sequence in sequences)
-    first = sequences[0].token_ids[:shortest]
+    length = min(int(sequence.loss_mask.argmax()) for sequence in sequences)
+    first = sequences[0].token_ids
     for sequence in sequences[1:]:
-        differs = np.flatnonzero(first != sequence.token_ids[: len(first)])
-        first = first[: int(differs[0])] if len(differs) else first
-    return len(first)
+        if first[:length].tobytes() != sequence.token_ids[:length].tobytes():
+            length = int((first[:length] != sequence.token_ids[:length]).argmax())
+    return length
 
 
 def _messages(example: Example) -> list[dict[str, Any]]:
@@ -249,17 +262,9 @@ def _messages(example: Example) -> list[dict[str, Any]]:
     ]
 
 
-def _engine_logprobs(sample: Sample) -> np.ndarray:
-    return np.concatenate([sequence.logprobs[sequence.loss_mask] for sequence in sample.sequences])
-
-
 def _replicas(sample: Sample) -> list[str]:
     return list(dict.fromkeys(turn.replica_id for turn in sample.turns))
 
 
 def _preview(text: str) -> str:
     return text if len(text) <= _PREVIEW_CHARS else text[:_PREVIEW_CHARS] + "…"
-
-
-def _bytes(values: np.ndarray, dtype: str) -> bytes:
-    return values.astype(dtype).tobytes()

@@ -38,6 +38,7 @@ from services.trainer.telemetry.episodes.description import (
     TrainedSample,
     describe_group,
     divergence,
+    engine_logprobs,
     split_samples,
 )
 from services.trainer.telemetry.episodes.files import EpisodeFiles
@@ -137,7 +138,7 @@ class EpisodeLog:
         self._names = names
         self._left_out: dict[tuple[int, str], int] = {}  # groups by step and outcome
         self._evaluated: dict[tuple[int, str, str], int] = {}  # groups by step, set and what is wrong with them
-        self._waiting: queue.SimpleQueue[_Batch | _Kept | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[_Batch | _Kept, int] | None] = queue.SimpleQueue()
         self._num_waiting_tokens = 0
         self._lock = threading.Lock()
         self._has_warned = False
@@ -220,15 +221,17 @@ class EpisodeLog:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _put(self, job: _Batch | _Kept, groups: Sequence[Group]) -> None:
+        num_tokens = _num_tokens(groups)
         with self._lock:
             if self._num_waiting_tokens > _MAX_WAITING_TOKENS:
                 self.num_dropped += len(groups)
                 return
-            self._num_waiting_tokens += _num_tokens(groups)
-        self._waiting.put(job)
+            self._num_waiting_tokens += num_tokens
+        self._waiting.put((job, num_tokens))
 
     def _write_all(self) -> None:
-        while (job := self._waiting.get()) is not None:
+        while (waiting := self._waiting.get()) is not None:
+            job, num_tokens = waiting
             groups = [each.played for each in job.groups] if isinstance(job, _Batch) else [job.group]
             try:
                 chosen = self._chosen(job) if isinstance(job, _Batch) else [job]
@@ -241,7 +244,7 @@ class EpisodeLog:
                 except Exception as error:  # noqa: BLE001 - and so do the other groups
                     self._drop([kept.group], error)
             with self._lock:
-                self._num_waiting_tokens -= _num_tokens(groups)
+                self._num_waiting_tokens -= num_tokens
 
     def _drop(self, groups: Sequence[Group], error: Exception) -> None:
         with self._lock:
@@ -265,7 +268,7 @@ class EpisodeLog:
         reasons: dict[int, list[str]] = {number: [] for number in range(len(batch.groups))}
         if self._config.keep == "few":
             candidates = [
-                candidate(each.played, divergence(each.played, samples))
+                candidate(each.played, divergence(engine_logprobs(each.played), samples))
                 for each, samples in zip(batch.groups, trained, strict=True)
             ]
             reasons = choose(candidates, batch.step)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,17 @@ def test_a_line_that_a_kill_cut_off_takes_no_other_along(tmp_path: Path) -> None
         texts = [len(json.loads(line)["text"]) for line in lines if line.endswith(b"}")]
         assert texts == ([9, 9, 10] if cut >= len(data) - 1 else [9, 10])
         require_whole(folder)
+
+
+def test_a_line_is_whole_where_the_system_writes_it_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does with large ones, and just before a disk is full."""
+    files, write = EpisodeFiles(tmp_path, last_step=1, max_bytes=1e9), os.write
+    with monkeypatch.context() as slow:
+        slow.setattr(os, "write", lambda file, data: write(file, data[:100]))
+        for _ in range(2):
+            add(files, 1)
+    assert len(index_of(tmp_path)) == 2
+    require_whole(tmp_path)
 
 
 def test_a_line_that_a_full_disk_cut_off_takes_no_other_along(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,57 @@ def test_every_token_of_a_trained_group_is_kept(tmp_path: Path) -> None:
             assert floats(sequence["logprobs"]) == pytest.approx((own + (3 + number) / 8).tolist())
             assert sample["advantage"] == 3 + number
     assert entries[1]["dlogp_max"] == pytest.approx(5 / 8)
+
+
+def test_a_sample_of_several_sequences_has_the_tokens_of_each(tmp_path: Path) -> None:
+    """Columns follow the sequences; the next sample's begin behind the last of them."""
+    each = group(0)
+    parts = [
+        tuple(group(index).played.samples[number].sequences[0] for index in range(2))
+        for number in range(len(each.played.samples))
+    ]
+    samples = tuple(
+        msgspec.structs.replace(sample, sequences=sequences)
+        for sample, sequences in zip(each.played.samples, parts, strict=True)
+    )
+    each = replace(each, played=msgspec.structs.replace(each.played, samples=samples))
+    sample_N = np.repeat([0, 1, 2], [sample.num_own_tokens for sample in samples[:3]])
+    column = np.arange(len(sample_N), dtype=np.float32)
+    tokens = StepTokens(
+        sample_N=sample_N,
+        logprobs_N=column,
+        ratio_N=column + 1,
+        correction_N=column + 2,
+        advantages_N=column + 3,
+        trained_N=column > 4,
+        entropy_N=column + 5,
+    )
+    log = open_log(tmp_path, keep="all")
+    log.keep_trained(1, 4, [each], tokens)
+    log.close()
+    [entry] = index_of(tmp_path)
+    described = [sequence for sample in whole(tmp_path, entry)["samples"][:3] for sequence in sample["sequences"]]
+    for place, name in enumerate(("logprobs", "ratio", "correction", "advantages", "trained", "entropy")):
+        if name != "trained":
+            found = [value for sequence in described for value in floats(sequence[name])]
+            assert found == [value + place for value in range(len(column))]
+    lengths = [len(floats(sequence["logprobs"])) for sequence in described]
+    assert lengths == [sequence.num_own_tokens for sequences in parts[:3] for sequence in sequences]
+    assert b"".join(base64.b64decode(sequence["trained"]) for sequence in described) == bytes(column > 4)
+    engine = [value for sequence in described for value in floats(sequence["engine_logprobs"])]
+    assert entry["dlogp_max"] == pytest.approx(max(abs(value - said) for value, said in enumerate(engine)))
+
+
+def test_the_advantage_of_a_sample_is_that_of_its_tokens(tmp_path: Path) -> None:
+    """Not a rounded mean of them, however many there are."""
+    each = group(0, own_lengths=[1000, 7, 5, 3])
+    tokens = computed([each])
+    advantages_N = np.full(len(tokens.sample_N), 1.3, dtype=np.float32)
+    log = open_log(tmp_path, keep="all")
+    log.keep_trained(1, 4, [each], replace(tokens, advantages_N=advantages_N))
+    log.close()
+    [entry] = index_of(tmp_path)
+    assert entry["advantages"] == [float(np.float32(1.3))] * 3 + [None]
 
 
 def test_what_was_left_out_is_kept_with_the_reason(tmp_path: Path) -> None:
