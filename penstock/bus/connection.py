@@ -96,6 +96,12 @@ class Bus:
         """The JetStream context, for features that this class lacks."""
         return self._js
 
+    @property
+    def unsynced(self) -> JetStreamContext:
+        """The JetStream context that adds streams which the server does not sync message by message; see
+        `UnsyncedStreams`."""
+        return self._unsynced
+
     def presence(self, what: str, look: Callable[[], Awaitable[object]]) -> Presence:
         """Return a check that the server still has something; see `Presence`."""
         return Presence(self._client, what=what, url=self.config.url, look=look)

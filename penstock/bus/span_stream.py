@@ -6,7 +6,8 @@ In an evaluation without a trainer, `penstock eval` is in its place.
 
 Invariants: no process waits for its spans, or fails for them. While NATS is away they wait in the process's buffer;
 while the trainer is away they wait in the stream. Either drops what exceeds its bound: a buffer the newest and counts
-them, the stream the oldest, which leaves a gap in the numbers of the batches.
+them, the stream the oldest, which leaves a gap in the numbers of the batches. So does a server's machine that fails
+before the last ones are on its disk: one server does not sync them.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
+import nats.js.errors
 import structlog
 from nats.js import JetStreamContext, api
 
@@ -47,23 +49,26 @@ _FORGET_AFTER_S = 300.0
 
 
 async def ensure_span_stream(bus: Bus) -> None:
-    """Create the stream.
+    """Create the stream; one server does not sync it message by message.
 
     Raises:
         nats.errors.Error: the server does not create it.
     """
-    await bus.jetstream.add_stream(
-        api.StreamConfig(
-            name=bus.spans.name,
-            subjects=[bus.spans.subject],
-            retention=bus.spans.retention,
-            storage=api.StorageType.FILE,
-            discard=api.DiscardPolicy.OLD,
-            max_bytes=_MAX_BYTES,
-            max_age=_MAX_AGE_S,
-            num_replicas=bus.config.replicas,
-        )
+    config = api.StreamConfig(
+        name=bus.spans.name,
+        subjects=[bus.spans.subject],
+        retention=bus.spans.retention,
+        storage=api.StorageType.FILE,
+        discard=api.DiscardPolicy.OLD,
+        max_bytes=_MAX_BYTES,
+        max_age=_MAX_AGE_S,
+        num_replicas=bus.config.replicas,
     )
+    if bus.config.replicas == 1:
+        with suppress(nats.js.errors.BadRequestError):  # an earlier release made a synced one
+            await bus.unsynced.add_stream(config)
+            return
+    await bus.jetstream.add_stream(config)
 
 
 @asynccontextmanager
@@ -200,7 +205,7 @@ class SpanReader:
         await ensure_span_stream(self._bus)
         stream = self._bus.spans
         last = (await self._bus.jetstream.stream_info(stream.name)).state.last_seq
-        if last < self._after:  # another stream than the one that was read before
+        if last < self._after:  # another stream, or the server's machine failed; what is read twice counts once
             self._after = 0
         return await self._bus.jetstream.pull_subscribe(
             stream.subject,

@@ -1,4 +1,4 @@
-"""Streams whose messages are acknowledged before they are on the disk, for values that soon expire.
+"""Streams whose messages are acknowledged before they are on the disk, for what may be lost or soon expires.
 
 Leases are renewed all the time. With `sync_interval: always`, which queues need, nats-server would sync each renewal:
 some hundred a second are all that a disk takes, and the leases of a thousand engines are more. A lease that a crash of

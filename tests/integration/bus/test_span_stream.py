@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext
+from nats.js import JetStreamContext, api
+from nats.js.errors import BadRequestError
 
 from penstock.bus import span_stream
 from penstock.bus.connection import Bus, connect
 from penstock.bus.local_server import local_server
-from penstock.bus.span_stream import SEND_EVERY_S, SpanReader, StoredBatch, sending_spans
+from penstock.bus.span_stream import SEND_EVERY_S, SpanReader, StoredBatch, ensure_span_stream, sending_spans
 from penstock.config import BusConfig
 from penstock.telemetry import spans
 from services.trainer.telemetry import span_files
@@ -94,6 +95,28 @@ async def test_spans_wait_while_the_server_is_away(
                 spans.record("turn", time.monotonic(), turn=101)
                 await until(lambda: _turns(tmp_path)[-1] == 101)
                 assert TraceReader(tmp_path).read().num_dropped == 50
+
+
+async def test_spans_do_not_wait_for_the_disk(bus: Bus) -> None:
+    """They may be lost, and a server would sync each message of each process."""
+    await ensure_span_stream(bus)
+    assert (await bus.jetstream.stream_info(bus.spans.name)).config.persist_mode == api.PersistMode.ASYNC
+
+
+async def test_a_stream_of_an_earlier_release_goes_on(
+    bus: Bus, bus_config: BusConfig, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is synced and stays so; one with other settings is an error."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Bus, "unsynced", Bus.jetstream)
+        await ensure_span_stream(bus)
+    async with sending_spans(bus_config, run=run_name), collecting_spans(bus, tmp_path, max_bytes=_MAX_BYTES):
+        spans.record("turn", time.monotonic(), turn=0)
+        await until(lambda: _turns(tmp_path) == [0])
+    assert (await bus.jetstream.stream_info(bus.spans.name)).config.persist_mode is None
+    monkeypatch.setattr(span_stream, "_MAX_BYTES", 2**20)
+    with pytest.raises(BadRequestError):
+        await ensure_span_stream(bus)
 
 
 async def test_the_last_batches_of_several_processes_come_one_by_one(
