@@ -1,6 +1,5 @@
 """Linear attention over packed rows: what transformers' own layer gives for each sequence alone; faults that show."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -125,16 +124,14 @@ def test_a_fault_is_felt(layers: tuple[Any, Any], fault: Any) -> None:
 @torch.no_grad()
 def test_states_are_float32_in_half_precision(layers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Products before and behind the rule are rounded, those of states are not: they would add up token by token."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-
-    rule = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+    rule = layers[0].delta_rule
     seen: list[tuple[torch.dtype, bool]] = []
 
     def watched(query: torch.Tensor, *args: Any, **settings: Any) -> Any:
         seen.append((query.dtype, torch.is_autocast_enabled("cpu")))
         return rule(query, *args, **settings)
 
-    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", watched)
+    monkeypatch.setattr(layers[0], "delta_rule", watched)
     segments = segments_of([(20, [30])])
     hidden_TX, _ = tensors(50)
     exact = packed(layers[0], segments, hidden_TX)

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.errors import ConfigError
 from services.trainer.backend.policy import varlen
-from services.trainer.backend.policy.layer_kinds import LINEAR
+from services.trainer.backend.policy.layer_kinds import FULL, LINEAR, kinds_of_layers
 from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.batching.rows import Segment
 from services.trainer.batching.segment_batches import SegmentBatches
@@ -265,8 +265,8 @@ def use_packed_attention(model: Any, *, is_compiled: bool = False) -> None:
     AttentionInterface.register(chosen, function)
     parts = {name: chosen for name in model.config.sub_configs if getattr(model.config, name) is text_config}
     model.set_attn_implementation(parts or chosen)
-    layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    if not layer_types <= {"full_attention", LINEAR} or text_config._attn_implementation != chosen:
+    layer_types = set(kinds_of_layers(text_config))
+    if not layer_types <= {FULL, LINEAR} or text_config._attn_implementation != chosen:
         raise ConfigError(
             f"models of type {model.config.model_type} cannot read packed rows: the trainer needs layers of full or "
             f"linear attention ({sorted(layer_types)} found) whose function can be chosen; choose another model"

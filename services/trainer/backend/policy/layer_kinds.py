@@ -2,8 +2,19 @@
 
 from typing import Any
 
+FULL = "full_attention"
+"""What transformers calls layers that attend to all earlier tokens."""
 LINEAR = "linear_attention"
 """What transformers calls layers with a state."""
+
+
+def kinds_of_layers(text: Any) -> tuple[str, ...]:
+    """Return the kind of each layer, as transformers calls it.
+
+    Args:
+        text: transformers' config of a language model.
+    """
+    return tuple(getattr(text, "layer_types", None) or [FULL] * int(text.num_hidden_layers))
 
 
 def num_attending_layers(text: Any) -> int:
@@ -36,4 +47,4 @@ def num_linear_layers(text: Any) -> int:
     Args:
         text: transformers' config of a language model.
     """
-    return (getattr(text, "layer_types", None) or []).count(LINEAR)
+    return kinds_of_layers(text).count(LINEAR)

@@ -38,12 +38,20 @@ def use_packed_linear_attention(model: Any) -> None:
             "of Qwen3.5 alone; choose another model"
         )
     for layer in layers:
+        layer.delta_rule = _chunked_rule()
         layer.forward = MethodType(_attend_linearly, layer)
 
 
 def delta_layers_of(model: Any) -> Iterator[Any]:
     """Yield the linear attention of each layer of a transformers model that has one, in order."""
     yield from (module for module in model.modules() if type(module).__name__ == "Qwen3_5GatedDeltaNet")
+
+
+def _chunked_rule() -> Any:
+    """Return transformers' rule in plain torch, chunk by chunk; its own name would be another one where installed."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    return inspect.unwrap(torch_chunk_gated_delta_rule)
 
 
 class _Inputs(NamedTuple):
@@ -115,7 +123,6 @@ def _apply_rule(
         gives_states: Whether the states are wanted.
     """
     from transformers.activations import ACT2FN
-    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
     own_SL = batch.tokens_SM[:, layer.conv_kernel_size - 1 :]
     mixed_SCM = inputs.mixed_TC[batch.tokens_SM].transpose(1, 2)
@@ -128,10 +135,8 @@ def _apply_rule(
         each.unflatten(-1, (layer.num_k_heads, layer.head_k_dim)).repeat_interleave(repeats, dim=2)
         for each in (query, key)
     )
-    # transformers' own function would take another implementation wherever one is installed.
-    rule = inspect.unwrap(torch_chunk_gated_delta_rule)
     with torch.autocast(value.device.type, enabled=False):  # states are float32, and so is what they are computed from
-        output, ends = rule(
+        output, ends = layer.delta_rule(
             query,
             key,
             value.unflatten(-1, (layer.num_v_heads, layer.head_v_dim)),
