@@ -2,6 +2,7 @@
 
 import math
 
+from services.plan.linear_attention.states import LinearStates
 from services.plan.model_shape import ModelShape
 from services.plan.moment import Moment, Part
 from services.plan.process_plan import GIB, Gpus, ProcessPlan
@@ -18,22 +19,28 @@ def plan_engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) ->
     heads = shape.text.num_key_value_heads
     per_token = _BFLOAT16 * shape.kv_values // heads * math.ceil(heads / rollout.tensor_parallel)
     room = int(rollout.gpu_memory_fraction * gpus.total_bytes)
-    num_tokens = max(0, room - weights) // per_token
+    states = LinearStates.of(shape.text, rollout) if shape.attends_linearly else None
+    beside = room - weights
+    num_states = 0 if states is None else states.num_in(beside)
+    num_tokens = max(0, beside - (0 if states is None else states.bytes_of(num_states))) // per_token
     longest, is_bound = longest_sample(recipe)
     if rollout.max_total_tokens:
         num_tokens = min(num_tokens, rollout.max_total_tokens)
         longest = min(longest, rollout.max_total_tokens)
     notes = [f"its KV cache holds {num_tokens:,} tokens, {num_tokens / longest:,.1f} samples of {longest:,}"]
+    if states is not None:
+        notes.append(states.note(num_states))
     if rollout.tensor_parallel > 1 or shape.adapters is not None:
         notes.append(_of_push(shape, recipe, gpus))
     if not is_bound:
         notes.append("samples may be longer: neither rollout.context_length nor data.limits.max_tokens is set")
     cache = Part(name=f"KV cache of one sample of {longest:,} tokens", size_bytes=longest * per_token)
+    of_states = () if states is None else tuple(states.least_parts(cache.size_bytes))
     return ProcessPlan(
         name="engine" if rollout.tensor_parallel == 1 else f"GPU of an engine of {rollout.tensor_parallel}",
         count=count * rollout.tensor_parallel,
         room_bytes=room,
-        moments=(Moment(name="at least", parts=(Part(name="weights", size_bytes=weights), cache)),),
+        moments=(Moment(name="at least", parts=(Part(name="weights", size_bytes=weights), cache, *of_states)),),
         notes=tuple(notes),
     )
 

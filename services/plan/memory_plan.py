@@ -24,6 +24,8 @@ from services.plan.trainer_plan import plan_trainer
 from services.plan.working_memory import working_bytes
 from services.recipe import Recipe
 from services.rollout.engine.expert_parallel import require_whole_experts
+from services.rollout.engine.linear_attention import require_servable
+from services.trainer.checks.compiled import require_compilable
 from services.trainer.checks.expert_parallel import require_divisible
 from services.trainer.checks.sequence_parallel import require_shareable
 
@@ -83,8 +85,10 @@ def _plan(
         num_ranks=trainer.ranks,
         num_heads=int(shape.text.num_attention_heads),
         num_kv_heads=int(shape.text.num_key_value_heads),
-        attends_linearly=False,  # `ModelShape.read` refuses models that do
+        attends_linearly=shape.attends_linearly,
     )
+    require_servable(recipe.rollout, shape.config_json)
+    require_compilable(trainer.compile, is_mixture=shape.num_experts > 0, attends_linearly=shape.attends_linearly)
     placed = _assign_gpus(recipe, gpus)
     processes: list[ProcessPlan] = []
     engines = [name for name in placed.of_process if name != TRAINER]

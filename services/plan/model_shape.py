@@ -1,8 +1,8 @@
-"""A model's shape from its config alone: the parameters of its parts, and smaller models with the same layers."""
+"""A model's shape from its config alone: the parameters of its parts, and smaller models with layers of its kinds."""
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
-from penstock.model.families.linear_attention import attends_linearly
 from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
-from penstock.model.folder import require_model
+from penstock.model.folder import read_json, require_model
 from services.plan.adapter_shape import AdapterShape
 from services.plan.parameter_names import is_of_experts, layer_of
+from services.trainer.backend.policy.layer_kinds import kinds_of_layers, num_attending_layers, num_linear_layers
+from services.trainer.checks.adapters import require_adaptable
 from services.trainer.checks.parameter_patterns import rates_of
 from services.trainer.config import LoraConfig
 
@@ -32,6 +33,8 @@ class ModelShape:
 
     config: Any
     """transformers' config."""
+    config_json: Mapping[str, Any]
+    """The content of `config.json`."""
     num_parameters: int
     num_of_largest_layer: int
     """Parameters of the text's largest layer."""
@@ -58,7 +61,7 @@ class ModelShape:
 
         Raises:
             ConfigError: there is no such file, it does not describe a model, the trainer does not support the model
-                or nothing was calculated for its layers, or a pattern of the adapters fits no layer.
+                or adapters of it, or a pattern of the adapters fits no layer.
         """
         from transformers import AutoConfig
 
@@ -70,16 +73,11 @@ class ModelShape:
                 f"model.path: models of type {config.model_type} cannot be trained; choose one of type "
                 f"{', '.join(TRAINED_MODEL_TYPES)}"
             )
-        if attends_linearly(config.model_type):
-            raise ConfigError(
-                f"model.path: the memory of models of type {config.model_type} is not calculated yet: engines keep "
-                "states for its requests and cache keys and values in every n-th layer alone, and the activations of "
-                "linear attention were not measured; see docs/training/models.md#qwen35"
-            )
+        text = config.get_text_config()
+        require_adaptable(lora, attends_linearly=num_linear_layers(text) > 0)
         with _blaming(folder), torch.device("meta"):
             model = make_model(copy.deepcopy(config))
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        text = config.get_text_config()
         layers, in_experts = [0] * text.num_hidden_layers, [0] * text.num_hidden_layers
         for name, size in sizes.items():
             if (number := layer_of(name)) is not None:
@@ -91,6 +89,7 @@ class ModelShape:
         total = sum(sizes.values())
         return cls(
             config=config,
+            config_json=read_json(folder / "config.json"),
             num_parameters=total,
             num_of_largest_layer=max(layers, default=0),
             num_of_text_layers=sum(layers),
@@ -117,16 +116,26 @@ class ModelShape:
         return int(self.text.num_hidden_layers)
 
     @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer of the text, as transformers calls it."""
+        return kinds_of_layers(self.text)
+
+    @property
+    def attends_linearly(self) -> bool:
+        """Whether some layers have a state in place of attention to all earlier tokens."""
+        return num_linear_layers(self.text) > 0
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the tower; 0 without one."""
         return 0 if self.vision is None else int(self.vision.depth)
 
     @property
     def kv_values(self) -> int:
-        """Key and value numbers that one token leaves in a cache, over all layers."""
+        """Key and value numbers that one token leaves in a cache, over all layers that attend to earlier tokens."""
         text = self.text
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return int(2 * self.num_layers * text.num_key_value_heads * head_dim)
+        return int(2 * num_attending_layers(text) * text.num_key_value_heads * head_dim)
 
     def require_divisible(self, tensor_parallel: int) -> None:
         """Check that an engine's GPUs can share the heads, as SGLang does.
@@ -171,13 +180,18 @@ class ModelShape:
         shares = num_bytes * others // ranks + num_bytes * experts * of_rank // max(1, self.num_experts)
         return shares if self.adapters is None else shares + num_bytes * self.adapters.num_of_rank(names, ranks=ranks)
 
-    def smaller(self, *, num_layers: int, num_blocks: int) -> Any:
-        """Return the config of a model that has fewer layers and blocks of the same kind."""
+    def smaller(self, layer_kinds: Sequence[str], *, num_blocks: int) -> Any:
+        """Return the config of a model with fewer layers and blocks.
+
+        Args:
+            layer_kinds: Kinds of its layers, in order, from `layer_kinds`.
+            num_blocks: Blocks of its tower.
+        """
         config = copy.deepcopy(self.config)
         text = config.get_text_config()
-        text.num_hidden_layers = num_layers
+        text.num_hidden_layers = len(layer_kinds)
         if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:num_layers]
+            text.layer_types = list(layer_kinds)
         if self.vision is not None:
             vision = config.vision_config
             vision.depth = num_blocks

@@ -1,8 +1,9 @@
 """Counts the memory that one packed row takes in its forward and backward pass, beside weights and their gradients.
 
 It is not estimated by a formula: the trainer's own policy computes a row of tensors without memory (`shapes_only`) with
-a model of the same widths, and the bytes that exist at a time are counted. Layers and blocks are alike, so three small
-models determine the sum: each phase on its own, because in small models another phase takes the most.
+a model of the same widths, and the bytes that exist at a time are counted. Layers of a kind are alike, and blocks, so a
+small model and one with each of these more determine the sum: each phase on its own, because in small models another
+phase takes the most.
 
 Invariant: attention is counted as computed on a GPU in half precision, without copies for buckets.
 """
@@ -10,6 +11,7 @@ Invariant: attention is counted as computed on a GPU in half precision, without 
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 from services.plan.adapter_shape import AdapterShape
+from services.plan.linear_attention.few_steps import in_few_steps
 from services.plan.live_bytes import LiveBytes
 from services.plan.model_shape import NUM_BLOCKS, NUM_LAYERS, ModelShape, make_model
 from services.plan.parameter_names import kind_of
@@ -26,6 +29,7 @@ from services.plan.shapes_only import ShapesOnly
 from services.trainer.backend.policy import attention, tower
 from services.trainer.backend.policy.experts.expert_dispatch import weighed
 from services.trainer.backend.policy.experts.mixture import experts_of
+from services.trainer.backend.policy.linear_attention import delta_layers_of
 from services.trainer.backend.policy.logprobs import TokenLogprobs
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.backend.policy.row_share import RowShare
@@ -79,8 +83,8 @@ def working_bytes(
     """
     kinds = frozenset(map(kind_of, shape.trained(dict(learning_rates))))
 
-    def measured(num_layers: int, num_blocks: int) -> list[int]:
-        config = shape.smaller(num_layers=num_layers, num_blocks=num_blocks)
+    def measured(layer_kinds: tuple[str, ...], num_blocks: int) -> list[int]:
+        config = shape.smaller(layer_kinds, num_blocks=num_blocks)
         shapes_only = ShapesOnly()
         with shapes_only.without_numbers():
             policy = PolicyModel(
@@ -99,22 +103,33 @@ def working_bytes(
                 policy.share_rows(functools.partial(_ShareOfLast, size=sequence_parallel))
         return _peaks(policy, shapes_only, make_row(row, config), dispatches_tokens=dispatches_tokens)
 
-    num_layers, num_blocks = min(NUM_LAYERS, shape.num_layers), min(NUM_BLOCKS, shape.num_blocks)
-    least = measured(num_layers, num_blocks)
-    of_layer = of_block = [0] * len(least)
-    if shape.num_layers > num_layers:
-        of_layer = _difference(measured(num_layers + 1, num_blocks), least)
+    first, last = _divided(shape.layer_kinds)
+    num_blocks = min(NUM_BLOCKS, shape.num_blocks)
+    least = measured(last, num_blocks)
+    sums = list(least)
+    for kind, count in Counter(first).items():
+        sums = _added(sums, _difference(measured((kind, *last), num_blocks), least), count)
     if shape.num_blocks > num_blocks:
-        of_block = _difference(measured(num_layers, num_blocks + 1), least)
+        sums = _added(sums, _difference(measured(last, num_blocks + 1), least), shape.num_blocks - num_blocks)
     pixels = make_row(row, shape.config).pixel_values_PD  # they have values, so they were not counted
-    return (0 if pixels is None else pixels.nbytes) + max(
-        peak + layer * (shape.num_layers - num_layers) + block * (shape.num_blocks - num_blocks)
-        for peak, layer, block in zip(least, of_layer, of_block, strict=True)
-    )
+    return (0 if pixels is None else pixels.nbytes) + max(sums)
+
+
+def _divided(layer_kinds: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Divide a model's layers: the last ones, with one of each kind at least, are those of the small model."""
+    kinds = set(layer_kinds)
+    num_last = min(NUM_LAYERS, len(layer_kinds))
+    while not kinds <= set(layer_kinds[-num_last:]):
+        num_last += 1
+    return layer_kinds[:-num_last], layer_kinds[-num_last:]
 
 
 def _difference(larger: Sequence[int], least: Sequence[int]) -> list[int]:
     return [one - other for one, other in zip(larger, least, strict=True)]
+
+
+def _added(peaks: Sequence[int], further: Sequence[int], count: int) -> list[int]:
+    return [peak + more * count for peak, more in zip(peaks, further, strict=True)]
 
 
 def _add_adapters(model: Any, adapters: AdapterShape) -> None:
@@ -220,13 +235,15 @@ def _attention_of_gpus() -> Iterator[None]:
 
 
 def _compute_as_on_gpus(policy: PolicyModel, *, dispatches_tokens: bool) -> None:
-    """Have modules compute as on GPUs if they take other memory there, and without reading values.
+    """Have modules compute as on GPUs if they take other memory there, without reading values, and in few steps.
 
     Autocast normalises in float32 on GPUs. The choice of experts does not affect sizes.
     """
     for module in policy.modules():
         if isinstance(module, torch.nn.LayerNorm):
             module.forward = MethodType(_normalize, module)
+    for layer in delta_layers_of(policy.model):
+        layer.delta_rule = in_few_steps(layer.delta_rule)
     for experts in experts_of(policy.model):
         experts.forward = MethodType(_dispatch_any if dispatches_tokens else _compute_any, experts)
 

@@ -1,0 +1,1 @@
+"""What linear attention adds to plans: states of engines, and activations of the trainer."""
