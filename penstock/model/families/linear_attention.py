@@ -16,7 +16,7 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 _DEFAULT_INTERVAL: Final = 4
 """transformers': every fourth layer attends in full."""
 _DEFAULT_ROTARY_FACTOR: Final = 0.25
-_DEFAULT_HEADS: Final = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+_DEFAULT_HEADS: Final = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_attention_heads": 16}
 """Transformers', by their keys in config.json."""
 
 
@@ -58,7 +58,8 @@ def require_known_gates(model: Mapping[str, Any]) -> None:
 
 
 def linear_heads(model: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many heads of keys and of values linear attention has, by their keys in config.json.
+    """Return how many heads the layers of the language model have, by their keys in config.json: in linear attention of
+    keys and of values, in the other layers of queries.
 
     Args:
         model: The content of config.json, of a type that attends linearly.

@@ -23,7 +23,7 @@ def require_servable(config: RolloutConfig, model: Mapping[str, Any]) -> None:
     """
     if not attends_linearly(str(model.get("model_type"))):
         return
-    _require_heads_for(config.tensor_parallel, linear_heads(model))
+    _require_divisible(linear_heads(model), config.tensor_parallel)
     pairs: dict[str, object] = {"rollout.prefill": config.prefill, "rollout.decode": config.decode}
     if config.role != "unified":
         pairs["rollout.role"] = repr(config.role)
@@ -46,7 +46,7 @@ def require_servable(config: RolloutConfig, model: Mapping[str, Any]) -> None:
     settings_for_sglang(model)
 
 
-def _require_heads_for(tensor_parallel: int, heads: Mapping[str, int]) -> None:
+def _require_divisible(heads: Mapping[str, int], tensor_parallel: int) -> None:
     for key, number in heads.items():
         if number % tensor_parallel:
             raise ConfigError(

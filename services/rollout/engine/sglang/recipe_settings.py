@@ -20,12 +20,16 @@ _SAME_SHAPES = "a push writes the trainer's weights into the engine's parameters
 _ONE_SEED = "it gives all samples of a group one seed, so that they are equal; leave it out"
 _SAMPLING = "trainer and engines must sample alike; use [sampling]"
 
+_ONE_GROUP = "pushes need attention divided among all processes of an engine; use rollout.tensor_parallel"
 _EXPERTS_STAY = "pushes need each expert where it was at the start; leave it out"
 
 OWN_NAMES: Mapping[str, str] = {
+    "attn_cp_size": _ONE_GROUP,
+    "attn_dp_size": _ONE_GROUP,
     "base_gpu_id": _OWN_DEVICE,
     "constrained_json_whitespace_pattern": "XGrammar takes no pattern; use constrained_json_max_whitespace_cnt",
     "context_length": "use rollout.context_length",
+    "dcp_size": _ONE_GROUP,
     "device": _OWN_DEVICE,
     "disaggregation_bootstrap_port": _OWN_PORT,
     "disaggregation_mode": "use rollout.role",

@@ -40,7 +40,7 @@ def trainer_parameters(model: Any) -> Iterator[tuple[str, Shard]]:
             data,
             len(names),
             inner_size=inner_size(layer, model.config),
-            convolved=convolved_sizes(layer, model),
+            conv_channels=conv_channels(layer, model),
         )
         yield from zip(names, shards, strict=True)
 
@@ -59,7 +59,7 @@ def inner_size(layer: str, config: Any) -> int | None:
     return size
 
 
-def convolved_sizes(layer: str, model: Any) -> tuple[int, ...]:
+def conv_channels(layer: str, model: Any) -> tuple[int, ...]:
     """The channels of queries, keys and values of a convolution of linear attention, each of which SGLang divides by
     itself; none for other layers."""
     if not layer.endswith(".linear_attn.conv1d"):

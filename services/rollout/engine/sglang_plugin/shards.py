@@ -18,7 +18,7 @@ _OF_VALUE_HEADS: Final = ("A_log", "dt_bias")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One of several parts that follow each other in a parameter, each of which is divided by itself."""
+    """One of several parts that follow each other in a parameter, each of which is divided separately."""
 
     size: int
     """Size of the whole section along the dimension that is divided."""
@@ -52,7 +52,7 @@ class Cut:
 
     @property
     def stride(self) -> int:
-        """Length of the longest shard."""
+        """Length to which every shard is padded."""
         return sum(section.stride for section in self.sections)
 
     @property
@@ -86,7 +86,7 @@ class Shard:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole parameter."""
-        return tuple(self.tensor.shape) if self.cut is None else self._with(self.cut.size)
+        return tuple(self.tensor.shape) if self.cut is None else self._shape_with(self.cut.size)
 
     @property
     def whole_bytes(self) -> int:
@@ -95,7 +95,7 @@ class Shard:
 
     @property
     def stride_bytes(self) -> int:
-        """Size of the longest shard."""
+        """Size of a padded shard."""
         return math.prod(self._padded_shape()) * int(self.tensor.itemsize)
 
     def write(self, whole: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class Shard:
         )
 
     def padded_into(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return this process's shard with each section as long as the longest: this tensor, or a copy.
+        """Return this process's shard with each section padded: this tensor, or a copy.
 
         Args:
             memory: uint8[at least `stride_bytes`] for the copy.
@@ -147,9 +147,9 @@ class Shard:
 
     def _padded_shape(self) -> tuple[int, ...]:
         assert self.cut is not None
-        return self._with(self.cut.stride)
+        return self._shape_with(self.cut.stride)
 
-    def _with(self, size: int) -> tuple[int, ...]:
+    def _shape_with(self, size: int) -> tuple[int, ...]:
         """The tensor's shape with this size along the cut's dimension."""
         assert self.cut is not None
         before, after = self.tensor.shape[: self.cut.dim], self.tensor.shape[self.cut.dim + 1 :]
@@ -163,7 +163,7 @@ def shards_of(
     num_names: int,
     *,
     inner_size: int | None = None,
-    convolved: tuple[int, ...] = (),
+    conv_channels: tuple[int, ...] = (),
 ) -> list[Shard]:
     """Take apart what SGLang stores as one parameter of a layer.
 
@@ -173,10 +173,10 @@ def shards_of(
         tensor: The parameter.
         num_names: Number of the trainer's parameters that it holds.
         inner_size: For a layer into or out of the middle of an MLP: the middle's size without SGLang's padding.
-        convolved: For a convolution of linear attention: its channels of queries, of keys and of values.
+        conv_channels: For a convolution of linear attention: its channels of queries, of keys and of values.
 
     Raises:
-        ValueError: it is divided in an unknown way.
+        ValueError: its experts or its shape are not divided as SGLang divides them.
     """
     from sglang.srt.layers import linear
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -194,7 +194,7 @@ def shards_of(
     if isinstance(owner, linear.MergedColumnParallelLinear):
         return _of_projections(owner.output_sizes, tensor, num_names, inner_size, rank=rank, count=count)
     if isinstance(owner, linear.ColumnParallelLinear):
-        return [_shard(tensor, 0, *(convolved or (owner.output_size,)), rank=rank, count=count)]
+        return [_shard(tensor, 0, *(conv_channels or (owner.output_size,)), rank=rank, count=count)]
     if isinstance(owner, linear.RowParallelLinear) and kind == "weight":
         return [_padded_shard(tensor, 1, owner.input_size, inner_size, rank=rank, count=count)]
     return [Shard(tensor=tensor)]

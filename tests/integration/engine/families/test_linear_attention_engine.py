@@ -33,13 +33,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(heard_in_engines("qwen3_5"), tmp_path_factory.mktemp("linear") / "qwen3_5")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.variant)], ids="{} processes".format)
 async def linear_engine(
-    model: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
+    model: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> AsyncIterator[EngineProcess]:
     """Its engine, which computes prompts in chunks."""
     folder = tmp_path_factory.mktemp("linear-engine")
-    async with engine_of(model, nats_url, folder, sglang={"chunked_prefill_size": 64}) as engine:
+    settings = {"sglang": {"chunked_prefill_size": 64}, "tensor_parallel": request.param}
+    async with engine_of(model, nats_url, folder, **settings) as engine:
         yield engine
 
 

@@ -180,17 +180,20 @@ def test_a_run_refuses_them_before_anything_starts(model_path: Path, rollout: di
 @pytest.mark.parametrize(
     ("heads", "refusal"),
     [
-        ((6, 12), r"tensor_parallel = 4 does not divide linear_num_key_heads = 6 of .* to a divisor of 6"),
-        ((4, 6), r"tensor_parallel = 4 does not divide linear_num_value_heads = 6 of .* to a divisor of 2"),
-        ((4, 8), None),
+        ((6, 12, 6), r"tensor_parallel = 4 does not divide linear_num_key_heads = 6 of .* to a divisor of 6"),
+        ((4, 6, 8), r"tensor_parallel = 4 does not divide linear_num_value_heads = 6 of .* to a divisor of 2"),
+        ((4, 8, 6), r"tensor_parallel = 4 does not divide num_attention_heads = 6 of .* to a divisor of 2"),
+        ((4, 8, 12), None),
     ],
     ids=str,
 )
 def test_processes_divide_heads_of_linear_attention(
-    model_path: Path, heads: tuple[int, int], refusal: str | None, *, cuda: bool
+    model_path: Path, heads: tuple[int, int, int], refusal: str | None, *, cuda: bool
 ) -> None:
-    """Those of keys and those of values, in models with a tower too; SGLang would cut through heads, or pad them."""
-    text = {"num_key_value_heads": 4, "linear_num_key_heads": heads[0], "linear_num_value_heads": heads[1]}
+    """Those of keys and of values, and queries' in other layers, in models with a tower too: SGLang would cut through
+    heads, or pad them."""
+    names = ("linear_num_key_heads", "linear_num_value_heads", "num_attention_heads")
+    text = {"num_key_value_heads": 4, **dict(zip(names, heads, strict=True))}
     for config in ({"model_type": "qwen3_5_text", **text}, {"model_type": "qwen3_5", "text_config": text}):
         (model_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, **config}))
         with nullcontext() if refusal is None else pytest.raises(ConfigError, match=refusal):
