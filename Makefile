@@ -152,8 +152,8 @@ test-helm: setup ## Render the Helm chart and check it against Kubernetes' schem
 	$(HELM_LIBRARY)
 	@PYTHONPATH=.clients/helm $(BIN)/pytest $(HELM_TESTS) -p no:randomly $(ARGS)
 
-# Podman is Debian's; Docker builds the images, as for test-compose.
-test-helm-pods: setup ## Train in the pods of the Helm chart, started by podman; needs root, podman and Docker, and 13 GB twice.
+# Podman is Debian's. It builds the images, too, and needs no Docker.
+test-helm-pods: setup ## Train in the pods of the Helm chart, started by podman; needs root, podman and 25 GB, of which its images keep 13.
 	$(HELM_LIBRARY)
 	@PYTHONPATH=.clients/helm $(BIN)/pytest tests/helm/run_pods.py -s -p no:randomly $(ARGS)
 
