@@ -4,7 +4,8 @@
 a cluster is done here: pods named like their Service, so that its name leads to them, and copies with numbers.
 
 What Kubernetes does and podman 4.3 does not, is left out or put in its place: probes over gRPC (`Release.is_ready` asks
-the same health service from inside the pod), and the pod's own address (its name stands for it, which podman resolves).
+the same health service from inside the pod), the pod's own address (its name stands for it, which podman resolves) and
+the volume of /dev/shm (podman makes a folder of root's of it on the disk; every pod has 1 GiB of memory there instead).
 """
 
 import contextlib
@@ -35,6 +36,7 @@ _POLL_S = 0.5
 _CONF = """\
 [containers]
 log_driver = "k8s-file"
+shm_size = "1g"
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "file"
@@ -161,7 +163,8 @@ class Release:
 
     def end(self, pod: str) -> int:
         """End a pod in order, as a Deployment that shrinks does; returns the exit code of its process."""
-        self.podman("pod", "stop", "--time", "60", self.full(pod), timeout_s=120)
+        # The container alone: `pod stop` may end the one first that holds the processes, and so kill them.
+        self.podman("stop", "--time", "60", self.container(pod), timeout_s=120)
         code = int(self.inspect(pod)["State"]["ExitCode"])
         self.podman("pod", "rm", "--force", self.full(pod))
         self.pods.remove(self.full(pod))
@@ -179,7 +182,8 @@ class Release:
 
     def logs(self) -> str:
         """The end of what all pods have said, for a failed assertion."""
-        return "\n".join(self.podman("pod", "logs", "--tail", "15", pod, check=False) for pod in self.pods)
+        said = [self.podman.done("pod", "logs", "--tail", "15", pod, check=False) for pod in self.pods]
+        return "\n".join(each.stdout + each.stderr for each in said)
 
     def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float) -> float:
         """Wait for something; returns how many seconds it took."""
@@ -257,7 +261,17 @@ def _pod_of(owner: Object, name: str) -> Object:
             del container[probe]
         if not container["args"]:
             del container["args"]
-    spec.setdefault("restartPolicy", "Always")
+        container.pop("ports", None)  # podman publishes them on the host, where several pods have the same
+        container["volumeMounts"] = [each for each in container["volumeMounts"] if each["name"] != "shm"]
+        for mount in container["volumeMounts"]:
+            mount["name"] = f"{name}-{mount['name']}"
+    spec["volumes"] = [each for each in spec["volumes"] if each["name"] != "shm"]
+    for volume in spec["volumes"]:
+        volume["name"] = f"{name}-{volume['name']}"  # else podman gives all pods the same emptyDir
+        if "secret" in volume:
+            volume["secret"].setdefault("optional", False)  # podman panics without
+    # Podman starts an init container again that has ended with 0, where the policy is Always.
+    spec.setdefault("restartPolicy", "OnFailure" if "initContainers" in spec else "Always")
     metadata = {"name": name, "labels": template["metadata"]["labels"]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 

@@ -14,7 +14,7 @@ from tests.helm.pods import Podman, Release, leftovers, missing, release
 
 pytestmark = pytest.mark.timeout(3600)
 
-NUM_STEPS = int(os.environ.get("NUM_STEPS", "60"))
+NUM_STEPS = int(os.environ.get("NUM_STEPS", "400"))
 GROUPS_PER_STEP = 8
 RUN = "chart-test"
 VALUES = {
