@@ -1,7 +1,8 @@
 """A run's streams and buckets on a NATS server, or on a cluster of them.
 
 A publish is retried until the server has stored it; its message id makes repetitions harmless. Stored messages survive
-a kill of any process, including the server. A server that comes back without its store is an error.
+a kill of any process, including the server, but for those of unsynced streams. A server that comes back without its
+store is an error.
 """
 
 import asyncio

@@ -139,12 +139,14 @@ class StoredBatch:
 
 
 class SpanReader:
-    """Reads the batches of a run, in order, each once."""
+    """Reads the batches of a run, in order, each once; after the server has lost some, all again."""
 
     def __init__(self, bus: Bus, *, after: int = 0) -> None:
         """Read those with a sequence number above `after`."""
         self._bus = bus
         self._after = after
+        self._last = b""
+        """The batch of that number, if this process has read it."""
         self._consumer: JetStreamContext.PullSubscription | None = None
         self._num_empty = 0
         self._num_last = 0
@@ -189,7 +191,7 @@ class SpanReader:
             )
             for message in messages
         ]
-        self._after = max(self._after, batches[-1].sequence)
+        self._after, self._last = batches[-1].sequence, batches[-1].payload
         return [batch for batch in batches if _is_line(batch.payload)]
 
     async def close(self) -> None:
@@ -204,9 +206,8 @@ class SpanReader:
     async def _open(self) -> JetStreamContext.PullSubscription:
         await ensure_span_stream(self._bus)
         stream = self._bus.spans
-        last = (await self._bus.jetstream.stream_info(stream.name)).state.last_seq
-        if last < self._after:  # another stream, or the server's machine failed; what is read twice counts once
-            self._after = 0
+        if not await self._goes_on(stream.name):
+            self._after = 0  # those who draw spans count a batch once that was stored twice
         return await self._bus.jetstream.pull_subscribe(
             stream.subject,
             stream=stream.name,
@@ -217,6 +218,18 @@ class SpanReader:
                 inactive_threshold=_FORGET_AFTER_S,
             ),
         )
+
+    async def _goes_on(self, stream: str) -> bool:
+        """Return whether the stream still has what was read.
+
+        It may be another one, or the server has lost its end and gives the numbers again.
+        """
+        state = (await self._bus.jetstream.stream_info(stream)).state
+        if state.last_seq < self._after:
+            return False
+        if not self._last or state.first_seq > self._after:
+            return True
+        return (await self._bus.jetstream.get_msg(stream, seq=self._after)).data == self._last
 
     async def _look(self) -> None:
         if self._consumer is not None:

@@ -309,7 +309,9 @@ class TraceReader:
         taken, passed_over = self._launcher_paths(), float("inf")
         paths = self._span_paths()
         begins = [self._begin_of(path) for path in paths]
-        for path, begin, end in zip(paths, begins, [*begins[1:], float("inf")], strict=False):
+        # A file may begin with batches of the one before it, which were read again.
+        ends = [*map(max, begins[1:], map(_named_time, paths[1:])), float("inf")]
+        for path, begin, end in zip(paths, begins, ends, strict=False):
             if end < first:
                 continue
             # A batch has what ended before it: later files may have what began long before them.

@@ -48,7 +48,7 @@ class LinearStates:
             ConfigError: the recipe asks for fewer states than one request needs, or for no number of them.
         """
         passed: dict[str, Any] = {name.replace("-", "_"): value for name, value in rollout.sglang.items()}
-        num_set = _positive(passed, "max_mamba_cache_size")
+        num_set = _positive(passed, "max_mamba_cache_size", is_whole=True)
         if num_set is None and passed.get("disable_radix_cache"):
             num_set = rollout.max_running
         per_request = _num_per_request(passed)
@@ -106,13 +106,16 @@ class LinearStates:
         )
 
 
-def _positive(passed: dict[str, Any], name: str) -> float | None:
+def _positive(passed: dict[str, Any], name: str, *, is_whole: bool = False) -> float | None:
     """Return a number of [rollout.sglang]; None if it is not there."""
     value = passed.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(f"rollout.sglang.{name} = {value!r} is no positive number; correct it")
+    kinds = int if is_whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+        raise ConfigError(
+            f"rollout.sglang.{name} = {value!r} is no positive {'whole ' if is_whole else ''}number; correct it"
+        )
     return value
 
 

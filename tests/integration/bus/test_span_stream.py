@@ -103,6 +103,31 @@ async def test_spans_do_not_wait_for_the_disk(bus: Bus) -> None:
     assert (await bus.jetstream.stream_info(bus.spans.name)).config.persist_mode == api.PersistMode.ASYNC
 
 
+async def test_what_is_stored_under_numbers_that_were_given_before_is_read(bus: Bus) -> None:
+    """The server has lost the end of the stream and more has come than it lost, before the reader looks."""
+
+    async def store(*numbers: int) -> None:
+        for number in numbers:
+            await bus.jetstream.publish(bus.spans.subject, b'{"number": %d}' % number)
+
+    async def read() -> list[bytes]:
+        return [batch.payload for batch in await reader.read()]
+
+    await ensure_span_stream(bus)
+    reader = SpanReader(bus)
+    await store(1, 2)
+    assert len(await read()) == 2
+    await bus.jetstream.delete_stream(bus.spans.name)
+    await ensure_span_stream(bus)
+    await store(3, 4, 5)
+    await reader.close()
+    assert await read() == [b'{"number": 3}', b'{"number": 4}', b'{"number": 5}']
+    await store(6)
+    await reader.close()
+    assert await read() == [b'{"number": 6}']
+    await reader.close()
+
+
 async def test_a_stream_of_an_earlier_release_goes_on(
     bus: Bus, bus_config: BusConfig, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,6 +146,8 @@ def test_experts_are_divided_where_that_makes_a_model_fit(mixture: Path, monkeyp
     assert short.remedy == ("--trainer.expert_parallel=2",)
     with pytest.raises(ConfigError, match=r"expert_parallel = 4 does not divide the model's 6 experts"):
         plan_of(mixture, "--trainer.ranks=4", "--trainer.expert_parallel=4")
+    with pytest.raises(ConfigError, match=r"trainer\.compile = true does not go with mixtures of experts"):
+        plan_of(mixture, "--trainer.ranks=1", "--trainer.compile=true")
 
 
 def test_a_dense_model_has_no_experts_to_divide(model: Path) -> None:

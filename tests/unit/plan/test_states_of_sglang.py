@@ -27,11 +27,13 @@ def sglang(modules: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")
     monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float32")
 
-    def divided(text: Any, room_bytes: int, *, extra_buffer: bool, **settings: Any) -> tuple[int, int, int]:
+    def divided(
+        text: Any, room_bytes: int, *, extra_buffer: bool = True, tensor_parallel: int = 1, **settings: Any
+    ) -> tuple[int, int, int]:
         """Return the states, those of a request, and the bytes that are left for the KV cache."""
         values = text.linear_num_value_heads * text.linear_value_head_dim
         shape = mamba_utils.Mamba2StateShape.create(
-            tp_world_size=1,
+            tp_world_size=tensor_parallel,
             intermediate_size=values,
             n_groups=text.linear_num_key_heads,
             num_heads=text.linear_num_value_heads,
@@ -74,7 +76,7 @@ def sglang(modules: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-def test_sglang_divides_so(sglang: Any) -> None:
+def test_sglang_divides_so(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The installed one, with the shape that transformers gives a Qwen3.5 by default, on GPUs of several sizes."""
     from transformers import Qwen3_5TextConfig
 
@@ -83,11 +85,54 @@ def test_sglang_divides_so(sglang: Any) -> None:
         found = LinearStates.of(text, rollout)
         for room in (3 * GIB, 27 * GIB + 12345, 50 * GIB, 111 * GIB):
             num = found.num_in(room)
-            states, per_request, left = sglang(text, room, extra_buffer=True, mamba_full_memory_ratio=found.ratio)
+            states, per_request, left = sglang(text, room, mamba_full_memory_ratio=found.ratio)
             assert (num, found.num_per_request) == (states, per_request)
             assert room - found.bytes_of(num) == pytest.approx(left, abs=1024)
     set_number = LinearStates.of(text, RolloutConfig(sglang={"max_mamba_cache_size": 40}))
-    states, _, left = sglang(text, 50 * GIB, extra_buffer=True, max_mamba_cache_size=40)
+    states, _, left = sglang(text, 50 * GIB, max_mamba_cache_size=40)
     assert (set_number.num_in(50 * GIB), 50 * GIB - set_number.bytes_of(40)) == (states, left)
     no_buffer = LinearStates.of(text, RolloutConfig(sglang={"disable_overlap_schedule": True}))
     assert no_buffer.num_per_request == sglang(text, GIB * 9, extra_buffer=False, disable_overlap_schedule=True)[1]
+    of_two = LinearStates.of(text, RolloutConfig(tensor_parallel=2))
+    assert of_two.num_in(GIB * 9) == sglang(text, GIB * 9, tensor_parallel=2)[0]
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "bfloat16")
+    halved = LinearStates.of(text, RolloutConfig(sglang={"mamba_ssm_dtype": "bfloat16"}))
+    assert halved.num_in(GIB * 9) == sglang(text, GIB * 9)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"disable_overlap_schedule": True},
+        {"disable_overlap_schedule": True, "page_size": 16},
+        {"linear_attn_backend": "flashinfer"},
+        {"mamba_radix_cache_strategy": "no_buffer"},
+        {"mamba_radix_cache_strategy": "extra_buffer_lazy"},
+        {"mamba_radix_cache_strategy": "extra_buffer", "disable_overlap_schedule": True},
+    ],
+    ids=str,
+)
+def test_sglang_gives_a_request_so_many(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three, and those that its prefix cache takes, with the installed one's defaults."""
+    from transformers import Qwen3_5TextConfig
+
+    with warnings.catch_warnings(action="ignore"):
+        from sglang.srt.arg_groups import overrides
+        from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
+    text = Qwen3_5TextConfig(architectures=["Qwen3_5ForConditionalGeneration"])
+    monkeypatch.setattr(overrides, "model_config_of", lambda _: SimpleNamespace(hf_config=text))
+    view = SimpleNamespace(
+        **{"disable_radix_cache": False, "disable_overlap_schedule": False, "page_size": None},
+        **{"linear_attn_backend": "triton", "mamba_radix_cache_strategy": "auto"},
+    )
+    view.__dict__.update(settings)
+    view.__dict__.update(overrides._mamba_radix_cache_resolution(view))
+    strategy = view.mamba_radix_cache_strategy
+    slots = get_mamba_tracking_slots(
+        extra_buffer=strategy != "no_buffer",
+        overlap=not view.disable_overlap_schedule,
+        lazy=strategy == "extra_buffer_lazy",
+    )
+    assert LinearStates.of(text, RolloutConfig(sglang=settings)).num_per_request == 3 + slots

@@ -154,7 +154,7 @@ def test_tensors_without_memory_take_what_real_ones_take(family: str) -> None:
 def test_torchs_tracker_counts_as_much(
     family: str, text: dict[str, Any], recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In rows of 8,192 tokens, with published widths and three layers: on tensors without memory it counts the same."""
+    """In rows of 8,192 tokens, with published widths and a few layers: on tensors without memory it counts the same."""
     tracker = MemTracker()
 
     class BesideTracker(LiveBytes):

@@ -89,6 +89,24 @@ def test_what_was_lost_is_counted_and_what_came_twice_is_not(tmp_path: Path) -> 
     assert (len(trace.spans), trace.num_lost_batches, trace.num_dropped) == (3, 2, 9)
 
 
+def test_a_file_that_begins_with_batches_of_the_one_before_hides_nothing_of_it(tmp_path: Path) -> None:
+    """The trainer has read the stream again, which had lost its last batch."""
+    first, second = ["turn", 9.0, 1.0, {}], ["turn", 45.0, 1.0, {}]
+    _write(
+        tmp_path,
+        _row([first], stored=10.0, sent=10.0),
+        _row([second], stored=46.0, sent=46.0, number=2),
+        name="spans-0000000010000.jsonl",
+    )
+    _write(
+        tmp_path,
+        _row([first], stored=10.0, sent=10.0),
+        _row([], stored=60.0, sent=60.0, number=3),
+        name="spans-0000000060000.jsonl",
+    )
+    assert [span.start for span in TraceReader(tmp_path).read(40.0, 50.0).spans] == [45.0]
+
+
 def test_what_was_lost_is_known_by_time_and_process(tmp_path: Path) -> None:
     """Between two batches, of which the first may be in a file before; what was lost before the oldest file is not."""
     _write(
