@@ -40,6 +40,7 @@ def loaded() -> Any:
         crashes=SimpleNamespace(is_useless=asyncio.Event(), require_useful=lambda: None),
         images=SimpleNamespace(attach=lambda _: None),
         view=SimpleNamespace(replica_id="engine-a"),
+        changed=asyncio.Event(),
         end_service=end_service,
     )
 
@@ -52,8 +53,7 @@ def engine_settings(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(server, "_measured", nothing)
     monkeypatch.setattr(server, "note_segments", lambda _: None)
     monkeypatch.setattr(server, "_lease", lambda _: b"lease")
-    for name in ("_renew_on_change", "_follow_load"):
-        monkeypatch.setattr(server, name, for_ever)
+    monkeypatch.setattr(server, "_follow_load", for_ever)
     (port,) = free_ports(1)
     return SimpleNamespace(
         bus=BusConfig(url=f"nats://127.0.0.1:{port}", lease_ttl_s=5.0),
