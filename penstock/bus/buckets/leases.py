@@ -19,7 +19,7 @@ from penstock.runtime.process import end_task
 log = structlog.get_logger()
 
 _PASSING_S = 0.2
-"""Seconds that a passing state must last to be told. Every write is read by all who watch the bucket."""
+"""Seconds for which a passing state stays unwritten. All who watch the bucket read every write."""
 
 
 class Lease:
@@ -43,7 +43,8 @@ class Lease:
     async def renew_on_change(self, changed: asyncio.Event, *, is_passing: Callable[[], bool] = lambda: False) -> None:
         """Write the value whenever `changed` is set, until cancelled.
 
-        While `is_passing()`, as in the pause of a push, that waits for the next change, but not for long.
+        A state for which `is_passing()` holds, such as the pause of a push, is written only if no other follows within
+        `_PASSING_S`.
         """
         while True:
             await changed.wait()

@@ -69,7 +69,7 @@ class PushStages:
         self.paused_s: dict[Member, float] = {}
         """Seconds that each of these members was kept from generating."""
         self.absent: set[Member] = set()
-        """Members that were called once and did not take the push up; nothing is left of it there."""
+        """Members whose only call failed before it was prepared: there is nothing to abort."""
         self._transport = transport
         self._mode = _MODES[config.mode]
         self._drain_s = _DRAIN_S if config.mode == "drain" else 0.0

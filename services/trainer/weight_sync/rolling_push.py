@@ -42,7 +42,7 @@ class RollingPush:
             members: The members.
             stub: Returns the connection to a member.
             on_served: Called for each that serves the version.
-            on_absent: Called for each that takes no push.
+            on_absent: Called for each that cannot take a push over any transport, as far as is known.
         """
         self._stages = stages
         self._members = members

@@ -254,7 +254,12 @@ class WeightReceiver:
     ) -> AsyncGenerator[rollout_pb2.UpdateStage.ValueType, None]:
         """Pause, receive, verify and commit; iterate over the stages that are complete. Ending early ends the push.
 
-        With `announced`, a call of `prepare` for the same push, that is the first stage.
+        Args:
+            push_id: The push.
+            mode: What happens to running requests.
+            drain_s: Seconds that they have to finish, if the mode drains.
+            digests: The trainer's, of every parameter.
+            announced: A call of `prepare` for this push, to be awaited first. None: it was prepared before.
         """
         try:
             if announced is not None:
