@@ -197,7 +197,7 @@ def _memory(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
                 found = memory.check_host_memory(size, recipe, plan, _available_memory(), is_sft=is_sft)
                 yield _for_this_host(found, recipe, is_sft=is_sft)
     if not is_sft:
-        yield memory.check_shared_memory(shutil.disk_usage(_SHM).free if _SHM.is_dir() else None)
+        yield memory.check_shared_memory(_free(_SHM))
     runs = Path("runs") if recipe is None else recipe.run.folder or recipe.run.dir
     while not os.path.exists(runs):  # false where a folder on the way is closed to us; the path's own method raises
         runs = runs.parent
@@ -211,7 +211,7 @@ def _memory(recipe: Recipe | None, *, is_sft: bool) -> Iterator[Finding | None]:
 
 
 def _free(folder: Path) -> int | None:
-    """Return the free bytes in the folder's file system; None if the folder is not writable."""
+    """Return the free bytes in the folder's file system; None if the folder is missing or not writable."""
     return shutil.disk_usage(folder).free if os.access(folder, os.W_OK | os.X_OK) else None
 
 

@@ -200,11 +200,12 @@ def check_shared_memory(free: int | None) -> Finding:
     """Check /dev/shm, through which NCCL and SGLang pass tensors; a container has 64 MiB of it by default.
 
     Args:
-        free: Free bytes; None if there is no /dev/shm.
+        free: Free bytes; None if there is no /dev/shm, or it is not writable.
     """
     remedy = "start the container with --shm-size=16g, or 1g without a GPU"
     if free is None:
-        return warning("shared memory", "there is no /dev/shm", remedy)
+        seen = "/dev/shm is missing or cannot be written to; engines keep their queues there, and do not start"
+        return fault("shared memory", seen, "mount a tmpfs there, of mode 1777")
     if free < MIN_SHM_BYTES:
         return warning(
             "shared memory", f"/dev/shm has {gib(free)} free; NCCL and SGLang pass tensors through it", remedy

@@ -62,7 +62,7 @@ def test_memory_of_a_container_that_has_read_files(
 def test_shared_memory_and_disk() -> None:
     """Docker's 64 MiB of /dev/shm; three checkpoints of 24 GB where two are kept; folders that are not one's own."""
     assert_found(memory.check_shared_memory(64 * 2**20), Status.WARNING, "0.1 GiB", "--shm-size")
-    assert_found(memory.check_shared_memory(None), Status.WARNING, "no /dev/shm")
+    assert_found(memory.check_shared_memory(None), Status.FAULT, "/dev/shm", "cannot be written to", "tmpfs")
     assert_found(memory.check_shared_memory(16 * GIB), Status.OK)
     keeps_two = recipe()
     assert_found(memory.check_disk(TWO_BILLION, keeps_two, "/runs", 60 * GIB), Status.FAULT, "67.1 GiB", "run.dir")
