@@ -7,7 +7,8 @@ All control processes are the real ones: nats-server, router, workers, and a tra
 time; engines are simulated (bench/scale/measured_run.py). A group has eight samples of about `--tokens` tokens;
 `--samples-per-s` of them end in a second, far fewer than the engines would finish, since engines and control plane
 share this machine. So what fills up first is extrapolated: each process's cost of a group, of an engine that is only
-there (its lease), and of an engine in a push is measured, and costs are added (bench/scale/saturation.py).
+there (its lease), and of an engine in a push is measured, and costs are added (bench/scale/saturation.py), also up to
+runs of other sizes: the last table is that of docs/scaling.md (bench/scale/larger_runs.py).
 
 With 2,048 engines it needs 5 GiB of memory, and a hard limit on open files of 4,096 (`ulimit -Hn`). The exit code is 1
 if the router, asked twice a second, ever listed fewer engines than there are or did not answer, or if less than
@@ -20,11 +21,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from bench.async_loop.measured_loop import LoopError
+from bench.scale.larger_runs import ENGINES as ENGINES_OF_RUNS
+from bench.scale.larger_runs import PLANNED_SHARE, most_engines, needs_of
 from bench.scale.measured_run import ENGINES, NATS, ROUTER, TRAINER, WORKERS, Measured, run
 from bench.scale.saturation import Costs, Point, Use, costs_of, first_to_saturate
 from bench.scale.workload import SAMPLES_PER_GROUP, Load
@@ -75,13 +78,34 @@ def report(measured: Sequence[Measured]) -> None:
         ],
     )
     if measured[-1].load.replicas > first.replicas:
-        _table(
-            ("process", "a group, ms", "1,000 engines, cores", "a push to 1,000 engines, s"),
-            [
-                (name, f"{1e3 * cost.group_s:.0f}", f"{1e3 * cost.replica_cores:.3f}", f"{1e3 * cost.push_s:.2f}")
-                for name, cost in costs(measured).items()
-            ],
-        )
+        _report_costs(costs(measured), tokens_per_group=SAMPLES_PER_GROUP * first.tokens)
+
+
+def _report_costs(costs: Mapping[str, Costs], *, tokens_per_group: float) -> None:
+    _table(
+        ("process", "a group, ms", "1,000 engines, cores", "a push to 1,000 engines, s"),
+        [
+            (name, f"{1e3 * cost.group_s:.0f}", f"{1e3 * cost.replica_cores:.3f}", f"{1e3 * cost.push_s:.2f}")
+            for name, cost in costs.items()
+        ],
+    )
+    _table(
+        (
+            *("engines", "groups/s", "tokens/s", "routers", "workers", "rank 0 of the trainer, of its core"),
+            *("nats-server, cores", "cores for verdicts on expressions"),
+        ),
+        [
+            (
+                *(f"{needs.engines:,}", f"{needs.groups_per_s:.1f}", f"{needs.tokens_per_s:,.0f}"),
+                *(needs.num_routers, needs.num_workers, f"{needs.trainer_cores:.0%}"),
+                *(f"{needs.nats_cores:.2f}", f"{needs.verdict_cores:.2f}"),
+            )
+            for needs in (needs_of(engines, costs, tokens_per_group=tokens_per_group) for engines in ENGINES_OF_RUNS)
+        ],
+    )
+    for name, cores in ((ROUTER, PLANNED_SHARE), (TRAINER, 1.0)):
+        most = most_engines(costs[name], tokens_per_group=tokens_per_group, cores=cores)
+        sys.stdout.write(f"one {name} carries {most:,} such engines with {cores:.0%} of its core\n")
 
 
 def costs(measured: Sequence[Measured]) -> dict[str, Costs]:

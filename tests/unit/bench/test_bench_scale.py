@@ -12,6 +12,7 @@ import pytest
 from bench.async_loop import virtual_time
 from bench.async_loop.measured_loop import LoopError
 from bench.scale import bench_scale
+from bench.scale.larger_runs import most_engines, needs_of
 from bench.scale.measured_run import Measured, fewest, list_again_and_again
 from bench.scale.saturation import Costs, Point, Use, costs_of, first_to_saturate
 from bench.scale.workload import SAMPLES_PER_GROUP, Load, mean_tokens
@@ -63,6 +64,34 @@ def test_costs_explain_both_measurements(true: Costs) -> None:
     )
     with pytest.raises(ValueError, match="must be fewer"):
         costs_of(point(64, 0.25), point(64, 0.25))
+
+
+COSTS = {
+    "router": Costs(group_s=0.15, replica_cores=1e-4, push_s=0.0),
+    "workers": Costs(group_s=0.16, replica_cores=0.0, push_s=0.0),
+    "trainer": Costs(group_s=0.04, replica_cores=0.0, push_s=2e-3),
+    "nats-server": Costs(group_s=0.05, replica_cores=1e-4, push_s=0.0),
+}
+
+
+def test_what_a_larger_run_needs() -> None:
+    """2,000 engines, 100 groups a second: every router follows all leases, and a push comes every 100 s."""
+    needs = needs_of(2_000, COSTS, tokens_per_group=64_000)
+    assert (needs.groups_per_s, needs.tokens_per_s) == (100.0, 6_400_000.0)
+    assert needs.num_routers == 38  # 15 cores of 0.6 - 0.2
+    assert needs.num_workers == 27  # 16 cores of 0.6
+    assert needs.trainer_cores == pytest.approx(100 * 0.04 + 2_000 * 2e-3 / 100)
+    assert needs.nats_cores == pytest.approx(100 * 0.05 + 0.2)
+    with pytest.raises(ValueError, match="6,000 leases"):
+        needs_of(6_000, COSTS, tokens_per_group=64_000)
+
+
+def test_how_many_engines_fill_a_process() -> None:
+    """An engine is a group every 20 s, a push every 100 s, and a lease."""
+    assert most_engines(COSTS["trainer"], tokens_per_group=64_000, cores=1.0) == 495
+    assert most_engines(COSTS["router"], tokens_per_group=64_000, cores=0.6) == 78
+    with pytest.raises(ValueError, match="costs nothing"):
+        most_engines(Costs(group_s=0.0, replica_cores=0.0, push_s=0.0), tokens_per_group=64_000, cores=1.0)
 
 
 class Router:
@@ -126,4 +155,6 @@ def test_the_report_names_what_fills_up_first(capsys: pytest.CaptureFixture[str]
     assert "| 64 | 3 | 0.250 | 100% | 32,768 | 1.00 | 2.00 | 0.10 | 64 | router | 1.25 |" in out
     assert "| 2048 | 3 | 0.250 | 100% | 32,768 | 1.00 | 2.00 | 0.10 | 2048 | nats-server |" in out
     assert "| router | 800 | 0.000 | 0.00 |" in out
+    assert "| 2,048 | 50.0 | 6,553,600 | 67 |" in out
+    assert "one router carries 30 such engines with 60% of its core" in out
     assert all(f"| {name} |" in out for name in control)
