@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 import torch  # noqa: E402 - after the environment is set
 
-from bench.support.awake import StolenTime  # noqa: E402
+from bench.support.cores import StolenTime  # noqa: E402
 from bench.support.raw_broadcast import broadcast_raw, raw_group  # noqa: E402
 from penstock.bus.buckets.watch import watched  # noqa: E402
 from penstock.bus.connection import Bus, connect  # noqa: E402

@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.support.awake import StolenTime, cores_awake
+from bench.support.cores import StolenTime, cores_awake
 from bench.support.router_subjects import Subject, cpu_s, pss_mib, subjects
 from bench.support.termination import exit_on_sigterm
 from penstock.config import LogConfig

@@ -1,4 +1,4 @@
-"""Keeps cores awake during a measurement.
+"""Keeps cores awake during a measurement, and counts what they did.
 
 An idle virtual core is taken away, and on many hosts it takes milliseconds to come back: a benchmark of shorter calls
 measures the host. Here every core always has work: a process of the scheduling class SCHED_IDLE, which gets only idle
@@ -43,6 +43,20 @@ class StolenTime:
         """Return the share since the start, from 0 to 1."""
         spent = [now - before for now, before in zip(_times(), self._before, strict=True)]
         return spent[7] / max(1, sum(spent))
+
+
+class BusyTime:
+    """The time for which cores worked, for any process."""
+
+    def __init__(self) -> None:
+        """Count from this moment on."""
+        self._before = _times()
+
+    def core_s(self) -> float:
+        """Return the core-seconds since the start."""
+        spent = [now - before for now, before in zip(_times(), self._before, strict=True)]
+        user, nice, system, _, _, irq, softirq, _ = spent
+        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _times() -> list[int]:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from bench.bench_push import build_model
-from bench.support.awake import StolenTime
+from bench.support.cores import StolenTime
 from bench.support.termination import exit_on_sigterm
 
 ROOT = Path(__file__).resolve().parents[2]
