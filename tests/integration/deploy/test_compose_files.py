@@ -347,10 +347,7 @@ def test_engines_of_all_roles_run_alike() -> None:
 @pytest.mark.parametrize("further", [[], [OBSERVABILITY]], ids=["", "with observability"])
 def test_engines_of_all_roles_have_gpus_alike(further: list[Path]) -> None:
     """As compose merges the files: what `rollout` has on GPUs each role of a pair has too, and GPUs of its own."""
-    files = [part for path in (BASE, *OVERRIDES, *further) for part in ("--file", str(path))]
-    command = [*installed_compose(), *files, "config"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    services = yaml.safe_load(done.stdout)["services"]
+    services = merged([BASE, *OVERRIDES, *further], ENVIRONMENT)
     unified, trainer = services["rollout"], services["trainer"]
     on_gpus = {name: each["environment"] for name, each in services.items() if each.get("deploy")}
     gpus = {name: environment.pop("CUDA_VISIBLE_DEVICES") for name, environment in on_gpus.items()}
@@ -368,6 +365,29 @@ def test_engines_of_all_roles_have_gpus_alike(further: list[Path]) -> None:
         assert {key: value for key, value in engine.items() if key not in apart} == {
             key: value for key, value in unified.items() if key not in apart
         }
+
+
+def test_ranks_of_the_trainer_have_a_gpu_each() -> None:
+    """By deploy.md's example of them beside a pair: nobody shares a GPU, and the trainer starts as many as it sees."""
+    text = (ROOT / "docs" / "operation" / "deploy.md").read_text().partition("On four GPUs, with two ranks:\n\n")[2]
+    example = dict(line.strip().split("=", 1) for line in text.partition("\n\n")[0].splitlines())
+    assert example["PENSTOCK_TRAINER_GPUS"] == "2,3"
+    services = merged([BASE, *OVERRIDES], ENVIRONMENT | example)
+    gpus = {name: services[name]["environment"]["CUDA_VISIBLE_DEVICES"] for name in ("prefill", "decode", "trainer")}
+    assert gpus == {"prefill": "0", "decode": "1", "trainer": "2,3"}
+    assert "--rollout.gpu_memory_fraction=0.85" in words(services["decode"])
+    option, recipe, *overrides = words(services["trainer"])
+    assert option == "--config"
+    assert configuration.load(Recipe, [ROOT / recipe], overrides).trainer.ranks == len(gpus["trainer"].split(","))
+
+
+def merged(files: list[Path], environment: dict[str, str]) -> dict[str, Any]:
+    """The services of these files, as compose merges them in an environment."""
+    arguments = [part for path in files for part in ("--file", str(path))]
+    command = [*installed_compose(), *arguments, "config"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    services: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    return services
 
 
 def words(service: dict[str, Any]) -> list[str]:
