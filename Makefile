@@ -100,8 +100,8 @@ test-families: setup ## Compare every model family, tiny, on real SGLang with tr
 test-lora: setup ## Train adapters with real SGLang engines, through kills, and load what is exported.
 	@$(BIN)/pytest tests/e2e/run_lora.py $(ARGS)
 
-test-ranks: setup ## Compare expert and sequence parallelism and twenty steps on two ranks and four with one, in a quarter of an hour on two cores.
-	@$(BIN)/pytest tests/unit/backend/ranks/run_expert_parallel.py tests/unit/backend/ranks/run_sequence_parallel.py tests/unit/backend/ranks/run_twenty_steps.py $(ARGS)
+test-ranks: setup ## Compare expert and sequence parallelism and twenty steps on two ranks and four with one, and kill ranks on two hosts, namespaces of this machine (needs root), in twenty minutes on two cores.
+	@$(BIN)/pytest tests/unit/backend/ranks/run_expert_parallel.py tests/unit/backend/ranks/run_sequence_parallel.py tests/unit/backend/ranks/run_twenty_steps.py tests/e2e/run_torchrun_on_hosts.py $(ARGS)
 
 test-tensor-parallel: setup ## Test prefill/decode pairs whose engines are two processes each.
 	@PENSTOCK_TEST_TENSOR_PARALLEL=2 $(BIN)/pytest tests/integration/engine/test_disaggregation.py $(ARGS)

@@ -1,28 +1,27 @@
-"""A real Slurm on this machine: a controller and nodes, each with a host name and a network of its own.
+"""A real Slurm on this machine: a controller and nodes. Needs root.
 
-Linux namespaces stand for hosts, because Debian's slurmd takes one node for one host: 127.0.0.1 of one is not that of
-another, and they reach each other by name over a bridge. Files are shared. Needs root.
+Linux namespaces stand for hosts, because Debian's slurmd takes one node for one host.
 """
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.launch import hosts
+from tests.support.launch.hosts import Hosts, network_of_hosts, search_path
 from tests.support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare", "nsenter", "ip")
+PROGRAMS = (*hosts.PROGRAMS, "munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 CONTROLLER, NODES = "ctl", ("node1", "node2")
 CPUS = 2
 
-_NETWORK = "10.231.0"
 _CONF = """\
 ClusterName=penstock
 SlurmctldHost={controller}
@@ -60,15 +59,7 @@ _CGROUP = "CgroupPlugin=autodetect\nIgnoreSystemd=yes\n"
 
 def missing() -> str:
     """Why there can be no such cluster here; empty if there can."""
-    if os.geteuid() != 0:
-        return "namespaces need root: run `make test-slurm` as root, for example in a privileged container"
-    if absent := [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]:
-        return f"{', '.join(absent)}: not installed; apt-get install slurmctld slurmd slurm-client munge iproute2"
-    return ""
-
-
-def _path() -> str:
-    return f"/usr/local/sbin:/usr/sbin:/sbin:{os.environ['PATH']}"
+    return hosts.missing(PROGRAMS, packages="slurmctld slurmd slurm-client munge iproute2")
 
 
 @dataclass(slots=True)
@@ -76,18 +67,16 @@ class Cluster:
     """A running cluster."""
 
     folder: Path
-    hosts: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
-    """A process in the namespaces of each host."""
+    hosts: Hosts
 
     def on(self, host: str, *command: str | Path) -> list[str]:
         """The command that runs `command` on a host."""
-        enter = ["nsenter", f"--target={self.hosts[host].pid}", "--net", "--uts", "--mount"]
-        return [*enter, f"--wd={ROOT}", "--", *map(str, command)]
+        return [*self.hosts.enter(host), *map(str, command)]
 
     def environment(self) -> dict[str, str]:
         """Of people and daemons; jobs inherit it."""
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        own = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _path(), "PYTHONPATH": paths}
+        own = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": search_path(), "PYTHONPATH": paths}
         return {**os.environ, **own, "TMPDIR": "/tmp"}
 
     def run(self, *command: str | Path, host: str = CONTROLLER) -> str:
@@ -125,19 +114,13 @@ class Cluster:
 @contextmanager
 def running(folder: Path) -> Iterator[Cluster]:
     """Run a cluster whose files are in `folder`; no job and no process is left."""
-    cluster = Cluster(folder)
     folder.mkdir()
     (folder / "state").mkdir()
     conf = _CONF.format(controller=CONTROLLER, folder=folder, nodes=",".join(NODES), cpus=CPUS)
     (folder / "slurm.conf").write_text(conf)
     (folder / "cgroup.conf").write_text(_CGROUP)
-    names = [(CONTROLLER, 1), *((node, number) for number, node in enumerate(NODES, start=11))]
-    addresses = "".join(f"{_NETWORK}.{number} {name}\n" for name, number in names)
-    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
     with contextlib.ExitStack() as stack:
-        for name, _ in names:
-            cluster.hosts[name] = stack.enter_context(_host(folder, name))
-        _connect(cluster, names)
+        cluster = Cluster(folder, stack.enter_context(network_of_hosts(folder, CONTROLLER, *NODES)))
         stack.callback(_remove_cgroups)
         stack.enter_context(_munged(folder))
         stack.enter_context(_daemon(cluster, CONTROLLER, "slurmctld", "-D"))
@@ -163,39 +146,6 @@ def _states(cluster: Cluster) -> list[str]:
 
 
 @contextmanager
-def _host(folder: Path, name: str) -> "Iterator[subprocess.Popen[bytes]]":
-    ready = folder / f"{name}.ready"
-    lines = (
-        f"hostname {name}",
-        f"mount --bind {folder}/hosts /etc/hosts",
-        "ip link set lo up",
-        f"touch {ready}",
-        "exec sleep infinity",
-    )
-    process = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sh", "-c", " && ".join(lines)])
-    try:
-        wait_until(ready.exists, HANG_S)
-        assert ready.exists(), f"no namespaces for {name}"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _connect(cluster: Cluster, names: Sequence[tuple[str, int]]) -> None:
-    """A bridge on the controller's host, to which each node has a cable."""
-    cluster.run("ip", "link", "add", "br0", "type", "bridge")
-    cluster.run("ip", "address", "add", f"{_NETWORK}.1/24", "dev", "br0")
-    cluster.run("ip", "link", "set", "br0", "up")
-    for name, number in names[1:]:
-        pid = str(cluster.hosts[name].pid)
-        cluster.run("ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", pid)
-        cluster.run("ip", "link", "set", f"to-{name}", "master", "br0", "up")
-        cluster.run("ip", "address", "add", f"{_NETWORK}.{number}/24", "dev", "eth0", host=name)
-        cluster.run("ip", "link", "set", "eth0", "up", host=name)
-
-
-@contextmanager
 def _munged(folder: Path) -> Iterator[None]:
     key, socket = folder / "munge.key", folder / "munge.socket"
     key.write_bytes(os.urandom(1024))
@@ -203,7 +153,7 @@ def _munged(folder: Path) -> Iterator[None]:
     files = {"key-file": key, "socket": socket, "pid-file": folder / "munged.pid"}
     files |= {"log-file": folder / "munged.log", "seed-file": folder / "munged.seed"}
     command = ["munged", "--foreground", "--force", *(f"--{name}={path}" for name, path in files.items())]
-    with _ended(subprocess.Popen(command, env={**os.environ, "PATH": _path()}, stderr=subprocess.DEVNULL)):
+    with _ended(subprocess.Popen(command, env={**os.environ, "PATH": search_path()}, stderr=subprocess.DEVNULL)):
         wait_until(socket.exists, HANG_S)
         assert socket.exists(), (folder / "munged.log").read_text()
         yield
