@@ -68,19 +68,24 @@ def test_the_files_of_any_number_of_ranks_hold_the_same(four: RankPool, tiny_mod
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_of_no_number_of_ranks(four: RankPool, tiny_model_path: Path, tmp_path: Path) -> None:
-    """What four have saved, one continues, and the other way round, as if nothing had been saved in between."""
+def test_a_checkpoint_is_of_no_number_of_ranks(
+    two: RankPool, four: RankPool, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """What four have saved, two and one continue, and the other way round, as if nothing had been saved in between."""
     four.run(saved, tiny_model_path, None, tmp_path / "by four", [0])
     answers = four.run(saved, tiny_model_path, tmp_path / "by four", tmp_path / "four four", [1])
     assert len({digest for digest, _ in answers}) == 1
     assert answers == four.run(saved, tiny_model_path, None, tmp_path / "straight", [0, 1])
     assert_equal_files(tmp_path / "straight", tmp_path / "four four")
+    two.run(saved, tiny_model_path, tmp_path / "by four", tmp_path / "four two", [1])
     saved(ALONE, tiny_model_path, tmp_path / "by four", tmp_path / "four one", [1])
+    two.run(saved, tiny_model_path, None, tmp_path / "by two", [0])
+    four.run(saved, tiny_model_path, tmp_path / "by two", tmp_path / "two four", [1])
     saved(ALONE, tiny_model_path, None, tmp_path / "by one", [0])
     four.run(saved, tiny_model_path, tmp_path / "by one", tmp_path / "one four", [1])
     saved(ALONE, tiny_model_path, None, tmp_path / "one one", [0, 1])
     expected = averages_of(tmp_path / "one one")
-    for way in ("four four", "four one", "one four"):
+    for way in ("four four", "four two", "four one", "two four", "one four"):
         assert state_of(tmp_path / way)["optimizer"]["num_updates"] == 2
         found = averages_of(tmp_path / way)
         assert found.keys() == expected.keys()
