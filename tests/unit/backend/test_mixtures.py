@@ -1,6 +1,7 @@
 """Mixtures of experts: read and written as they are published, trained, and continued."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from services.trainer.backend.policy.experts.mixture import set_mixture_precisio
 from services.trainer.backend.policy.load_model import load_policy
 from services.trainer.backend.ranks.ranks import ALONE
 from tests.support.trainer.families import MIXTURES, heard, published, random_qwen3_vl_moe, write_model
+from tests.support.trainer.grouped_products import count_grouped_products
 from tests.unit.backend.ranks.test_ranks import backend_of, steps_of
 
 
@@ -87,6 +89,20 @@ def test_experts_compute_in_the_precision_of_the_rest(model: Any) -> None:
     rounded = copy.deepcopy(experts).bfloat16()
     assert got.dtype is torch.bfloat16
     assert torch.equal(got, rounded(hidden.bfloat16(), chosen, weights))
+
+
+@pytest.mark.parametrize("implementation", [None, "eager"])
+def test_all_experts_of_a_layer_are_computed_at_once(model: Any, tmp_path: Path, implementation: str | None) -> None:
+    """By two grouped products, and by no loop over experts, also if the model's config asks for one."""
+    path = write_model(model, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    for part in (config, config.get("text_config", config)):
+        part["experts_implementation"] = implementation
+    (path / "config.json").write_text(json.dumps(config))
+    backend = backend_of(ALONE, path)
+    counts = count_grouped_products(backend)
+    steps_of(backend, path, [0])
+    assert set(counts) == {2 * model.config.get_text_config().num_hidden_layers}
 
 
 def test_a_step_in_bfloat16_is_near_the_one_in_float32(model: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from penstock.model.families.qwen_vl import TRAINED_MODEL_TYPES
 from services.trainer.backend.policy.attention import RowLayout, use_packed_attention
 from services.trainer.backend.policy.compiled import compile_layers
 from services.trainer.backend.policy.experts.expert_counts import ExpertCounter
-from services.trainer.backend.policy.experts.mixture import set_mixture_precision
+from services.trainer.backend.policy.experts.mixture import set_mixture_precision, use_grouped_products
 from services.trainer.backend.policy.experts.router_replay import KEYWORD, replay_routers
 from services.trainer.backend.policy.linear_attention import use_packed_linear_attention
 from services.trainer.backend.policy.logprobs import TokenLogprobs, token_logprobs
@@ -57,6 +57,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         use_packed_linear_attention(model)
         if self._has_images:
             use_tower_attention(model.base_model.visual, is_compiled=is_compiled)
+        use_grouped_products(model)
         set_mixture_precision(model)
         self._expert_counter = ExpertCounter(model)
         self.model = model

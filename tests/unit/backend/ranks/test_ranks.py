@@ -15,6 +15,7 @@ from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig, OptimizerConfig
 from tests.support.trainer.families import MIXTURES, heard, write_model
+from tests.support.trainer.grouped_products import count_grouped_products
 from tests.support.trainer.ranks.rank_pool import RankPool
 from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
 from tests.support.trainer.teacher import write_teacher
@@ -138,6 +139,28 @@ def test_two_ranks_take_the_steps_of_one_with_a_mixture_of_experts(
     alone = trained(ALONE, path, settings, range(2))
     for together in two.run(trained, path, settings, range(2)):
         assert_same(alone, together)
+
+
+def grouped_products(ranks: Ranks, path: Path, settings: dict[str, Any]) -> list[int]:
+    """Those of each forward pass of a step."""
+    backend = backend_of(ranks, path, **settings)
+    counts = count_grouped_products(backend)
+    steps_of(backend, path, [0])
+    return counts
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+def test_each_rank_computes_all_of_its_experts_at_once(
+    two: RankPool, tmp_path: Path, kind: str, expert_parallel: int
+) -> None:
+    """By two grouped products in each layer, whether it gathers all experts or has its own; tests of the results would
+    pass with a loop over experts, too."""
+    model = MIXTURES[kind]()
+    path = write_model(model, tmp_path / kind)
+    settings = {"micro_batch_tokens": 90, "expert_parallel": expert_parallel}
+    for counts in two.run(grouped_products, path, settings):
+        assert set(counts) == {2 * model.config.get_text_config().num_hidden_layers}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Sets the precision of a mixture of experts where autocast does not.
+"""Sets how a mixture of experts is computed: by grouped products, and in which precision where autocast does not say.
 
 Routers choose: if nearly equal scores are rounded, they choose other experts, and the token's log-probability jumps. So
 their inputs are rounded like all others, but their scores are float32; `token_logprobs` treats the head the same way.
@@ -21,6 +21,15 @@ def set_mixture_precision(model: Any) -> None:
         router.forward = MethodType(_route, router)
     for experts in experts_of(model):
         experts.forward = MethodType(_compute, experts)
+
+
+def use_grouped_products(model: Any) -> None:
+    """Have all experts of a layer computed by grouped products, whatever the config of a transformers model says.
+
+    Dense models stay unchanged.
+    """
+    if next(experts_of(model), None) is not None:
+        model.set_experts_implementation("grouped_mm")
 
 
 def routers_of(model: Any) -> Iterator[Any]:
