@@ -14,7 +14,7 @@ from services.trainer.backend.ranks.ranks import ALONE, Ranks
 from services.trainer.backend.supervised import InProcessSupervisedBackend
 from services.trainer.batching.sequences import TrainGroup
 from services.trainer.config import BackendConfig, OptimizerConfig
-from tests.support.trainer.families import MIXTURES, heard, write_model
+from tests.support.trainer.families import MIXTURES, heard, random_qwen3_5, write_model
 from tests.support.trainer.grouped_products import count_grouped_products
 from tests.support.trainer.ranks.rank_pool import RankPool
 from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
@@ -118,6 +118,15 @@ def test_two_ranks_take_the_steps_of_one(two: RankPool, tiny_model_path: Path, s
     """However rows are cut, with pictures in the rows of one rank only, and more ranks than rows."""
     alone = trained(ALONE, tiny_model_path, settings, range(2))
     for together in two.run(trained, tiny_model_path, settings, range(2)):
+        assert_same(alone, together)
+
+
+def test_two_ranks_take_the_steps_of_one_with_linear_attention(two: RankPool, tmp_path: Path) -> None:
+    """Whose states no rank hands to another: each has whole rows."""
+    path = write_model(heard(random_qwen3_5()), tmp_path / "qwen3_5")
+    settings = {"micro_batch_tokens": 90}
+    alone = trained(ALONE, path, dict(settings), range(2))
+    for together in two.run(trained, path, settings, range(2)):
         assert_same(alone, together)
 
 
