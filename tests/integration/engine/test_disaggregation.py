@@ -285,12 +285,12 @@ async def test_a_push_ends_what_runs_and_the_rest_is_played_under_the_new_versio
         require_logprobs({version + 1: newer}, again, answer)
 
 
-@pytest.mark.parametrize("transport", ["disk", "delta"])
-async def test_a_pair_takes_weights_from_files_and_as_what_changed(
+@pytest.mark.parametrize("transport", ["shared_memory", "disk", "delta"])
+async def test_a_pair_takes_weights_over_each_transport(
     engine: EngineProcess, pair: Pair, nats_url: str, tmp_path: Path, transport: str
 ) -> None:
     """With the trainer's own publisher, twice, and then as adapters, which both peers merge into what they hold; each
-    time the pair's tokens have the new version's logprobs."""
+    time the pair's tokens have the new version's logprobs. The tests above broadcast."""
     bus_config, made = BusConfig(url=nats_url), turn("image", max_new_tokens=16)
     sync = WeightSyncConfig.model_validate({"transport": transport})
     version = max([(await each.replica()).policy_version for each in (engine, *pair.engines)])
