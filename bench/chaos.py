@@ -3,14 +3,15 @@
     python bench/chaos.py [--kills 50] [--freezes 50] [--replicas 1] [--prefill 1] [--decode 2] [--transport auto]
     python bench/chaos.py --recipe tiny-multi-turn --kills 8 --freezes 8 --prefill 0 --decode 0 --replicas 2
     python bench/chaos.py --nats-servers 3 --kills 8 --freezes 8
+    python bench/chaos.py --ranks 2 --kills 8 --freezes 8
 
 It runs a whole `penstock train` of a tiny recipe with real processes. A victim is drawn among the services, trainer and
-nats-server included (`--spare trainer` leaves some out). At a random moment it is killed with -9, or stopped with all
-its descendants by SIGSTOP and continued after 2 to 20 s. Fault n is due when the run has trained n times
-`--steps-between` steps, whether or not the last victim is back; steps that pass during a freeze bring the next faults
-closer together, and a freeze ends early if the run would end before its last fault. With `--nats-servers` the bus is a
-cluster, whose killed servers start again after 2 to 20 s, too. Every group index is trained exactly once, or a bar
-fails. Only the counting matters here: bench_demo.py measures speed.
+nats-server included (`--spare trainer` leaves some out), and with `--ranks` among the ranks that the trainer starts. At
+a random moment it is killed with -9, or stopped with all its descendants by SIGSTOP and continued after 2 to 20 s.
+Fault n is due when the run has trained n times `--steps-between` steps, whether or not the last victim is back; steps
+that pass during a freeze bring the next faults closer together, and a freeze ends early if the run would end before its
+last fault. With `--nats-servers` the bus is a cluster, whose killed servers start again after 2 to 20 s, too. Every
+group index is trained exactly once, or a bar fails. Only the counting matters here: bench_demo.py measures speed.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from penstock.testing.tolerance import MAX_DLOGP
 from penstock.testing.train_process import RECIPE, TrainProcess, started
 
 GROUPS_PER_STEP = 8
-SERVICES = ("rollout", "prefill", "decode", "router", "worker", "reward", "trainer", "nats")
+SERVICES = ("rollout", "prefill", "decode", "router", "worker", "reward", "trainer", "rank", "nats")
 FREEZE_S = (2.0, 20.0)
 """Range of seconds, shorter and longer than leases (5 s) and the time after which prompts are redelivered (10 s)."""
 STALL_S = 240.0
@@ -89,6 +90,7 @@ def main() -> int:
         "trainer.groups_per_step": GROUPS_PER_STEP,
         "trainer.samples_per_group": 4,
         "trainer.checkpoint_every": 5,
+        "trainer.ranks": arguments.ranks,
         "rollout.replicas": arguments.replicas,
         "rollout.prefill": arguments.prefill,
         "rollout.decode": arguments.decode,
@@ -123,6 +125,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=1, help="engines that both prefill and decode")
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer; those that it starts are victims too")
     parser.add_argument("--spare", nargs="*", default=[], choices=SERVICES, help="leave these alone")
     parser.add_argument("--nats-servers", type=int, default=1, choices=(1, 3, 5), help="with more, all store the run")
     parser.add_argument("--transport", default="auto", help="trainer.weight_sync.transport")

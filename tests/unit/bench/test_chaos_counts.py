@@ -1,5 +1,7 @@
 """What bench/chaos.py counts: every kill's time away, and no bar that holds without a measurement."""
 
+import argparse
+import signal
 import subprocess
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.chaos import GROUPS_PER_STEP, Faults, freeze, tell
+from bench.chaos import GROUPS_PER_STEP, SERVICES, Faults, break_at_random, freeze, tell
+from penstock.testing.local_cluster import LocalCluster
 
 
 def test_one_that_is_killed_again_before_it_was_seen_is_counted_twice() -> None:
@@ -48,6 +51,29 @@ def test_a_freeze_ends_early_rather_than_let_the_run_end_before_the_last_fault()
         assert states == [psutil.STATUS_STOPPED]
         assert psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED
         victim.kill()
+
+
+def test_a_rank_that_the_trainer_has_started_is_a_victim() -> None:
+    """Under the name that it has among the run's processes."""
+    with subprocess.Popen(["sleep", "60"]) as victim, subprocess.Popen(["sleep", "60"]) as next_one:
+
+        def processes() -> dict[str, int]:
+            return {"rank-1": victim.pid if victim.poll() is None else next_one.pid}
+
+        def wait_until(holds: Any, *_: object) -> None:
+            while not holds():
+                victim.wait()
+
+        train: Any = SimpleNamespace(
+            rows=lambda: [{"step": 1}], processes=processes, wait_until=wait_until, process=next_one
+        )
+        arguments = argparse.Namespace(seed=0, kills=1, freezes=0, steps_between=1)
+        faults = break_at_random(train, LocalCluster(), {*SERVICES}, arguments, num_steps=3)
+        killed = victim.poll()
+        victim.kill()
+        next_one.kill()
+    assert faults.by_service == {"rank": 1}
+    assert killed == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
