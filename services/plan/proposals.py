@@ -45,7 +45,7 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
         yield settings
     most = gpus.count - num_engines * rollout.tensor_parallel
     doubled = [2**power for power in range(1, max(1, most).bit_length())]
-    offloads, replicas = trainer.optimizer.offload, trainer.hsdp_replicas
+    replicas = trainer.hsdp_replicas
     for ranks in sorted({*doubled, most, trainer.ranks}):
         if trainer.ranks <= ranks <= most and ranks % replicas == 0:
             more: dict[str, object] = {"trainer.ranks": ranks} if ranks > trainer.ranks else {}
@@ -53,11 +53,11 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
                 more["trainer.compile"] = False  # for one rank only
             for expert_parallel in _divisions(ranks, trainer.expert_parallel):
                 divided = {"trainer.expert_parallel": expert_parallel} if expert_parallel > 1 else {}
-                if (more or divided) and not (divided and (offloads or replicas > 1)):
+                if (more or divided) and not (divided and replicas > 1):
                     yield settings | more | divided
             for sequence_parallel in _divisions(ranks, 2 * trainer.sequence_parallel):
                 yield settings | more | {"trainer.sequence_parallel": sequence_parallel}
-    if not offloads and trainer.expert_parallel == 1:
+    if not trainer.optimizer.offload:
         yield settings | {"trainer.optimizer.offload": True}
         if trainer.ranks < most and most % trainer.hsdp_replicas == 0:
             alone = {"trainer.compile": False} if trainer.compile else {}

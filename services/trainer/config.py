@@ -276,11 +276,6 @@ class TrainerConfig(BackendConfig):
                 f"expert_parallel = {self.expert_parallel} does not go with hsdp_replicas = {self.hsdp_replicas} yet; "
                 "leave one of them out"
             )
-        if self.expert_parallel > 1 and self.optimizer.offload:
-            raise ValueError(
-                f"expert_parallel = {self.expert_parallel} does not go with optimizer.offload = true yet; leave one of "
-                "them out"
-            )
         return self
 
     @property

@@ -297,6 +297,18 @@ def test_engines_of_more_gpus_divide_experts_as_before(tmp_path: Path) -> None:
     assert sizes == {(4, 4), (8, 8)}
 
 
+def test_offload_is_proposed_beside_divided_experts(tmp_path: Path) -> None:
+    """And divided experts beside offload."""
+    random_qwen3_moe(num_experts=6).config.save_pretrained(tmp_path)
+
+    def proposed(*settings: str) -> list[dict[str, object]]:
+        recipe = load(Recipe, [], [f"--model.path={tmp_path}", "--trainer.ranks=2", *settings])
+        return list(proposals.proposals(recipe, Gpus.parse("4x80")))
+
+    assert any(each.get("trainer.optimizer.offload") for each in proposed("--trainer.expert_parallel=2"))
+    assert any(each.get("trainer.expert_parallel") == 2 for each in proposed("--trainer.optimizer.offload=true"))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("num_hidden_layers", "36"), ("num_attention_heads", 0), ("hidden_size", -1), ("model_type", "gemma3")],

@@ -48,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "frozen experts": {"micro_batch_tokens": 90, "optimizer": {"learning_rates": {"*.experts.*": 0.0}}},
     "router replay": {"micro_batch_tokens": 90, "router_replay": True, "gradient_checkpointing": True},
     "clipped": {"micro_batch_tokens": 90, "optimizer": {"grad_clip": 1e-3, "weight_decay": 0.1}},
+    "offload": {"micro_batch_tokens": 90, "optimizer": {"offload": True, "weight_decay": 0.1}},
     "reference": {"micro_batch_tokens": 90, "algorithm": {"kl": {"kind": "k3", "refresh": "ema", "refresh_every": 1}}},
 }
 
@@ -73,17 +74,22 @@ def test_four_ranks_hold_shards_of_half_of_the_experts(four: RankPool, model: Pa
 TWENTY: dict[str, Any] = {"micro_batch_tokens": 90, "optimizer": {"learning_rate": 1e-4}}
 
 
-@pytest.mark.parametrize("divides", [True, False], ids=["divided experts", "sharded experts"])
+@pytest.mark.parametrize(
+    ("divides", "offload"),
+    [(True, False), (True, True), (False, False)],
+    ids=["divided experts", "divided experts, offloaded", "sharded experts"],
+)
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_after_twenty_steps_of_a_mixture_ranks_are_where_one_is(
-    two: RankPool, four: RankPool, tmp_path: Path, kind: str, divides: bool
+    two: RankPool, four: RankPool, tmp_path: Path, kind: str, divides: bool, offload: bool
 ) -> None:
-    """Loss, norm of the gradient and weights, on one, two and four ranks: with experts that each owns some of, and with
-    shards of all of them."""
+    """Loss, norm of the gradient and weights, on one, two and four ranks: with experts that each owns some of, in the
+    host's memory too, and with shards of all of them."""
     path = write_model(heard(MIXTURES[kind](num_experts=NUM_EXPERTS), std_of_embedding=0.3), tmp_path / kind)
     alone = trained(ALONE, path, dict(TWENTY), range(20))
     for pool, num_ranks in ((two, 2), (four, 4)):
-        settings = TWENTY | ({"expert_parallel": num_ranks} if divides else {})
+        settings = TWENTY | {"optimizer": TWENTY["optimizer"] | {"offload": offload}}
+        settings |= {"expert_parallel": num_ranks} if divides else {}
         assert_same(alone, pool.run(trained, path, settings, range(20))[0], atol=2e-6)
 
 
@@ -95,12 +101,13 @@ def averages_of(ranks: Ranks, path: Path, settings: dict[str, Any]) -> dict[str,
     return {name: tensor for name, tensor in owned.items() if name.endswith(".exp_avg")}
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["held", "offloaded"])
 @pytest.mark.parametrize("expert_parallel", [2, 4])
 def test_the_gradient_of_each_expert_is_that_of_one_rank(
-    four: RankPool, text_model: Path, expert_parallel: int
+    four: RankPool, text_model: Path, expert_parallel: int, offload: bool
 ) -> None:
     """A plain sum, whether ranks share their experts or not."""
-    settings = {"micro_batch_tokens": 90}
+    settings = {"micro_batch_tokens": 90, "optimizer": {"offload": offload}}
     alone = averages_of(ALONE, text_model, dict(settings))
     shares = four.run(averages_of, text_model, settings | {"expert_parallel": expert_parallel})
     together = {name: tensor for share in shares for name, tensor in share.items()}

@@ -176,13 +176,28 @@ def test_each_rank_computes_all_of_its_experts_at_once(
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.variant)])
 def test_offloading_changes_no_bit_of_what_two_ranks_compute(two: RankPool, tiny_model_path: Path, dtype: str) -> None:
     """Shards, gradients and averages are in the host's memory, with a reference and a part that is frozen."""
-    settings = {"dtype": dtype, "micro_batch_tokens": 90, "algorithm": {"kl": {"kind": "k3", "refresh": "copy"}}}
+    settings = {"dtype": dtype, "algorithm": {"kl": {"kind": "k3", "refresh": "copy"}}}
+    assert_offloading_changes_no_bit(two, tiny_model_path, settings, {"learning_rates": {"tower": 0.0}})
+
+
+@pytest.mark.slow
+def test_offloading_changes_no_bit_of_what_owners_of_experts_compute(two: RankPool, tmp_path: Path) -> None:
+    """Each rank's own experts are in the host's memory, as all else is."""
+    path = write_model(heard(MIXTURES["qwen3_moe"](), std_of_embedding=0.3), tmp_path / "mixture")
+    assert_offloading_changes_no_bit(two, path, {"expert_parallel": 2}, {})
+
+
+def assert_offloading_changes_no_bit(
+    two: RankPool, path: Path, settings: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    """Of weights and metrics of two steps with these settings."""
     for held, offloaded in zip(
         *(
             two.run(
                 trained,
-                tiny_model_path,
-                settings | {"optimizer": {"learning_rates": {"tower": 0.0}, "weight_decay": 0.1, "offload": offload}},
+                path,
+                settings
+                | {"micro_batch_tokens": 90, "optimizer": optimizer | {"weight_decay": 0.1, "offload": offload}},
                 range(2),
             )
             for offload in (False, True)
