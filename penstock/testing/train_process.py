@@ -91,9 +91,16 @@ class TrainProcess:
 
     def kill(self, service: str) -> None:
         """kill -9 the service, and wait until another process has replaced it."""
+        self._replace(service, signal.SIGKILL)
+
+    def freeze(self, service: str) -> None:
+        """Stop the service for good, and wait until another process has replaced it."""
+        self._replace(service, signal.SIGSTOP)
+
+    def _replace(self, service: str, blow: signal.Signals) -> None:
         victim = self.pid_of(service)
         name = next(name for name, pid in self.processes().items() if pid == victim)
-        os.kill(victim, signal.SIGKILL)
+        os.kill(victim, blow)
         self.wait_until(lambda: self.processes().get(name, victim) != victim, f"a new {name}", _HANG_S)
 
     def pids(self) -> list[int]:

@@ -1,4 +1,5 @@
-"""kill -9 of processes in the middle of a run: no group is lost, none is trained twice, none is stale.
+"""kill -9 of processes in the middle of a run, and one that is frozen: no group is lost, none is trained twice, none is
+stale.
 
 `make chaos` kills and freezes all of them, engines of every role and nats-server too.
 """
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.testing.train_process import RECIPE, started
+from services.rollout.testing.engine_process import log_events
 from tests.support.engine.agreement import require_agreement
 
 pytestmark = [
@@ -77,6 +79,26 @@ def test_killing_each_process_loses_nothing(tmp_path: Path) -> None:
         assert_nothing_was_lost(train.rows(), num_steps)
         assert train.folder == folder
         assert_evaluated(train.folder, [5, num_steps], num_prompts={"geometry": 24, "held_out": 8})
+        assert train.left_behind() == []
+
+
+def test_a_frozen_rank_loses_nothing(tmp_path: Path) -> None:
+    """The trainer's second rank is stopped and never continued: the trainer ends with it after a time without a sign of
+    life, starts again with both, and goes on from its checkpoint."""
+    num_steps = 6
+    settings = overrides(
+        tmp_path, rollout__replicas=1, trainer__num_steps=num_steps, trainer__ranks=2, trainer__checkpoint_every=2
+    )
+    with started(tmp_path, str(RECIPE), *settings) as train:
+        train.wait_for_step(3, timeout_s=240)
+        train.freeze("rank")
+        assert train.wait(500) == 0, train.tail()
+        log = train.folder / "logs" / "trainer.log"
+        assert "rank 1 gave no sign of life for 20 s" in log.read_text()
+        first, second = [event for event in log_events(log) if event["event"] == "run.opened"]
+        assert (first["resumed"], second["resumed"]) == (False, True)
+        assert second["step"] in (2, 4)
+        assert_nothing_was_lost(train.rows(), num_steps)
         assert train.left_behind() == []
 
 
