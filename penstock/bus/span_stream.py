@@ -11,12 +11,12 @@ before the last ones are on its disk: one server does not sync them.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import nats.js.errors
 import structlog
 from nats.js import JetStreamContext, api
@@ -46,6 +46,7 @@ _LOOK_EVERY = 10
 """Fetches in a row that bring nothing, after which the consumer is looked at: a restarted server has forgotten it."""
 _FORGET_AFTER_S = 300.0
 """Seconds without a fetch after which the server removes a consumer."""
+_line_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 async def ensure_span_stream(bus: Bus) -> None:
@@ -244,6 +245,8 @@ def _is_line(payload: bytes) -> bool:
     if b"\n" in payload:
         return False
     try:
-        return isinstance(json.loads(payload), dict)
-    except ValueError:
+        payload.decode()
+        _line_decoder.decode(payload)
+    except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
         return False
+    return True

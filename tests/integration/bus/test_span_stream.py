@@ -128,6 +128,22 @@ async def test_what_is_stored_under_numbers_that_were_given_before_is_read(bus: 
     await reader.close()
 
 
+async def test_what_is_no_line_that_can_be_read_is_passed_over(bus: Bus) -> None:
+    """Anyone with the token may send anything, also what no parser reads to its end."""
+    await ensure_span_stream(bus)
+    last = b'{"number": 2}'
+    for payload in (
+        *(b'{"number": 1}', b"[1]", b'{"number": ', b'{"number":\n1}', b'{"number": "\xff"}', b'{"number": NaN}'),
+        *(b'{"number": "\\ud83d"}', b'{"number": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", last),
+    ):
+        await bus.jetstream.publish(bus.spans.subject, payload)
+    reader, found = SpanReader(bus), list[bytes]()
+    while last not in found:
+        found += [batch.payload for batch in await reader.read()]
+    assert found == [b'{"number": 1}', last]
+    await reader.close()
+
+
 async def test_a_stream_of_an_earlier_release_goes_on(
     bus: Bus, bus_config: BusConfig, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
