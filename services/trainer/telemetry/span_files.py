@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 PATTERN = "spans-*.jsonl"
 _FILE_BYTES = 16 * 2**20
-_READ_EVERY_S = 1.0
+_READ_EVERY_S = 4.0
 """Seconds between two reads: batches that are read together cost less than one by one."""
 _RETRY_S = 2.0
 _MORE_S = SEND_EVERY_S + 0.5

@@ -144,6 +144,12 @@ async def test_what_is_no_line_that_can_be_read_is_passed_over(bus: Bus) -> None
     await reader.close()
 
 
+def test_a_read_brings_several_messages_of_each_process() -> None:
+    """Each read costs the server and the trainer about as much as a message; eight processes fit into one."""
+    assert span_files._READ_EVERY_S >= 4 * SEND_EVERY_S
+    assert span_stream._FETCH >= 8 * span_files._READ_EVERY_S / SEND_EVERY_S
+
+
 async def test_a_stream_of_an_earlier_release_goes_on(
     bus: Bus, bus_config: BusConfig, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
