@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.telemetry.episodes.files import EpisodeFiles
+from services.trainer.telemetry.episodes.files import DescribedGroup, EpisodeFiles
 
 SHA = "ab" * 32
 
@@ -181,7 +181,7 @@ def add_group(
         "dlogp_max": dlogp if outcome == "trained" else None,
         "spans": [[sample["started_at"], sample["elapsed_s"], [f"engine-{n % 2}"]] for n, sample in enumerate(samples)],
     }
-    files.add(step, whole, short, image_files=images.values())
+    files.add(step, [DescribedGroup.of(whole, short, image_files=images.values())])
 
 
 def make_run(folder: Path, *, num_steps: int = 30, **recipe: Any) -> Path:

@@ -12,7 +12,7 @@ every whole line of it, whenever the writer was killed. An image is there while 
 import os
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,25 @@ class _Line(msgspec.Struct):
 
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(_Line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedGroup:
+    """A group as it is written."""
+
+    whole: bytes
+    """Its whole description, a line of JSON."""
+    short: bytes
+    """What the index has of it, beside its place: an object of JSON that is not empty."""
+    image_files: Collection[str] = ()
+    """Names of its images' files, as `EpisodeFiles.add_images` returned them."""
+
+    @classmethod
+    def of(
+        cls, whole: Mapping[str, Any], short: Mapping[str, Any], *, image_files: Collection[str] = ()
+    ) -> "DescribedGroup":
+        """Encode both descriptions."""
+        return cls(whole=_encoder.encode_lines((whole,)), short=_encoder.encode(short), image_files=image_files)
 
 
 @dataclass(slots=True)
@@ -94,33 +113,29 @@ class EpisodeFiles:
                 self._num_bytes += len(data)
         return {sha256: self._names[sha256] for sha256 in images}
 
-    def add(
-        self, step: int, whole: Mapping[str, Any], short: Mapping[str, Any], *, image_files: Iterable[str] = ()
-    ) -> None:
-        """Append a group.
+    def add(self, step: int, groups: Sequence[DescribedGroup]) -> None:
+        """Append groups that are kept with a step.
 
-        Args:
-            step: The step with which it is kept.
-            whole: Its description.
-            short: What the index has of it.
-            image_files: Names of its images' files, as `add_images` returned them.
+        Raises:
+            OSError: the disk is full; some of them may be in the folder.
         """
         name = _file_name(step)
-        line = _encoder.encode_lines((whole,))
-        offset = _append(os.path.join(self._folder, name), line)
-        self._count(step, len(line))
-        entry = {
-            **short,
-            "image_files": sorted(set(image_files)),
-            "file": name,
-            "offset": offset,
-            "size": len(line),
-            "number": self._next_number,
-        }
-        self._next_number += 1
-        line = _encoder.encode_lines((entry,))
-        _append(self._index, line)
-        self._count(step, len(line), entry["image_files"])
+        offset = _append(os.path.join(self._folder, name), b"".join(group.whole for group in groups))
+        self._count(step, sum(len(group.whole) for group in groups))
+        entries = bytearray()
+        for group in groups:
+            place = {
+                "image_files": sorted(set(group.image_files)),
+                "file": name,
+                "offset": offset,
+                "size": len(group.whole),
+                "number": self._next_number,
+            }
+            entries += group.short[:-1] + b"," + _encoder.encode(place)[1:] + b"\n"
+            offset += len(group.whole)
+            self._next_number += 1
+        _append(self._index, entries)
+        self._count(step, len(entries), {image for group in groups for image in group.image_files})
         if self._num_bytes > self._max_bytes:
             self._make_room(newest=step)
 
@@ -192,14 +207,14 @@ class EpisodeFiles:
                 del self._users[name]
 
 
-def _append(path: str | Path, line: bytes) -> int:
-    """Append a line, and return its offset. What a killed writer or a full disk cut off becomes a line of its own."""
+def _append(path: str | Path, lines: bytes | bytearray) -> int:
+    """Append lines, and return their offset. What a killed writer or a full disk cut off becomes a line of its own."""
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)  # a file object costs three times as much
     try:
         offset = os.fstat(file).st_size
         if offset and os.pread(file, 1, offset - 1) != b"\n":
-            line, offset = b"\n" + line, offset + 1
-        rest = memoryview(line)
+            lines, offset = b"\n" + lines, offset + 1
+        rest = memoryview(lines)
         while rest:
             rest = rest[os.write(file, rest) :]
     finally:

@@ -6,7 +6,7 @@ counted and not kept. An error of the disk is logged once, counted, and never re
 
 import queue
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,7 +41,7 @@ from services.trainer.telemetry.episodes.description import (
     engine_logprobs,
     split_samples,
 )
-from services.trainer.telemetry.episodes.files import EpisodeFiles
+from services.trainer.telemetry.episodes.files import DescribedGroup, EpisodeFiles
 
 log = structlog.get_logger()
 
@@ -49,6 +49,9 @@ FOLDER: Final = "episodes"
 _GIB = 2**30
 _MAX_WAITING_TOKENS = 8_000_000
 """Tokens of groups that wait to be written: four large batches, about 300 MB."""
+_PORTION_BYTES = 2**20
+"""Groups of a step are written together until they exceed this: each write of one alone costs as much as its
+description."""
 _CLOSE_TIMEOUT_S = 30.0
 _MAX_COUNTED = 64
 """Steps and kinds whose groups are counted: those of the present step and a few before it."""
@@ -238,11 +241,11 @@ class EpisodeLog:
             except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
                 self._drop(groups, error)
                 chosen = []
-            for kept in chosen:
+            for portion in self._portions(chosen):
                 try:
-                    self._write(kept)
-                except Exception as error:  # noqa: BLE001 - and so do the other groups
-                    self._drop([kept.group], error)
+                    self._files.add(chosen[0].fate.step, [described for _, described in portion])
+                except Exception as error:  # noqa: BLE001 - the same
+                    self._drop([group for group, _ in portion], error)
             with self._lock:
                 self._num_waiting_tokens -= num_tokens
 
@@ -284,10 +287,30 @@ class EpisodeLog:
             for number, why in reasons.items()
         ]
 
-    def _write(self, kept: _Kept) -> None:
+    def _portions(self, chosen: Sequence[_Kept]) -> Iterator[list[tuple[Group, DescribedGroup]]]:
+        """Describe groups, and yield those that are written together; one that cannot be described is dropped."""
+        portion: list[tuple[Group, DescribedGroup]] = []
+        num_bytes = 0
+        for kept in chosen:
+            try:
+                described = self._describe(kept)
+            except Exception as error:  # noqa: BLE001 - the other groups are kept
+                self._drop([kept.group], error)
+                continue
+            portion.append((kept.group, described))
+            num_bytes += len(described.whole)
+            if num_bytes >= _PORTION_BYTES:
+                yield portion
+                portion, num_bytes = [], 0
+        if portion:
+            yield portion
+
+    def _describe(self, kept: _Kept) -> DescribedGroup:
+        """Describe a group; its images are written."""
         origin = self._origin(kept)
-        shown = () if origin.example is None else origin.example.images
-        files = self._files.add_images({**kept.images, **{hash_of(image): image for image in shown}})
+        images = () if origin.example is None else origin.example.images
+        shown = [hash_of(image) for image in images]
+        files = self._files.add_images({**kept.images, **dict(zip(shown, images, strict=True))})
         whole, short = describe_group(
             kept.group,
             origin,
@@ -295,9 +318,9 @@ class EpisodeLog:
             kept.trained,
             names=self._names,
             image_files=files,
-            prompt_images=[files[hash_of(image)] for image in shown],
+            prompt_images=[files[sha256] for sha256 in shown],
         )
-        self._files.add(kept.fate.step, whole, short, image_files=files.values())
+        return DescribedGroup.of(whole, short, image_files=files.values())
 
     def _origin(self, kept: _Kept) -> Origin:
         """Read the row that was played; it may have been changed since."""

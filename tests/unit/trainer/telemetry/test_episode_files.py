@@ -3,21 +3,28 @@
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.trainer.telemetry.episodes.files import EpisodeFiles
+from services.trainer.telemetry.episodes.files import DescribedGroup, EpisodeFiles
 
 _SHARED = b"\x89PNG shared" + b"s" * 500
 
 
-def add(files: EpisodeFiles, step: int, *, size: int = 400, pictures: tuple[bytes, ...] = ()) -> None:
-    """Add a group with its pictures."""
+def described(files: EpisodeFiles, step: int, *, size: int = 400, pictures: tuple[bytes, ...] = ()) -> DescribedGroup:
+    """A group whose pictures are written."""
     names = files.add_images({hashlib.sha256(data).hexdigest(): data for data in pictures})
     images = list(names.values())
-    files.add(step, {"step": step, "text": "x" * size, "images": images}, {"step": step}, image_files=images)
+    whole = {"step": step, "text": "x" * size, "images": images}
+    return DescribedGroup.of(whole, {"step": step}, image_files=images)
+
+
+def add(files: EpisodeFiles, step: int, **about: Any) -> None:
+    """Add a group with its pictures."""
+    files.add(step, [described(files, step, **about)])
 
 
 def picture(number: int) -> bytes:
@@ -110,6 +117,32 @@ def test_a_line_that_a_kill_cut_off_takes_no_other_along(tmp_path: Path) -> None
         texts = [len(json.loads(line)["text"]) for line in lines if line.endswith(b"}")]
         assert texts == ([9, 9, 10] if cut >= len(data) - 1 else [9, 10])
         require_whole(folder)
+
+
+@pytest.mark.parametrize("name", ["step-000001.jsonl", "index.jsonl"])
+def test_groups_that_are_written_together_are_whole_or_absent(tmp_path: Path, name: str) -> None:
+    """Wherever a kill cut them off; those that come afterwards are whole, with their own pictures."""
+    whole = tmp_path / "whole"
+    files = EpisodeFiles(whole, last_step=1, max_bytes=1e9)
+    files.add(1, [described(files, 1, size=9, pictures=(picture(place),)) for place in range(3)])
+    require_whole(whole)
+    assert [entry["number"] for entry in index_of(whole)] == [0, 1, 2]
+    written = (whole / name).read_bytes()
+    for cut in range(len(written)):
+        folder = tmp_path / str(cut)
+        shutil.copytree(whole, folder)
+        (folder / name).write_bytes(written[:cut])
+        if name != "index.jsonl":
+            (folder / "index.jsonl").write_bytes(b"")  # it is written afterwards
+        files = EpisodeFiles(folder, last_step=1, max_bytes=1e9)
+        files.add(1, [described(files, 1, size=10, pictures=(picture(place),)) for place in range(2)])
+        lines = [line for line in (folder / "index.jsonl").read_bytes().split(b"\n") if line.endswith(b"}")]
+        entries = [json.loads(line) for line in lines]
+        data = (folder / "step-000001.jsonl").read_bytes()
+        groups = [json.loads(data[entry["offset"] :][: entry["size"]]) for entry in entries]
+        num_before = written[: cut + 1].count(b"}\n") if name == "index.jsonl" else 0
+        assert [len(group["text"]) for group in groups] == [9] * num_before + [10, 10]
+        assert all((folder / "images" / image).exists() for group in groups for image in group["images"])
 
 
 def test_a_line_is_whole_where_the_system_writes_it_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

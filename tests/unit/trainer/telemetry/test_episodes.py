@@ -1,7 +1,9 @@
 """Episodes that are kept for people to read."""
 
 import base64
+import itertools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -331,6 +333,46 @@ def test_a_group_that_cannot_be_written_costs_no_other(tmp_path: Path, monkeypat
     assert [entry["index"] for entry in index_of(tmp_path)] == [0, 2, 3, 6]
     assert log.num_dropped == 1 + 2
     assert [each["group"] for each in events] == [group(1).played.id.message]
+
+
+def test_the_groups_of_a_step_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones: each of both files is opened once. Long ones go in portions, in their order."""
+    log, opened, open_file = open_log(tmp_path, keep="all"), list[str](), os.open
+
+    def note(path: Any, *rest: Any, **more: Any) -> int:
+        opened.append(os.path.basename(path))
+        return open_file(path, *rest, **more)
+
+    with monkeypatch.context() as counting:
+        counting.setattr(os, "open", note)
+        log.keep_trained(1, 1, [group(index) for index in range(4)], None)
+        log.close()
+    assert [name for name in opened if name.endswith(".jsonl")] == ["step-000001.jsonl", "index.jsonl"]
+    monkeypatch.setattr("services.trainer.telemetry.episodes.log._PORTION_BYTES", 1)
+    log = open_log(tmp_path, step=1, keep="all")
+    log.keep_trained(2, 2, [group(index) for index in range(4, 7)], None)
+    log.close()
+    assert [entry["index"] for entry in index_of(tmp_path)] == [*range(7)]
+    assert [whole(tmp_path, entry)["index"] for entry in index_of(tmp_path)] == [*range(7)]
+
+
+def test_a_portion_that_cannot_be_written_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its groups are counted, and no other."""
+    log = open_log(tmp_path, keep="all")
+    add, calls = log._files.add, itertools.count()
+
+    def fail_second(*args: Any) -> None:
+        if next(calls) == 1:
+            raise OSError(28, "No space left on device")
+        add(*args)
+
+    monkeypatch.setattr(log._files, "add", fail_second)
+    log.keep_trained(1, 1, [group(0), group(1)], None)
+    log.keep_trained(2, 2, [group(2), group(3), group(4)], None)
+    log.keep_trained(3, 3, [group(5)], None)
+    log.close()
+    assert [entry["index"] for entry in index_of(tmp_path)] == [0, 1, 5]
+    assert log.num_dropped == 3
 
 
 def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
