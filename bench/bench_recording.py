@@ -1,130 +1,116 @@
 """What it costs a step to record everything: all episodes with every token, and the spans of all processes.
 
-    python bench/bench_recording.py                            # 4 rounds of two demo runs of 40 steps, in 15 minutes
-    python bench/bench_recording.py --rounds 1 --steps 14      # a taste
+    python bench/bench_recording.py                            # 20 pairs of turns of 10 steps, in about 15 minutes
+    python bench/bench_recording.py --pairs 3                  # a taste, too short to tell
 
-Each round runs the demo recipe twice at once with the same seed, with `episodes.keep = "all"` and spans, and with
-neither: one after the other, the runs would differ by more than recording costs, because the machine does. Compared
-are, round by round, the medians of the steps' seconds, and the processor time of all processes in a step.
+One run of the demo recipe records in turns: recording is switched on and off while the run goes on, and neighbouring
+turns are compared. A turn has as many steps as there are from one checkpoint to the next. What a switch leaves behind,
+spans that are still to be sent and read, is waited for. A switched-off run keeps its connections for spans, which then
+carry nothing: they cost little and are not counted.
+
+Each difference has its standard error. By it the last lines say whether recording costs at most 1% of a step, or that
+the run was too short to tell.
 """
 
 import argparse
-import collections
 import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from bench.demo.penstock_run import follow, training
 from bench.demo.processor_time import core_seconds
+from bench.recording.switch import Switch
+from bench.recording.switched import MODULE
+from bench.recording.turns import Turn, Turns, compare
 from bench.support.termination import exit_on_sigterm
 from services.launch.metrics import StepRow
 
-_WAYS = {
-    "recorded": ("--episodes.keep=all",),
-    "not recorded": ("--episodes.keep=off", "--trace.max_gib=0"),
-}
+_BAR = 0.01
+"""Share of a step that recording may cost."""
+_SETTLE_S = 7.0
+"""Spans are sent within a second of their end, and read within five."""
+_NO_END = 1_000_000
+"""Steps of the run, which is told to end when all turns are measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One run of the demo, over the steps that count."""
+def measure(process: subprocess.Popen[bytes], folder: Path, turns: Turns, *, warm_up: int) -> None:
+    """Follow a run until all turns are measured, and tell it to end.
 
-    step_s: float
-    """Median."""
-    core_s: float
-    """Processor time of all processes in a step, on average."""
-    kinds: collections.Counter[str]
-    """The same by the kind of process."""
-    recorded_bytes: float
-    """Bytes in `episodes` and `trace` for a step."""
+    Raises:
+        SystemExit: the run ended before.
+    """
 
+    def add(row: StepRow) -> None:
+        if row["step"] > warm_up:
+            turns.add_step(row["elapsed_s"])
+        if turns.is_over:
+            process.terminate()
 
-def measure(process: subprocess.Popen[bytes], folder: Path, *, steps: int, warm_up: int) -> Run:
-    """Follow a run to its end; the first `warm_up` steps do not count."""
-    readings: dict[int, collections.Counter[str]] = {}
-
-    def read(row: StepRow) -> None:
-        if row["step"] in (warm_up, steps - 1):
-            readings[row["step"]] = core_seconds(psutil.Process(process.pid))
-
-    rows = follow(process, folder, read)
-    used = readings[steps - 1]
-    used.subtract(readings[warm_up])
-    num_counted = steps - 1 - warm_up
-    kept = [path for name in ("episodes", "trace") for path in (folder / name).rglob("*") if path.is_file()]
-    return Run(
-        step_s=statistics.median(row["step_s"] for row in rows[warm_up:-1]),
-        core_s=used.total() / num_counted,
-        kinds=collections.Counter({kind: seconds / num_counted for kind, seconds in used.items()}),
-        recorded_bytes=sum(path.stat().st_size for path in kept) / steps,
-    )
+    follow(process, folder, add)
+    if not turns.is_over:
+        raise SystemExit(f"penstock train ended early; {folder / 'logs'} says why")
 
 
 def main() -> int:
-    """Print one line for each run, and the comparison."""
+    """Print one line for each turn, and the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=40, help="of each run")
-    parser.add_argument("--warm-up", type=int, default=8, help="steps at the beginning of a run that are not counted")
-    parser.add_argument("overrides", nargs="*", help="--section.key=value for all runs, after a --")
+    parser.add_argument("--pairs", type=int, default=20, help="of a turn on and a turn off")
+    parser.add_argument("--steps", type=int, default=10, help="of each turn that are measured")
+    parser.add_argument("--warm-up", type=int, default=10, help="steps at the beginning of the run that do not count")
+    parser.add_argument("--seed", type=int, default=0, help="of the run, and of the order of the turns")
+    parser.add_argument("overrides", nargs="*", help="--section.key=value, after a --")
     arguments = parser.parse_args()
-    if not 0 < arguments.warm_up < arguments.steps - 2:
-        parser.error(f"--warm-up {arguments.warm_up} must be above 0 and leave two of the {arguments.steps} --steps")
+    if arguments.pairs < 2 or arguments.steps < 1:
+        parser.error(f"--pairs {arguments.pairs} must be at least 2, --steps {arguments.steps} at least 1")
     exit_on_sigterm()
-    found: dict[str, list[Run]] = {way: [] for way in _WAYS}
-    sys.stdout.write(
-        "| round | s/step, recorded | not recorded | core-s/step, recorded | not recorded | recorded, kB/step |\n"
-        "|---|---|---|---|---|---|\n"
-    )
-    with (
-        tempfile.TemporaryDirectory(prefix="recording-", ignore_cleanup_errors=True) as scratch,
-        ThreadPoolExecutor(len(_WAYS)) as threads,
-    ):
-        for number in range(arguments.rounds):
-            with ExitStack() as runs:
-                measured: dict[str, Future[Run]] = {}
-                for way, settings in _WAYS.items():
-                    folder = Path(scratch) / f"{number}-{way.replace(' ', '-')}"
-                    both = [f"--run.seed={number}", f"--trainer.num_steps={arguments.steps}"]
-                    process = runs.enter_context(training(folder, [*both, *settings, *arguments.overrides]))
-                    measured[way] = threads.submit(
-                        measure, process, folder, steps=arguments.steps, warm_up=arguments.warm_up
-                    )
-                for way in _WAYS:
-                    found[way].append(measured[way].result())
-            on, off = (found[way][-1] for way in _WAYS)
-            sys.stdout.write(
-                f"| {number} | {on.step_s:.3f} | {off.step_s:.3f} | {on.core_s:.3f} | {off.core_s:.3f} "
-                f"| {on.recorded_bytes / 1000:.0f} |\n"
+    settings = [
+        *("--episodes.keep=all", f"--run.seed={arguments.seed}", f"--trainer.num_steps={_NO_END}"),
+        *(f"--trainer.checkpoint_every={arguments.steps}", *arguments.overrides),
+    ]
+    with tempfile.TemporaryDirectory(prefix="recording-", ignore_cleanup_errors=True) as scratch:
+        file, folder = Path(scratch) / "switch", Path(scratch) / "run"
+        switch = Switch(file)
+        with training(folder, settings, command=(sys.executable, "-m", MODULE, str(file))) as process:
+            turns = Turns(
+                switch.set,
+                lambda: core_seconds(psutil.Process(process.pid)),
+                num_pairs=arguments.pairs,
+                num_steps=arguments.steps,
+                settle_s=_SETTLE_S,
+                seed=arguments.seed,
             )
-            sys.stdout.flush()
-    _compare(found)
+            measure(process, folder, turns, warm_up=arguments.warm_up)
+    _print(turns.measured)
     return 0
 
 
-def _compare(found: dict[str, list[Run]]) -> None:
-    def ratios(value: str) -> list[float]:
-        pairs = zip(found["recorded"], found["not recorded"], strict=True)
-        return [getattr(on, value) / getattr(off, value) - 1 for on, off in pairs]
-
-    for value, name in (("step_s", "seconds of a step"), ("core_s", "processor time of a step")):
-        each = ratios(value)
-        sys.stdout.write(
-            f"\nrecorded / not recorded, {name}: {statistics.mean(each):+.1%} on average, from {min(each):+.1%} to "
-            f"{max(each):+.1%}\n"
+def _print(turns: list[Turn]) -> None:
+    write = sys.stdout.write
+    write("| turn | recorded | s/step | core-s/step |\n|---|---|---|---|\n")
+    for number, turn in enumerate(turns):
+        write(f"| {number} | {'yes' if turn.is_on else 'no'} | {turn.step_s:.3f} | {turn.total_core_s:.3f} |\n")
+    write("\n| process | recorded, core-s/step | not recorded | difference |\n|---|---|---|---|\n")
+    for kind in sorted({kind for turn in turns for kind in turn.core_s}):
+        on, off = (
+            statistics.mean(turn.core_s.get(kind, 0.0) for turn in turns if turn.is_on == wanted)
+            for wanted in (True, False)
         )
-    kinds = sorted({kind for run in found["recorded"] for kind in run.kinds})
-    sys.stdout.write("\n| process | recorded, core-s/step | not recorded |\n|---|---|---|\n")
-    for kind in kinds:
-        on, off = (statistics.mean(run.kinds[kind] for run in found[way]) for way in ("recorded", "not recorded"))
-        sys.stdout.write(f"| {kind} | {on:.3f} | {off:.3f} |\n")
+        found = compare(turns, lambda turn, kind=kind: turn.core_s.get(kind, 0.0), is_relative=False)
+        write(f"| {kind} | {on:.3f} | {off:.3f} | {found.mean:+.4f} ± {found.error:.4f} |\n")
+    answers = {True: "yes", False: "no", None: "cannot be told"}
+    for name, value in (
+        ("processor time", lambda turn: turn.total_core_s),
+        ("seconds", lambda turn: turn.step_s),
+    ):
+        found = compare(turns, value, is_relative=True)
+        write(
+            f"\n{name} of a step, recorded - not recorded: {found.mean:+.2%} ± {found.error:.2%} (standard error of "
+            f"{found.num} pairs); at most {_BAR:.0%}: {answers[found.is_at_most(_BAR)]}\n"
+        )
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ _EXIT_INTERRUPTED = 130
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command of `penstock`; its processes are gone when the context ends."""
+def running(*arguments: str, command: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command of `penstock`, which is `PENSTOCK` or `command`; its processes are gone when the context ends."""
     process = subprocess.Popen(
-        [*PENSTOCK, *arguments],
+        [*(command or PENSTOCK), *arguments],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         preexec_fn=dying_with_parent(),  # a signal may come before the `try`
@@ -48,9 +48,11 @@ def run_to_end(*arguments: str) -> None:
             raise subprocess.CalledProcessError(code, process.args)
 
 
-def training(folder: Path, overrides: Sequence[str] = ()) -> AbstractContextManager[subprocess.Popen[bytes]]:
-    """Run the demo with `folder` as its run folder; its processes are gone when the context ends."""
-    return running("train", str(RECIPE), f"--run.folder={folder}", *overrides)
+def training(
+    folder: Path, overrides: Sequence[str] = (), *, command: Sequence[str] = ()
+) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """Run the demo with `folder` as its run folder, as `running` does."""
+    return running("train", str(RECIPE), f"--run.folder={folder}", *overrides, command=command)
 
 
 def follow(
