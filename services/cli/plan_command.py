@@ -59,9 +59,9 @@ def _lines(found: Any, machine: Any) -> Iterator[str]:
         yield f"{process.name}{'' if process.count == 1 else f' ({process.count} of them)'}"
         for moment in process.moments:
             yield from _parts(moment)
-            verdict = "" if moment.total_bytes <= process.room_bytes else "  TOO MUCH"
-            total, room = moment.total_bytes / _GIB, process.room_bytes / _GIB
-            yield f"    {'together':<{_WIDTH}}{total:8.1f} of {room:.1f}{verdict}"
+            room = process.room_of(moment)
+            verdict = "" if moment.total_bytes <= room else "  TOO MUCH"
+            yield f"    {'together':<{_WIDTH}}{moment.total_bytes / _GIB:8.1f} of {room / _GIB:.1f}{verdict}"
         yield from (f"  {note}" for note in process.notes)
     yield ""
     yield "the host's memory, all processes together"
@@ -94,14 +94,16 @@ def _as_json(found: Any) -> dict[str, Any]:
                 "name": process.name,
                 "count": process.count,
                 "room_bytes": process.room_bytes,
-                "moments": _moments_as_json(process.moments),
+                "moments": [
+                    _moment_as_json(moment) | {"room_bytes": process.room_of(moment)} for moment in process.moments
+                ],
                 "notes": list(process.notes),
             }
             for process in found.processes
         ],
-        "host": _moments_as_json(found.host),
+        "host": [_moment_as_json(moment) for moment in found.host],
     }
 
 
-def _moments_as_json(moments: Any) -> list[dict[str, Any]]:
-    return [{"name": moment.name, "bytes": {part.name: part.size_bytes for part in moment.parts}} for moment in moments]
+def _moment_as_json(moment: Any) -> dict[str, Any]:
+    return {"name": moment.name, "bytes": {part.name: part.size_bytes for part in moment.parts}}

@@ -5,15 +5,16 @@ import math
 from services.plan.linear_attention.states import LinearStates
 from services.plan.model_shape import ModelShape
 from services.plan.moment import Moment, Part
-from services.plan.process_plan import GIB, Gpus, ProcessPlan
+from services.plan.process_plan import Gpus, ProcessPlan
+from services.plan.push_buffers import push_bytes
 from services.plan.row_shapes import longest_sample
 from services.recipe import Recipe
 
-_FLOAT32, _BFLOAT16 = 4, 2
+_BFLOAT16 = 2
 
 
-def plan_engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) -> ProcessPlan:
-    """Return the plan of each GPU of `count` engines."""
+def plan_engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int, free_bytes: int) -> ProcessPlan:
+    """Return the plan of each GPU of `count` engines, of which `free_bytes` are free beside an engine's share."""
     rollout = recipe.rollout
     weights = _BFLOAT16 * shape.num_parameters // rollout.tensor_parallel
     heads = shape.text.num_key_value_heads
@@ -30,8 +31,6 @@ def plan_engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) ->
     notes = [f"its KV cache holds {num_tokens:,} tokens, {num_tokens / longest:,.1f} samples of {longest:,}"]
     if states is not None:
         notes.append(states.note(num_states))
-    if rollout.tensor_parallel > 1 or shape.adapters is not None:
-        notes.append(_of_push(shape, recipe, gpus))
     if not is_bound:
         notes.append("samples may be longer: neither rollout.context_length nor data.limits.max_tokens is set")
     cache = Part(name=f"KV cache of one sample of {longest:,} tokens", size_bytes=longest * per_token)
@@ -40,21 +39,15 @@ def plan_engine(shape: ModelShape, recipe: Recipe, gpus: Gpus, *, count: int) ->
         name="engine" if rollout.tensor_parallel == 1 else f"GPU of an engine of {rollout.tensor_parallel}",
         count=count * rollout.tensor_parallel,
         room_bytes=room,
-        moments=(Moment(name="at least", parts=(Part(name="weights", size_bytes=weights), cache, *of_states)),),
+        moments=(
+            Moment(name="at least", parts=(Part(name="weights", size_bytes=weights), cache, *of_states)),
+            Moment(
+                name="in a push, beside its share of the GPU",
+                parts=(
+                    Part(name="push buffers", size_bytes=push_bytes(shape, tensor_parallel=rollout.tensor_parallel)),
+                ),
+                room_bytes=free_bytes,
+            ),
+        ),
         notes=tuple(notes),
     )
-
-
-def _of_push(shape: ModelShape, recipe: Recipe, gpus: Gpus) -> str:
-    """Describe the memory that a push takes of the part that an engine leaves free on each of its GPUs."""
-    rollout = recipe.rollout
-    part = 1 / rollout.tensor_parallel
-    if shape.adapters is None:
-        largest = _BFLOAT16 * max(size for _, size in shape.sizes)
-        taken = (2 + part) * largest  # the largest whole, plus all its shards
-    else:
-        # The largest change and its part; then that part, with the base's in both precisions and their sum.
-        changing = max(_FLOAT32 * (1 + part), (3 * _FLOAT32 + _BFLOAT16) * part)
-        taken = _FLOAT32 * shape.adapters.num_parameters + changing * max(shape.adapters.changed_sizes)
-    free = (1 - rollout.gpu_memory_fraction) * gpus.total_bytes / GIB
-    return f"a push takes {taken / GIB:,.1f} GiB of the {free:,.1f} that rollout.gpu_memory_fraction leaves"

@@ -27,6 +27,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped he
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
+    def now(self) -> int:
+        """The bytes at this time."""
+        return self._live
+
+    @property
     def peak(self) -> int:
         """The most bytes at any time."""
         return max(self.peaks)

@@ -21,7 +21,7 @@ from services.plan.model_shape import ModelShape
 from services.plan.process_plan import GIB, Gpus, MemoryPlan, ProcessPlan
 from services.plan.proposals import as_override, changed, proposals
 from services.plan.trainer_plan import plan_trainer
-from services.plan.working_memory import working_bytes
+from services.plan.working_memory import WorkingBytes, working_bytes
 from services.recipe import Recipe
 from services.rollout.engine.expert_parallel import require_whole_experts
 from services.rollout.engine.linear_attention import require_servable
@@ -31,7 +31,8 @@ from services.trainer.checks.sequence_parallel import require_shareable
 
 RESERVED_BYTES = 2 * GIB
 """Reserved on each GPU that computes steps, for CUDA's context, NCCL's buffers and memory that the allocator cannot
-use; on a shared GPU as much again for each engine, for its context and its computation."""
+use; on a shared GPU as much again for each engine, for its context and for what it computes or a push takes."""
+_NO_ROW = WorkingBytes(activations=0, logits=0)
 
 
 def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) -> MemoryPlan:
@@ -58,7 +59,7 @@ def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) 
         try:
             other = changed(recipe, settings)
             # Without activations first: that takes no time and excludes most.
-            each: tuple[Callable[..., int], ...] = (lambda *_, **__: 0, working)
+            each: tuple[Callable[..., WorkingBytes], ...] = (lambda *_, **__: _NO_ROW, working)
             return all(_plan(shape, other, gpus, these, image_share=image_share).fits for these in each)
         except (ConfigError, pydantic.ValidationError):
             return False  # too few GPUs, or settings that exclude each other
@@ -74,7 +75,7 @@ def plan_memory(model: Path, recipe: Recipe, gpus: Gpus, *, image_share: float) 
 
 
 def _plan(
-    shape: ModelShape, recipe: Recipe, gpus: Gpus, working: Callable[..., int], *, image_share: float
+    shape: ModelShape, recipe: Recipe, gpus: Gpus, working: Callable[..., WorkingBytes], *, image_share: float
 ) -> MemoryPlan:
     shape.require_divisible(recipe.rollout.tensor_parallel)
     require_whole_experts(recipe.rollout.expert_parallel, num_experts=shape.num_experts)
@@ -93,7 +94,8 @@ def _plan(
     processes: list[ProcessPlan] = []
     engines = [name for name in placed.of_process if name != TRAINER]
     if engines:
-        processes.append(plan_engine(shape, recipe, gpus, count=len(engines)))
+        free = RESERVED_BYTES if placed.is_shared else gpus.total_bytes - _share(recipe, gpus)
+        processes.append(plan_engine(shape, recipe, gpus, count=len(engines), free_bytes=free))
     if TRAINER in placed.of_process:
         room = _room(recipe, gpus, placed, len(engines))
         processes += plan_trainer(shape, recipe, room, working, image_share=image_share)
@@ -125,5 +127,10 @@ def _assign_gpus(recipe: Recipe, gpus: Gpus) -> GpuPlan:
 def _room(recipe: Recipe, gpus: Gpus, placed: GpuPlan, num_engines: int) -> int:
     room = gpus.total_bytes - RESERVED_BYTES
     if placed.is_shared:
-        room -= num_engines * (int(recipe.rollout.gpu_memory_fraction * gpus.total_bytes) + RESERVED_BYTES)
+        room -= num_engines * (_share(recipe, gpus) + RESERVED_BYTES)
     return room
+
+
+def _share(recipe: Recipe, gpus: Gpus) -> int:
+    """Return the bytes that an engine takes of a GPU for weights and KV cache."""
+    return int(recipe.rollout.gpu_memory_fraction * gpus.total_bytes)

@@ -17,6 +17,8 @@ class Moment:
 
     name: str
     parts: tuple[Part, ...]
+    room_bytes: int | None = None
+    """Bytes that they may take; None: those of the process."""
 
     @property
     def total_bytes(self) -> int:

@@ -38,14 +38,18 @@ class ProcessPlan:
     name: str
     count: int
     room_bytes: int
-    """Bytes of its GPU that it may take."""
+    """Bytes of its GPU that it may take, at moments that have no room of their own."""
     moments: tuple[Moment, ...]
     notes: tuple[str, ...] = ()
+
+    def room_of(self, moment: Moment) -> int:
+        """Return the bytes of its GPU that it may take at a moment."""
+        return self.room_bytes if moment.room_bytes is None else moment.room_bytes
 
     @property
     def fits(self) -> bool:
         """Whether it fits at every moment."""
-        return all(moment.total_bytes <= self.room_bytes for moment in self.moments)
+        return all(moment.total_bytes <= self.room_of(moment) for moment in self.moments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,11 @@ def _alternatives(recipe: Recipe, gpus: Gpus) -> Iterator[dict[str, object]]:
     num_engines = rollout.replicas + rollout.prefill + rollout.decode
     settings: dict[str, object] = {}
 
+    usual = {"rollout.gpu_memory_fraction": USUAL_FRACTION}
+    if gpus.count > 1 and rollout.gpu_memory_fraction > USUAL_FRACTION:
+        yield settings | usual  # a push may have no room
     if gpus.count > 1 and rollout.gpu_memory_fraction < USUAL_FRACTION:
-        settings = settings | {"rollout.gpu_memory_fraction": USUAL_FRACTION}
+        settings = settings | usual
         yield settings
     if not trainer.gradient_checkpointing:
         settings = settings | {"trainer.gradient_checkpointing": True}

@@ -8,14 +8,14 @@ from services.plan.model_shape import ModelShape
 from services.plan.moment import Moment, Part
 from services.plan.process_plan import ProcessPlan
 from services.plan.row_shapes import longest_row, longest_sample, row_of_demonstrations
-from services.plan.working_memory import RowShape
+from services.plan.working_memory import RowShape, WorkingBytes
 from services.recipe import Recipe
 
 _FLOAT32, _BFLOAT16 = 4, 2
 
 
 def plan_trainer(
-    shape: ModelShape, recipe: Recipe, room: int, working: Callable[..., int], *, image_share: float
+    shape: ModelShape, recipe: Recipe, room: int, working: Callable[..., WorkingBytes], *, image_share: float
 ) -> Iterator[ProcessPlan]:
     """Yield the plan of rank 0, and that of the other ranks if there are any.
 
@@ -39,7 +39,7 @@ def plan_trainer(
                 "activations are those of evenly used experts; a rank whose experts are chosen more takes more"
             )
     else:
-        moments = (Moment(name="in a step", parts=(*resident, gradients, *reference, activations)),)
+        moments = (Moment(name="in a step", parts=(*resident, gradients, *reference, *activations)),)
     pushed = tuple(_pushed(shape, recipe))
     of_first = tuple(dataclasses.replace(moment, parts=(*moment.parts, *pushed)) for moment in moments)
     push = Moment(name="before a push", parts=(*resident, *pushed, *_pushing(shape, recipe)))
@@ -56,12 +56,12 @@ def plan_trainer(
 
 
 def _activations(
-    shape: ModelShape, recipe: Recipe, working: Callable[..., int], *, image_share: float
-) -> tuple[Part, list[str]]:
-    """Return the activations of the row that takes most of them, and notes on it: rows are computed one by one."""
+    shape: ModelShape, recipe: Recipe, working: Callable[..., WorkingBytes], *, image_share: float
+) -> tuple[tuple[Part, ...], list[str]]:
+    """Return the activations and logits of the row that takes most, and notes on it: rows are computed one by one."""
     trainer = recipe.trainer
 
-    def size_of(row: RowShape) -> int:
+    def size_of(row: RowShape) -> WorkingBytes:
         return working(
             row,
             learning_rates=tuple(trainer.optimizer.learning_rates.items()),
@@ -73,23 +73,25 @@ def _activations(
         )
 
     row, what = longest_row(shape, recipe, image_share=image_share), ""
-    size_bytes = size_of(row)
+    size = size_of(row)
     notes = []
     if not longest_sample(recipe)[1]:
         notes.append(f"a sample of more than {row.num_tokens:,} tokens takes more")
     learned = row_of_demonstrations(shape, recipe, image_share=image_share)
     if learned is not None:
-        if (more := size_of(learned)) > size_bytes:
-            row, what, size_bytes = learned, " of demonstrations", more
+        if (more := size_of(learned)).total > size.total:
+            row, what, size = learned, " of demonstrations", more
         if recipe.demonstrations is not None and not recipe.demonstrations.max_tokens:
             notes.append(
                 f"a demonstration of more than {learned.num_tokens:,} tokens takes more; demonstrations.max_tokens "
                 "bounds them"
             )
-    notes.insert(0, f"{size_bytes / row.num_tokens / 2**20:.2f} MiB of activations for each token of a row{what}")
+    per_token = f"{size.total / row.num_tokens / 2**20:.2f} MiB"
+    notes.insert(0, f"{per_token} of activations and logits for each token of a row{what}")
     share = "" if trainer.sequence_parallel == 1 else f"a share of 1/{trainer.sequence_parallel} of "
     name = f"activations of {share}{row.num_tokens:,} tokens{what}, {row.num_image_tokens:,} of images"
-    return Part(name=name, size_bytes=size_bytes), notes
+    logits = Part(name=f"logits{'' if size.logits else ', gone at that moment'}", size_bytes=size.logits)
+    return (Part(name=name, size_bytes=size.activations), logits), notes
 
 
 def _resident(shape: ModelShape, recipe: Recipe) -> tuple[tuple[Part, ...], Part, tuple[Part, ...]]:
@@ -133,7 +135,7 @@ def _sharded_moments(
     shape: ModelShape,
     resident: tuple[Part, ...],
     reference: tuple[Part, ...],
-    activations: Part,
+    activations: tuple[Part, ...],
     *,
     expert_parallel: int,
 ) -> tuple[Moment, ...]:
@@ -159,7 +161,7 @@ def _sharded_moments(
     moments = [
         Moment(
             name="back through the layers",
-            parts=(*resident, gathered, layers, layers_gradients, gradients, activations),
+            parts=(*resident, gathered, layers, layers_gradients, gradients, *activations),
         ),
         Moment(name="at the end of the way back", parts=(*resident, gathered, gradients, summed)),
     ]

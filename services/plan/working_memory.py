@@ -36,7 +36,9 @@ from services.trainer.backend.policy.row_share import RowShare
 from services.trainer.batching.rows import PackedRow, Segment
 from services.trainer.config import LoraConfig
 
-NUM_PHASES = 3
+NUM_PHASES = 4
+_AT_HEAD = 1
+"""Number of the phase in which there are logits."""
 _MAX_IMAGE_TOKENS = 1024
 """The most tokens of one image of the row: about a million pixels."""
 
@@ -55,6 +57,20 @@ class RowShape:
     """Whether all responses see the prompt's keys and values; else the row is as many samples of equal length."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkingBytes:
+    """What a row takes at its fullest moment, beside weights and their gradients."""
+
+    activations: int
+    logits: int
+    """Logits, their gradients and the head's; 0 if the fullest moment is one without them."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of both."""
+        return self.activations + self.logits
+
+
 def working_bytes(
     shape: ModelShape,
     row: RowShape,
@@ -65,8 +81,8 @@ def working_bytes(
     dispatches_tokens: bool,
     sequence_parallel: int = 1,
     is_sharded: bool = False,
-) -> int:
-    """Return the most bytes that a row takes at any moment, beside weights and gradients.
+) -> WorkingBytes:
+    """Return what a row takes at the moment when it takes most.
 
     Args:
         shape: Shape of the model.
@@ -101,7 +117,7 @@ def working_bytes(
                 policy.model.enable_input_require_grads()
             if sequence_parallel > 1:
                 policy.share_rows(functools.partial(_ShareOfLast, size=sequence_parallel))
-        return _peaks(policy, shapes_only, make_row(row, config), dispatches_tokens=dispatches_tokens)
+        return _counted(policy, shapes_only, make_row(row, config), dispatches_tokens=dispatches_tokens)
 
     first, last = _divided(shape.layer_kinds)
     num_blocks = min(NUM_BLOCKS, shape.num_blocks)
@@ -112,7 +128,9 @@ def working_bytes(
     if shape.num_blocks > num_blocks:
         sums = _added(sums, _difference(measured(last, num_blocks + 1), least), shape.num_blocks - num_blocks)
     pixels = make_row(row, shape.config).pixel_values_PD  # they have values, so they were not counted
-    return (0 if pixels is None else pixels.nbytes) + max(sums)
+    *peaks, before_logits = sums
+    logits = peaks[_AT_HEAD] - before_logits if peaks[_AT_HEAD] == max(peaks) else 0
+    return WorkingBytes(activations=(0 if pixels is None else pixels.nbytes) + max(peaks) - logits, logits=logits)
 
 
 def _divided(layer_kinds: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -128,8 +146,8 @@ def _difference(larger: Sequence[int], least: Sequence[int]) -> list[int]:
     return [one - other for one, other in zip(larger, least, strict=True)]
 
 
-def _added(peaks: Sequence[int], further: Sequence[int], count: int) -> list[int]:
-    return [peak + more * count for peak, more in zip(peaks, further, strict=True)]
+def _added(counted: Sequence[int], further: Sequence[int], count: int) -> list[int]:
+    return [each + more * count for each, more in zip(counted, further, strict=True)]
 
 
 def _add_adapters(model: Any, adapters: AdapterShape) -> None:
@@ -148,16 +166,24 @@ def _prepare_gradients(policy: PolicyModel, kinds: Set[str]) -> None:
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
 
 
-def _peaks(policy: PolicyModel, shapes_only: ShapesOnly, row: PackedRow, *, dispatches_tokens: bool) -> list[int]:
-    """Return the peaks of the phases: forward and back through the head, back through the text, then the tower."""
+def _counted(policy: PolicyModel, shapes_only: ShapesOnly, row: PackedRow, *, dispatches_tokens: bool) -> list[int]:
+    """Return the peak of each phase, and last what exists when the logits begin.
+
+    The phases: forward to the head, forward and back through it, back through the text, then through the tower.
+    """
     _compute_as_on_gpus(policy, dispatches_tokens=dispatches_tokens)
     live = LiveBytes()
     for tensor in (*policy.parameters(), *policy.buffers()):
         live.leave_out(tensor)
     base = policy.model.base_model
-    getattr(base, "language_model", base).norm.register_forward_hook(
-        lambda _module, _inputs, output: _mark_at_gradient(output, live)
-    )
+    before_logits: list[int] = []
+
+    def mark_at_head(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        live.mark()
+        before_logits.append(live.now)
+        _mark_at_gradient(output, live)
+
+    getattr(base, "language_model", base).norm.register_forward_hook(mark_at_head)
     if row.pixel_values_PD is not None:
         base.visual.merger.register_forward_pre_hook(lambda _module, inputs: _mark_at_gradient(inputs[0], live))
     with _attention_of_gpus(), shapes_only, live:
@@ -165,7 +191,7 @@ def _peaks(policy: PolicyModel, shapes_only: ShapesOnly, row: PackedRow, *, disp
             output = policy(row)
         if output.logprobs_N.requires_grad:  # false for a row without images if only the tower is trained
             output.logprobs_N.sum().backward()
-    return [*live.peaks, *[0] * (NUM_PHASES - len(live.peaks))]
+    return [*live.peaks, *[0] * (NUM_PHASES - len(live.peaks)), *before_logits]
 
 
 def _mark_at_gradient(tensor: torch.Tensor, live: LiveBytes) -> None:

@@ -9,7 +9,7 @@ import pytest
 from services.cli import main
 from services.plan import memory_plan, working_memory
 from services.plan.model_shape import ModelShape
-from services.plan.working_memory import RowShape
+from services.plan.working_memory import RowShape, WorkingBytes
 
 RECIPE = (
     "plan",
@@ -23,9 +23,9 @@ RECIPE = (
 @pytest.fixture(autouse=True, scope="module")
 def each_row_once() -> Iterator[None]:
     """All plans here are of one model, and many of one row."""
-    count, known = working_memory.working_bytes, dict[tuple[Any, ...], int]()
+    count, known = working_memory.working_bytes, dict[tuple[Any, ...], WorkingBytes]()
 
-    def working_bytes(shape: ModelShape, row: RowShape, **settings: Any) -> int:
+    def working_bytes(shape: ModelShape, row: RowShape, **settings: Any) -> WorkingBytes:
         key = (row, *settings.items())
         if key not in known:
             known[key] = count(shape, row, **settings)

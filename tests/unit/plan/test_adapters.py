@@ -12,6 +12,7 @@ from services.plan.adapter_shape import AdapterShape
 from services.plan.memory_plan import plan_memory
 from services.plan.model_shape import ModelShape
 from services.plan.process_plan import GIB, Gpus, MemoryPlan
+from services.plan.working_memory import WorkingBytes
 from services.recipe import Recipe
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.base import take_step
@@ -27,7 +28,7 @@ ACTIVATIONS = 5 * GIB
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small Qwen3: sizes 64 and 128, 4 heads of 16, 2 of keys and values, 3 layers."""
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: ACTIVATIONS)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=ACTIVATIONS, logits=0))
     random_qwen3().config.save_pretrained(tmp_path)
     return tmp_path
 
@@ -55,7 +56,7 @@ def test_one_rank(model: Path) -> None:
     adapters = 3 * IN_LAYER
     found = moments(plan_of(model, RANK_8, "--algorithm.kl.kind=k3", "--algorithm.kl.coef=0.01"), "trainer")
     resident = [2 * total, 4 * adapters, 8 * adapters]
-    step = [*resident, 4 * adapters, 4 * adapters, ACTIVATIONS, 4 * adapters]  # gradients, reference, pushed
+    step = [*resident, 4 * adapters, 4 * adapters, ACTIVATIONS, 0, 4 * adapters]  # gradients, reference, pushed
     assert list(found["in a step"].values()) == step
     assert list(found["before a push"].values()) == [*resident, 4 * adapters, 4 * adapters, 2 * adapters]
 
@@ -70,7 +71,7 @@ def test_several_ranks(model: Path) -> None:
     found = moments(plan, "other rank of the trainer")
     assert list(found["back through the layers"].values()) == [
         *(*resident, adapters),
-        *(others, 4 * layer + 8 * IN_LAYER, 8 * IN_LAYER, 0, ACTIVATIONS),
+        *(others, 4 * layer + 8 * IN_LAYER, 8 * IN_LAYER, 0, ACTIVATIONS, 0),
     ]
     assert list(found["at the end of the way back"].values()) == [*resident, adapters, others, 0, 0]
     first = moments(plan, "rank 0 of the trainer")
@@ -83,7 +84,7 @@ def test_several_ranks(model: Path) -> None:
 
 def test_adapters_of_the_tower_are_gathered_with_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the whole pass, and so are their gradients."""
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: ACTIVATIONS)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=ACTIVATIONS, logits=0))
     FAMILIES["qwen3_vl"]().config.save_pretrained(tmp_path)
     settings = (RANK_8, "--trainer.ranks=2")
     text, both = (
@@ -102,14 +103,14 @@ def test_adapters_of_the_tower_are_gathered_with_the_rest(tmp_path: Path, monkey
     assert more["the same, to be summed"] == 4 * of_tower.num_parameters
 
 
-def test_engines(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines(model: Path) -> None:
     """A push is merged in what they leave of their GPU; the host has the matrices as they were."""
-    monkeypatch.setattr(engine_plan, "GIB", 1000)
     changed, largest = 3 * 64 * (2 * 64 + 2 * 32 + 3 * 128), 64 * 128
     for tensor_parallel, bytes_of_largest in ((1, 14), (2, 7), (4, 5)):
         plan = plan_of(model, RANK_8, f"--rollout.tensor_parallel={tensor_parallel}")
-        taken = (4 * 3 * IN_LAYER + bytes_of_largest * largest) / 1000
-        assert plan.processes[0].notes[1].startswith(f"a push takes {taken:,.1f} GiB of the ")
+        push = plan.processes[0].moments[1]
+        assert push.total_bytes == 4 * 3 * IN_LAYER + bytes_of_largest * largest
+        assert push.room_bytes == 80 * GIB - int(0.85 * 80 * GIB)
         for moment in moments(plan, "host").values():
             assert moment["engines' matrices without adapters"] == 2 * changed
 
@@ -131,7 +132,8 @@ def test_patterns_that_fit_nothing_are_refused(model: Path) -> None:
 def test_what_is_proposed_goes_with_adapters(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More ranks, and no offload, which they exclude."""
     monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: 0)
+    monkeypatch.setattr(engine_plan, "push_bytes", lambda *_, **__: 0)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=0, logits=0))
     largest = max(moment.total_bytes for process in plan_of(model, RANK_8).processes[1:] for moment in process.moments)
     checkpoints = ("--trainer.gradient_checkpointing=true", "--trainer.micro_batch_tokens=1000")
     engine = ("--rollout.gpu_memory_fraction=0.85", "--rollout.max_total_tokens=9")
@@ -161,7 +163,7 @@ def test_adapters_are_those_of_the_trainer(family: str, tmp_path: Path) -> None:
 
 def test_one_rank_holds_what_is_planned(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Base, adapters, gradients, averages, reference and what it pushes, after a step that trains the text's alone."""
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: ACTIVATIONS)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=ACTIVATIONS, logits=0))
     lora = LoraConfig(rank=4, targets=("text", "tower"))
     config = BackendConfig.model_validate(
         {

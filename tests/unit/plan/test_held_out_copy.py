@@ -10,6 +10,7 @@ from services.plan import memory_plan
 from services.plan.held_out_copy import HELD_OUT_COPY, may_need_held_out_copy
 from services.plan.memory_plan import plan_memory
 from services.plan.process_plan import Gpus, MemoryPlan
+from services.plan.working_memory import WorkingBytes
 from services.recipe import Recipe
 from services.trainer.algorithm.config import AlgorithmConfig
 from services.trainer.backend.in_process import InProcessBackend
@@ -65,7 +66,7 @@ async def test_it_takes_what_the_trainer_loads(
     tiny_model_path: Path, tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the copies that it publishes: on its GPU, or of several ranks in the host's memory."""
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: 0)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=0, logits=0))
     config = BackendConfig(device="cpu", dtype="bfloat16")
     backend = InProcessBackend(tiny_model_path, config, AlgorithmConfig(), seed=0, temperature=1.0)
     backend.load(None)

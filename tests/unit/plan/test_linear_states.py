@@ -13,6 +13,7 @@ from services.plan.linear_attention.states import LinearStates
 from services.plan.memory_plan import plan_memory
 from services.plan.model_shape import ModelShape
 from services.plan.process_plan import GIB, Gpus, ProcessPlan
+from services.plan.working_memory import WorkingBytes
 from services.recipe import Recipe
 from services.rollout.engine.config import RolloutConfig
 from tests.support.trainer.families import random_qwen3_5_text
@@ -26,7 +27,7 @@ PER_TOKEN = 2 * 1 * 2 * 32 * 2
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small Qwen3.5: three layers of 4 heads of 16 x 16, and one that attends."""
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: GIB)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=GIB, logits=0))
     random_qwen3_5_text().config.save_pretrained(tmp_path)
     return tmp_path
 
@@ -36,7 +37,7 @@ def engine_of(model: Path, *settings: str, gpus: str = "8x0.02") -> ProcessPlan:
     base = ("--rollout.replicas=1", "--rollout.context_length=1000", f"--model.path={model}")
     recipe = load(Recipe, [], ['--run.name="a"', *base, *settings])
     shape = ModelShape.read(model)
-    return plan_engine(shape, recipe, Gpus.parse(gpus), count=1)
+    return plan_engine(shape, recipe, Gpus.parse(gpus), count=1, free_bytes=0)
 
 
 def numbers_of(engine: ProcessPlan) -> list[int]:

@@ -7,21 +7,24 @@ import pytest
 
 from penstock.config import load
 from penstock.errors import ConfigError
-from services.plan import memory_plan, proposals
+from services.plan import engine_plan, memory_plan, proposals
 from services.plan.memory_plan import plan_memory
 from services.plan.model_shape import ModelShape
 from services.plan.process_plan import GIB, Gpus, MemoryPlan
+from services.plan.working_memory import RowShape, WorkingBytes
 from services.recipe import Recipe
 from tests.support.trainer.families import random_qwen3, random_qwen3_moe, random_qwen3_vl
 
-ACTIVATIONS = 5 * GIB
+ACTIVATIONS, LOGITS = 5 * GIB, GIB
 BASE = ("--rollout.replicas=1", "--rollout.context_length=1000", "--trainer.dtype=auto")
 
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small Qwen3: 4 heads of 16, 2 of keys and values, 3 layers."""
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: ACTIVATIONS)
+    monkeypatch.setattr(
+        memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=ACTIVATIONS, logits=LOGITS)
+    )
     random_qwen3().config.save_pretrained(tmp_path)
     return tmp_path
 
@@ -30,6 +33,17 @@ def plan_of(model: Path, *settings: str, gpus: str = "8x80") -> MemoryPlan:
     """The plan of a recipe with these settings."""
     recipe = load(Recipe, [], ['--run.name="a"', f"--model.path={model}", *BASE, *settings])
     return plan_memory(model, recipe, Gpus.parse(gpus), image_share=0.25)
+
+
+def reserve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs that are about as large as the model."""
+    monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
+    monkeypatch.setattr(engine_plan, "push_bytes", lambda *_, **__: 0)
+
+
+def a_mib_for_each_token(_: ModelShape, row: RowShape, **__: object) -> WorkingBytes:
+    """What a row is taken to need."""
+    return WorkingBytes(activations=row.num_tokens << 20, logits=0)
 
 
 def moments(plan: MemoryPlan, name: str) -> dict[str, dict[str, int]]:
@@ -43,7 +57,15 @@ def test_one_rank(model: Path) -> None:
     shape = ModelShape.read(model)
     total = shape.num_parameters
     found = moments(plan_of(model), "trainer")
-    assert list(found["in a step"].values()) == [4 * total, 8 * total, 2 * total, 4 * total, ACTIVATIONS, 2 * total]
+    assert list(found["in a step"].values()) == [
+        4 * total,
+        8 * total,
+        2 * total,
+        4 * total,
+        ACTIVATIONS,
+        LOGITS,
+        2 * total,
+    ]
     assert list(found["before a push"].values()) == [4 * total, 8 * total, 2 * total, 2 * total, 2 * total]
 
 
@@ -66,7 +88,7 @@ def test_offload(model: Path) -> None:
     total, largest = shape.num_parameters, max(size for _, size in shape.sizes)
     plan = plan_of(model, "--trainer.optimizer.offload=true")
     found = moments(plan, "trainer")
-    assert list(found["in a step"].values()) == [2 * total, 0, ACTIVATIONS, 0]
+    assert list(found["in a step"].values()) == [2 * total, 0, ACTIVATIONS, LOGITS, 0]
     assert list(found["before a push"].values()) == [2 * total, 0, 2 * largest]
     (copies,) = [part for part in plan.host[-1].parts if part.name == "2 copies of the weights for pushes"]
     assert copies.size_bytes == 4 * total
@@ -97,7 +119,7 @@ def test_several_ranks(model: Path) -> None:
         ("other rank of the trainer", 3),
     ]
     shares = [total, 2 * total, total]  # a quarter of 4, 8 and 4 bytes
-    of_layers = [*shares, 2 * others, 4 * layer, 6 * layer, 2 * others, ACTIVATIONS]
+    of_layers = [*shares, 2 * others, 4 * layer, 6 * layer, 2 * others, ACTIVATIONS, LOGITS]
     found = moments(plan, "other rank of the trainer")
     assert list(found["back through the layers"].values()) == of_layers
     assert list(found["at the end of the way back"].values()) == [*shares, 2 * others, 2 * others, 4 * others]
@@ -109,7 +131,9 @@ def test_several_ranks(model: Path) -> None:
 @pytest.fixture
 def mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small Qwen3-MoE: 6 experts in each of 3 layers."""
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: ACTIVATIONS)
+    monkeypatch.setattr(
+        memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=ACTIVATIONS, logits=LOGITS)
+    )
     random_qwen3_moe().config.save_pretrained(tmp_path)
     return tmp_path
 
@@ -127,14 +151,14 @@ def test_divided_experts(mixture: Path) -> None:
     outside = total - 3 * layer
     assert list(found["back through the layers"].values()) == [
         *(on_rank, 2 * on_rank, on_rank),
-        *(2 * outside, 4 * gathered, 6 * gathered, 2 * outside, ACTIVATIONS),
+        *(2 * outside, 4 * gathered, 6 * gathered, 2 * outside, ACTIVATIONS, LOGITS),
     ]
 
 
 def test_experts_are_divided_where_that_makes_a_model_fit(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By no more ranks than it takes; and what cannot be divided is refused."""
-    monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: 0)
+    reserve_nothing(monkeypatch)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=0, logits=0))
     engine = ("--rollout.gpu_memory_fraction=0.85", "--rollout.max_total_tokens=9", "--trainer.ranks=6")
 
     def taken(expert_parallel: int) -> int:
@@ -160,9 +184,11 @@ def test_a_dense_model_has_no_experts_to_divide(model: Path) -> None:
 
 def test_ranks_that_share_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations are those of a share of the row; it is proposed where a model then fits, and refused by heads."""
-    monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
+    reserve_nothing(monkeypatch)
     monkeypatch.setattr(
-        memory_plan, "working_bytes", lambda *_, sequence_parallel, **__: ACTIVATIONS // sequence_parallel
+        memory_plan,
+        "working_bytes",
+        lambda *_, sequence_parallel, **__: WorkingBytes(activations=ACTIVATIONS // sequence_parallel, logits=0),
     )
     shared = ("--trainer.ranks=4", "--trainer.sequence_parallel=2")
     parts = moments(plan_of(model, *shared), "other rank of the trainer")["back through the layers"]
@@ -200,7 +226,6 @@ def test_engines(model: Path) -> None:
     found = moments(plan_of(model), "engine")
     assert list(found["at least"].values()) == [2 * shape.num_parameters, 1000 * per_token]
     plan = plan_of(model, "--rollout.tensor_parallel=4")
-    assert plan.processes[0].notes[1].startswith("a push takes 0.0 GiB of the ")
     found = moments(plan, "GPU of an engine of 4")
     assert list(found["at least"].values()) == [shape.num_parameters // 2, 1000 * per_token // 2]
     plan = plan_of(model, "--rollout.max_total_tokens=600")
@@ -211,9 +236,22 @@ def test_engines(model: Path) -> None:
 
 
 def test_one_gpu_is_shared(model: Path) -> None:
-    """The trainer has what engines leave, and less a reserve for each process."""
+    """The trainer has what engines leave, and less a reserve for each process, in which an engine takes pushes."""
     plan = plan_of(model, "--rollout.gpu_memory_fraction=0.25", gpus="1x40")
     assert [process.room_bytes for process in plan.processes] == [10 * GIB, (40 - 10 - 2 - 2) * GIB]
+    assert plan.processes[0].moments[1].room_bytes == 2 * GIB
+
+
+def test_a_push_has_to_fit_beside_the_engines_share(model: Path) -> None:
+    """Of a small model it takes the weights once more, in one bucket."""
+    narrow = plan_of(model, "--rollout.gpu_memory_fraction=0.999999")  # 84 KiB are left
+    push = narrow.processes[0].moments[1]
+    assert {part.name: part.size_bytes for part in push.parts} == {"push buffers": 2 * narrow.shape.num_parameters}
+    assert push.room_bytes is not None
+    assert push.room_bytes < push.total_bytes < 80 * GIB - push.room_bytes
+    assert not narrow.processes[0].fits
+    assert narrow.remedy == ("--rollout.gpu_memory_fraction=0.85",)
+    assert plan_of(model, "--rollout.gpu_memory_fraction=0.99").fits
 
 
 def test_what_bounds_a_sample_bounds_a_row(model: Path) -> None:
@@ -228,7 +266,7 @@ def test_what_bounds_a_sample_bounds_a_row(model: Path) -> None:
 
 def test_demonstrations_take_rows_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are computed one by one, so the one that takes most counts: the longest demonstration, if it is longer."""
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda _, row, **__: row.num_tokens << 20)
+    monkeypatch.setattr(memory_plan, "working_bytes", a_mib_for_each_token)
     rows = ("--trainer.micro_batch_tokens=2000", '--demonstrations.path="rows.jsonl"')
     found = moments(plan_of(model, *rows, "--demonstrations.max_tokens=3000"), "trainer")["in a step"]
     assert found["activations of 3,000 tokens of demonstrations, 0 of images"] == 3000 << 20
@@ -243,7 +281,7 @@ def test_demonstrations_take_rows_of_their_own(model: Path, monkeypatch: pytest.
 
 def test_rows_are_not_made_shorter_than_a_demonstration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That would win nothing: a longer one has a row of its own."""
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda _, row, **__: row.num_tokens << 20)
+    monkeypatch.setattr(memory_plan, "working_bytes", a_mib_for_each_token)
     rows = ("--trainer.micro_batch_tokens=8192", '--demonstrations.path="rows.jsonl"')
     assert plan_of(model, *rows, gpus="2x7").remedy == ("--trainer.micro_batch_tokens=4096",)
     assert plan_of(model, *rows, "--demonstrations.max_tokens=8000", gpus="2x7").remedy is None
@@ -251,9 +289,9 @@ def test_rows_are_not_made_shorter_than_a_demonstration(model: Path, monkeypatch
 
 def test_more_ranks_or_a_smaller_share_are_proposed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What there are GPUs for; on a shared GPU the engines' share is lowered."""
-    monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
+    reserve_nothing(monkeypatch)
     total = ModelShape.read(model).num_parameters
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: 0)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=0, logits=0))
     gib = 11 * total / GIB  # a rank of one needs 18 bytes a parameter, rank 0 of seven fewer
     plan = plan_of(model, "--trainer.gradient_checkpointing=true", gpus=f"8x{gib:.6f}")
     assert plan.remedy is not None
@@ -264,8 +302,8 @@ def test_more_ranks_or_a_smaller_share_are_proposed(model: Path, monkeypatch: py
 
 def test_ranks_are_proposed_in_place_of_compiling(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is for one rank; left on, every proposal with more of them would be refused."""
-    monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: 0)
+    reserve_nothing(monkeypatch)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=0, logits=0))
     gpus = f"8x{11 * ModelShape.read(model).num_parameters / GIB:.6f}"
     settings = ("--trainer.compile=true", "--trainer.gradient_checkpointing=true")
     plan = plan_of(model, *settings, gpus=gpus)
@@ -276,8 +314,8 @@ def test_ranks_are_proposed_in_place_of_compiling(model: Path, monkeypatch: pyte
 
 def test_engines_of_more_gpus_are_proposed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one has no room for the weights, and no more than that takes."""
-    monkeypatch.setattr(memory_plan, "RESERVED_BYTES", 0)
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: 0)
+    reserve_nothing(monkeypatch)
+    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: WorkingBytes(activations=0, logits=0))
     monkeypatch.setattr(proposals, "USUAL_FRACTION", 0.09)
     gib = 20 * ModelShape.read(model).num_parameters / GIB  # of which weights need 2 in an engine
     plan = plan_of(model, "--rollout.gpu_memory_fraction=0.09", "--rollout.max_total_tokens=9", gpus=f"8x{gib:.6f}")

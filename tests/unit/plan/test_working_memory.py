@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,12 @@ from services.plan.linear_attention import few_steps
 from services.plan.live_bytes import LiveBytes
 from services.plan.model_shape import ModelShape, make_model
 from services.plan.shapes_only import ShapesOnly
-from services.plan.working_memory import RowShape, make_row, working_bytes
+from services.plan.working_memory import RowShape, make_row
 from services.trainer.backend.policy.model import PolicyModel
 from services.trainer.batching.rows import PackedRow
 from services.trainer.config import LoraConfig
 from tests.support.trainer.families import FAMILIES, LINEAR_FAMILIES, MIXTURES, random_qwen3_vl
+from tests.support.trainer.torchs_tracker import beside_weights, tracking_beside
 
 ROW = RowShape(num_tokens=300, num_prompt_tokens=80, num_image_tokens=64, num_responses=3)
 LINEAR_ROW = RowShape(num_tokens=600, num_prompt_tokens=100, num_image_tokens=0, num_responses=2)
@@ -49,6 +50,11 @@ SETTINGS: dict[str, Any] = {
     "float32_head": False,
     "dispatches_tokens": False,
 }
+
+
+def total_bytes(shape: ModelShape, row: RowShape, **settings: Any) -> int:
+    """The most bytes that the row takes at a time."""
+    return working_memory.working_bytes(shape, row, **settings).total
 
 
 def shape_of(make: Callable[[], Any], folder: Path, **text: Any) -> ModelShape:
@@ -155,36 +161,11 @@ def test_torchs_tracker_counts_as_much(
     family: str, text: dict[str, Any], recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In rows of 8,192 tokens, with published widths and a few layers: on tensors without memory it counts the same."""
-    tracker = MemTracker()
-
-    class BesideTracker(LiveBytes):
-        """Counts what the tracker counts."""
-
-        def leave_out(self, tensor: torch.Tensor) -> None:
-            super().leave_out(tensor)
-            tracker.track_external(tensor)
-
-        def __enter__(self) -> Self:
-            super().__enter__()
-            tracker.__enter__()
-            return self
-
-        def __exit__(self, *raised: object) -> None:
-            tracker.__exit__(*raised)
-            super().__exit__(*raised)
-
-    monkeypatch.setattr(working_memory, "LiveBytes", BesideTracker)
+    tracker = tracking_beside(monkeypatch)
     row = RowShape(num_tokens=8192, num_prompt_tokens=2048, num_image_tokens=0, num_responses=8)
     shape = shape_of(FAMILIES[family], tmp_path, **text)
-    counted = working_bytes(shape, row, **SETTINGS | {"gradient_checkpointing": recomputes})
+    counted = total_bytes(shape, row, **SETTINGS | {"gradient_checkpointing": recomputes})
     assert counted == pytest.approx(beside_weights(tracker), rel=1e-3)
-
-
-def beside_weights(tracker: MemTracker) -> int:
-    """The most bytes at a time that it has seen, without parameters and buffers."""
-    (found,) = tracker.get_tracker_snapshot("peak").values()
-    sizes = {getattr(kind, "value", kind): size for kind, size in found.items()}
-    return int(sizes["Total"] - sizes["Parameter"] - sizes["Buffer"])
 
 
 @pytest.mark.slow
@@ -204,9 +185,9 @@ def test_few_layers_say_what_many_take(
     config.text_config.layer_types = ["full_attention"] * 6
     config.save_pretrained(tmp_path)
     shape = ModelShape.read(tmp_path)
-    predicted = working_bytes(shape, ROW, **SETTINGS | settings)
+    predicted = total_bytes(shape, ROW, **SETTINGS | settings)
     request.getfixturevalue("computed_whole")
-    assert working_bytes(shape, ROW, **SETTINGS | settings) == pytest.approx(predicted, rel=1e-2)
+    assert total_bytes(shape, ROW, **SETTINGS | settings) == pytest.approx(predicted, rel=1e-2)
 
 
 @pytest.mark.slow
@@ -226,9 +207,9 @@ def test_a_few_layers_of_each_kind_say_what_many_take(
     sizes = {"layer_types": layer_types, "num_hidden_layers": len(layer_types)}
     shape = shape_of(FAMILIES["qwen3_5_text"], tmp_path, **sizes)
     settings = SETTINGS | {"gradient_checkpointing": recomputes}
-    predicted = working_bytes(shape, LINEAR_ROW, **settings)
+    predicted = total_bytes(shape, LINEAR_ROW, **settings)
     monkeypatch.setattr(working_memory, "NUM_LAYERS", 10)
-    assert working_bytes(shape, LINEAR_ROW, **settings) == pytest.approx(predicted, rel=1e-2)
+    assert total_bytes(shape, LINEAR_ROW, **settings) == pytest.approx(predicted, rel=1e-2)
 
 
 @pytest.mark.slow
@@ -246,9 +227,9 @@ def test_few_steps_take_what_a_step_for_each_chunk_takes(
     """With Qwen3.5-9B's widths: exactly if parts are equal, and at most 4% more if they are filled up."""
     shape = shape_of(FAMILIES["qwen3_5_text"], tmp_path, **LINEAR_9B)
     settings = SETTINGS | {"gradient_checkpointing": recomputes}
-    counted = working_bytes(shape, row, **settings)
+    counted = total_bytes(shape, row, **settings)
     monkeypatch.setattr(few_steps, "MAX_STEPS", 1000)
-    exact = working_bytes(shape, row, **settings)
+    exact = total_bytes(shape, row, **settings)
     assert exact <= counted <= (1.001 if row.num_responses == 1 else 1.04) * exact
 
 
@@ -261,7 +242,22 @@ def test_every_family_can_be_counted(family: str, tmp_path: Path) -> None:
     """What decides sizes in any of them is computed."""
     shape = shape_of(FAMILIES[family], tmp_path)
     row = RowShape(num_tokens=600, num_prompt_tokens=200, num_image_tokens=64, num_responses=3)
-    assert working_bytes(shape, row, **SETTINGS) > 600 * 64 * 4
+    assert total_bytes(shape, row, **SETTINGS) > 600 * 64 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("computed_whole")
+def test_logits_are_told_from_activations(tmp_path: Path) -> None:
+    """Products of the head that are kept, the head's gradient and a few chunks; a small vocabulary's are gone when the
+    layers take most."""
+    row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
+    small, large = (
+        working_memory.working_bytes(shape_of(FAMILIES["qwen3"], tmp_path, **sizes), row, **SETTINGS)
+        for sizes in ({"vocab_size": 384, "intermediate_size": 4096}, {"vocab_size": 60_000})
+    )
+    assert small.logits == 0
+    kept, gradient, chunk = 1000 * 60_000 * 2, 60_000 * 64 * 4, 1000 * 16_384 * 4
+    assert kept + gradient < large.logits < kept + 2 * gradient + 6 * chunk
 
 
 @pytest.mark.slow
@@ -271,9 +267,9 @@ def test_longer_rows_take_more_and_computing_again_less(tmp_path: Path) -> None:
     shape = shape_of(FAMILIES["qwen3"], tmp_path)
     row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
     longer = RowShape(num_tokens=2400, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
-    plain = working_bytes(shape, row, **SETTINGS)
-    assert working_bytes(shape, longer, **SETTINGS) > plain
-    assert working_bytes(shape, row, **SETTINGS | {"gradient_checkpointing": True}) < plain
+    plain = total_bytes(shape, row, **SETTINGS)
+    assert total_bytes(shape, longer, **SETTINGS) > plain
+    assert total_bytes(shape, row, **SETTINGS | {"gradient_checkpointing": True}) < plain
 
 
 @pytest.mark.usefixtures("computed_whole")
@@ -282,8 +278,8 @@ def test_tokens_that_travel_take_more(tmp_path: Path) -> None:
     shape = shape_of(FAMILIES["qwen3_moe"], tmp_path)
     row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
     copies = 2 * 1200 * 2 * 64  # bytes, tokens, experts of each, hidden size
-    plain = working_bytes(shape, row, **SETTINGS)
-    more = working_bytes(shape, row, **SETTINGS | {"dispatches_tokens": True}) - plain
+    plain = total_bytes(shape, row, **SETTINGS)
+    more = total_bytes(shape, row, **SETTINGS | {"dispatches_tokens": True}) - plain
     assert 0 < more < 4 * copies  # kept in all three layers, both would be six
 
 
@@ -304,7 +300,7 @@ def test_ranks_that_share_a_row_take_less(family: str, settings: dict[str, Any],
     shape = shape_of(FAMILIES[family], tmp_path)
     row = RowShape(num_tokens=4800, num_prompt_tokens=800, num_image_tokens=0, num_responses=4)
     whole, half, quarter = (
-        working_bytes(shape, row, **SETTINGS | settings, sequence_parallel=size) for size in (1, 2, 4)
+        total_bytes(shape, row, **SETTINGS | settings, sequence_parallel=size) for size in (1, 2, 4)
     )
     assert 0.45 < half / whole < 0.7
     assert 0.2 < quarter / whole < 0.5
@@ -320,7 +316,7 @@ def test_every_rank_computes_the_tower_for_the_whole_row(tmp_path: Path) -> None
         for images in (0, 2048)
     ]
     (text, text_shared), (images, images_shared) = (
-        [working_bytes(shape, row, **SETTINGS, sequence_parallel=size) for size in (1, 2)] for row in rows
+        [total_bytes(shape, row, **SETTINGS, sequence_parallel=size) for size in (1, 2)] for row in rows
     )
     assert images_shared - text_shared == pytest.approx(images - text, rel=0.2)
 
@@ -332,7 +328,7 @@ def test_a_frozen_tower_keeps_no_activations(tmp_path: Path) -> None:
     shape = shape_of(random_qwen3_vl, tmp_path)
     frozen = {"learning_rates": (("tower", 0.0), ("merger", 0.0))}
     row = RowShape(num_tokens=1500, num_prompt_tokens=1100, num_image_tokens=1024, num_responses=3)
-    assert working_bytes(shape, row, **SETTINGS | frozen) < 0.8 * working_bytes(shape, row, **SETTINGS)
+    assert total_bytes(shape, row, **SETTINGS | frozen) < 0.8 * total_bytes(shape, row, **SETTINGS)
 
 
 @pytest.mark.slow
@@ -344,8 +340,8 @@ def test_one_trained_layer_costs_what_all_cost(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     shape = ModelShape.read(tmp_path)
     row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
-    one = working_bytes(shape, row, **SETTINGS | {"learning_rates": (("*", 0.0), ("layers.5.*", 1.0))})
-    all_text = working_bytes(shape, row, **SETTINGS | {"learning_rates": (("*", 0.0), ("layers.*", 1.0))})
+    one = total_bytes(shape, row, **SETTINGS | {"learning_rates": (("*", 0.0), ("layers.5.*", 1.0))})
+    all_text = total_bytes(shape, row, **SETTINGS | {"learning_rates": (("*", 0.0), ("layers.*", 1.0))})
     assert one == all_text > 0
 
 
@@ -356,7 +352,7 @@ def test_a_row_without_gradient(tmp_path: Path) -> None:
     shape = shape_of(random_qwen3_vl, tmp_path)
     rates = (("*", 0.0), ("tower", 1.0))
     row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
-    assert 0 < working_bytes(shape, row, **SETTINGS | {"learning_rates": rates}) < working_bytes(shape, row, **SETTINGS)
+    assert 0 < total_bytes(shape, row, **SETTINGS | {"learning_rates": rates}) < total_bytes(shape, row, **SETTINGS)
 
 
 @pytest.mark.usefixtures("computed_whole")
@@ -366,7 +362,7 @@ def test_shared_prompts_are_kept_for_each_response(tmp_path: Path) -> None:
     row = RowShape(num_tokens=1200, num_prompt_tokens=600, num_image_tokens=0, num_responses=8)
     apart = RowShape(num_tokens=1200, num_prompt_tokens=600, num_image_tokens=0, num_responses=8, shares_prompt=False)
     gathered = 3 * 8 * 600 * 2 * 2 * 16 * 2  # layers, responses, tokens, keys and values, heads, sizes, bytes
-    more = working_bytes(shape, row, **SETTINGS) - working_bytes(shape, apart, **SETTINGS)
+    more = total_bytes(shape, row, **SETTINGS) - total_bytes(shape, apart, **SETTINGS)
     assert more == pytest.approx(gathered, rel=0.3)
 
 
@@ -377,7 +373,7 @@ def test_a_frozen_tower_keeps_activations_where_ranks_have_its_input_pass_on_gra
     shape = shape_of(FAMILIES["qwen2_5_vl"], tmp_path)
     frozen = SETTINGS | {"learning_rates": (("tower", 0.0), ("merger", 0.0))}
     row = RowShape(num_tokens=1500, num_prompt_tokens=1100, num_image_tokens=1024, num_responses=3)
-    alone, ranks = (working_bytes(shape, row, **frozen, is_sharded=is_sharded) for is_sharded in (False, True))
+    alone, ranks = (total_bytes(shape, row, **frozen, is_sharded=is_sharded) for is_sharded in (False, True))
     assert ranks > 1.2 * alone
 
 
@@ -407,7 +403,7 @@ def test_adapters_of_the_text_keep_nothing_of_the_tower(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     row = RowShape(num_tokens=1500, num_prompt_tokens=1100, num_image_tokens=1024, num_responses=3)
     whole, of_text, of_both = (
-        working_bytes(ModelShape.read(tmp_path, lora), row, **SETTINGS)
+        total_bytes(ModelShape.read(tmp_path, lora), row, **SETTINGS)
         for lora in (LoraConfig(), LoraConfig(rank=4), LoraConfig(rank=4, targets=("text", "tower")))
     )
     assert of_text < 0.8 * whole
@@ -423,7 +419,7 @@ def test_one_layer_with_adapters_costs_what_all_cost(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     row = RowShape(num_tokens=1200, num_prompt_tokens=200, num_image_tokens=0, num_responses=3)
     one, all_text = (
-        working_bytes(ModelShape.read(tmp_path, LoraConfig(rank=4, targets=(targets,))), row, **SETTINGS)
+        total_bytes(ModelShape.read(tmp_path, LoraConfig(rank=4, targets=(targets,))), row, **SETTINGS)
         for targets in ("*.layers.5.*", "text")
     )
     assert one == all_text > 0
