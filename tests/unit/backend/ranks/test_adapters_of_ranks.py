@@ -6,19 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import load
 from penstock.errors import SetupError
 from penstock.weights.adapter_names import is_adapter
-from services.plan import memory_plan
-from services.plan.process_plan import Gpus
-from services.recipe import Recipe
-from services.trainer.backend.base import take_step
 from services.trainer.backend.ranks.ranks import ALONE, Ranks
-from services.trainer.backend.ranks.sharding import local_shard
 from tests.support.trainer.checkpoints import averages_of, tensors_of
 from tests.support.trainer.families import FAMILIES, MIXTURES, heard, write_model
 from tests.support.trainer.ranks.rank_pool import RankPool
-from tests.support.trainer.ranks.ranked_groups import VERSION, groups_of
+from tests.support.trainer.ranks.ranked_groups import groups_of
 from tests.support.trainer.rows import row_of
 from tests.unit.backend.ranks.test_pushed_rows import pushed
 from tests.unit.backend.ranks.test_ranks import assert_same, backend_of, trained
@@ -143,42 +137,3 @@ def test_adapters_of_another_base_are_refused(two: RankPool, tiny_model_path: Pa
     other = write_model(FAMILIES["qwen3_vl"](), tmp_path / "other")
     for reason in two.run(refusal, other, tmp_path / "saved"):
         assert "holds another model than the one whose adapters" in reason
-
-
-def held_bytes(ranks: Ranks, path: Path) -> dict[str, int]:
-    """What a rank has of base, adapters, gradients, averages and reference, by the names that plans give them."""
-    backend = backend_of(ranks, path, dtype="bfloat16", algorithm=_KL, **_SETTINGS)
-    groups = groups_of(path)
-    take_step(backend, [groups], VERSION)
-    held = {"base in bfloat16": 0, "adapters in float32": 0}
-    for name, parameter in backend.policy.model.named_parameters():
-        kind = "adapters in float32" if is_adapter(name) else "base in bfloat16"
-        held[kind] += local_shard(parameter.detach()).nbytes
-    averages = backend._model.optimizer.state_dict()["averages"].values()
-    held["AdamW's averages"] = sum(each.nbytes for state in averages for each in state.values() if each.ndim)
-    backend.begin_step(VERSION + 1)
-    backend.accumulate(groups)
-    trained = backend._model.weights.trained.values()
-    held["gradients"] = sum(weight.grad.nbytes for weight in trained if weight.grad is not None)
-    backend.abort_step()
-    assert backend._reference is not None
-    held["reference adapters"] = sum(weight.nbytes for weight in backend._reference.shards.values())
-    return held
-
-
-@pytest.mark.slow
-def test_ranks_hold_what_is_planned(two: RankPool, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank that has most, of matrices of which the ranks have two rows and one."""
-    monkeypatch.setattr(memory_plan, "working_bytes", lambda *_, **__: 0)
-    settings = (
-        *("--trainer.ranks=2", "--trainer.lora.rank=3", '--trainer.lora.targets=["text", "tower"]'),
-        *("--algorithm.kl.kind=k3", "--algorithm.kl.coef=0.01", f"--model.path={tiny_model_path}"),
-    )
-    recipe = load(Recipe, [], ['--run.name="a"', *settings])
-    plan = memory_plan.plan_memory(tiny_model_path, recipe, Gpus.parse("8x80"), image_share=0.0)
-    planned = {
-        part.name.partition(",")[0]: part.size_bytes for moment in plan.processes[-1].moments for part in moment.parts
-    }
-    of_ranks = two.run(held_bytes, tiny_model_path)
-    for name in of_ranks[0]:
-        assert max(held[name] for held in of_ranks) == planned[name], name
