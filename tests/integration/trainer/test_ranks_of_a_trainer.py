@@ -148,7 +148,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_trainer(tiny_model_path: Path, blow:
             "refuses",
             60,
             "rank 1 alone refused the command begin_step: this rank is odd",
-            marks=pytest.mark.variant,  # tests/unit/backend/ranks/test_beats.py
+            marks=pytest.mark.variant,  # tests/unit/backend/ranks/life/test_beats.py
         ),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_rank_that_does_not_come_to_the_others_ends_the_trainer(
 
 
 @pytest.mark.slow
-@pytest.mark.variant  # tests/unit/backend/ranks/test_beats.py
+@pytest.mark.variant  # tests/unit/backend/ranks/life/test_beats.py
 def test_ranks_wait_for_one_that_computes(tiny_model_path: Path) -> None:
     """Twice as long as for one that does not move."""
     with trainer(tiny_model_path, "--stall-s=4", "--odd=computes") as started:

@@ -13,7 +13,7 @@ from services.trainer.backend.ranks.ranks import Ranks
 from services.trainer.backend.ranks.start import open_ranks
 from services.trainer.backend.ranks.starts import catching_up
 from tests.support.waiting import HANG_S, wait_until
-from tests.unit.backend.ranks.test_start import arguments, started_by_torchrun
+from tests.unit.backend.ranks.life.test_start import arguments, started_by_torchrun
 
 
 def torchruns_store() -> dist.TCPStore:
