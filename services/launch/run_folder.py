@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -62,8 +63,7 @@ class RunFolder:
                 run.dir.mkdir(parents=True, exist_ok=True)
                 folder = cls(next(run.dir / name for name in names if _made(run.dir / name)))
         except OSError as error:
-            key, path = ("run.dir", run.dir) if run.folder is None else ("run.folder", run.folder)
-            raise SetupError(f"{key} = {str(path)!r} cannot be made: {error.strerror}; choose another") from None
+            raise _cannot_be_made(run, error) from None
         return folder
 
     @classmethod
@@ -79,6 +79,21 @@ class RunFolder:
                 f"--resume {path}: no config.toml in it; give the folder of an earlier run, runs/<name>-<start>"
             )
         return folder
+
+    @staticmethod
+    def place(run: RunConfig) -> Path:
+        """Return the folder that is already there and in which `create` would make the run's, or its parents.
+
+        Raises:
+            SetupError: it cannot be written to.
+        """
+        wanted = (run.folder or run.dir).absolute()
+        try:
+            place = next(path for path in (wanted, *wanted.parents) if path.exists())
+            with tempfile.TemporaryFile(dir=place):
+                return place
+        except OSError as error:
+            raise _cannot_be_made(run, error) from None
 
     @staticmethod
     def pattern(run: RunConfig) -> str:
@@ -263,6 +278,11 @@ def dump_repeatable(recipe: Recipe) -> str:
     """Return the recipe as TOML without `run.folder`: a run that is started from it needs a folder of its own."""
     run = recipe.run.model_copy(update={"folder": None})
     return configuration.dump(recipe.model_copy(update={"run": run}))
+
+
+def _cannot_be_made(run: RunConfig, error: OSError) -> SetupError:
+    key, path = ("run.dir", run.dir) if run.folder is None else ("run.folder", run.folder)
+    return SetupError(f"{key} = {str(path)!r} cannot be made: {error.strerror}; choose another")
 
 
 def _made(path: Path) -> bool:

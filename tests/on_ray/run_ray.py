@@ -155,7 +155,7 @@ async def test_a_host_that_was_mended_is_used(tmp_path: Path, nodes: Nodes, monk
     stranger = nodes.add(num_gpus=4, environment={"PYTHONPATH": paths})
     said: list[str] = []
     with connected(LaunchConfig(backend="ray", ray_address=nodes.address)):
-        hosts = Cluster(configuration.load(Recipe, [RECIPE]), None)
+        hosts = Cluster(configuration.load(Recipe, [RECIPE]), tmp_path)
         await hosts.look()
         assert [host.node_id for host in hosts.hosts if host.unfit] == [stranger]
         hosts.report = said.append

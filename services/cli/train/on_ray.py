@@ -32,7 +32,7 @@ def train(settings: Recipe, folder: RunFolder | None, *, dry_run: bool, view: bo
         settings = hub_models.with_models(settings, _without_weights)
         service_settings.require_at_launcher(settings)
         if dry_run:
-            cluster = Cluster(settings, None if folder is None else folder.path)
+            cluster = Cluster(settings, RunFolder.place(settings.run) if folder is None else folder.path)
             path = RunFolder.pattern(settings.run) if folder is None else str(folder.path)
             lines = [*asyncio.run(launch.examine(cluster, settings)), *RunFolder.describe(path)]
             sys.stdout.write("\n".join([*lines, ""]))

@@ -101,8 +101,8 @@ class Cluster:
     its own, so a host that answers late delays nothing that has room elsewhere.
     """
 
-    def __init__(self, recipe: Recipe, run_folder: Path | None) -> None:
-        """Examine hosts for a run of `recipe`; None: the run folder is not there yet, and assumed to be shared."""
+    def __init__(self, recipe: Recipe, run_folder: Path) -> None:
+        """Examine hosts for a run of `recipe`; `run_folder` is its folder, or the one in which that would be made."""
         self._recipe_text = configuration.dump(recipe)
         self._run_folder = run_folder
         self._own = facts.look("")
@@ -199,9 +199,8 @@ class Cluster:
             unfit = versions.difference(found, self._own) or (clock if clocks.is_broken(seconds) else "")
             if unfit:
                 return dataclasses.replace(host, unfit=unfit)
-            sees_run_folder = found["sees_run_folder"] or self._run_folder is None
             remarks = "; ".join(filter(None, (versions.describe_builds(found, self._own), clock)))
-            host = dataclasses.replace(host, sees_run_folder=sees_run_folder, remark=remarks)
+            host = dataclasses.replace(host, sees_run_folder=found["sees_run_folder"], remark=remarks)
             doubtful = ANYWHERE if before is None else _refused(before)
             services = [name for name in doubtful if name != "trainer" or host.sees_run_folder or host.is_launchers]
             if not services:
@@ -237,9 +236,6 @@ class Cluster:
     @contextlib.contextmanager
     def _mark(self) -> Iterator[str]:
         """Yield a file in the run folder that exists during the context."""
-        if self._run_folder is None:
-            yield ""
-            return
         file = self._run_folder.absolute() / f".host-check-{secrets.token_hex(8)}"
         file.touch()
         try:

@@ -16,6 +16,7 @@ from services.launch.on_ray.placement import (
     AT_THE_LAUNCHER,
     describe_hosts,
     describe_processes,
+    describe_weight_files,
     require_room,
     require_room_to_join,
 )
@@ -46,6 +47,7 @@ async def examine(cluster: Cluster, recipe: Recipe) -> list[str]:
     lines = [
         *describe_hosts(cluster.hosts),
         *describe_processes(processes, recipe, has_gpus=cluster.has_gpus),
+        *describe_weight_files(cluster.hosts, recipe, has_gpus=cluster.has_gpus),
         *cluster.lines,
     ]
     try:

@@ -189,6 +189,8 @@ def describe_hosts(hosts: Sequence[Host]) -> Iterator[str]:
             yield f"{name} is left out: {host.unfit}"
             continue
         yield f"{name}: {_count(host.num_gpus, 'GPU')}, {_count(host.num_cpus, 'CPU')}"
+        if not (host.sees_run_folder or host.is_launchers):
+            yield "  does not see the run folder: no trainer there"
         for service, reason in host.unfit_for.items():
             yield f"  no {service} there: {reason}"
         if host.remark:
@@ -204,6 +206,25 @@ def describe_processes(processes: Sequence[PlannedProcess], recipe: Recipe, *, h
         where += " with the run folder" if process.service == "trainer" else ""
         where += f", {_count(num_gpus, 'GPU')}" if num_gpus else ""
         yield f"{process.name.ljust(width)}  {where}"
+
+
+def describe_weight_files(hosts: Sequence[Host], recipe: Recipe, *, has_gpus: bool) -> Iterator[str]:
+    """Yield a line if weight files are in the run folder, and engines may be on hosts that do not see it."""
+    sync = recipe.trainer.weight_sync
+    if sync.transport != "disk" or sync.files_dir is not None:
+        return
+    needed = num_gpus_of("rollout", recipe, has_gpus=has_gpus)
+    blind = [
+        host.address
+        for host in allowed(hosts, "rollout")
+        if host.num_gpus >= needed and not (host.sees_run_folder or host.is_launchers)
+    ]
+    if blind:
+        yield (
+            f"trainer.weight_sync.transport = 'disk': engines on {', '.join(blind)} do not see the run folder, and get "
+            "a broadcast instead of weight files; set run.dir or trainer.weight_sync.files_dir to a folder that all "
+            "hosts share"
+        )
 
 
 def _refusals(hosts: Sequence[Host], service: str) -> list[str]:

@@ -6,12 +6,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.config import load
+from penstock.errors import ConfigError
 from services.recipe import Recipe
 from tests.support.launch.fake_ray import Remote, faking_ray
 
@@ -48,7 +51,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield module
 
 
-async def test_a_host_is_checked_with_the_launcher_s_variables(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_is_checked_with_the_launcher_s_variables(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Those that its processes get; its PATH stays its own."""
     handed: list[Mapping[str, str]] = []
 
@@ -58,7 +63,7 @@ async def test_a_host_is_checked_with_the_launcher_s_variables(module: Any, monk
 
     monkeypatch.setenv("HF_TOKEN", "hf_launchers")
     monkeypatch.setattr(module.inputs_check, "check", check)
-    cluster = module.Cluster(load(Recipe, [], []), None)
+    cluster = module.Cluster(load(Recipe, [], []), tmp_path)
     await cluster.look()
     assert [host.unfit or host.unfit_for for host in cluster.hosts] == [{}]
     assert [(each["HF_TOKEN"], "PATH" in each) for each in handed] == [("hf_launchers", False)]
@@ -75,7 +80,7 @@ async def test_a_host_is_checked_with_the_launcher_s_variables(module: Any, monk
     ],
 )
 async def test_a_clock_that_is_wrong_is_named(
-    module: Any, monkeypatch: pytest.MonkeyPatch, ahead_s: float, expected: list[str]
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead_s: float, expected: list[str]
 ) -> None:
     """Up to a minute the run does with it, as `penstock doctor` says; above, certificates may not be valid there.
 
@@ -91,20 +96,20 @@ async def test_a_clock_that_is_wrong_is_named(
     monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic))
     monkeypatch.setattr(module.facts, "time", SimpleNamespace(time=lambda: now[0] + ahead_s))
     monkeypatch.setattr(module.facts, "look", start_and_look)
-    cluster = module.Cluster(load(Recipe, [], []), None)
+    cluster = module.Cluster(load(Recipe, [], []), tmp_path)
     said: list[str] = []
     cluster.report = said.append
     await cluster.look()
     assert [line[: len(wanted)] for line, wanted in zip(said, expected, strict=True)] == expected
 
 
-async def test_another_build_of_torch_is_named(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_build_of_torch_is_named(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Beside a clock that is wrong; the run does with both."""
     own = module.facts.look("")
     answers = iter(("2.9.1+cu128", "2.9.1+cu130"))
     monkeypatch.setattr(module.facts, "look", lambda _: {**own, "versions": {"torch": next(answers)}})
     monkeypatch.setattr(module, "ahead_s", lambda **_: 3.0)
-    cluster = module.Cluster(load(Recipe, [], []), None)
+    cluster = module.Cluster(load(Recipe, [], []), tmp_path)
     await cluster.look()
     [host] = cluster.hosts
     assert not host.unfit
@@ -112,14 +117,60 @@ async def test_another_build_of_torch_is_named(module: Any, monkeypatch: pytest.
     assert "; its clock is 3 s ahead of the one here" in host.remark
 
 
-async def test_gpus_of_a_host_that_is_left_out_are_not_forgotten(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gpus_of_a_host_that_is_left_out_are_not_forgotten(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A run that may need them is refused; it does not start on CPUs instead."""
     monkeypatch.setattr(module.versions, "difference", lambda found, own: "its torch is old")
     monkeypatch.setattr(module.ray, "nodes", lambda: [NODE | {"Resources": {"GPU": 8.0, "CPU": 16.0}}])
-    cluster = module.Cluster(load(Recipe, [], []), None)
+    cluster = module.Cluster(load(Recipe, [], []), tmp_path)
     await cluster.look()
     assert [(host.unfit, host.num_gpus, host.num_cpus) for host in cluster.hosts] == [("its torch is old", 8, 16)]
     assert cluster.has_gpus
+
+
+def test_a_dry_run_looks_for_the_run_folder_on_each_host(
+    module: Any, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It refuses what the start would, GPUs only where the run folder is not, and names hosts without weight files.
+    Nothing of it stays."""
+    marked: list[Path] = []
+
+    def remote(function: Any) -> Any:
+        def options(*, scheduling_strategy: Any, **_: Any) -> Any:
+            def call(*given: Any) -> Remote:
+                answer = function(*given)
+                if function is module.facts.look:
+                    marked.append(Path(given[0]).parent)
+                    answer["sees_run_folder"] &= scheduling_strategy.node_id in near
+                return Remote(answer)
+
+            return SimpleNamespace(remote=call)
+
+        return SimpleNamespace(options=options)
+
+    head = NODE | {"NodeID": "head", "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 8.0}}
+    far = NODE | {"Resources": {"CPU": 8.0, "GPU": 8.0}}
+    command: Any = importlib.import_module("services.cli.train.on_ray")
+    monkeypatch.setattr(command, "connected", lambda config: nullcontext())
+    monkeypatch.setattr(command.hub_models, "with_models", lambda recipe, fetch: recipe)
+    monkeypatch.setattr(command.service_settings, "require_at_launcher", lambda recipe: None)
+    vars(module.ray).update(remote=remote, nodes=lambda: [head, far])
+    before = sorted(recipe.run.dir.parent.iterdir())
+    near = {"head", "far"}
+    assert command.train(recipe, None, dry_run=True, view=False) == 0
+    assert "does not see the run folder" not in capsys.readouterr().out
+    near.remove("far")
+    with pytest.raises(ConfigError, match=r"trainer\.ranks = 1 needs 1 GPUs of one host that has the run folder"):
+        command.train(recipe, None, dry_run=True, view=False)
+    assert "host 10.0.0.2: 8 GPUs, 8 CPUs\n  does not see the run folder: no trainer there" in capsys.readouterr().out
+    head["Resources"] = far["Resources"]
+    sync = recipe.trainer.weight_sync.model_copy(update={"transport": "disk"})
+    by_disk = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"weight_sync": sync})})
+    assert command.train(by_disk, None, dry_run=True, view=False) == 0
+    assert "engines on 10.0.0.2 do not see the run folder, and get a broadcast" in capsys.readouterr().out
+    assert {*marked} == {recipe.run.dir.parent}
+    assert sorted(recipe.run.dir.parent.iterdir()) == before
 
 
 def test_the_hub_is_looked_at_where_the_launcher_s_variables_say() -> None:

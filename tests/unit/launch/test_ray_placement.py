@@ -22,6 +22,7 @@ from services.launch.on_ray.placement import (
     allowed,
     bundle,
     describe_hosts,
+    describe_weight_files,
     label_selector,
     num_gpus_of,
     require_room,
@@ -166,6 +167,29 @@ def test_the_trainer_goes_where_the_run_folder_is() -> None:
     with pytest.raises(ConfigError, match=r"hosts with it: head; GPUs by host: head 0, far 8; set run\.dir to a"):
         room([head, far], "--rollout.replicas=1")
     room([head, host("near", 8)], "--rollout.replicas=1")
+    assert list(describe_hosts([head, far])) == [
+        "host head (this one): 0 GPUs, 64 CPUs",
+        "host far: 8 GPUs, 64 CPUs",
+        "  does not see the run folder: no trainer there",
+    ]
+
+
+def test_engines_that_cannot_read_weight_files_are_named() -> None:
+    """They get a broadcast. Engines are on none of the hosts without a GPU, and `files_dir` is its owner's matter."""
+    far = host("far", 8, sees_run_folder=False)
+    hosts = [host("head", 8, is_launchers=True), host("near", 8), far, host("bare", 0, sees_run_folder=False)]
+    unfit = host("unfit", 8, sees_run_folder=False, unfit_for={"rollout": "no model"})
+
+    def said(hosts: list[Host], *overrides: str) -> list[str]:
+        return list(describe_weight_files(hosts, recipe(*overrides), has_gpus=True))
+
+    disk = "--trainer.weight_sync.transport=disk"
+    assert [line.partition(";")[0] for line in said([*hosts, unfit], disk)] == [
+        "trainer.weight_sync.transport = 'disk': engines on far do not see the run folder, and get a broadcast instead "
+        "of weight files"
+    ]
+    assert said([*hosts[:2], hosts[3]], disk) == said(hosts) == []
+    assert said(hosts, disk, "--trainer.weight_sync.files_dir=/shared") == []
 
 
 def test_unfit_hosts_are_left_out_and_named() -> None:

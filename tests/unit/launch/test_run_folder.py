@@ -23,6 +23,22 @@ def test_two_runs_in_one_second_have_two_folders(recipe: Recipe) -> None:
     assert all(folder.parent == recipe.run.dir and folder.name.startswith("r-20") for folder in folders)
 
 
+def test_the_place_of_a_run_folder_is_known_before_it_is_made(recipe: Recipe) -> None:
+    """The nearest folder that is there; one that cannot be made is refused as the start refuses it."""
+    place = recipe.run.dir.parent
+    assert RunFolder.place(recipe.run) == place
+    assert RunFolder.place(recipe.run.model_copy(update={"folder": place / "mine" / "first"})) == place
+    recipe.run.dir.mkdir()
+    assert RunFolder.place(recipe.run) == recipe.run.dir
+    assert list(recipe.run.dir.iterdir()) == []
+    file = recipe.run.dir / "file"
+    file.touch()
+    under_file = recipe.run.model_copy(update={"dir": file / "runs"})
+    for make in (RunFolder.place, RunFolder.create):
+        with pytest.raises(SetupError, match=r"^run\.dir = '.*/file/runs' cannot be made: Not a directory; choose"):
+            make(under_file)
+
+
 def test_written_config_is_the_recipe(recipe: Recipe) -> None:
     """The run folder's config.toml reads back as the same recipe."""
     folder = RunFolder.create(recipe.run)
