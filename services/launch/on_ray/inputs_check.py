@@ -61,6 +61,21 @@ def _require_packages(service: str) -> None:
             )
 
 
+def _require_own_code(recipe: Recipe) -> None:
+    """Look for the packages of the recipe's environments and agents. None is imported: that runs a person's code."""
+    worker = recipe.worker
+    paths = {f"environments.{name}.class": each.class_ for name, each in worker.environments.items()}
+    paths |= {f"agents.{name}.function": each.function for name, each in worker.agents.items()}
+    for key, path in paths.items():
+        module, colon, _ = path.partition(":")
+        package = module.partition(".")[0]
+        if colon and package and importlib.util.find_spec(package) is None:
+            raise SetupError(
+                f"worker.{key} = {path!r}: the Python package {package!r} is not found there; install it, put its "
+                "folder on PYTHONPATH before `ray start`, or submit the run with `ray job submit --working-dir`"
+            )
+
+
 def _check_engine(recipe: Recipe, say: Callable[[str], object]) -> None:
     from services.launch.settings import hub_models, service_settings
     from services.rollout.engine.sglang import recipe_settings
@@ -74,6 +89,7 @@ def _check_engine(recipe: Recipe, say: Callable[[str], object]) -> None:
 def _check_worker(recipe: Recipe, say: Callable[[str], object]) -> None:
     from services.launch.settings import hub_models, service_settings
 
+    _require_own_code(recipe)
     recipe, unfetched = hub_models.with_cached_models(recipe)
     if not unfetched:
         anywhere = {"router_address": "host:1", "reward_address": "host:1", "router_url": "http://host:1"}
