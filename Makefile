@@ -57,11 +57,11 @@ type: setup ## Check types.
 proto: setup ## Generate penstock/v1 from proto/.
 	$(BIN)/python tools/generate_proto.py
 
-settings: setup ## Generate docs/settings.md and the schema of recipes.
-	$(BIN)/python tools/generate_settings.py
+settings: setup ## Generate docs/settings.md, the schema of recipes and the names of settings in that of the chart's values.
+	$(BIN)/python -m tools.generate_settings
 
-settings-check: setup ## Check that docs/settings.md and the schema of recipes are current.
-	$(BIN)/python tools/generate_settings.py --check
+settings-check: setup ## Check that what `make settings` generates is current.
+	$(BIN)/python -m tools.generate_settings --check
 
 proto-check: setup ## Check the contracts, and that the generated code is current.
 	$(BIN)/buf lint proto

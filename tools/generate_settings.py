@@ -1,4 +1,5 @@
-"""Generates docs/settings.md and recipes/recipe.schema.json from the settings' models; `--check` only compares."""
+"""Generates docs/settings.md, recipes/recipe.schema.json and the names in deploy/helm/values.schema.json from the
+settings' models; `--check` only compares."""
 
 import argparse
 import json
@@ -10,8 +11,10 @@ from typing import Any
 
 from penstock.config import reference
 from services.recipe import Recipe
+from tools.chart_settings import settings_schema
 
 ROOT = Path(__file__).parents[1]
+_VALUES = Path("deploy/helm/values.schema.json")
 
 _HEAD = """\
 # Settings
@@ -43,7 +46,8 @@ def contents() -> dict[Path, str]:
     sections = list(reference.sections(Recipe))
     return {
         Path("docs/settings.md"): f"{_HEAD}{_counts(sections)}\n\n{reference.as_markdown(sections).rstrip()}\n",
-        Path("recipes/recipe.schema.json"): json.dumps(_schema(), indent=1, ensure_ascii=False) + "\n",
+        Path("recipes/recipe.schema.json"): _as_text(_schema()),
+        _VALUES: _as_text(_values_schema(sections)),
     }
 
 
@@ -68,6 +72,17 @@ def _schema() -> dict[str, Any]:
     """The JSON schema of a recipe, for editors that read the `#:schema` line of a TOML file."""
     schema = _untitled(Recipe.model_json_schema())
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "A Penstock recipe"}
+
+
+def _values_schema(sections: Sequence[reference.Section]) -> dict[str, Any]:
+    """The JSON schema of the chart's values. All but the names of settings is written by hand."""
+    schema: dict[str, Any] = json.loads((ROOT / _VALUES).read_text())
+    schema["definitions"]["settings"] = settings_schema(sections)
+    return schema
+
+
+def _as_text(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def _untitled(node: Any) -> Any:

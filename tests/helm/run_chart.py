@@ -124,6 +124,22 @@ def test_a_mistyped_value_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "place", ["", "reward", "router", "rollout.defaults", "rollout.pools.unified", "worker", "trainer"]
+)
+def test_a_mistyped_name_in_a_list_of_settings_is_named(place: str) -> None:
+    """With its place, and the names that its section has."""
+    values: dict[str, Any] = {"settings": ["trainer.num_stepz=5"]}
+    for name in reversed(place.split(".") if place else []):
+        values = {name: values}
+    with pytest.raises(helm_python.HelmError) as refused:
+        render(values)
+    said = str(refused.value)
+    assert "/".join((*filter(None, place.split(".")), "settings/0")) in said
+    assert "trainer.num_stepz=5" in said
+    assert "(num_steps|" in said
+
+
+@pytest.mark.parametrize(
     ("place", "setting"),
     [
         ("trainer", "trainer.float32_head=true"),

@@ -19,6 +19,7 @@ from tools.generate_settings import contents
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted([*(ROOT / "recipes").glob("*.toml"), *(ROOT / "examples").glob("*/recipe.toml")])
 SCHEMA = Path("recipes/recipe.schema.json")
+VALUES = Path("deploy/helm/values.schema.json")
 
 
 class Inner(Config):
@@ -101,7 +102,8 @@ def test_every_recipe_fits_the_schema(path: Path) -> None:
 
 
 def test_the_generated_files_are_current() -> None:
-    """docs/settings.md and the schema say what the settings are now; `make settings` writes them."""
+    """docs/settings.md and the schemas say what the settings are now; `make settings` writes them."""
+    assert contents().keys() == {Path("docs/settings.md"), SCHEMA, VALUES}
     assert [str(path) for path, text in contents().items() if (ROOT / path).read_text() != text] == []
 
 
@@ -121,3 +123,31 @@ def test_the_schema_refuses_what_a_recipe_must_not_hold() -> None:
     for wrong in ({"trainer": {"num_stepz": 1}}, {"trainer": {"num_steps": 0}}, {"log": {"level": "loud"}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
+
+
+def test_the_chart_s_lists_of_settings_take_every_setting_and_no_other() -> None:
+    """A section may be given as a whole; names that a person chooses are free, and so are the keys of plain tables."""
+    values = json.loads(contents()[VALUES])
+    validator = jsonschema.Draft7Validator({"$ref": "#/definitions/settings", "definitions": values["definitions"]})
+    described = list(sections(Recipe))
+    names = [f"{section.key}.{setting.name}=1" for section in described for setting in section.settings]
+    whole = [f"{section.key}={{}}" for section in described if "." in section.key]
+    chosen = [
+        "rollout.sglang.any_name=1",
+        "worker.environments.mine=m:C",
+        "data.sources={}",
+        "reward.verifiers.a-b=f:g",
+    ]
+    for given in [*(name.replace("<name>", "mine") for name in (*names, *whole)), *chosen]:
+        assert validator.is_valid([given]), given
+    for given, known in {
+        "trainer.num_stepz=5": "(num_steps|",
+        "trainer.weight_sync.transprot=disk": "(mode|transport|",
+        "trainer.num_steps.x=1": "(num_steps|",
+        "data.sources.mine.pathh=x": "(path|",
+        "worker.environments.mine.klass=m:C": "(class|",
+        "trianer.num_steps=5": "(model|run|",
+        "trainer=5": "(model|run|",
+    }.items():
+        (error,) = validator.iter_errors(["trainer.num_steps=1", given])
+        assert (list(error.path), error.instance, known in error.message) == ([1], given, True)
