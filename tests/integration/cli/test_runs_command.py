@@ -20,6 +20,7 @@ from penstock.weights.version_folders import claim
 from services.cli.app import main
 from services.trainer.checkpoint.store import CheckpointStore
 from services.trainer.telemetry.running_lock import shown_as_running
+from tests.support.bus.stored_run import store_everything
 from tests.support.nfs import rename_open_files
 from tests.support.view_runs import make_run
 from tests.support.waiting import HANG_S
@@ -77,23 +78,23 @@ async def test_lists_runs_in_folders_and_on_nats(bus: Bus, run_name: str, tmp_pa
 
 
 async def test_deletes_a_run_in_both_places(bus: Bus, run_name: str, tmp_path: Path) -> None:
-    """Streams, buckets and folder go together; another run's stay; what a later run of that name uses is its own."""
+    """All streams and buckets go with the folder, images too; another run's stay; what a later run of that name uses is
+    its own."""
     old = make_stored_run(tmp_path / "old", bus, run_name)
     new = make_stored_run(tmp_path / "new", bus, run_name, started_at=2e9)
-    await bus.bucket("policy")
-    await bus.bucket("locks")
+    await store_everything(bus, lease_ttl_s=LEASE_TTL_S)
     asked = await penstock_runs("delete", new)
     assert (asked.returncode, "give --yes" in asked.stderr, new.exists()) == (2, True, True)
     first = await penstock_runs("delete", old, "--yes")
     assert first.returncode == 0, first.stderr
     assert "is a later run of that name" in first.stdout
-    assert (old.exists(), await stored_names(bus, run_name)) == (False, 5)
+    assert (old.exists(), await stored_names(bus, run_name)) == (False, 11)
     second = await penstock_runs("delete", new, "--yes")
     assert second.returncode == 0, second.stderr
     assert (new.exists(), await stored_names(bus, run_name)) == (False, 0)
     by_name = await penstock_runs("delete", run_name, "--url", bus.config.url, "--yes")
     assert (by_name.returncode, f"stores no run {run_name!r}" in by_name.stderr) == (2, True)
-    await bus.ensure_streams()
+    await store_everything(bus, lease_ttl_s=LEASE_TTL_S)
     by_name = await penstock_runs("delete", run_name, "--url", bus.config.url, "--yes")
     assert (by_name.returncode, await stored_names(bus, run_name)) == (0, 0)
 

@@ -19,17 +19,16 @@ from penstock.bus.buckets.leases import held
 from penstock.bus.buckets.lock import TRAINER, locked
 from penstock.bus.buckets.register import open_register
 from penstock.bus.buckets.watch import watched
-from penstock.bus.connection import BUCKETS, Bus, connect
+from penstock.bus.connection import Bus, connect
 from penstock.bus.image_store import ImageStore
 from penstock.bus.recordings import Recordings
-from penstock.bus.sessions import Sessions
-from penstock.bus.span_stream import ensure_span_stream
 from penstock.bus.work_queue.consumer import Delivery, consuming
 from penstock.bus.work_queue.work_loop import work
 from penstock.config import BusConfig
 from penstock.errors import SetupError
 from penstock.testing.local_cluster import ClusterServer, LocalCluster, local_cluster
 from tests.support.bus.leaders import lead_all, stored_streams
+from tests.support.bus.stored_run import store_everything
 from tests.support.waiting import HANG_S, until
 
 TTL_S = 3.0
@@ -68,12 +67,7 @@ async def run(config: BusConfig, run_name: str) -> AsyncIterator[Bus]:
 
 async def test_all_that_a_run_stores_is_on_every_server(run: Bus, config: BusConfig, run_name: str) -> None:
     """Streams and buckets, and what compare-and-set decides is read from the leader only."""
-    await ImageStore(run).ensure()
-    await Recordings(run).ensure(max_age_s=3600.0, max_bytes=2**20)
-    await Sessions(run).ensure()
-    await ensure_span_stream(run)
-    for name in BUCKETS:
-        await run.bucket(name, ttl_s=TTL_S if name in ("replicas", "deaths") else None)
+    await store_everything(run, lease_ttl_s=TTL_S)
     stored = await stored_streams(run, run_name)
     assert len(stored) == 11
     for name in stored:
