@@ -4,21 +4,20 @@ import contextlib
 import http.client
 import json
 import secrets
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pydantic
 
-from penstock.errors import AccessError, ConfigError, SetupError, UnavailableError
+from penstock.errors import AccessError, SetupError, UnavailableError
 from penstock.runtime.security import REFUSAL, Security
 from services.doctor.finding import Finding, fault
 from services.doctor.hosts.answering import PATIENCE_S
 from services.doctor.hosts.clocks import ahead_s
 from services.doctor.hosts.comparison import compare
 from services.doctor.hosts.facts import HostFacts, Question, marker_file, own_facts, shared_folder
+from services.doctor.hosts.ports import engine_ports, greeting, reach_all
 from services.recipe import Recipe
 
 _ANSWER_TIMEOUT_S = 30.0
@@ -35,8 +34,10 @@ def ask(address: str, recipe: Recipe, security: Security, *, patience_s: float =
         patience_s: Seconds for it to begin to answer.
     """
     try:
-        with _greeting(recipe) as question:
+        with _question(recipe) as question:
             facts, clock_s = _answer(address, question, security, patience_s=patience_s)
+            unreached = reach_all(_host_of(address), facts.ports)
+            _end(address, question, security)
     except SetupError as error:
         return [fault("shared path", str(error), "set run.dir to a folder that all hosts share, and can write to")]
     except AccessError as error:
@@ -44,12 +45,12 @@ def ask(address: str, recipe: Recipe, security: Security, *, patience_s: float =
     except UnavailableError as error:
         remedy = "run `penstock doctor --serve PORT` there, and let this host reach its ports"
         return [fault(f"{address}: name and port", str(error), remedy)]
-    return list(compare(own_facts(recipe), facts, run=recipe.run, ahead_s=clock_s))
+    return list(compare(own_facts(recipe), facts, run=recipe.run, ahead_s=clock_s, reach_errors=unreached))
 
 
 @contextmanager
-def _greeting(recipe: Recipe) -> Iterator[Question]:
-    """Yield the question; during the context, its marker is in the shared folder and is said on a port."""
+def _question(recipe: Recipe) -> Iterator[Question]:
+    """Yield the question; during the context, its marker is in the shared folder and is said on this host's ports."""
     marker = secrets.token_hex(16)
     file = marker_file(recipe.run, marker)
     try:
@@ -58,31 +59,10 @@ def _greeting(recipe: Recipe) -> Iterator[Question]:
     except OSError as error:
         raise SetupError(f"{shared_folder(recipe.run)} cannot be written: {error.strerror}") from None
     try:
-        with _listener(recipe.network.host) as listener:
-            threading.Thread(target=_greet, args=(listener, marker), daemon=True).start()
-            try:
-                yield Question(marker=marker, advertised=recipe.network.advertised, port=listener.getsockname()[1])
-            finally:
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        with greeting(recipe.network.host, engine_ports(recipe), marker) as ports:
+            yield Question(marker=marker, advertised=recipe.network.advertised, ports=ports)
     finally:
         file.unlink(missing_ok=True)
-
-
-def _listener(host: str) -> socket.socket:
-    try:
-        return socket.create_server((host, 0))
-    except OSError as error:
-        raise ConfigError(f"network.host = {host!r}: cannot listen there: {error.strerror}; correct it") from None
-
-
-def _greet(listener: socket.socket, marker: str) -> None:
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:  # it is closed
-            return
-        with connection, contextlib.suppress(OSError):
-            connection.sendall(marker.encode())
 
 
 def _answer(address: str, question: Question, security: Security, *, patience_s: float) -> tuple[HostFacts, float]:
@@ -103,19 +83,39 @@ def _answer(address: str, question: Question, security: Security, *, patience_s:
         time.sleep(_PAUSE_S)
 
 
-def _exchange(address: str, question: Question, security: Security) -> tuple[HostFacts, float]:
-    host, _, port = address.rpartition(":")
-    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=_ANSWER_TIMEOUT_S)
+def _end(address: str, question: Question, security: Security) -> None:
+    """Say that this host needs no more of the other."""
+    ended_by_itself = contextlib.suppress(OSError, http.client.HTTPException)
+    with ended_by_itself, _connected(address, security) as connection:
+        connection.request("POST", f"/v1/host/{question.marker}/end", headers=_headers(security))
+        connection.getresponse().read()
+
+
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+@contextmanager
+def _connected(address: str, security: Security) -> Iterator[http.client.HTTPConnection]:
+    host, port = _host_of(address), int(address.rpartition(":")[2])
+    connection = http.client.HTTPConnection(host, port, timeout=_ANSWER_TIMEOUT_S)
     with contextlib.closing(connection):
         connection.connect()
         if security.tls is not None:
             context = security.tls.client_context()
             connection.sock = context.wrap_socket(connection.sock, server_hostname=security.tls.server_name or host)
-        headers = {"Content-Type": "application/json"}
-        if security.token:
-            headers["Authorization"] = f"Bearer {security.token}"
+        yield connection
+
+
+def _headers(security: Security) -> dict[str, str]:
+    headers = {"Content-Type": "application/json"}
+    return {**headers, "Authorization": f"Bearer {security.token}"} if security.token else headers
+
+
+def _exchange(address: str, question: Question, security: Security) -> tuple[HostFacts, float]:
+    with _connected(address, security) as connection:
         asked_at = time.time()
-        connection.request("POST", "/v1/host", question.model_dump_json(), headers)
+        connection.request("POST", "/v1/host", question.model_dump_json(), _headers(security))
         response = connection.getresponse()
         answered_at, body = time.time(), response.read()
     if response.status in (401, 403):

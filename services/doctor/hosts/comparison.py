@@ -15,7 +15,9 @@ BROKEN_CLOCK_S = 60.0
 _CODE = "Penstock's files"
 
 
-def compare(own: HostFacts, other: HostFacts, *, run: RunConfig, ahead_s: float) -> Iterator[Finding]:
+def compare(
+    own: HostFacts, other: HostFacts, *, run: RunConfig, ahead_s: float, reach_errors: Mapping[str, str]
+) -> Iterator[Finding]:
     """Yield the findings on another host.
 
     Args:
@@ -23,6 +25,7 @@ def compare(own: HostFacts, other: HostFacts, *, run: RunConfig, ahead_s: float)
         other: The other, after it was asked.
         run: Says which folder is shared.
         ahead_s: Seconds by which its clock is ahead.
+        reach_errors: Why each of its ports was not reached from here, by setting; an empty text if it was.
     """
     name = other.advertised
     yield _clock(f"{name}: clock", ahead_s)
@@ -30,7 +33,15 @@ def compare(own: HostFacts, other: HostFacts, *, run: RunConfig, ahead_s: float)
     yield _shared(f"{name}: shared path", run, sees_marker=other.sees_marker)
     if own.model or other.model:
         yield _model(f"{name}: model", own.model, other.model)
-    yield _name(f"{name}: name and port", own.advertised, other.reach_error)
+    unreached = [error for error in other.reach_errors.values() if error]
+    if unreached and len(unreached) == len(other.reach_errors):
+        yield _unreached(f"{name}: name and port", own.advertised, unreached[0])
+    else:
+        yield ok(f"{name}: name and port", f"this host was reached from there as {own.advertised}")
+        yield from _closed(name, "here", "from there", other.reach_errors)
+    yield from _closed(name, "there", "from here", reach_errors)
+    if reach_errors and not any(reach_errors.values()):
+        yield ok(f"{name}: ports", f"reached there: {', '.join(reach_errors)}")
 
 
 def _clock(name: str, ahead_s: float) -> Finding:
@@ -90,12 +101,18 @@ def _model(name: str, own: str, other: str) -> Finding:
     return ok(name, "the same files")
 
 
-def _name(name: str, advertised: str, error: str) -> Finding:
-    if error:
-        return fault(
-            name,
-            f"this host was not reached from there as {advertised}: {error}",
-            "give --network.host=0.0.0.0 and --network.advertise_host=, a name or address under which others reach "
-            "this host, and open its ports to them: engines, weights and the trainer's ranks use any free one",
-        )
-    return ok(name, f"this host was reached from there as {advertised}")
+def _unreached(name: str, advertised: str, error: str) -> Finding:
+    return fault(
+        name,
+        f"this host was not reached from there as {advertised}: {error}",
+        "give --network.host=0.0.0.0 and --network.advertise_host=, a name or address under which others reach this "
+        "host, and open its ports to them: engines, weights and the trainer's ranks use any free one",
+    )
+
+
+def _closed(name: str, where: str, whence: str, errors: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding for each port of one host that the other did not reach."""
+    for key, error in errors.items():
+        if error:
+            seen = f"{key} {where} was not reached {whence}: {error}"
+            yield fault(f"{name}: {key} {where}", seen, "let it through the firewalls of both hosts and between them")

@@ -5,7 +5,7 @@ import importlib.metadata
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pydantic
@@ -13,24 +13,22 @@ import pydantic
 import penstock
 import services
 from penstock.config import RunConfig
+from services.doctor.hosts.ports import MARKER, MAX_PORTS, OpenPort, reach_all
 from services.recipe import Recipe
 
 PACKAGES = ("penstock", "torch", "sglang", "transformers")
 """Packages that are compared where both hosts have them."""
 
-_CONNECT_TIMEOUT_S = 5.0
-_MARKER = r"^[0-9a-f]{32}$"
-
 
 class Question(pydantic.BaseModel):
     """What a host asks another."""
 
-    marker: str = pydantic.Field(pattern=_MARKER)
-    """Random name of the file that the asker has written into the run folder, and the greeting on its port."""
+    marker: str = pydantic.Field(pattern=MARKER)
+    """Random name of the file that the asker has written into the run folder."""
     advertised: str = pydantic.Field(max_length=255)
     """Name or address under which the asker has itself reached."""
-    port: int = pydantic.Field(ge=1, le=65535)
-    """Port on which the asker greets."""
+    ports: dict[str, OpenPort] = pydantic.Field(max_length=MAX_PORTS)
+    """Ports of the asker that others must reach, by setting."""
 
 
 class HostFacts(pydantic.BaseModel):
@@ -50,8 +48,10 @@ class HostFacts(pydantic.BaseModel):
     """Digest of the model folder's file names, sizes and JSON files; empty if the folder is not there."""
     sees_marker: bool
     """Whether the asker's file is in the run folder."""
-    reach_error: str
-    """Why the asker was not reached under its name; empty if it was."""
+    reach_errors: dict[str, str]
+    """Why each of the asker's ports was not reached under its name, by setting; an empty text if it was."""
+    ports: dict[str, OpenPort] = pydantic.Field(max_length=MAX_PORTS)
+    """Its own ports that others must reach, by setting."""
     heard_at: float
     """The wall clock when the question had come, in seconds since 1970."""
     said_at: float
@@ -68,14 +68,15 @@ def marker_file(run: RunConfig, marker: str) -> Path:
     return shared_folder(run) / f".doctor-{marker}"
 
 
-def look(recipe: Recipe, question: Question) -> HostFacts:
-    """Return this host's answer. Blocking: it reads files, and connects to the asker."""
+def look(recipe: Recipe, question: Question, ports: Mapping[str, OpenPort]) -> HostFacts:
+    """Return this host's answer, with its own `ports`. Blocking: it reads files, and connects to the asker."""
     heard_at = time.time()
     facts = own_facts(recipe)
     return facts.model_copy(
         update={
             "sees_marker": marker_file(recipe.run, question.marker).is_file(),
-            "reach_error": reach(question.advertised, question.port, question.marker),
+            "reach_errors": reach_all(question.advertised, question.ports),
+            "ports": dict(ports),
             "heard_at": heard_at,
             "said_at": time.time(),
         }
@@ -93,7 +94,8 @@ def own_facts(recipe: Recipe) -> HostFacts:
         code=code_digest(),
         model="" if recipe.model is None else model_digest(recipe.model.path),
         sees_marker=True,
-        reach_error="",
+        reach_errors={},
+        ports={},
         heard_at=now,
         said_at=now,
     )
@@ -130,14 +132,3 @@ def model_digest(folder: Path) -> str:
         if file.suffix in (".json", ".jinja"):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def reach(host: str, port: int, greeting: str) -> str:
-    """Connect to a host that greets; return why it was not reached, or an empty text."""
-    try:
-        with socket.create_connection((host, port), _CONNECT_TIMEOUT_S) as connection:
-            connection.settimeout(_CONNECT_TIMEOUT_S)
-            heard = connection.makefile("rb").read(len(greeting))
-    except OSError as error:
-        return error.strerror or str(error)
-    return "" if heard == greeting.encode() else "another program answers there"

@@ -7,20 +7,23 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from penstock.config import RunConfig
+from penstock.config import RunConfig, load
+from penstock.errors import ConfigError
 from penstock.runtime.ports import free_ports
 from penstock.runtime.security import Security
 from services.cli.app import main
 from services.doctor.finding import Finding, Status
-from services.doctor.hosts import asking
+from services.doctor.hosts import asking, ports
 from services.doctor.hosts.comparison import compare
 from services.doctor.hosts.facts import HostFacts, code_digest, installed_versions, model_digest
+from services.doctor.hosts.ports import ANY, OpenPort, engine_ports, greeting, reach_all, server_ports
 from services.recipe import Recipe
 from tests.support.waiting import HANG_S
 
@@ -37,15 +40,23 @@ def facts(**changes: Any) -> HostFacts:
         "code": "c0de",
         "model": "d1",
         "sees_marker": True,
-        "reach_error": "",
+        "reach_errors": {ANY: ""},
+        "ports": {},
         "heard_at": 0.0,
         "said_at": 0.0,
     }
     return HostFacts(**told | changes)
 
 
-def found(other: HostFacts, *, ahead_s: float = 0.0, run: RunConfig | None = None) -> dict[str, Finding]:
-    findings = compare(facts(), other, run=run or RunConfig(folder=Path("/runs/x")), ahead_s=ahead_s)
+def found(
+    other: HostFacts,
+    *,
+    ahead_s: float = 0.0,
+    run: RunConfig | None = None,
+    reach_errors: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Finding]:
+    run = run or RunConfig(folder=Path("/runs/x"))
+    findings = compare(facts(), other, run=run, ahead_s=ahead_s, reach_errors=reach_errors)
     return {finding.name.removeprefix("b: "): finding for finding in findings}
 
 
@@ -94,7 +105,7 @@ def test_models_that_differ_are_named() -> None:
     assert found(facts(model="d2"))["model"].status is Status.FAULT
     assert "model" not in {
         each.name.removeprefix("b: ")
-        for each in compare(facts(model=""), facts(model=""), run=RunConfig(), ahead_s=0.0)
+        for each in compare(facts(model=""), facts(model=""), run=RunConfig(), ahead_s=0.0, reach_errors={})
     }
 
 
@@ -104,6 +115,55 @@ def test_a_folder_that_is_not_shared() -> None:
     assert found(away)["shared path"].status is Status.FAULT
     shared = found(away, run=RunConfig(dir=Path("/runs")))["shared path"]
     assert (shared.status, "/runs" in shared.seen) == (Status.WARNING, True)
+
+
+def test_each_port_that_is_closed_is_named() -> None:
+    """In both directions. If the other host reaches none here, that is the name's fault."""
+    open_ports = {"router.port": "", "reward.port": ""}
+    assert found(facts(), reach_errors=open_ports)["ports"].seen == "reached there: router.port, reward.port"
+    closed = found(
+        facts(reach_errors={"rollout.port": "timed out", ANY: ""}),
+        reach_errors={"bus.url": "Connection refused", "router.port": "timed out", "reward.port": ""},
+    )
+    faults = {name: finding.seen for name, finding in closed.items() if finding.status is Status.FAULT}
+    assert faults == {
+        "rollout.port here": "rollout.port here was not reached from there: timed out",
+        "bus.url there": "bus.url there was not reached from here: Connection refused",
+        "router.port there": "router.port there was not reached from here: timed out",
+    }
+    assert closed["name and port"].status is Status.OK
+    assert "ports" not in closed
+    none = found(facts(reach_errors={"rollout.port": "timed out", ANY: "timed out"}))
+    assert [name for name, finding in none.items() if finding.status is Status.FAULT] == ["name and port"]
+
+
+def test_the_ports_of_a_host_are_those_that_its_processes_have() -> None:
+    """Fixed ones of servers that the recipe does not place elsewhere; any port, unless all have a fixed one."""
+    ports = ("--router.port=7001", "--reward.port=7002", "--bus.url=nats://127.0.0.1:4222")
+    recipe = load(Recipe, [], [*ports, "--worker.port=7004", "--reward.http_port=7003"])
+    assert engine_ports(recipe) == {ANY: 0}
+    assert server_ports(recipe) == {"bus.url": 4222, "router.port": 7001, "reward.port": 7002, ANY: 0}
+    elsewhere = ("--bus.url=nats://203.0.113.1:4222", "--worker.router_address=203.0.113.1:7001")
+    recipe = load(Recipe, [], [*ports[:2], *elsewhere, "--rollout.port=7010", "--router.http_port=7080"])
+    assert server_ports(recipe) == {"reward.port": 7002, "rollout.port": 7010, ANY: 0}
+    fixed = ("--rollout.port=7010", "--trainer.weight_sync.transport=delta")
+    assert engine_ports(load(Recipe, [], fixed)) == {"rollout.port": 7010}
+    assert ANY in engine_ports(load(Recipe, [], [*fixed, "--rollout.prefill=1", "--rollout.decode=1"]))
+
+
+def test_a_port_is_reached_where_the_right_host_answers() -> None:
+    """Whatever listens there already is right; another program in place of the greeting is not."""
+    with greeting("127.0.0.1", {"a": 0}, "a" * 32) as first:
+        port = first["a"].port
+        with greeting("127.0.0.1", {"b": port, ANY: 0}, "b" * 32) as second:
+            assert (second["b"], second[ANY].greeting) == (OpenPort(port=port, greeting=""), "b" * 32)
+            assert reach_all("127.0.0.1", {**first, **second}) == {"a": "", "b": "", ANY: ""}
+        wrong = {"a": OpenPort(port=port, greeting="b" * 32), **second}
+        errors = reach_all("127.0.0.1", wrong)
+    assert errors == {"a": "another program answers there", "b": "", ANY: "Connection refused"}
+    refused = pytest.raises(ConfigError, match=r"network\.host = '203\.0\.113\.1': cannot listen there")
+    with refused, greeting("203.0.113.1", {ANY: 0}, "a" * 32):
+        pass
 
 
 def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
@@ -170,12 +230,40 @@ def test_hosts_that_fit(
         code, told = asked(capsys, f"--with={address}", *settings)
         assert code == 0, told
         assert {name: each["status"] for name, each in told.items()} == dict.fromkeys(
-            ("clock", "versions", "shared path", "model", "name and port"), "ok"
+            ("clock", "versions", "shared path", "model", "name and port", "ports"), "ok"
         )
     out, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0
     assert json.loads(out)["checks"][0]["seen"] == "127.0.0.1, 127.0.0.1 asked"
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_fixed_ports_are_open_until_all_have_looked(
+    tmp_path: Path,
+    serving: Callable[..., tuple[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other host listens on those of its servers; what keeps one from it is named with the setting."""
+    router, reward, bus, rollout = free_ports(4)
+    settings = (f"--run.folder={tmp_path}", f"--router.port={router}", f"--reward.port={reward}")
+    settings += (f"--bus.url=nats://127.0.0.1:{bus}", f"--rollout.port={rollout}")
+    address, process = serving("--peers=2", *settings)
+    code, told = asked(capsys, f"--with={address}", "--network.host=127.0.0.2", *settings)
+    assert code == 0, told
+    assert told["ports"]["seen"] == "reached there: bus.url, router.port, reward.port, rollout.port, any free port"
+    reach = ports.reach
+
+    def reach_through_a_firewall(host: str, port: OpenPort) -> str:
+        return "timed out" if port.port == reward else reach(host, port)
+
+    monkeypatch.setattr(ports, "reach", reach_through_a_firewall)
+    code, told = asked(capsys, f"--with={address}", "--network.host=127.0.0.2", *settings)
+    faults = {name: each["seen"] for name, each in told.items() if each["status"] == "fault"}
+    assert faults == {"reward.port there": "reward.port there was not reached from here: timed out"}
+    assert code == 1
+    process.communicate(timeout=HANG_S)
+    assert process.returncode == 0
 
 
 def test_hosts_that_do_not_fit(
