@@ -166,6 +166,9 @@ test-slurm: setup ## Train on a real Slurm of two nodes, all on this machine, th
 	done
 	@$(BIN)/pytest tests/slurm/run_slurm.py -s -p no:randomly $(ARGS)
 
+wheel: setup ## Build the wheel, which is what people install, in dist.
+	$(BIN)/python -m hatchling build --target wheel --directory dist
+
 test-wheel: setup ## Build the wheel, install it with its packages from the index into an empty environment, and train there.
 	@$(BIN)/pytest tests/integration/deploy/run_wheel.py -s -p no:randomly $(ARGS)
 
@@ -272,5 +275,5 @@ lock: .uv/bin/uv ## Resolve the dependencies anew.
 		--python-version 3.11 --output-file docs/site/requirements.lock docs/site/requirements.in
 
 clean: ## Remove what setup and the tools made; runs/ stays.
-	rm -rf .venv .venv-trl .uv .clients build .lmms-eval .mooncake .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-trl .uv .clients build dist .lmms-eval .mooncake .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

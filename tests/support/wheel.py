@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+BUILD = ("-m", "hatchling", "build", "--target", "wheel", "--directory")
+"""Arguments of Python as `make wheel` has them, before the folder."""
 
 
 def run_apart(*command: str | Path, cwd: Path, timeout_s: float = 120) -> str:
@@ -20,6 +22,6 @@ def run_apart(*command: str | Path, cwd: Path, timeout_s: float = 120) -> str:
 
 def build_wheel(folder: Path) -> Path:
     """Build it into an empty folder."""
-    run_apart(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT)
+    run_apart(sys.executable, *BUILD, folder, cwd=ROOT)
     (built,) = folder.glob("*.whl")
     return built
