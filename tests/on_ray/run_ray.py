@@ -64,9 +64,9 @@ def penstock(*arguments: object) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_a_run_loses_a_host_and_gains_engines(tmp_path: Path, nodes: Nodes) -> None:
-    """The host of the trainer dies, with all that runs there: the run goes on elsewhere, engines join and leave, and
-    each group is trained once. Logs, spans and samples are in the run folder."""
+def test_a_run_loses_a_host_and_gains_processes(tmp_path: Path, nodes: Nodes) -> None:
+    """The host of the trainer dies, with all that runs there: the run goes on elsewhere, engines and a worker join and
+    leave, and each group is trained once. Logs, spans and samples are in the run folder."""
     num_steps = 100
     settings = overrides(tmp_path, rollout__replicas=2, trainer__num_steps=num_steps)
     with started(tmp_path, str(RECIPE), *settings, *on_ray(nodes)) as train:
@@ -89,6 +89,11 @@ def test_a_run_loses_a_host_and_gains_engines(tmp_path: Path, nodes: Nodes) -> N
         assert more.stdout == "starting rollout-2\n"
         train.wait_until(lambda: train.rows()[-1]["num_replicas"] == 3, "three engines", 200)
         assert "rollout-2" in placed(train)
+        more = penstock("scale", train.folder, "worker=2")
+        assert more.stdout == "starting worker-1\n", more.stderr
+        train.wait_until(lambda: "worker-1" in placed(train), "a second worker", 200)
+        fewer = penstock("scale", train.folder, "worker=1")
+        assert fewer.stdout == "ending worker-1\n", fewer.stderr
         fewer = penstock("scale", train.folder, "rollout=1")
         assert fewer.stdout == "ending rollout-1, rollout-2\n", fewer.stderr
         assert train.wait(400) == 0, train.tail()
@@ -102,6 +107,7 @@ def test_a_run_loses_a_host_and_gains_engines(tmp_path: Path, nodes: Nodes) -> N
         assert (train.folder / "episodes/index.jsonl").read_text()
         said = train.output.read_text()
         assert "scale: ending rollout-1, rollout-2" in said
+        assert "worker-1 has left the run" in said
         assert "did not stop" not in said
 
 

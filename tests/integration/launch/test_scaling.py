@@ -124,18 +124,23 @@ async def test_processes_join_and_leave_while_the_run_goes_on(
         assert await asked(folder, rollout=1) == ["ending rollout-1, rollout-2"]
         await until(lambda: num_noted(folder, "stopped-rollout-1") and num_noted(folder, "stopped-rollout-2"))
         assert num_noted(folder, "stopped-rollout-0") == num_noted(folder, "stopped-worker") == 0
+        assert await asked(folder, worker=1) == ["ending worker-1"]
+        await until(lambda: num_noted(folder, "stopped-worker-1"))
         shown: list[str] = []
 
         def have_left() -> bool:
             shown.append(capsys.readouterr().out)
-            return all(f"{name} has left the run" in "".join(shown) for name in ("rollout-1", "rollout-2"))
+            names = ("rollout-1", "rollout-2", "worker-1")
+            return all(f"{name} has left the run" in "".join(shown) for name in names)
 
         await until(have_left)
         assert await asked(folder, rollout=2) == ["starting rollout-1"]
         await until(lambda: num_noted(folder, "up") == before + 4)
+        assert num_noted(folder, "stopped-worker-0") == 0
         assert not stop.is_set()
-    assert num_noted(folder, "stopped-rollout-0") == 1
+    assert num_noted(folder, "stopped-rollout-0") == num_noted(folder, "stopped-worker-0") == 1
     assert num_noted(folder, "stopped-rollout-1") == 2
+    assert num_noted(folder, "stopped-worker-1") == 1
     assert list((tmp_path / "scale").iterdir()) == []
 
 
