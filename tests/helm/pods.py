@@ -3,9 +3,10 @@
 `podman kube play` knows Pods, claims, ConfigMaps and Secrets. What makes Pods of a StatefulSet, Deployment or Job in
 a cluster is done here: pods named like their Service, so that its name leads to them, and copies with numbers.
 
-What Kubernetes does and podman 4.3 does not, is left out or put in its place: probes over gRPC (`Release.is_ready` asks
-the same health service from inside the pod), the pod's own address (its name stands for it, which podman resolves) and
-the volume of /dev/shm (podman makes a folder of root's of it on the disk; every pod has 1 GiB of memory there instead).
+What Kubernetes does and podman 4.3 does not is left out or replaced (`_pod_of`): probes (`Release.is_ready` asks what
+the readiness probe asks, from inside the pod), ports, the pod's own address (its name stands for it, which podman
+resolves) and the volume of /dev/shm (podman makes a folder of root's of it on the disk; every pod has 1 GiB of memory
+there).
 """
 
 import contextlib
@@ -47,14 +48,31 @@ as-it-may = ["{runtime}"]
 """Without systemd, and with a runtime that works in a container, too."""
 
 
+_PROGRAMS = ("podman", "runc", "netavark", "aardvark-dns", "catatonit")
+_STORAGE = Path("/var/lib/containers")
+"""Where root's podman has its images and volumes."""
+_BUILD_GB, _REBUILD_GB = 25, 12
+"""Free disk that the images take while they are built: at first, and where they are there."""
+
+
 def missing() -> str:
     """Why pods cannot be started here; empty: they can."""
     if os.geteuid() != 0:
         return "the pods are started by root, whose podman has networks of its own"
-    for name in ("podman", "runc", "aardvark-dns"):
+    for name in _PROGRAMS:
         if not _found(name):
-            return f"no {name}: apt-get install podman runc netavark aardvark-dns catatonit"
+            return f"no {name}: apt-get install {' '.join(_PROGRAMS)}"
+    place = next(path for path in (_STORAGE, *_STORAGE.parents) if path.exists())
+    needed_gb = _REBUILD_GB if _has_images() else _BUILD_GB
+    free_gb = shutil.disk_usage(place).free / 1e9
+    if free_gb < needed_gb:
+        return f"{place} has {free_gb:.0f} GB free, and building the images takes {needed_gb} GB: make room"
     return ""
+
+
+def _has_images() -> bool:
+    names = [f"{REGISTRY}/penstock-{service}" for service in SERVICES]
+    return all(_run(["podman", "image", "exists", name], check=False).returncode == 0 for name in names)
 
 
 def _found(name: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> None:
-    """Become runc, after taking the limits out of the specification that it is to read."""
+    """Become runc, after taking the limits out of the specification that it reads."""
     if "create" in arguments:
         forget(Path(_value_of(arguments, "--bundle")) / "config.json")
     if "exec" in arguments:
