@@ -55,7 +55,8 @@ class Watch:
         self._values: dict[str, _Seen] = {}
         self._changed = asyncio.Event()
         self.num_changes = 0
-        """Number of changes so far. Pass it to `changed`, so that a change between two waits is not missed."""
+        """Number of changes so far; a renewal with the same value is none. Pass it to `changed`, so that a change
+        between two waits is not missed."""
         self._following: asyncio.Task[None] | None = None
         # A silent watch is reopened, because it may have died with the server. It is reopened well within the time to
         # live: otherwise a restart of the server would make all leases look expired.
@@ -75,7 +76,7 @@ class Watch:
     @property
     def values(self) -> dict[str, bytes]:
         """Return the values by key, without expired ones."""
-        oldest = -math.inf if self._ttl_s is None else self._now() - self._ttl_s
+        oldest = self._oldest()
         return {key: seen.value for key, seen in self._values.items() if seen.at > oldest}
 
     async def changed(self, timeout_s: float, *, since: int | None = None) -> bool:
@@ -175,6 +176,10 @@ class Watch:
         """
         return self._worked_at - self._stalled_s
 
+    def _oldest(self) -> float:
+        """Return the time of `_now` at which or before which values arrived that have expired."""
+        return -math.inf if self._ttl_s is None else self._now() - self._ttl_s
+
     def _note_work(self) -> None:
         """Note that the bucket works; if it did not before, unexpired values get their whole time to live."""
         silent_s = time.monotonic() - self._worked_at
@@ -196,11 +201,13 @@ class Watch:
             # A value that was seen before keeps its age. The revision alone does not identify it: a recreated bucket
             # counts from 1 again.
             assert entry.revision is not None, "the server numbers what it stores"
+            is_renewal = known is not None and known.value == entry.value and known.at > self._oldest()
             self._note_work()
             if known is None:
                 self._forget_expired()
             self._values[entry.key] = _Seen(entry.value, entry.revision, self._now())
-            self._announce()
+            if not is_renewal:
+                self._announce()
 
     def _forget_expired(self) -> None:
         """Forget values that expired long ago, whose keys come back no more: an engine that starts again has a new one.

@@ -120,6 +120,25 @@ async def test_leases_of_the_dead_are_forgotten(clock: Any) -> None:
     assert len(watch._values) <= 2 * TTL_S + 1
 
 
+async def test_a_renewal_is_no_change(clock: Any) -> None:
+    """Nobody looks at hundreds of leases because one has its whole time again; one that had lapsed is news."""
+    watch = Watch(Bucket(), ttl_s=TTL_S)  # type: ignore[arg-type]
+    watch._store(renewal(1))
+    known = watch.num_changes
+    for revision, clock.at in enumerate((2.0, 4.0), start=2):
+        watch._store(renewal(revision))
+        assert (watch.values, watch.num_changes) == ({"r": b"x"}, known)
+    for clock.at in (5.0, 6.0, 7.0):
+        await watch._ask_leader()
+    assert watch.values == {}
+    watch._store(renewal(4))
+    assert watch.values == {"r": b"x"}
+    assert watch.num_changes > known
+    known = watch.num_changes
+    watch._store(dataclasses.replace(renewal(5), value=b"y"))
+    assert watch.num_changes > known
+
+
 async def test_what_has_no_time_to_live_is_kept(clock: Any) -> None:
     """However many keys there are."""
     watch = Watch(Bucket())  # type: ignore[arg-type]
