@@ -168,18 +168,17 @@ class TurnPlayer:
         """
         started, resumable = time.monotonic(), progress.resumable
         began: float | None = None
-        ends_at = progress.give_up_at
-        timeout_s = max(0.0, ends_at - started) + budget_s + _SERVER_SLACK_S
+        wait_s = max(0.0, progress.give_up_at - started)
+        timeout_s = wait_s + budget_s + _SERVER_SLACK_S
         try:
-            async with aclosing(self._generator.stream(resumable.remaining(), timeout_s=timeout_s)) as chunks:
-                while True:
-                    async with asyncio.timeout(max(0.0, ends_at - time.monotonic())):
-                        chunk = await anext(chunks, None)
-                    if chunk is None:
-                        return
+            async with (
+                aclosing(self._generator.stream(resumable.remaining(), timeout_s=timeout_s)) as chunks,
+                asyncio.timeout(wait_s) as limit,
+            ):
+                async for chunk in chunks:
                     if began is None:
                         began = time.monotonic()
-                        ends_at = began + budget_s - progress.generated_s
+                        limit.reschedule(asyncio.get_running_loop().time() + budget_s - progress.generated_s)
                     resumable.add(chunk)
         except TimeoutError:
             if began is None:

@@ -111,6 +111,20 @@ async def test_waiting_for_the_first_token_is_not_on_the_turns_clock() -> None:
     assert turn.waited_s > turn.generated_s
 
 
+async def test_a_turn_of_many_chunks_has_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker has a thousand turns whose chunks come each second."""
+    delays: list[float | None] = []
+    timeout = asyncio.timeout
+
+    def counted(delay: float | None) -> asyncio.Timeout:
+        delays.append(delay)
+        return timeout(delay)
+
+    monkeypatch.setattr(asyncio, "timeout", counted)
+    await play(ScriptedStreams([[chunk(10), chunk(11), chunk(12), chunk(13, last=True)]]))
+    assert len(delays) == 1
+
+
 async def test_a_turn_without_a_token_gives_up_after_the_wait_timeout() -> None:
     """Nothing of the policy's is lost by it; the error names the setting."""
     with pytest.raises(DeadlineError, match=r"no token came within 0\.05 s"):
