@@ -7,7 +7,7 @@ prefix cache. The prefill replica's least loaded partner decodes (`PoolView.find
 from services.router.balancing.affinity import AffinityBalancer
 from services.router.balancing.balancer import Balancer
 from services.router.balancing.consistent_hash import ConsistentHashBalancer
-from services.router.balancing.pairing import MISMATCHES, Partners, pair_up
+from services.router.balancing.pairing import MISMATCHES, NEEDS_NONE, Partners, pair_up
 from services.router.balancing.pool_view import Need, NoReplica, PoolView, Query
 from services.router.balancing.prefix import PrefixBalancer, hash_blocks
 from services.router.balancing.replica_status import PD_ROLES, TRANSIENT, UNBOUNDED, ReplicaStatus, UnroutableReason
@@ -17,6 +17,7 @@ from services.router.tuning import Tuning
 
 __all__ = [
     "MISMATCHES",
+    "NEEDS_NONE",
     "PD_ROLES",
     "TRANSIENT",
     "UNBOUNDED",

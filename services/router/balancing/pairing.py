@@ -39,6 +39,10 @@ class Partners:
     """Why it has none, though it needs one."""
 
 
+NEEDS_NONE = Partners()
+"""The partners of a replica that needs none."""
+
+
 def pair_up(leases: Iterable[common_pb2.Replica]) -> Mapping[str, Partners]:
     """Return the partners of each replica, by its id; replicas with the same partners share them."""
     replicas = list(leases)
@@ -54,7 +58,7 @@ def pair_up(leases: Iterable[common_pb2.Replica]) -> Mapping[str, Partners]:
             wanted = _match(each, _ROLE_OF_PARTNER[each.role])
             found[each.replica_id] = partners.get(wanted) or Partners(replica_ids=(), lack=_find_lack(wanted, known))
         else:
-            found[each.replica_id] = Partners()
+            found[each.replica_id] = NEEDS_NONE
     return found
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 
 from penstock.v1 import common_pb2
 from services.router.balancing import (
+    NEEDS_NONE,
     UNBOUNDED,
-    Partners,
     Query,
     ReplicaStatus,
     UnroutableReason,
@@ -90,7 +90,7 @@ def test_partners_are_all_that_match_or_there_is_a_reason(fleet: Fleet) -> None:
     leases = [each.lease for each in fleet.slots.values()]
     for own, partners in zip(leases, pair_up(leases).values(), strict=True):
         if own.role not in OTHER_ROLE:
-            assert partners == Partners()
+            assert partners is NEEDS_NONE
             continue
         peers = [each for each in leases if each.role == OTHER_ROLE[own.role] and each.HasField("disaggregation")]
         lack = UnroutableReason.NO_PARTNER
