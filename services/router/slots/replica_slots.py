@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from penstock.runtime.backoff import Backoff
 from penstock.v1 import common_pb2
-from services.router.balancing import PD_ROLES, UNBOUNDED, Partners, ReplicaStatus, UnroutableReason
+from services.router.balancing import NEEDS_NONE, PD_ROLES, UNBOUNDED, Partners, ReplicaStatus, UnroutableReason
 from services.router.connection import ReplicaConnection
 from services.router.limits import Limit
 from services.router.slots.breaker import Breaker, BreakerState
@@ -46,7 +46,7 @@ class ReplicaSlots:
         """Whether its lease has ended; calls may still run."""
         self.num_rejections = 0
         """Calls that it rejected since its last complete answer."""
-        self.partners = Partners()
+        self.partners = NEEDS_NONE
         self._publish = publish
         self._limit = Limit(tuning.limit, lease.max_running)
         self._breaker = Breaker(tuning.breaker)
@@ -95,7 +95,7 @@ class ReplicaSlots:
 
     def pair(self, partners: Partners) -> bool:
         """Set its partners; return whether it lacks them for a new reason."""
-        if partners == self.partners:
+        if partners is self.partners or partners == self.partners:
             return False
         is_new = partners.lack is not None and partners.lack is not self.partners.lack
         self.partners = partners
@@ -112,7 +112,8 @@ class ReplicaSlots:
         if is_settled and was_settled:
             lease = self.lease
             self._limit.report(max_running=lease.max_running, num_queued=lease.num_queued, kv_use=lease.kv_use)
-            self._refresh()
+            if self._limit.max_in_flight != self.status.max_in_flight:
+                self._refresh()
 
     def begin(self, now: float) -> bool:
         """Give out a slot; return whether its call probes the replica."""

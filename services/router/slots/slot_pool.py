@@ -140,20 +140,37 @@ class SlotPool:
     def _follow(self) -> float:
         """Synchronise the replicas with their leases, and serve the queues; return what `_serve_queues` returns."""
         leases, was_empty = self._pool.leases, not self.replicas
-        for replica_id in self.replicas.keys() - leases.keys():
+        gone = self.replicas.keys() - leases.keys()
+        for replica_id in gone:
             self._remove(replica_id)
-        for replica_id, lease in leases.items():
-            replica = self.replicas.get(replica_id)
-            if replica is not None and replica.connection.address != lease.address:
-                self._remove(replica_id)
-                replica = None
-            if replica is None:
-                self._add(lease)
-            elif replica.lease is not lease:
-                replica.update(lease)
+        changed = [
+            lease
+            for replica_id, lease in leases.items()
+            if (known := self.replicas.get(replica_id)) is None or known.lease is not lease
+        ]
+        for lease in changed:
+            self._take_lease(lease)
+        held_out = frozenset(self._pool.held_out.replica_ids)
         for replica_id, replica in self.replicas.items():
-            replica.hold_out(replica_id in self._pool.held_out.replica_ids)
-        self._pair_up()
+            replica.hold_out(replica_id in held_out)
+        if gone or changed:
+            self._pair_up()
+            self._measure_pool(was_empty=was_empty)
+        return self._serve_queues()
+
+    def _take_lease(self, lease: common_pb2.Replica) -> None:
+        """Update the lease's replica, or add it."""
+        replica = self.replicas.get(lease.replica_id)
+        if replica is not None and replica.connection.address != lease.address:
+            self._remove(lease.replica_id)
+            replica = None
+        if replica is None:
+            self._add(lease)
+        else:
+            replica.update(lease)
+
+    def _measure_pool(self, *, was_empty: bool) -> None:
+        """Note the pool's sizes, and dissolve the queues of calls whose needs have changed with it."""
         sizes, self.largest = self.view.sizes(), self.view.largest()
         if self.replicas:
             self.last_largest = self.largest if was_empty else max(self.largest, self.last_largest)
@@ -161,7 +178,6 @@ class SlotPool:
             if sizes != self._sizes or (need[-1] and need[-1] not in self.replicas):
                 self._queues.pop(need).dissolve()
         self._sizes = sizes
-        return self._serve_queues()
 
     def _add(self, lease: common_pb2.Replica) -> None:
         connection = ReplicaConnection(lease.replica_id, lease.address, self._security)

@@ -11,9 +11,10 @@ import pytest
 from penstock.bus.buckets.replica_lease import write_replica
 from penstock.errors import OverloadedError, UnavailableError
 from penstock.v1 import common_pb2
-from services.router.balancing import PoolView, Query, pool_view
+from services.router.balancing import PoolView, Query, pair_up, pool_view
 from services.router.forwarder import RequestForwarder
 from services.router.pool import Pool
+from services.router.slots import slot_pool as slot_pool_module
 from services.router.slots.slot import Slot
 from services.router.slots.slot_pool import SlotPool
 from services.router.slots.wait_queue import Ticket
@@ -178,6 +179,38 @@ async def test_the_wait_queue_is_bounded_in_bytes() -> None:
 def test_a_wait_queue_bounds_bytes_by_default() -> None:
     """512 MiB: a router with 2 GiB of memory survives a full one."""
     assert Tuning().max_waiting_bytes == 512 * 2**20
+
+
+async def test_a_pool_is_measured_when_a_lease_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at each look, of which there are many without a change; a replica that comes or goes changes it too."""
+    num_measured = 0
+
+    def counted(leases: Any) -> Any:
+        nonlocal num_measured
+        num_measured += 1
+        return pair_up(leases)
+
+    monkeypatch.setattr(slot_pool_module, "pair_up", counted)
+    async with slot_pool(replica("a", max_tokens=10), replica("b", max_tokens=20)) as (some, pool, leases):
+        for change, num, largest in (
+            (lambda: None, 0, 20),
+            (lambda: leases.put(replica("a", max_tokens=30)), 1, 30),
+            (lambda: None, 0, 30),
+            (lambda: leases.put(replica("c", max_tokens=40)), 1, 40),
+            (lambda: leases.values.pop("c"), 1, 30),
+        ):
+            change()
+            num_measured = 0
+            pool.refresh()
+            assert (num_measured, some.largest) == (num, largest)
+
+
+async def test_a_limit_that_stays_is_no_news() -> None:
+    """Hundreds of replicas are looked at in each lease interval, and few limits change."""
+    async with slot_pool(replica("a", max_running=4)) as (some, pool, _):
+        before = some.view.replicas["a"]
+        pool.on_lease_interval()
+        assert some.view.replicas["a"] is before
 
 
 async def test_a_limit_adapts_to_leases() -> None:
